@@ -1,0 +1,1 @@
+"""Runs language models for many requests at once: torch, transformers and kvcache; knows no HTTP."""

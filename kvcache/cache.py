@@ -1,0 +1,164 @@
+"""The shared cache: slots over pools of cells, and the six laws' first two.
+
+1. Whatever moves a slot leaves it standing at a length at most the one asked for, and returns that length. The caller
+   computes what is missing and never asks why.
+2. Every forward is a transaction (kvcache/forward.py), and a refused operation has changed nothing.
+
+One thread owns a cache. Between `begin` and `end` of a forward only that forward may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvcache.attention import AttentionGroup
+from kvcache.component import Component
+from kvcache.errors import BadSpan, CacheError
+from kvcache.forward import Forward
+from kvcache.spec import LayerSpec, Span, group_layers
+
+
+class Cache:
+    """Memory for `slots` sequences of up to `capacity` tokens each, in `cells` shared cells.
+
+    layers  one spec a layer of the model, in the model's order
+    cells   of each group; slots x capacity is always enough, for shared cells are counted once
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        slots: int,
+        capacity: int,
+        cells: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.slots, self.capacity, self.cells = slots, capacity, cells
+        specs = group_layers(layers)
+        place = torch.device(device)
+        self._groups = tuple(
+            AttentionGroup(spec, slots=slots, capacity=capacity, cells=cells, dtype=dtype, device=place)
+            for spec in specs
+        )
+        self._components: tuple[Component, ...] = self._groups
+        self._homes = {layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)}
+        self._open: Forward | None = None
+
+    @property
+    def free_cells(self) -> int:
+        """Rows that the next forward may bring, all its spans together."""
+        return min(group.pool.free for group in self._groups)
+
+    @property
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """The groups of attention layers, for memory reports and tests."""
+        return self._groups
+
+    def length(self, slot: int) -> int:
+        """Tokens that the slot holds: the next row goes to this position."""
+        self._check_slot(slot)
+        return min(component.length(slot) for component in self._components)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> int:
+        """Let `target` hold the first tokens of `source`, which may be running; nothing is copied. Returns the length.
+
+        What `target` held is forgotten.
+        """
+        self._check_idle()
+        self._check_slot(target)
+        standing = self._standing(source, length)
+        if source == target:
+            return self.rewind(target, standing)
+        for component in self._components:
+            component.share(source, target, standing)
+        return standing
+
+    def rewind(self, slot: int, length: int) -> int:
+        """Forget what lies behind `length`. Returns the length at which the slot stands then."""
+        self._check_idle()
+        standing = self._standing(slot, length)
+        for component in self._components:
+            component.truncate(slot, standing)
+        return standing
+
+    def clear(self, slot: int) -> None:
+        """Forget everything in the slot. Cannot fail."""
+        self.rewind(slot, 0)
+
+    def shift(self, slot: int, keep: int, drop: int) -> int:
+        """Forget [keep, keep + drop) and move what follows to its place. Returns the length at which the slot stands.
+
+        That is `length - drop`, or `keep` where the model cannot be shifted: then the rest must be computed anew.
+        Raises OutOfCells if the private copies of shared cells do not fit, ValueError if there is nothing to drop.
+        """
+        self._check_idle()
+        length = self.length(slot)
+        if keep < 0 or drop < 1 or keep + drop > length:
+            raise ValueError(f"cannot drop [{keep}, {keep + drop}) of {length} tokens")
+        if not all(component.can_shift(slot) for component in self._components):
+            return self.rewind(slot, keep)
+        for component in self._components:
+            component.check_shift(slot, keep, drop)
+        for component in self._components:
+            component.shift(slot, keep, drop)
+        return length - drop
+
+    def forward(self, spans: Sequence[Span]) -> Forward:
+        """A transaction that appends the rows of the spans, at most one span a slot, each starting where it stands."""
+        return Forward(self, spans)
+
+    def home(self, layer: int) -> tuple[AttentionGroup, int]:
+        """The group that stores a layer of the model, and the layer's place in it."""
+        return self._homes[layer]
+
+    def begin(self, forward: Forward) -> None:
+        """Make room for a forward's rows; called by its `with`. Raises BadSpan or OutOfCells, changing nothing."""
+        self._check_idle()
+        self._check_spans(forward.spans)
+        for component in self._components:
+            component.check_append(forward.spans)
+        for component in self._components:
+            component.append(forward.spans)
+        self._open = forward
+
+    def end(self, forward: Forward, kept: Mapping[int, int]) -> None:
+        """Let every slot of the forward stand at its kept length; called at the end of its `with`."""
+        assert self._open is forward, "a forward ends that is not open"
+        self._open = None
+        for slot, length in kept.items():
+            for component in self._components:
+                component.truncate(slot, length)
+
+    def _standing(self, slot: int, length: int) -> int:
+        """The deepest length at which all components can stand: each may lower it, until none does."""
+        self._check_slot(slot)
+        if length < 0:
+            raise ValueError(f"a slot cannot stand at {length}")
+        standing, before = length, -1
+        while standing != before:
+            before = standing
+            for component in self._components:
+                standing = component.standing(slot, standing)
+        return standing
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"no slot {slot}: there are {self.slots}")
+
+    def _check_idle(self) -> None:
+        if self._open is not None:
+            raise CacheError("a forward is open")
+
+    def _check_spans(self, spans: Sequence[Span]) -> None:
+        seen: set[int] = set()
+        for span in spans:
+            standing = self.length(span.slot)
+            if span.slot in seen or span.length < 1 or span.start != standing or span.stop > self.capacity:
+                raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
+            seen.add(span.slot)
+        if not seen:
+            raise BadSpan("a forward without spans")

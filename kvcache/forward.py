@@ -1,0 +1,122 @@
+"""One forward pass as a transaction over the cache.
+
+    with cache.forward([Span(slot=0, start=4, length=3)]) as forward:
+        ...                       # layers write their rows and attend through `segments`
+        forward.keep(0, 5)        # of the rows 4, 5, 6 only row 4 stays; without this call all stay
+
+An exception inside the block keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcache.attention import AttentionGroup
+from kvcache.spec import Reach, Span
+
+if TYPE_CHECKING:
+    from kvcache.cache import Cache
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one slot in the packed batch, and what they may attend to.
+
+    rows   of the batch that belong to the slot
+    start  position of the first of them
+    cells  those of positions [0, start + rows), in order; a slice where they are one run, so that a view will do
+    """
+
+    rows: slice
+    start: int
+    cells: slice | Tensor
+
+
+class Forward:
+    """An open forward: the new rows have cells, and nobody but this object knows whether they stay."""
+
+    def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
+        self.spans = tuple(spans)
+        self._cache = cache
+        self._kept = {span.slot: span.stop for span in spans}
+        self._segments: dict[int, tuple[Segment, ...]] = {}
+        self._targets: dict[int, slice | Tensor] = {}
+
+    def __enter__(self) -> Forward:
+        """Make room for the rows. Raises BadSpan or OutOfCells, and then nothing has changed."""
+        self._cache.begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep what was asked to be kept; after an exception, nothing."""
+        kept = self._kept if kind is None else {span.slot: span.start for span in self.spans}
+        self._cache.end(self, kept)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the packed batch."""
+        return sum(span.length for span in self.spans)
+
+    def keep(self, slot: int, length: int) -> None:
+        """Let the slot stand at `length` after this forward: any length from the span's start to its stop."""
+        span = next((span for span in self.spans if span.slot == slot), None)
+        if span is None or not span.start <= length <= span.stop:
+            raise ValueError(f"slot {slot} cannot keep {length}: its span is {span}")
+        self._kept[slot] = length
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the batch's rows of one layer: keys [heads, rows, key_width], values [heads, rows, value_width]."""
+        group, own = self._cache.home(layer)
+        target = self._target(group)
+        if isinstance(target, slice):
+            group.pool.keys[own][:, target] = keys
+            group.pool.values[own][:, target] = values
+        else:
+            group.pool.keys[own].index_copy_(1, target, keys.to(group.pool.keys.dtype))
+            group.pool.values[own].index_copy_(1, target, values.to(group.pool.values.dtype))
+
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer's whole pool, to be read through the cells of `segments`: [heads, cells, width] twice."""
+        group, own = self._cache.home(layer)
+        return group.pool.keys[own], group.pool.values[own]
+
+    def reach(self, layer: int) -> Reach:
+        """What a query of the layer sees."""
+        return self._cache.home(layer)[0].spec.reach
+
+    def segments(self, layer: int) -> tuple[Segment, ...]:
+        """The batch cut by slot, in the order of the spans."""
+        group, _ = self._cache.home(layer)
+        if id(group) not in self._segments:
+            self._segments[id(group)] = tuple(self._cut(group))
+        return self._segments[id(group)]
+
+    def _cut(self, group: AttentionGroup) -> list[Segment]:
+        cut, row = [], 0
+        for span in self.spans:
+            cells = group.table(span.slot)
+            cut.append(Segment(slice(row, row + span.length), span.start, _run_or_index(cells, group)))
+            row += span.length
+        return cut
+
+    def _target(self, group: AttentionGroup) -> slice | Tensor:
+        if id(group) not in self._targets:
+            tails = [group.table(span.slot)[span.start :] for span in self.spans]
+            self._targets[id(group)] = _run_or_index(np.concatenate(tails), group)
+        return self._targets[id(group)]
+
+
+def _run_or_index(cells: np.ndarray, group: AttentionGroup) -> slice | Tensor:
+    first, last = int(cells[0]), int(cells[-1])
+    if last - first == len(cells) - 1 and bool((np.diff(cells) == 1).all()):
+        return slice(first, last + 1)
+    return torch.from_numpy(cells.copy()).to(group.pool.keys.device)
