@@ -28,8 +28,10 @@ def rotate(keys: Tensor, by: int, rotation: Rotation) -> Tensor:
     turned = keys.clone()
     first, second = _pairs(turned, rotation, pairs)
     x, y = first.to(exact), second.to(exact)
-    first.copy_(x * cos - y * sin)
-    second.copy_(y * cos + x * sin)
+    # Both before either is written: in float32 and float64 x and y are the columns themselves, not copies.
+    moved_x, moved_y = x * cos - y * sin, y * cos + x * sin
+    first.copy_(moved_x)
+    second.copy_(moved_y)
     return turned
 
 

@@ -1,0 +1,261 @@
+"""The border between the event loop and the one thread that owns torch. The only file with a thread in it.
+
+What crosses is frozen and small: commands in through a queue, events out with one wake-up of the loop a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.errors import (
+    ContextTooLong,
+    Draining,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    Loading,
+    ModelError,
+    Overloaded,
+)
+from engine.load import Loaded, load
+from engine.stream import RequestStream
+from engine.tokenizer import Tokenizer
+from engine.types import Event, Failed, MemoryPlan, ModelInfo, Request, Stats
+
+log = logging.getLogger("cellar.engine")
+
+# An idle engine looks at its queue this often, so that a stopped heartbeat means a stuck step.
+_IDLE_SECONDS = 0.5
+_STUCK_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class Engine:
+    """Loads a model and runs requests on a thread of its own. All methods belong to the event loop's thread."""
+
+    def __init__(self, config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> None:
+        self._config = config
+        self._on_phase = on_phase
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._streams: dict[str, RequestStream] = {}
+        self._loaded: Loaded | None = None
+        self._failure: EngineError | None = None
+        self._draining = False
+        self._phase = "resolve"
+        self._stats = Stats()
+        self._beat = time.monotonic()
+        self._mean_seconds = 1.0
+
+    def start(self) -> None:
+        """Start the thread, which loads the model first. Call inside the running event loop that will be served."""
+        self._loop = asyncio.get_running_loop()
+        self._settled = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._thread.start()
+
+    async def wait_ready(self) -> None:
+        """Return when the model answers. Raises the ModelError or EngineDead that ended it."""
+        await self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken now."""
+        return self._loaded is not None and self._failure is None and not self._draining
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread does its work; loading counts as work."""
+        if self._failure is not None or not self._thread.is_alive():
+            return False
+        return self._loaded is None or time.monotonic() - self._beat < _STUCK_SECONDS
+
+    @property
+    def phase(self) -> str:
+        """What the engine is doing: a phase of loading, "ready", "draining", or "dead: " and the reason."""
+        if self._failure is not None:
+            return f"dead: {self._failure}"
+        return "draining" if self._draining else self._phase
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model. Raises Loading until there is one."""
+        return self._ready_model().info
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """The memory plan. Raises Loading until there is one."""
+        return self._ready_model().memory
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """For worker threads of the server: its methods block. Raises Loading until there is one."""
+        return self._ready_model().tokenizer
+
+    def stats(self) -> Stats:
+        """The state after the latest step."""
+        return self._stats
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator[RequestStream]:
+        """Run a request for as long as the block lasts; leaving it always cancels.
+
+        Raises before anything is computed: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest.
+        """
+        self._check(request)
+        stream = self._streams[request.id] = RequestStream(request.id)
+        began = time.monotonic()
+        self._inbox.put(_Submit(request))
+        try:
+            yield stream
+        finally:
+            if stream.over:
+                self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+            else:
+                self._inbox.put(_Cancel(request.id))
+            del self._streams[request.id]
+            self._closed.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests and wait for the running ones; those that last longer end with Failed."""
+        self._draining = True
+        deadline = self._loop.time() + seconds
+        while self._streams and (left := deadline - self._loop.time()) > 0:
+            self._closed.clear()
+            try:
+                await asyncio.wait_for(self._closed.wait(), left)
+            except TimeoutError:
+                break
+        self._fail_streams("the server is shutting down")
+
+    def close(self) -> None:
+        """Stop the thread and wait for its end."""
+        if self._thread.is_alive():
+            self._inbox.put(_Stop())
+            self._thread.join()
+
+    def _check(self, request: Request) -> None:
+        if self._draining:
+            raise Draining
+        info = self.info
+        capacity = min(info.context, self.memory.cells)
+        if request.id in self._streams:
+            raise InvalidRequest("id", f"a request with the id {request.id!r} is running")
+        if not request.prompt:
+            raise InvalidRequest("prompt", "the prompt has no tokens")
+        if not all(0 <= token < info.vocabulary for token in request.prompt):
+            raise InvalidRequest("prompt", f"token ids lie in [0, {info.vocabulary})")
+        if not all(0 <= token < info.vocabulary for token, _ in request.sampling.logit_bias):
+            raise InvalidRequest("logit_bias", f"token ids lie in [0, {info.vocabulary})")
+        if len(request.prompt) >= capacity:
+            raise ContextTooLong(len(request.prompt), capacity)
+        waiting = len(self._streams) - info.slots
+        if waiting >= self._config.max_waiting:
+            seconds = min(max(self._mean_seconds * (waiting + 1) / info.slots, 1.0), 60.0)
+            raise Overloaded(waiting, seconds)
+
+    def _ready_model(self) -> Loaded:
+        if self._failure is not None:
+            raise EngineDead(str(self._failure))
+        if self._loaded is None:
+            raise Loading(self._phase)
+        return self._loaded
+
+    def _fail_streams(self, reason: str) -> None:
+        for stream in tuple(self._streams.values()):
+            if not stream.over:
+                self._inbox.put(_Cancel(stream.id))
+            stream.deliver(Failed(reason))
+
+    def _deliver(self, events: list[tuple[str, Event]], stats: Stats) -> None:
+        """On the loop: hand a step's events to their streams. One whose client has left is not there any more."""
+        self._stats = stats
+        for request_id, event in events:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.deliver(event)
+
+    def _settle(self, loaded: Loaded | None, failure: EngineError | None) -> None:
+        """On the loop: the thread is ready, or it ended."""
+        self._loaded = loaded or self._loaded
+        self._failure = failure
+        self._phase = "ready"
+        self._settled.set()
+        if failure is not None:
+            self._fail_streams("the engine stopped")
+
+    # What follows runs on the engine thread.
+
+    def _live(self) -> None:
+        try:
+            if self._config.threads is not None:
+                torch.set_num_threads(self._config.threads)
+            loaded = load(self._config, self._enter)
+            core = Core(loaded, self._config)
+            self._enter("ready")
+            self._tell(self._settle, loaded, None)
+            self._serve(core)
+        except ModelError as error:
+            self._tell(self._settle, None, error)
+        except Exception as error:
+            log.exception("the engine thread ended")
+            self._tell(self._settle, None, EngineDead(type(error).__name__))
+
+    def _serve(self, core: Core) -> None:
+        while self._drain_inbox(core):
+            self._beat = time.monotonic()
+            if core.busy:
+                self._tell(self._deliver, core.step(), core.stats())
+
+    def _drain_inbox(self, core: Core) -> bool:
+        """Do what the loop asked for; wait for it while there is nothing to compute. False ends the thread."""
+        wait = not core.busy
+        while True:
+            try:
+                command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            wait = False
+            match command:
+                case _Submit(request):
+                    core.submit(request)
+                case _Cancel(request_id):
+                    core.cancel(request_id)
+                case _Stop():
+                    return False
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+    def _tell(self, what: Callable[..., None], *values: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, *values)

@@ -1,0 +1,132 @@
+"""The one place that reaches into transformers: how its unmodified models attend through our cells.
+
+A batch is one packed row [1, rows] with explicit positions. Two hooks carry it:
+* an attention function in transformers' AttentionInterface, which hands (query, key, value) of each layer to whoever
+  is listening;
+* a facade in place of the model's cache, which stores nothing and reports what makes the models' own position
+  arithmetic come out right.
+The listener travels in a context variable, for some models (StableLM, Nemotron) drop keyword arguments on the way.
+Pinned to transformers 5.23: its cache and attention interfaces change with every minor version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache as HFCache
+
+NAME = "cells"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One layer's call of attention: query [heads, rows, width], key and value [key_heads, rows, width]."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Listener(Protocol):
+    """Takes every attention call of a forward: the runner while serving, the calibration while loading."""
+
+    def attend(self, call: Call) -> Tensor:
+        """The output [rows, heads, value_width]."""
+        ...
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Inside the block, models with the attention implementation NAME call `listener`."""
+    token = _current.set(_Reception(listener))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """Logits [wanted, vocabulary] of a packed batch: tokens and positions [rows], `wanted` the rows to know them of."""
+    output = model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        past_key_values=PackedFacade(positions),
+        use_cache=True,
+        logits_to_keep=wanted,
+    )
+    logits: Tensor = output.logits[0]
+    # A model that ignores logits_to_keep returns every row.
+    return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+
+@dataclass(slots=True)
+class _Reception:
+    """A listener, and the layer that the facade heard last."""
+
+    listener: Listener
+    layer: int | None = None
+
+
+_current: ContextVar[_Reception] = ContextVar("engine.hooks.current")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: query [1, heads, rows, width], output [1, rows, heads, value_width]."""
+    reception = _current.get()
+    # Layers that share weights (Zamba) have no index of their own; the cache call before tells which layer this is.
+    layer = reception.layer if reception.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
+    reception.layer = None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = Call(layer, query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux)
+    return reception.listener.attend(call)[None], None
+
+
+class PackedFacade(HFCache):  # type: ignore[misc]
+    """A cache that keeps nothing: the listener does. Lives for one forward."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(layers=[])
+        self._positions = positions
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Remember which layer is at work; the new keys and values go on as they came."""
+        _current.get().layer = layer_idx
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """A tensor, such that `arange(rows) + length` gives the true position of each row (Llama 4 counts that way)."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Only masks ask, and masks are ours."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Only masks ask, and masks are ours."""
+        return query_length, 0
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,199 @@
+"""From a name to a model that is known to give right results here: resolve, load, calibrate, check.
+
+Only safetensors are read, no code of a checkpoint is ever run, and the network is touched in `resolve` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine import hooks
+from engine.config import EngineConfig
+from engine.errors import ModelMissing, ModelUnsupported
+from engine.memory import Sizes, available_bytes, plan_memory
+from engine.plan import LayerPlan, plan_layers
+from engine.selftest import check_packing
+from engine.tokenizer import Tokenizer
+from engine.types import MemoryPlan, ModelInfo
+
+BUNDLED_NAME = "cellar-tiny"
+
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that answers rightly in packed batches, and all that serving it needs to know."""
+
+    model: Any
+    tokenizer: Tokenizer
+    layers: tuple[LayerPlan, ...]
+    info: ModelInfo
+    memory: MemoryPlan
+    dtype: torch.dtype
+    eos: frozenset[int]
+
+
+def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
+    """Load the model that the settings name. Raises ModelError kinds; `on_phase` hears what is going on."""
+    on_phase("resolve")
+    folder = resolve(config.model)
+    name = config.model or BUNDLED_NAME
+    available = available_bytes()
+    on_phase("weights")
+    dtype = _dtype(config)
+    model = _read(name, folder, dtype, config.device)
+    text = model.config.get_text_config()
+    tokenizer = _read_tokenizer(name, folder, text.vocab_size)
+    on_phase("calibrate")
+    _freeze_rotation(model, config.context or longest_context(text))
+    model.set_attn_implementation(hooks.NAME)
+    try:
+        layers = plan_layers(model, token=0)
+    except Exception as error:
+        raise ModelUnsupported(name, f"it cannot run in packed batches ({type(error).__name__}: {error})") from error
+    if not layers:
+        raise ModelUnsupported(name, "none of its layers attends through transformers' attention interface")
+    sizes = _sizes(model, layers, dtype)
+    memory, context, slots = plan_memory(config, sizes, available - sizes.weights_bytes)
+    on_phase("self-test")
+    check_packing(name, model, layers, vocabulary=text.vocab_size, dtype=dtype)
+    info = ModelInfo(
+        name=name,
+        folder=str(folder),
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=str(dtype).removeprefix("torch."),
+        vocabulary=text.vocab_size,
+        context=context,
+        slots=slots,
+    )
+    return Loaded(model, tokenizer, layers, info, memory, dtype, _end_tokens(model, tokenizer))
+
+
+def resolve(model: str | None) -> Path:
+    """The folder of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing."""
+    if model is None:
+        return _bundled()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelMissing(model, "the folder has no config.json")
+        return folder
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
+    return _download(model)
+
+
+def _bundled() -> Path:
+    here = Path(__file__).resolve().parent
+    # In a wheel the model lies inside the package, in a checkout beside it.
+    for folder in (here / "bundled" / "target", here.parent / "models" / "target"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ModelMissing(BUNDLED_NAME, "this installation came without the bundled model; name one: cellar serve MODEL")
+
+
+def _download(model: str) -> Path:
+    try:
+        return Path(snapshot_download(model, allow_patterns=_FILES, endpoint=os.environ.get("HF_ENDPOINT")))
+    except GatedRepoError as error:
+        raise ModelMissing(model, "its owner asks for a token: set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelMissing(model, "the hub has no model of this name") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelMissing(model, "the hub is out of reach and the model is not in the local cache") from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    """The number format to compute in; "auto" is the checkpoint's own on a GPU, and float32 on a CPU."""
+    if config.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, config.dtype)
+        return chosen
+    return torch.float32 if config.device == "cpu" else torch.bfloat16
+
+
+def _read(name: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
+    if not list(folder.glob("*.safetensors")):
+        raise ModelUnsupported(name, "it has no safetensors weights, the only kind that is safe to read")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise ModelUnsupported(name, _one_line(error)) from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
+        raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _read_tokenizer(name: str, folder: Path, vocabulary: int) -> Tokenizer:
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, json.JSONDecodeError) as error:
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {_one_line(error)}") from error
+
+
+def _freeze_rotation(model: Any, context: int) -> None:
+    """Fix rotations that transformers chooses anew in each forward by its longest position.
+
+    In a packed batch one long sequence would change the others (measured 3.7 on logits of 5), and a sequence would
+    disagree with its own past. They are fixed as for a full context.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+            frequency, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=context)
+            module.inv_freq.copy_(frequency)
+            module.attention_scaling = scaling
+            module.rope_type = "frozen"
+
+
+def longest_context(text: Any) -> int:
+    """The context that a model was trained for, as its text settings say it."""
+    return int(getattr(text, "max_position_embeddings", None) or 8192)
+
+
+def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype) -> Sizes:
+    text = model.config.get_text_config()
+    element = torch.finfo(dtype).bits // 8
+    cell = sum(plan.spec.heads * (plan.spec.key_width + plan.spec.value_width) for plan in layers) * element
+    # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
+    row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return Sizes(weights_bytes=weights, cell_bytes=cell, row_bytes=row, longest=longest_context(text))
+
+
+def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer, as the model's generation settings name them."""
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None) or getattr(model.config, "eos_token_id", None)
+    if ends is None:
+        return tokenizer.ends
+    return frozenset(ends) if isinstance(ends, list | tuple) else frozenset((int(ends),))
+
+
+def _one_line(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first[:300]}"

@@ -1,0 +1,49 @@
+"""Counter-based noise: a number for (seed, position, token) that depends on nothing else.
+
+This is what makes sampled text independent of the batch, of chunks, of reuse and of speculation: there is no generator
+state that a neighbour could advance. Philox4x32-10 after Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
+(SC'11), in 64-bit integer arithmetic on tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+
+# The largest and smallest value that `gumbel` can return, for uniforms of 32 bits: -ln(-ln((n + 0.5) / 2^32)).
+HIGHEST, LOWEST = 22.87, -3.14
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four random words for each counter; all tensors int64 of one shape with values in [0, 2^32)."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high_a, low_a = _multiply(a, _MULTIPLIERS[0])
+        high_c, low_c = _multiply(c, _MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return a, b, c, d
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise in float64 for each (seed, position, token); all int64 of one shape, seeds of 64 bits.
+
+    The arg max of log-probabilities plus this noise is a sample of them (Gumbel-max; Maddison et al., 2014).
+    """
+    zero = torch.zeros_like(tokens)
+    counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, zero)
+    word = philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]
+    uniform = (word.double() + 0.5) / 2.0**32
+    return -torch.log(-torch.log(uniform))
+
+
+def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and low 32 bits of a product; int64 wraps like uint64, so only the sign of the shift needs care."""
+    product = words * factor
+    return (product >> 32) & _WORD, product & _WORD

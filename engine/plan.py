@@ -1,0 +1,123 @@
+"""What each attention layer stores, sees, and how its keys move: found by watching the model run, not by its name.
+
+A single token attends only to itself, so what every layer computes for it does not depend on its position; only the
+keys turn. Running it at two positions therefore shows each layer's rotation, or that there is none that explains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine import hooks
+from kvcache.rotary import rotate
+from kvcache.spec import LayerSpec, Reach, Rotation
+
+# Far enough apart to tell slow rotations from none, and inside every model's positions.
+_FROM, _TO = 29, 3
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One attention layer of the model: `layer` is its own number, `spec` what the cache must know."""
+
+    layer: int
+    spec: LayerSpec
+
+
+class Watcher:
+    """A listener (hooks.Listener) for one single-token forward: keeps each layer's call."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, hooks.Call] = {}
+
+    def attend(self, call: hooks.Call) -> Tensor:
+        """A token that attends to itself alone gets its own value, whatever the scores."""
+        self.calls[call.layer] = call
+        heads = call.query.shape[0] // call.value.shape[0]
+        return call.value.repeat_interleave(heads, 0).transpose(0, 1)
+
+
+def plan_layers(model: Any, *, token: int) -> tuple[LayerPlan, ...]:
+    """The model's attention layers, in order. Raises whatever the model raises when it cannot run packed."""
+    before, after = _watch(model, token, _FROM), _watch(model, token, _TO)
+    frequencies = dict(_frequencies(model))
+    plans = []
+    for layer in sorted(before):
+        old, new = before[layer], after[layer]
+        spec = LayerSpec(
+            heads=old.key.shape[0],
+            key_width=old.key.shape[-1],
+            value_width=old.value.shape[-1],
+            reach=_reach(model.config, layer, old.window),
+            rotation=_rotation(old, new, frequencies),
+        )
+        plans.append(LayerPlan(layer, spec))
+    return tuple(plans)
+
+
+def _watch(model: Any, token: int, position: int) -> dict[int, hooks.Call]:
+    device = next(model.parameters()).device
+    watcher = Watcher()
+    with torch.inference_mode(), hooks.listening(watcher):
+        one = torch.zeros(1, dtype=torch.long, device=device)
+        hooks.forward(model, one + token, one + position, one)
+    return watcher.calls
+
+
+def _reach(config: Any, layer: int, window: int | None) -> Reach:
+    """What the layer's queries see: the window of the call wins; some models only write it in their configuration."""
+    if window is not None:
+        return Reach("window", window)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds is not None and layer < len(kinds) else None
+    if kind == "sliding_attention" and config.sliding_window:
+        return Reach("window", config.sliding_window)
+    if kind == "chunked_attention" and config.attention_chunk_size:
+        return Reach("chunk", config.attention_chunk_size)
+    return Reach()
+
+
+def _rotation(old: hooks.Call, new: hooks.Call, frequencies: Mapping[str, Tensor]) -> Rotation | None:
+    """The rule that turns the old key into the new one; None where no rule does, or where the value moved too."""
+    if not _equal(old.value, new.value):
+        return None
+    if _equal(old.key, new.key):
+        return Rotation()
+    best: tuple[float, Rotation] | None = None
+    for candidate in _candidates(old.key.shape[-1], frequencies):
+        error = float((rotate(old.key, _TO - _FROM, candidate) - new.key).abs().max())
+        if best is None or error < best[0]:
+            best = (error, candidate)
+    return best[1] if best is not None and best[0] <= _tolerance(new.key) else None
+
+
+def _candidates(width: int, frequencies: Mapping[str, Tensor]) -> Iterator[Rotation]:
+    layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+    for frequency in frequencies.values():
+        pairs = len(frequency)
+        for offset in sorted({0, width - 2 * pairs}):
+            for layout in layouts:
+                for sign in (1, -1):
+                    yield Rotation(layout, offset, tuple((sign * frequency).tolist()))
+
+
+def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every table of inverse frequencies in the model that is short enough for a head, by name."""
+    for name, buffer in model.named_buffers():
+        kind = name.rsplit(".", 1)[-1]
+        if kind.endswith("inv_freq") and "original" not in kind and buffer.dim() == 1:
+            yield name, buffer.double()
+
+
+def _tolerance(like: Tensor) -> float:
+    """How far two computations of one key may lie apart in the model's own precision."""
+    return float(like.abs().max().clamp_min(1e-3)) * 16 * max(torch.finfo(like.dtype).eps, 1e-6)
+
+
+def _equal(old: Tensor, new: Tensor) -> bool:
+    return float((old - new).abs().max()) <= _tolerance(new)

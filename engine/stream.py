@@ -1,0 +1,53 @@
+"""The client's end of a request: its events as an async iterator on the event loop.
+
+The engine never waits for a client: events pile up here, and a slow reader gets the text of many steps in one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from engine.types import Delta, Event, Failed, Finished
+
+
+class RequestStream:
+    """Yields Started, then deltas, then exactly one Finished or Failed. Belongs to the event loop's thread."""
+
+    def __init__(self, request_id: str) -> None:
+        self.id = request_id
+        self.over = False
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+
+    def deliver(self, event: Event) -> None:
+        """Take an event from the engine; after the last one, further ones are dropped."""
+        if self.over:
+            return
+        self.over = isinstance(event, Finished | Failed)
+        self._events.append(event)
+        self._arrived.set()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self.over:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        return self._merged(event) if isinstance(event, Delta) else event
+
+    def _merged(self, delta: Delta) -> Delta:
+        """The delta and all that directly follow it, as one."""
+        deltas = [delta]
+        while self._events and isinstance(following := self._events[0], Delta):
+            self._events.popleft()
+            deltas.append(following)
+        if len(deltas) == 1:
+            return delta
+        tokens = tuple(token for part in deltas for token in part.tokens)
+        entries = tuple(entry for part in deltas for entry in part.logprobs)
+        return Delta("".join(part.text for part in deltas), tokens, entries)

@@ -1,0 +1,111 @@
+"""From tokens to text that may be sent: whole characters only, cut at the earliest stop string.
+
+Owns what is held back: the bytes of an unfinished character, and text that may yet become a stop string.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.types import Delta, TokenLogprob
+
+
+class Decoder(Protocol):
+    """Turns tokens into text piece by piece (engine/tokenizer.py)."""
+
+    def push(self, token: int) -> str:
+        """The whole characters that this token completes; often its text, sometimes none."""
+        ...
+
+    def flush(self) -> str:
+        """What is left of an unfinished character at the end, as decoding all tokens at once would show it."""
+        ...
+
+
+class StopMatcher:
+    """Looks for stop strings in text that comes in pieces; the result does not depend on how it is cut.
+
+    The stop that is complete first wins; of those complete at the same character, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(sorted(filter(None, stops), key=len, reverse=True))
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that can be released, and the stop string if one is complete: then what follows it is dropped."""
+        if not self._stops:
+            return text, None
+        self._held += text
+        found = self._first()
+        if found is not None:
+            stop, start = found
+            released, self._held = self._held[:start], ""
+            return released, stop
+        safe = len(self._held) - self._longest_beginning()
+        released, self._held = self._held[:safe], self._held[safe:]
+        return released, None
+
+    def flush(self) -> str:
+        """The text still held when no more will come: it did not become a stop string."""
+        released, self._held = self._held, ""
+        return released
+
+    def _first(self) -> tuple[str, int] | None:
+        found = [
+            (start + len(stop), -len(stop), stop, start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
+        return min(found)[2:] if found else None
+
+    def _longest_beginning(self) -> int:
+        """The length of the longest end of the held text with which a stop string begins."""
+        longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
+        for length in range(longest, 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """The text of one sequence, and which tokens belong to what has been released."""
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
+        self._matcher = StopMatcher(stops)
+        self._decoded = 0
+        self._released = 0
+        self._pending: deque[tuple[int, int, TokenLogprob | None]] = deque()
+        self.stop: str | None = None
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
+        """Take one token; the text that this releases, if any. `stop` is set once a stop string is complete."""
+        text = self._decoder.push(token)
+        # A token belongs to the first character that it completes: it is released together with it.
+        self._pending.append((self._decoded, token, logprob))
+        self._decoded += len(text)
+        released, self.stop = self._matcher.push(text)
+        return self._release(released, everything=False)
+
+    def flush(self) -> Delta | None:
+        """What is still held when the sequence ends other than by a stop string."""
+        released, self.stop = self._matcher.push(self._decoder.flush())
+        return self._release(released + self._matcher.flush(), everything=self.stop is None)
+
+    def drop(self, token: int) -> None:
+        """Take a last token that has no text of its own, such as the end of the sequence."""
+        self._pending.append((self._decoded, token, None))
+
+    def _release(self, text: str, *, everything: bool) -> Delta | None:
+        self._released += len(text)
+        tokens, entries = [], []
+        while self._pending and (everything or self._pending[0][0] < self._released):
+            _, token, entry = self._pending.popleft()
+            tokens.append(token)
+            if entry is not None:
+                entries.append(entry)
+        return Delta(text, tuple(tokens), tuple(entries)) if text or tokens else None

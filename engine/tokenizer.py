@@ -1,0 +1,181 @@
+"""Text to tokens and back, for any tokenizer that transformers can load.
+
+The HTTP side encodes in worker threads, the engine thread decodes. A fast tokenizer refuses concurrent calls
+("Already borrowed", tokenizers 537), so each side has a copy of its own, and the encoding side a lock.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from engine.errors import InvalidRequest
+from engine.text import Decoder
+from engine.types import Alternative
+
+
+class Tokenizer:
+    """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._reader = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._vocabulary = vocabulary
+        self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
+        self.special = frozenset(tokenizer.all_special_ids)
+        self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model came with a template for conversations."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the model expects around it. Raises InvalidRequest."""
+        with self._lock:
+            return self._encode(_well_formed(text, "prompt"), special=True)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation in the model's template; `arguments` are handed to the template.
+
+        A special token that stands in a message is read as plain text, so that no message can end its own turn.
+        Raises InvalidRequest where the model has no template, or its template refuses the conversation.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
+        for text in _strings(messages):
+            _well_formed(text, "messages")
+        options: dict[str, Any] = {
+            **(arguments or {}),
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        with self._lock:
+            try:
+                return self._render([dict(message) for message in messages], options)
+            except (TemplateError, ValueError, TypeError, KeyError) as error:
+                raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
+
+    def decoder(self, prompt: Sequence[int]) -> Decoder:
+        """For the engine thread: turns the tokens that follow `prompt` into text."""
+        return WindowDecoder(self._reader, prompt)
+
+    def alternative(self, token: int, logprob: float) -> Alternative:
+        """For the engine thread: a token with its own text and bytes, as log-probabilities report it."""
+        piece = self._reader.convert_ids_to_tokens(token)
+        text = str(self._reader.decode([token], skip_special_tokens=False))
+        if isinstance(piece, str) and piece.startswith("\u2581"):
+            text = piece.replace("\u2581", " ")  # SentencePiece: decoding a lone token loses its leading space
+        return Alternative(token, text, _bytes(piece, text), logprob)
+
+    def _render(self, messages: list[dict[str, object]], options: dict[str, Any]) -> list[int]:
+        if any(token in text for text in _strings(messages) for token in self._added):
+            return self._known(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+                )
+            )
+        return self._encode(self._tokenizer.apply_chat_template(messages, tokenize=False, **options), special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        # transformers calls encode_batch underneath, which lets other threads run; `encode` of the bare tokenizer
+        # would hold the interpreter for seconds (measured 4.5 s for 2 M characters).
+        return self._known(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, checked: an embedding row must exist for each, or the whole batch would break."""
+        if any(not 0 <= token < self._vocabulary for token in tokens):
+            raise InvalidRequest("prompt", "the tokenizer knows tokens that the model does not")
+        return list(tokens)
+
+
+class WindowDecoder:
+    """Decodes a growing list of tokens through a short window, for tokenizers whose pieces depend on neighbours.
+
+    A piece is released once it no longer ends in an unfinished character, so characters are never split.
+    """
+
+    # Enough of the prompt for the leading space of the first piece to be decided as inside the whole text.
+    _LEFT = 6
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-self._LEFT :])
+        self._start, self._read = 0, len(self._tokens)
+
+    def push(self, token: int) -> str:
+        """The whole characters that this token completes."""
+        self._tokens.append(token)
+        text = self._fresh()
+        # An unfinished character decodes to U+FFFD; more than 4 bytes of it are no character, but broken for good.
+        if text.endswith("\ufffd") and len(self._tokens) - self._read < 4:
+            return ""
+        return self._advance(text)
+
+    def flush(self) -> str:
+        """The rest, with U+FFFD for what is unfinished."""
+        return self._advance(self._fresh())
+
+    def _fresh(self) -> str:
+        before = self._decode(self._tokens[self._start : self._read])
+        return self._decode(self._tokens[self._start :])[len(before) :]
+
+    def _advance(self, text: str) -> str:
+        if text:
+            self._start, self._read = self._read, len(self._tokens)
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every string inside a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _well_formed(text: str, field: str) -> str:
+    """The text itself; half a surrogate pair is no text, and tokenizers crash on it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, "the text holds half of a surrogate pair, which is no character") from error
+    return text
+
+
+def _bytes(piece: object, text: str) -> bytes:
+    """The bytes of a token, which may be part of a character only: `piece` is how the vocabulary writes it."""
+    if "\ufffd" not in text or not isinstance(piece, str):
+        return text.encode()
+    if piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:-1], 16)])
+    table = _byte_letters()
+    return bytes(table[letter] for letter in piece) if all(letter in table for letter in piece) else text.encode()
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letters in which byte-level BPE (GPT-2) writes bytes: printable ones as themselves, others from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
