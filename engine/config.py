@@ -23,7 +23,7 @@ class EngineConfig:
     max_waiting  requests that may wait for a slot; one more is refused
     chunk        rows of prompt that one step computes at most; decoding rows come on top
     device       where torch computes
-    threads      that torch computes with; None: all
+    threads      that torch computes with; None: all cores, or one for a model too small to share out
     """
 
     model: str | None = None

@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import torch
-
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import (
@@ -215,8 +213,6 @@ class Engine:
 
     def _live(self) -> None:
         try:
-            if self._config.threads is not None:
-                torch.set_num_threads(self._config.threads)
             loaded = load(self._config, self._enter)
             core = Core(loaded, self._config)
             self._enter("ready")

@@ -29,6 +29,8 @@ from engine.types import MemoryPlan, ModelInfo
 
 BUNDLED_NAME = "cellar-tiny"
 
+_SMALL_BYTES = 64 * 2**20
+
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
 
 
@@ -51,16 +53,16 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     folder = resolve(config.model)
     name = config.model or BUNDLED_NAME
     available = available_bytes()
+    torch.set_num_threads(config.threads or _threads(folder))
     on_phase("weights")
-    dtype = _dtype(config)
-    model = _read(name, folder, dtype, config.device)
+    model, dtype = _read(name, folder, config)
     text = model.config.get_text_config()
     tokenizer = _read_tokenizer(name, folder, text.vocab_size)
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
     model.set_attn_implementation(hooks.NAME)
     try:
-        layers = plan_layers(model, token=0)
+        layers = plan_layers(model, vocabulary=text.vocab_size)
     except Exception as error:
         raise ModelUnsupported(name, f"it cannot run in packed batches ({type(error).__name__}: {error})") from error
     if not layers:
@@ -118,19 +120,38 @@ def _download(model: str) -> Path:
         raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
 
 
-def _dtype(config: EngineConfig) -> torch.dtype:
-    """The number format to compute in; "auto" is the checkpoint's own on a GPU, and float32 on a CPU."""
-    if config.dtype != "auto":
-        chosen: torch.dtype = getattr(torch, config.dtype)
+def _threads(folder: Path) -> int:
+    """Threads to compute with: one where a layer is too small to be worth waking the others.
+
+    Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 with two.
+    """
+    return 1 if _small(folder) else os.cpu_count() or 1
+
+
+def _small(folder: Path) -> bool:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL_BYTES
+
+
+def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
+    """The number format to compute in.
+
+    "auto" is bfloat16 for checkpoints in it where the processor multiplies it (measured 1.3-3 times faster than float32
+    on AVX512-BF16, slower without), and float32 else: for small models too, where exactness costs nothing.
+    """
+    if settings.dtype != "auto":
+        chosen: torch.dtype = getattr(torch, settings.dtype)
         return chosen
-    return torch.float32 if config.device == "cpu" else torch.bfloat16
+    stored = getattr(config.get_text_config(), "dtype", None)
+    native = settings.device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if stored == torch.bfloat16 and native and not _small(folder) else torch.float32
 
 
-def _read(name: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
+def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.dtype]:
     if not list(folder.glob("*.safetensors")):
         raise ModelUnsupported(name, "it has no safetensors weights, the only kind that is safe to read")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        dtype = _dtype(settings, folder, config)
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -145,7 +166,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype, device: str) -> Any:
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
-    return model.to(device).eval().requires_grad_(False)
+    return model.to(settings.device).eval().requires_grad_(False), dtype
 
 
 def _read_tokenizer(name: str, folder: Path, vocabulary: int) -> Tokenizer:

@@ -1,7 +1,7 @@
 """What each attention layer stores, sees, and how its keys move: found by watching the model run, not by its name.
 
-A single token attends only to itself, so what every layer computes for it does not depend on its position; only the
-keys turn. Running it at two positions therefore shows each layer's rotation, or that there is none that explains it.
+A token that attends only to itself gets the same from every layer wherever it stands; only its key turns. Running some
+tokens that way at two positions therefore shows each layer's rotation, or that there is none that explains it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvcache.spec import LayerSpec, Reach, Rotation
 
 # Far enough apart to tell slow rotations from none, and inside every model's positions.
 _FROM, _TO = 29, 3
+# Several tokens, for one of them may be a padding token, whose key is zero wherever it stands.
+_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +32,21 @@ class LayerPlan:
 
 
 class Watcher:
-    """A listener (hooks.Listener) for one single-token forward: keeps each layer's call."""
+    """A listener (hooks.Listener) for a forward whose rows do not see each other: keeps each layer's call."""
 
     def __init__(self) -> None:
         self.calls: dict[int, hooks.Call] = {}
 
     def attend(self, call: hooks.Call) -> Tensor:
-        """A token that attends to itself alone gets its own value, whatever the scores."""
+        """A row that attends to itself alone gets its own value, whatever its score."""
         self.calls[call.layer] = call
         heads = call.query.shape[0] // call.value.shape[0]
         return call.value.repeat_interleave(heads, 0).transpose(0, 1)
 
 
-def plan_layers(model: Any, *, token: int) -> tuple[LayerPlan, ...]:
+def plan_layers(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:
     """The model's attention layers, in order. Raises whatever the model raises when it cannot run packed."""
-    before, after = _watch(model, token, _FROM), _watch(model, token, _TO)
+    before, after = _watch(model, vocabulary, _FROM), _watch(model, vocabulary, _TO)
     frequencies = dict(_frequencies(model))
     plans = []
     for layer in sorted(before):
@@ -60,12 +62,12 @@ def plan_layers(model: Any, *, token: int) -> tuple[LayerPlan, ...]:
     return tuple(plans)
 
 
-def _watch(model: Any, token: int, position: int) -> dict[int, hooks.Call]:
+def _watch(model: Any, vocabulary: int, position: int) -> dict[int, hooks.Call]:
     device = next(model.parameters()).device
     watcher = Watcher()
     with torch.inference_mode(), hooks.listening(watcher):
-        one = torch.zeros(1, dtype=torch.long, device=device)
-        hooks.forward(model, one + token, one + position, one)
+        rows = torch.arange(_TOKENS, device=device)
+        hooks.forward(model, rows * (vocabulary // _TOKENS), torch.full_like(rows, position), rows)
     return watcher.calls
 
 

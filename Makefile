@@ -1,0 +1,59 @@
+# Everything here sets up its own environment: a fresh machine needs python3.11 or newer and make.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+FAST := not slow and not gpu and not container
+
+.PHONY: help serve test test-all test-container check bench train clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
+
+serve: .venv/serve  ## install, then serve the bundled model on http://127.0.0.1:8000 (ARGS="MODEL --port N ...")
+	@exec $(BIN)/cellar serve $(ARGS)
+
+test: .venv/test  ## install, then run the tests (minutes, no network, no GPU)
+	$(BIN)/python -m pytest -q -m "$(FAST)" $(ARGS)
+
+test-all: .venv/test  ## all tests, the slow ones too (the image has its own: make test-container)
+	$(BIN)/python -m pytest -q -m "not container" $(ARGS)
+
+test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
+	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
+
+check: .venv/dev  ## lint, types, floors, Dockerfile and compose file
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/house
+	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+
+bench: .venv/test  ## start a server on the bundled model and measure it; figures and a plot in out/
+	$(BIN)/python -m benchmarks.serve $(or $(ARGS),--serve)
+
+train: .venv/train  ## make the bundled models anew (hours on a CPU; resumable)
+	$(BIN)/python -m models.recipe all
+
+clean:  ## remove the environment and all that was built
+	rm -rf .venv out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "cellar needs python3.11 or newer, and none is on the PATH"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# One stamp a set of packages, made anew when a requirement changes.
+.venv/serve: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	@touch $@
+.venv/test: .venv/serve
+	$(PIP) -e ".[test]"
+	@touch $@
+.venv/dev: .venv/test
+	$(PIP) -e ".[test,dev]"
+	@touch $@
+.venv/train: .venv/serve
+	$(PIP) -e ".[train]"
+	@touch $@
