@@ -122,6 +122,8 @@ class Core:
         self._totals["prompt"] += prompt
         self._totals["cached"] += standing
         self._say(sequence, Started(prompt, standing, sequence.seed))
+        if sequence.limit == 0:
+            self._finish(sequence, "length", None)
 
     def _compute(self, grants: Rows[Grant]) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
 
 from engine import hooks
 from engine.config import EngineConfig
@@ -49,6 +51,8 @@ class Loaded:
 
 def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     """Load the model that the settings name. Raises ModelError kinds; `on_phase` hears what is going on."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     on_phase("resolve")
     folder = resolve(config.model)
     name = config.model or BUNDLED_NAME
@@ -57,6 +61,8 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     on_phase("weights")
     model, dtype = _read(name, folder, config)
     text = model.config.get_text_config()
+    if config.context is not None and config.context > longest_context(text):
+        raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
     tokenizer = _read_tokenizer(name, folder, text.vocab_size)
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))

@@ -96,10 +96,6 @@ class TextStream:
         released, self.stop = self._matcher.push(self._decoder.flush())
         return self._release(released + self._matcher.flush(), everything=self.stop is None)
 
-    def drop(self, token: int) -> None:
-        """Take a last token that has no text of its own, such as the end of the sequence."""
-        self._pending.append((self._decoded, token, None))
-
     def _release(self, text: str, *, everything: bool) -> Delta | None:
         self._released += len(text)
         tokens, entries = [], []

@@ -93,7 +93,7 @@ class Tokenizer:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # transformers calls encode_batch underneath, which lets other threads run; `encode` of the bare tokenizer
         # would hold the interpreter for seconds (measured 4.5 s for 2 M characters).
-        return self._known(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        return self._known(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, checked: an embedding row must exist for each, or the whole batch would break."""
