@@ -54,7 +54,9 @@ class Core:
         self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
-        self._totals = dict.fromkeys(("steps", "rows", "prompt", "cached", "generated", "shifts", "failed"), 0)
+        self._totals = dict.fromkeys(
+            ("steps", "rows", "prompt", "cached", "generated", "shifts", "reused", "failed"), 0
+        )
         self._seconds = 0.0
 
     @property
@@ -110,7 +112,7 @@ class Core:
             generated_tokens_total=totals["generated"],
             context_shifts_total=totals["shifts"],
             preemptions_total=self._scheduler.preemptions,
-            prefix_copies_total=self._scheduler.copies,
+            prefix_copies_total=totals["reused"],
             failed_total=totals["failed"],
             last_step_at=self._clock(),
         )
@@ -118,16 +120,14 @@ class Core:
     def _start(self, sequence: Sequence, standing: int) -> None:
         if not sequence.start(standing, self._clock()):
             return
-        prompt = len(sequence.request.prompt)
-        self._totals["prompt"] += prompt
-        self._totals["cached"] += standing
-        self._say(sequence, Started(prompt, standing, sequence.seed))
+        self._say(sequence, Started(len(sequence.request.prompt), standing, sequence.seed))
         if sequence.limit == 0:
             self._finish(sequence, "length", None)
 
     def _compute(self, grants: Rows[Grant]) -> None:
         try:
             logits = self._forward(grants)
+            self._scheduler.computed(grants)
             complete = [grant.sequence for grant in grants if grant.complete]
             if complete:
                 self._emit(complete, logits)
@@ -190,9 +190,7 @@ class Core:
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None) -> None:
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
-        usage = sequence.usage()
-        self._totals["shifts"] += usage.context_shifts
-        self._say(sequence, Finished(reason, stop, usage, sequence.timings(self._clock())))
+        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(self._clock())))
         self._close(sequence)
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
@@ -203,6 +201,11 @@ class Core:
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:
+        usage = sequence.usage()
+        self._totals["prompt"] += usage.prompt_tokens
+        self._totals["cached"] += usage.cached_tokens
+        self._totals["reused"] += usage.cached_tokens > 0
+        self._totals["shifts"] += usage.context_shifts
         del self._sequences[sequence.request.id]
         self._scheduler.remove(sequence)
 

@@ -70,6 +70,11 @@ class Sequence:
         self.cached, self._started = cached, now
         return True
 
+    def gain(self, standing: int) -> None:
+        """Others computed more of the prompt, so that the sequence stands at `standing` without work of its own."""
+        if not self.output:
+            self.cached = standing
+
     def append(self, token: int, now: float) -> None:
         """Take a token that was emitted for this sequence."""
         if not self.output:

@@ -37,6 +37,13 @@ class AttentionGroup:
         """The slot's cells in position order: a view that is valid until the slot changes."""
         return self._tables[slot, : self._lengths[slot]]
 
+    def used_by_slots(self) -> int:
+        """Cells that at least one slot's table names."""
+        used = np.zeros(self.pool.cells, dtype=np.bool_)
+        for slot in range(len(self._lengths)):
+            used[self.table(slot)] = True
+        return int(np.count_nonzero(used))
+
     def standing(self, slot: int, length: int) -> int:
         """Full attention can go on from any length that it holds."""
         return min(length, self._lengths[slot])
@@ -88,6 +95,33 @@ class AttentionGroup:
         self._turn(old, new, -drop)
         self.pool.release(old[new != old])
         self._set(slot, np.concatenate((table[:keep], new)))
+
+    def hold(self, slot: int, start: int, stop: int) -> Cells:
+        """Reference the slot's cells of [start, stop) once more."""
+        cells = self.table(slot)[start:stop].copy()
+        self.pool.share(cells)
+        return cells
+
+    def release(self, held: Cells) -> None:
+        """Drop a held reference of each cell."""
+        self.pool.release(held)
+
+    def part(self, held: Cells, start: int, stop: int) -> Cells:
+        """Some of the cells."""
+        return held[start:stop]
+
+    def joined(self, first: Cells, second: Cells) -> Cells:
+        """All of the cells."""
+        return np.concatenate((first, second))
+
+    def restore(self, slot: int, held: Cells) -> None:
+        """Append cells to the slot's table, sharing them."""
+        self.pool.share(held)
+        self._set(slot, np.concatenate((self.table(slot), held)))
+
+    def freeable(self, held: Cells) -> int:
+        """Cells that nobody else references."""
+        return int(np.count_nonzero(self.pool.references[held] == 1))
 
     def _private(self, cells: Cells) -> Cells:
         """The cells, with a fresh one in place of each that somebody else references too."""

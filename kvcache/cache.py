@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from kvcache.attention import AttentionGroup
 from kvcache.component import Component
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
+from kvcache.prefix import PrefixTree
 from kvcache.spec import LayerSpec, Span, group_layers
 
 
@@ -46,6 +48,7 @@ class Cache:
         )
         self._components: tuple[Component, ...] = self._groups
         self._homes = {layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)}
+        self._tree = PrefixTree(self._components)
         self._open: Forward | None = None
 
     @property
@@ -106,6 +109,30 @@ class Cache:
         for component in self._components:
             component.shift(slot, keep, drop)
         return length - drop
+
+    def recall(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> int:
+        """Extend the slot with what is remembered of `tokens`, of which it holds the first ones; its new length.
+
+        Nothing is copied or computed. What was remembered under another salt does not exist here.
+        """
+        self._check_idle()
+        return self._tree.recall(slot, self.length(slot), np.asarray(tokens, dtype=np.int64), salt)
+
+    def remember(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
+        """Keep what the slot holds for its first `len(tokens)` tokens, which are these, beyond the slot's own life."""
+        self._check_idle()
+        if len(tokens) > self.length(slot):
+            raise ValueError(f"slot {slot} holds {self.length(slot)} tokens, not {len(tokens)}")
+        self._tree.remember(slot, np.asarray(tokens, dtype=np.int64), salt)
+
+    def evict(self, cells: int) -> int:
+        """Forget what was remembered and is wanted least, until `cells` more are free or no more can be; how many."""
+        self._check_idle()
+        return self._tree.evict(cells)
+
+    def idle_cells(self) -> int:
+        """Cells in use that belong to no slot: eviction could free them all."""
+        return min(group.pool.cells - group.pool.free - group.used_by_slots() for group in self._groups)
 
     def forward(self, spans: Sequence[Span]) -> Forward:
         """A transaction that appends the rows of the spans, at most one span a slot, each starting where it stands."""

@@ -30,7 +30,7 @@ class CellPool:
         self.keys = _zeros((*shape, spec.key_width), dtype, device)
         self.values = _zeros((*shape, spec.value_width), dtype, device)
         self.references = np.zeros(cells, dtype=np.int32)
-        self.free = cells
+        self.cells = self.free = cells
 
     def allocate(self, count: int, *, after: int = -1) -> Cells:
         """Take `count` free cells, each then referenced once.

@@ -7,9 +7,13 @@ so that a refused operation leaves every one of them as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from kvcache.cells import Cells
 from kvcache.spec import Span
+
+# What the prefix tree holds of one component for a stretch of tokens.
+Held: TypeAlias = Cells
 
 
 class Component(Protocol):
@@ -49,4 +53,28 @@ class Component(Protocol):
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
         """Forget [keep, keep + drop) and move what follows by -drop."""
+        ...
+
+    def hold(self, slot: int, start: int, stop: int) -> Held:
+        """Reference what the slot has for [start, stop), so that it outlives the slot."""
+        ...
+
+    def release(self, held: Held) -> None:
+        """Drop the references of `hold`."""
+        ...
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """The share of a stretch's tokens [start, stop); the references are divided, not added to."""
+        ...
+
+    def joined(self, first: Held, second: Held) -> Held:
+        """Two stretches that follow each other as one."""
+        ...
+
+    def restore(self, slot: int, held: Held) -> None:
+        """Append a held stretch to the slot, sharing it; it is the content that follows there."""
+        ...
+
+    def freeable(self, held: Held) -> int:
+        """Cells that would come free if the stretch were released now."""
         ...
