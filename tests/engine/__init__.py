@@ -1,0 +1,1 @@
+"""Laws of the engine: what a request gets equals what it would get alone."""

@@ -1,0 +1,32 @@
+"""Tiny models on disk, each written once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.load import Loaded
+from tests.engine.models import Reference, load_model, save_model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model."""
+    root = tmp_path_factory.mktemp("models")
+    return cache(lambda family: save_model(family, root / family))
+
+
+@pytest.fixture(scope="session")
+def loaded(folder: Callable[[str], Path]) -> Callable[..., Loaded]:
+    """A family's tiny model as the engine loads it, in float64 unless said otherwise."""
+    return cache(lambda family, dtype="float64": load_model(folder(family), dtype))
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Callable[[str], Path]) -> Callable[..., Reference]:
+    """A family's tiny model in transformers alone."""
+    return cache(lambda family, dtype="float64": Reference(folder(family), getattr(torch, dtype)))

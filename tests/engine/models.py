@@ -1,0 +1,129 @@
+"""Tiny random models of many families, saved as a user's folder would be, so that the real loader reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.load import Loaded, load
+
+CONTEXT = 128
+END = 257
+VOCABULARY = 272
+
+# Weights of std 0.2 give logits of std 1.6: far from flat, so that a wrong row shows and rounding does not.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+    "bos_token_id": 256,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma": ("GemmaConfig", {}),
+    "phi3": ("Phi3Config", {}),
+    "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "olmo2": ("Olmo2Config", {}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 8}),
+    "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "cohere": ("CohereConfig", {"logit_scale": 1.0}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
+}
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """Write a tiny model of a family, the same every time, with a tokenizer."""
+    name, own = FAMILIES[family]
+    settings = {**_COMMON, **own}
+    if family == "gpt2":
+        shared = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
+        settings = {key: settings[key] for key in (*own, *shared)}
+    config = getattr(transformers, name)(**settings)
+    torch.manual_seed(sum(family.encode()))
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer: a token a byte, a start, an end, and a few merged pieces."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    pieces = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("i", "n")]
+    specials = ["<start>", "<end>"]
+    vocabulary |= {token: len(letters) + at for at, token in enumerate(specials)}
+    vocabulary |= {left + right: len(letters) + len(specials) + at for at, (left, right) in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pieces))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<start>",
+        eos_token="<end>",
+        chat_template="{% for message in messages %}<start>{{ message.role }}: {{ message.content }}<end>{% endfor %}",
+    )
+    wrapped.save_pretrained(folder)
+
+
+def load_model(folder: Path, dtype: str = "float64", **settings: Any) -> Loaded:
+    """The folder as the engine loads it."""
+    return load(EngineConfig(model=str(folder), dtype=dtype, **{"context": CONTEXT, **settings}), lambda phase: None)
+
+
+def core(loaded: Loaded, *, slots: int = 4, cells: int | None = None, context: int = CONTEXT, **settings: Any) -> Core:
+    """An engine to be stepped by hand, over a model that many tests share."""
+    cells = slots * context if cells is None else cells
+    info = dataclasses.replace(loaded.info, slots=slots, context=context)
+    memory = dataclasses.replace(loaded.memory, cells=cells)
+    config = EngineConfig(model=info.folder, context=context, slots=slots, cells=cells, **settings)
+    return Core(dataclasses.replace(loaded, info=info, memory=memory), config)
+
+
+class Reference:
+    """transformers alone: one sequence, its own cache, its own attention."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.greedy = cache(self._greedy)
+
+    def _greedy(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """What `generate` says to a prompt."""
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            answer = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+        return tuple(answer[0, len(prompt) :].tolist())
+
+    def logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        """The logits after some tokens, computed in one go."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+        return logits[0, -1]

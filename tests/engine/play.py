@@ -1,0 +1,68 @@
+"""Steps an engine by hand: who arrives when, who leaves when, and what everyone got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.core import Core
+from engine.types import Delta, Failed, Finished, Request, SamplingParams, Started
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, the step before which it arrives, and the step before which its client leaves, if it does."""
+
+    request: Request
+    arrives: int = 0
+    leaves: int | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one client got."""
+
+    started: list[Started] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: Finished | Failed | None = None
+
+
+def play(core: Core, jobs: Iterable[Job], *, most_steps: int = 2000) -> dict[str, Answer]:
+    """Run the jobs to their ends; every request's answer by its id."""
+    jobs = list(jobs)
+    answers = {job.request.id: Answer() for job in jobs}
+    gone: set[str] = set()
+    for step in range(most_steps):
+        for job in jobs:
+            if job.arrives == step:
+                core.submit(job.request)
+            if job.leaves == step and job.arrives <= step:
+                core.cancel(job.request.id)
+                gone.add(job.request.id)
+        if not core.busy and all(job.arrives <= step for job in jobs):
+            return answers
+        for name, event in core.step():
+            assert name not in gone, "an event for a client that has left"
+            take(answers[name], event)
+    raise AssertionError(f"not over after {most_steps} steps")
+
+
+def take(answer: Answer, event: object) -> None:
+    """Note one event; after the last one there must be none."""
+    assert answer.end is None, "an event after the end"
+    match event:
+        case Started():
+            answer.started.append(event)
+        case Delta():
+            answer.tokens += event.tokens
+            answer.text += event.text
+        case Finished() | Failed():
+            answer.end = event
+
+
+def ask(name: str, prompt: Iterable[int], count: int | None = 16, **fields: object) -> Request:
+    """A greedy request, unless `sampling` says otherwise."""
+    return Request(name, tuple(prompt), **{"sampling": GREEDY, "max_tokens": count, **fields})

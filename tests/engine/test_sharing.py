@@ -1,0 +1,74 @@
+"""One prompt for many: computed once, held once, and exact under any pressure for cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.load import Loaded
+from engine.types import Finished, Request
+from tests.engine.models import Reference, core
+from tests.engine.play import GREEDY, Job, play
+
+SYSTEM = tuple((7 * at + 3) % 250 for at in range(90))
+
+
+def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
+    """A greedy request."""
+    return Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=tokens, ignore_eos=True)
+
+
+def test_a_common_beginning_is_computed_once(loaded: Callable[..., Loaded]) -> None:
+    """64 users of one system prompt who arrive at once cost its rows once, and one copy of its cells."""
+    engine = core(loaded("llama"), slots=64, cells=2000, chunk=16)
+    users = [request(f"user {at}", (*SYSTEM, 100 + at, 7), 4) for at in range(64)]
+
+    answers = play(engine, [Job(user) for user in users])
+
+    stats = engine.stats()
+    assert all(isinstance(answer.end, Finished) for answer in answers.values())
+    assert stats.rows_total == len(SYSTEM) + 64 * 2 + 64 * 3
+    assert stats.cells_used <= len(SYSTEM) + 64 * 6
+    assert stats.cached_tokens_total == 63 * len(SYSTEM)
+
+
+def test_users_of_one_prompt_get_what_they_get_alone(
+    loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+) -> None:
+    """Taking over another's prompt, finished or half computed, does not change a token."""
+    engine = core(loaded("qwen3"), slots=5, chunk=11)
+    prompts = {f"user {at}": (*SYSTEM[: 30 + 9 * at], 200 - at) for at in range(7)}
+
+    answers = play(engine, [Job(request(name, prompt, 8), at) for at, (name, prompt) in enumerate(prompts.items())])
+
+    expected = {name: _first(reference("qwen3").greedy(prompt, 8)) for name, prompt in prompts.items()}
+    assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
+
+
+def test_a_leader_that_leaves_hands_over(loaded: Callable[..., Loaded]) -> None:
+    """When the client whose prompt others wait for goes away, they go on with what it had computed."""
+    engine = core(loaded("llama"), slots=4, chunk=8)
+    users = [Job(request(f"user {at}", (*SYSTEM, at), 3), leaves=4 if at == 0 else None) for at in range(4)]
+
+    answers = play(engine, users)
+
+    finished = [answer for answer in answers.values() if isinstance(answer.end, Finished)]
+    assert len(finished) == 3
+    assert engine.stats().rows_total == len(SYSTEM) + 3 + 3 * 2
+
+
+def test_four_times_too_many_sequences_all_finish_as_alone(
+    loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+) -> None:
+    """With a quarter of the cells that all would need, nobody fails and no token changes."""
+    prompts = {f"user {at}": tuple((at * 31 + 5 * step) % 250 for step in range(40)) for at in range(8)}
+    engine = core(loaded("llama"), slots=8, cells=8 * 60 // 4, chunk=16)
+
+    answers = play(engine, [Job(request(name, prompt, 20)) for name, prompt in prompts.items()])
+
+    expected = {name: _first(reference("llama").greedy(prompt, 20)) for name, prompt in prompts.items()}
+    assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
+
+
+def _first(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens up to the end of the text: `generate` stops there, our requests do not."""
+    return tokens[: tokens.index(257) + 1] if 257 in tokens else tokens
