@@ -46,6 +46,7 @@ class Core:
             slots=info.slots,
             capacity=self.capacity,
             cells=loaded.memory.cells,
+            state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
             dtype=loaded.dtype,
             device=config.device,
         )

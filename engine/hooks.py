@@ -1,21 +1,25 @@
 """The one place that reaches into transformers: how its unmodified models attend through our cells.
 
-A batch is one packed row [1, rows] with explicit positions. Two hooks carry it:
+A batch is one packed row [1, rows] with explicit positions. Three hooks carry it:
 * an attention function in transformers' AttentionInterface, which hands (query, key, value) of each layer to whoever
   is listening;
 * a facade in place of the model's cache, which stores nothing and reports what makes the models' own position
-  arithmetic come out right.
+  arithmetic come out right;
+* for recurrent layers, operations that cut the row by sequence (engine/recurrence.py).
 The listener travels in a context variable, for some models (StableLM, Nemotron) drop keyword arguments on the way.
 Pinned to transformers 5.23: its cache and attention interfaces change with every minor version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +43,19 @@ class Call:
     sinks: Tensor | None
 
 
+# Computes rows [start, stop) of an operation from the state before them (None: zeros): the output and the state after.
+Run: TypeAlias = Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]]
+
+
 class Listener(Protocol):
-    """Takes every attention call of a forward: the runner while serving, the calibration while loading."""
+    """Takes every call of a forward that looks along sequences: the runner while serving, the calibration at load."""
 
     def attend(self, call: Call) -> Tensor:
         """The output [rows, heads, value_width]."""
+        ...
+
+    def recur(self, name: Hashable, run: Run) -> list[Tensor]:
+        """Run a recurrent operation, of which `name` says which one it is, for each sequence: the outputs in order."""
         ...
 
 
@@ -59,27 +71,51 @@ def listening(listener: Listener) -> Iterator[None]:
 
 def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
     """Logits [wanted, vocabulary] of a packed batch: tokens and positions [rows], `wanted` the rows to know them of."""
-    output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        past_key_values=PackedFacade(positions),
-        use_cache=True,
-        logits_to_keep=wanted,
-    )
-    logits: Tensor = output.logits[0]
+    facade = PackedFacade(positions)
+    inputs = {
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
+        "past_key_values": facade,
+        "cache_params": facade,
+        "use_cache": True,
+        "logits_to_keep": wanted,
+    }
+    known = _parameters(model.__class__.forward)
+    logits: Tensor = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
     # A model that ignores logits_to_keep returns every row.
     return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
 
 
+def is_listening() -> bool:
+    """Whether somebody takes the calls of models now."""
+    return _current.get(None) is not None
+
+
+def recur(kind: str, run: Run) -> list[Tensor]:
+    """Hand a recurrent operation to the listener, named by its layer and by how often that layer called it before."""
+    reception = _current.get()
+    place = (kind, *reception.recurrent)
+    reception.calls[place] += 1
+    return reception.listener.recur((*place, reception.calls[place]), run)
+
+
 @dataclass(slots=True)
 class _Reception:
-    """A listener, and the layer that the facade heard last."""
+    """A listener, and what the facade heard last: the attention layer, and the recurrent layer and state number."""
 
     listener: Listener
     layer: int | None = None
+    recurrent: tuple[int, int] = (-1, 0)
+    calls: Counter[Hashable] = field(default_factory=Counter)
 
 
 _current: ContextVar[_Reception] = ContextVar("engine.hooks.current")
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    """The arguments that a model takes: recurrent ones call their cache by another name."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _attention(
@@ -115,6 +151,31 @@ class PackedFacade(HFCache):  # type: ignore[misc]
         """Remember which layer is at work; the new keys and values go on as they came."""
         _current.get().layer = layer_idx
         return key, value
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """None, so that mixers take the form that computes whole sequences: the operations know the states."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Nothing is recorded here."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """See has_previous_state."""
+        _current.get().recurrent = (layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """See has_previous_state."""
+        _current.get().recurrent = (layer_idx, state_idx)
+
+    def update_conv_state(self, rows: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Remember which layer is at work; the rows go on as they came."""
+        _current.get().recurrent = (layer_idx, state_idx)
+        return rows
+
+    def update_recurrent_state(self, state: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
+        """The operation has handed its state to the listener already."""
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """A tensor, such that `arange(rows) + length` gives the true position of each row (Llama 4 counts that way)."""

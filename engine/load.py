@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from engine import hooks
+from engine import hooks, recurrence
 from engine.config import EngineConfig
 from engine.errors import ModelMissing, ModelUnsupported
 from engine.memory import Sizes, available_bytes, plan_memory
@@ -45,6 +45,7 @@ class Loaded:
     layers: tuple[LayerPlan, ...]
     info: ModelInfo
     memory: MemoryPlan
+    recurrent: bool
     dtype: torch.dtype
     eos: frozenset[int]
 
@@ -67,12 +68,13 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
     model.set_attn_implementation(hooks.NAME)
+    recurrent = recurrence.install(model)
     try:
         layers = plan_layers(model, vocabulary=text.vocab_size)
     except Exception as error:
         raise ModelUnsupported(name, f"it cannot run in packed batches ({type(error).__name__}: {error})") from error
-    if not layers:
-        raise ModelUnsupported(name, "none of its layers attends through transformers' attention interface")
+    if not layers and not recurrent:
+        raise ModelUnsupported(name, "its layers mix along the sequence in no way that can be packed")
     sizes = _sizes(model, layers, dtype)
     memory, context, slots = plan_memory(config, sizes, available - sizes.weights_bytes)
     on_phase("self-test")
@@ -87,7 +89,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
         context=context,
         slots=slots,
     )
-    return Loaded(model, tokenizer, layers, info, memory, dtype, _end_tokens(model, tokenizer))
+    return Loaded(model, tokenizer, layers, info, memory, recurrent, dtype, _end_tokens(model, tokenizer))
 
 
 def resolve(model: str | None) -> Path:

@@ -6,7 +6,7 @@ tokens that way at two positions therefore shows each layer's rotation, or that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,10 @@ class Watcher:
         self.calls[call.layer] = call
         heads = call.query.shape[0] // call.value.shape[0]
         return call.value.repeat_interleave(heads, 0).transpose(0, 1)
+
+    def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
+        """Every row begins anew, from zeros."""
+        return [run(row, row + 1, None)[0] for row in range(_TOKENS)]
 
 
 def plan_layers(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:

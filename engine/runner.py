@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,3 +58,13 @@ class _Step:
             softcap=call.softcap,
             sinks=call.sinks,
         )
+
+    def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
+        """Run a recurrent operation for each span, from the slot's state to its next one."""
+        outputs, row = [], 0
+        for span in self._forward.spans:
+            output, state = run(row, row + span.length, self._forward.state(span, name))
+            self._forward.put_state(span, name, state)
+            outputs.append(output)
+            row += span.length
+        return outputs

@@ -148,7 +148,9 @@ class Scheduler:
         grants, left = [], self._chunk
         for sequence in self.running:
             missing = self._missing(sequence)
-            length = 1 if missing == 1 else min(missing, left)
+            # A recurrent state exists only where a span ends. The same prompt again needs one before its last row.
+            whole = missing - 1 if self._cache.states is not None else missing
+            length = 1 if missing == 1 else min(whole, left)
             if sequence.slot is None or length == 0 or self._holds(sequence):
                 continue
             left -= length if missing > 1 else 0

@@ -61,7 +61,7 @@ def _alone(model: Any, prompt: list[int]) -> Tensor:
 def _packed(model: Any, layers: Sequence[LayerPlan], prompts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
     device = next(model.parameters()).device
     specs = [plan.spec for plan in layers]
-    cache = Cache(specs, slots=len(prompts), capacity=16, cells=32, dtype=dtype, device=device)
+    cache = Cache(specs, slots=len(prompts), capacity=16, cells=32, state_bytes=0, dtype=dtype, device=device)
     runner = Runner(model, layers)
     logits = torch.empty(0)
     for step in _STEPS:

@@ -114,6 +114,10 @@ class AttentionGroup:
         """All of the cells."""
         return np.concatenate((first, second))
 
+    def reach(self, stretches: Sequence[tuple[int, Cells]], standing: int, length: int) -> int:
+        """Full attention can go on from anywhere."""
+        return length
+
     def restore(self, slot: int, held: Cells) -> None:
         """Append cells to the slot's table, sharing them."""
         self.pool.share(held)
@@ -122,6 +126,10 @@ class AttentionGroup:
     def freeable(self, held: Cells) -> int:
         """Cells that nobody else references."""
         return int(np.count_nonzero(self.pool.references[held] == 1))
+
+    def surplus(self) -> int:
+        """Cells are limited by the pool alone."""
+        return 0
 
     def _private(self, cells: Cells) -> Cells:
         """The cells, with a fresh one in place of each that somebody else references too."""

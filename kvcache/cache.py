@@ -10,6 +10,7 @@ One thread owns a cache. Between `begin` and `end` of a forward only that forwar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +20,16 @@ from kvcache.component import Component
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
 from kvcache.prefix import PrefixTree
+from kvcache.recurrent import RecurrentStates
 from kvcache.spec import LayerSpec, Span, group_layers
 
 
 class Cache:
     """Memory for `slots` sequences of up to `capacity` tokens each, in `cells` shared cells.
 
-    layers  one spec a layer of the model, in the model's order
-    cells   of each group; slots x capacity is always enough, for shared cells are counted once
+    layers       one spec an attention layer of the model, in the model's order
+    cells        of each group; slots x capacity is always enough, for shared cells are counted once
+    state_bytes  of recurrent states that may be remembered; None: the model has no recurrent layers
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Cache:
         slots: int,
         capacity: int,
         cells: int,
+        state_bytes: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -46,7 +50,10 @@ class Cache:
             AttentionGroup(spec, slots=slots, capacity=capacity, cells=cells, dtype=dtype, device=place)
             for spec in specs
         )
-        self._components: tuple[Component, ...] = self._groups
+        self.states = None if state_bytes is None else RecurrentStates(slots, state_bytes)
+        self._components: tuple[Component[Any], ...] = (
+            self._groups if self.states is None else (*self._groups, self.states)
+        )
         self._homes = {layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)}
         self._tree = PrefixTree(self._components)
         self._open: Forward | None = None
@@ -54,7 +61,7 @@ class Cache:
     @property
     def free_cells(self) -> int:
         """Rows that the next forward may bring, all its spans together."""
-        return min(group.pool.free for group in self._groups)
+        return min((group.pool.free for group in self._groups), default=self.cells)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -132,7 +139,7 @@ class Cache:
 
     def idle_cells(self) -> int:
         """Cells in use that belong to no slot: eviction could free them all."""
-        return min(group.pool.cells - group.pool.free - group.used_by_slots() for group in self._groups)
+        return min((group.pool.cells - group.pool.free - group.used_by_slots() for group in self._groups), default=0)
 
     def forward(self, spans: Sequence[Span]) -> Forward:
         """A transaction that appends the rows of the spans, at most one span a slot, each starting where it stands."""
@@ -153,12 +160,13 @@ class Cache:
         self._open = forward
 
     def end(self, forward: Forward, kept: Mapping[int, int]) -> None:
-        """Let every slot of the forward stand at its kept length; called at the end of its `with`."""
+        """Let every slot of the forward stand at its kept length, or below; called at the end of its `with`."""
         assert self._open is forward, "a forward ends that is not open"
         self._open = None
         for slot, length in kept.items():
+            standing = self._standing(slot, length)
             for component in self._components:
-                component.truncate(slot, length)
+                component.truncate(slot, standing)
 
     def _standing(self, slot: int, length: int) -> int:
         """The deepest length at which all components can stand: each may lower it, until none does."""

@@ -7,16 +7,15 @@ so that a refused operation leaves every one of them as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeVar
 
-from kvcache.cells import Cells
 from kvcache.spec import Span
 
 # What the prefix tree holds of one component for a stretch of tokens.
-Held: TypeAlias = Cells
+Held = TypeVar("Held")
 
 
-class Component(Protocol):
+class Component(Protocol[Held]):
     """One kind of memory, for all slots. Lengths are tokens from the start of the slot."""
 
     def length(self, slot: int) -> int:
@@ -71,10 +70,21 @@ class Component(Protocol):
         """Two stretches that follow each other as one."""
         ...
 
+    def reach(self, stretches: Sequence[tuple[int, Held]], standing: int, length: int) -> int:
+        """The deepest position up to `length` from which a slot could go on that stands at `standing` now.
+
+        stretches  what is held from the start on, each with the position where it begins
+        """
+        ...
+
     def restore(self, slot: int, held: Held) -> None:
         """Append a held stretch to the slot, sharing it; it is the content that follows there."""
         ...
 
     def freeable(self, held: Held) -> int:
         """Cells that would come free if the stretch were released now."""
+        ...
+
+    def surplus(self) -> int:
+        """By how much the held content exceeds what the component may hold; cells have no such limit."""
         ...

@@ -9,7 +9,7 @@ An exception inside the block keeps nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -99,6 +99,16 @@ class Forward:
         if id(group) not in self._segments:
             self._segments[id(group)] = tuple(self._cut(group))
         return self._segments[id(group)]
+
+    def state(self, span: Span, name: Hashable) -> Tensor | None:
+        """One tensor of the recurrent state before a span's rows; None means zeros. It must not be written."""
+        assert self._cache.states is not None, "a cache without recurrent states"
+        return self._cache.states.state(span.slot, span.start, name)
+
+    def put_state(self, span: Span, name: Hashable, tensor: Tensor) -> None:
+        """Store one tensor of the recurrent state after a span's rows; it is kept as it is, not copied."""
+        assert self._cache.states is not None, "a cache without recurrent states"
+        self._cache.states.put(span.slot, name, tensor)
 
     def _cut(self, group: AttentionGroup) -> list[Segment]:
         cut, row = [], 0

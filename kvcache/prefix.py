@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.component import Component, Held
+from kvcache.component import Component
 
 Tokens = NDArray[np.int64]
+# What the components hold of one edge, each in its own way.
+Holdings = list[Any]
 
 
 class Node:
@@ -26,7 +29,7 @@ class Node:
 
     __slots__ = ("children", "held", "parent", "tokens", "used")
 
-    def __init__(self, tokens: Tokens, held: list[Held], parent: Node | None) -> None:
+    def __init__(self, tokens: Tokens, held: Holdings, parent: Node | None) -> None:
         self.tokens = tokens
         self.held = held
         self.parent = parent
@@ -37,7 +40,7 @@ class Node:
 class PrefixTree:
     """Content of former and running slots, found by its tokens. Belongs to the cache."""
 
-    def __init__(self, components: Sequence[Component]) -> None:
+    def __init__(self, components: Sequence[Component[Any]]) -> None:
         self._components = tuple(components)
         self._roots: dict[bytes, Node] = {}
         # Leaves by last use, with entries that have gone stale among them: those are passed over when they come up.
@@ -49,11 +52,12 @@ class PrefixTree:
         """Extend a slot that stands at `standing` with the same tokens, as far as the tree reaches; the new length."""
         path = self._walk(tokens, salt)
         self._touch([node for node, _, _ in path])
-        for node, begin, matched in path:
-            start, stop = max(standing - begin, 0), matched
+        goal = self._reach(path, standing)
+        for node, begin, _ in path:
+            start, stop = max(standing - begin, 0), min(goal - begin, len(node.tokens))
             if start < stop:
-                for component, held in zip(self._components, node.held, strict=True):
-                    component.restore(slot, component.part(held, start, stop))
+                for component, part in zip(self._components, self._parts(node, start, stop), strict=True):
+                    component.restore(slot, part)
                 standing = begin + stop
         return standing
 
@@ -69,6 +73,18 @@ class PrefixTree:
             held = [component.hold(slot, at, len(tokens)) for component in self._components]
             path.append((self._grow(above, tokens[at:].copy(), held), at, len(tokens) - at))
         self._touch([node for node, _, _ in path])
+        while any(component.surplus() for component in self._components) and self._drop_oldest():
+            pass
+
+    def _reach(self, path: Sequence[tuple[Node, int, int]], standing: int) -> int:
+        """The deepest position on the path where all components could go on: each may lower it, until none does."""
+        goal, before = max(standing, sum(matched for _, _, matched in path)), -1
+        while goal != before:
+            before = goal
+            for at, component in enumerate(self._components):
+                stretches = [(begin, node.held[at]) for node, begin, _ in path]
+                goal = component.reach(stretches, standing, goal)
+        return goal
 
     def evict(self, wanted: int) -> int:
         """Forget the ends that were wanted longest ago until `wanted` cells came free, or none can; cells that did.
@@ -77,11 +93,8 @@ class PrefixTree:
         end only as much goes as is needed.
         """
         freed, pinned = 0, []
-        while freed < wanted and self._leaves:
-            entry = heapq.heappop(self._leaves)
-            used, _, leaf = entry
-            if leaf.parent is None or leaf.children or leaf.used != used:
-                continue
+        while freed < wanted and (entry := self._oldest()) is not None:
+            leaf = entry[2]
             if self._freeable(leaf.held) == 0 and not self._blocks(leaf):
                 pinned.append(entry)
                 continue
@@ -108,7 +121,7 @@ class PrefixTree:
             at += matched
         return path
 
-    def _grow(self, node: Node, tokens: Tokens, held: list[Held]) -> Node:
+    def _grow(self, node: Node, tokens: Tokens, held: Holdings) -> Node:
         """Put content behind a node: on its own edge if it is an end, else as a new child."""
         if node.parent is not None and not node.children:
             node.tokens = np.concatenate((node.tokens, tokens))
@@ -132,7 +145,7 @@ class PrefixTree:
         self.nodes += 1
         return upper
 
-    def _parts(self, node: Node, start: int, stop: int) -> list[Held]:
+    def _parts(self, node: Node, start: int, stop: int) -> Holdings:
         return [component.part(held, start, stop) for component, held in zip(self._components, node.held, strict=True)]
 
     def _shorten(self, leaf: Node, wanted: int) -> int:
@@ -146,11 +159,31 @@ class PrefixTree:
         else:
             tail, freed = leaf.held, self._freeable(leaf.held)
             self._remove(leaf)
-        for component, part in zip(self._components, tail, strict=True):
-            component.release(part)
+        self._release(tail)
         return freed
 
-    def _freeable(self, held: Sequence[Held]) -> int:
+    def _drop_oldest(self) -> bool:
+        """Forget the end that was wanted longest ago, whoever uses it; False if there is none."""
+        entry = self._oldest()
+        if entry is None:
+            return False
+        self._remove(entry[2])
+        self._release(entry[2].held)
+        return True
+
+    def _oldest(self) -> tuple[int, int, Node] | None:
+        """Take the leaf that was wanted longest ago from the queue; entries that have gone stale are dropped."""
+        while self._leaves:
+            used, serial, leaf = heapq.heappop(self._leaves)
+            if leaf.parent is not None and not leaf.children and leaf.used == used:
+                return used, serial, leaf
+        return None
+
+    def _release(self, held: Holdings) -> None:
+        for component, part in zip(self._components, held, strict=True):
+            component.release(part)
+
+    def _freeable(self, held: Holdings) -> int:
         """Cells that nobody else references, in the group where they are fewest."""
         return min(component.freeable(part) for component, part in zip(self._components, held, strict=True))
 
