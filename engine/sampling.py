@@ -81,9 +81,16 @@ def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> tuple[list[fl
     """Log-probabilities of the raw logits [rows, vocabulary]: of each row's token, and its `count` likeliest tokens."""
     spread = _exact(logits).log_softmax(-1)
     chosen = spread.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
-    top = spread.topk(min(count, spread.shape[-1]), dim=-1)
-    pairs = [list(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-    return chosen.tolist(), pairs
+    return chosen.tolist(), [_top(row, min(count, len(row))) for row in spread]
+
+
+def _top(values: Tensor, count: int) -> list[tuple[int, float]]:
+    """The `count` largest of one row, equal ones by id: topk alone gives those in no order."""
+    if count == 0:
+        return []
+    tokens = (values >= values.topk(count).values[-1]).nonzero()[:, 0]
+    order = values[tokens].argsort(descending=True, stable=True)[:count]
+    return list(zip(tokens[order].tolist(), values[tokens[order]].tolist(), strict=True))
 
 
 def _exact(logits: Tensor) -> Tensor:

@@ -105,38 +105,44 @@ class Tokenizer:
 class WindowDecoder:
     """Decodes a growing list of tokens through a short window, for tokenizers whose pieces depend on neighbours.
 
-    A piece is released once it no longer ends in an unfinished character, so characters are never split.
+    What may still become part of a character is held back, so characters are never split.
     """
 
     # Enough of the prompt for the leading space of the first piece to be decided as inside the whole text.
     _LEFT = 6
+    # A window of nothing but broken bytes moves on after this many, or each token would cost more than the last.
+    _LONGEST = 64
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-self._LEFT :])
         self._start, self._read = 0, len(self._tokens)
+        self._sent = len(self._text())
 
     def push(self, token: int) -> str:
         """The whole characters that this token completes."""
         self._tokens.append(token)
-        text = self._fresh()
-        # An unfinished character decodes to U+FFFD; more than 4 bytes of it are no character, but broken for good.
-        if text.endswith("\ufffd") and len(self._tokens) - self._read < 4:
-            return ""
-        return self._advance(text)
+        text = self._text()
+        broken = len(text) - len(text.rstrip("\ufffd"))
+        # The last three may be bytes of one character whose end is still to come; those before are broken for good.
+        released = self._release(text, len(text) - min(broken, 3))
+        if not broken or len(self._tokens) - self._start > self._LONGEST:
+            self._start, self._read = self._read, len(self._tokens)
+            self._sent = len(self._text())
+        return released
 
     def flush(self) -> str:
         """The rest, with U+FFFD for what is unfinished."""
-        return self._advance(self._fresh())
+        text = self._text()
+        return self._release(text, len(text))
 
-    def _fresh(self) -> str:
-        before = self._decode(self._tokens[self._start : self._read])
-        return self._decode(self._tokens[self._start :])[len(before) :]
+    def _text(self) -> str:
+        return self._decode(self._tokens[self._start :])
 
-    def _advance(self, text: str) -> str:
-        if text:
-            self._start, self._read = self._read, len(self._tokens)
-        return text
+    def _release(self, text: str, stop: int) -> str:
+        released = text[self._sent : stop]
+        self._sent = max(self._sent, stop)
+        return released
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
