@@ -174,6 +174,9 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
+    if dtype == torch.float64:
+        # The default, a grouped matrix product, knows no float64.
+        model.set_experts_implementation("eager")
     return model.to(settings.device).eval().requires_grad_(False), dtype
 
 

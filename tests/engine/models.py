@@ -39,6 +39,23 @@ _COMMON: dict[str, Any] = {
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+_JAMBA = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -51,6 +68,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "cohere": ("CohereConfig", {"logit_scale": 1.0}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "qwen3_next": ("Qwen3NextConfig", {**_MOE, **_DELTA, "num_hidden_layers": 4}),
+    "olmo_hybrid": ("OlmoHybridConfig", {**_DELTA, "num_hidden_layers": 4}),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16}),
+    "jamba": ("JambaConfig", {**_JAMBA, "mamba_d_state": 8, "use_mamba_kernels": False}),
+    "bamba": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
 }
 
@@ -111,6 +135,8 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        if dtype == torch.float64:
+            self.model.set_experts_implementation("eager")
         self.greedy = cache(self._greedy)
 
     def _greedy(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -1,0 +1,87 @@
+"""Recurrent and hybrid models: batched, chunked, resumed and preempted, they say what they say alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.load import Loaded
+from engine.types import Request
+from tests.engine.models import END, Reference, core
+from tests.engine.play import GREEDY, Job, play
+
+FAMILIES = ["qwen3_next", "olmo_hybrid", "mamba", "mamba2", "jamba", "bamba", "lfm2"]
+
+
+def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
+    """A greedy request."""
+    return Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=tokens)
+
+
+def text(answer: tuple[int, ...]) -> tuple[int, ...]:
+    """An answer of `generate` without the end that it shows and we do not."""
+    return answer[: answer.index(END)] if END in answer else answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_any_batch_says_what_each_says_alone(
+    family: str, chunk: int, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+) -> None:
+    """Prompts of unequal lengths with common beginnings, in too few slots: each answer is that of `generate`."""
+    draw = random.Random(chunk)
+    base = [draw.randrange(250) for _ in range(40)]
+    prompts = {f"{at}": (*base[: draw.randrange(1, 40)], draw.randrange(250), at) for at in range(7)}
+    engine = core(loaded(family), slots=3, chunk=chunk)
+
+    answers = play(engine, [Job(request(name, prompt, 6), at) for at, (name, prompt) in enumerate(prompts.items())])
+
+    expected = {name: text(reference(family).greedy(prompt, 6)) for name, prompt in prompts.items()}
+    assert expected == {name: tuple(answer.tokens) for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_resumes_anywhere(
+    family: str, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+) -> None:
+    """After one long conversation, a prompt that leaves it at any position gets the answer of a cold start."""
+    draw = random.Random(3)
+    base = [draw.randrange(250) for _ in range(48)]
+    engine = core(loaded(family), slots=2, chunk=16)
+    play(engine, [Job(request("first", tuple(base), 5))])
+
+    for at in range(1, 48):
+        prompt = (*base[:at], 251)
+        answers = play(engine, [Job(request(f"{at}", prompt, 3))])
+
+        assert text(reference(family).greedy(prompt, 3)) == tuple(answers[f"{at}"].tokens), at
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Callable[..., Loaded]) -> None:
+    """A prompt that continues prompt and answer computes only what is new; the same prompt again, only its last row."""
+    engine = core(loaded(family), slots=2, chunk=16)
+    prompt = tuple(range(30, 70))
+    first = play(engine, [Job(Request(id="1", prompt=prompt, sampling=GREEDY, max_tokens=6, ignore_eos=True))])["1"]
+    again = play(engine, [Job(request("2", prompt, 1))])["2"]
+    turn = (*prompt, *first.tokens, 5, 6, 7)
+    later = play(engine, [Job(request("3", turn, 1))])["3"]
+
+    assert len(prompt) - 1 == again.started[0].cached_tokens
+    assert len(prompt) + len(first.tokens) - 1 == later.started[0].cached_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])
+def test_preemption_does_not_change_the_text(
+    family: str, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+) -> None:
+    """With too few cells for all, sequences leave and come back, and say the same."""
+    prompts = {f"{at}": tuple((at * 31 + 5 * step) % 250 for step in range(30)) for at in range(6)}
+    engine = core(loaded(family), slots=6, cells=6 * 45 // 3, chunk=16)
+
+    answers = play(engine, [Job(request(name, prompt, 15)) for name, prompt in prompts.items()])
+
+    expected = {name: text(reference(family).greedy(prompt, 15)) for name, prompt in prompts.items()}
+    assert expected == {name: tuple(answer.tokens) for name, answer in answers.items()}

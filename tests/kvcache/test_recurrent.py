@@ -1,0 +1,137 @@
+"""Recurrent states: they exist at some positions only, are never written, and go where their slots go."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.cache import Cache
+from kvcache.spec import LayerSpec, Span
+
+LAYERS = (LayerSpec(1, 2, 2),)
+BYTES = 8
+
+
+def make(*, state_bytes: int = 10**6, layers: tuple[LayerSpec, ...] = LAYERS) -> Cache:
+    """A cache of a hybrid model: one attention layer, and a state that is the number of tokens seen."""
+    return Cache(layers, slots=3, capacity=40, cells=120, state_bytes=state_bytes)
+
+
+def feed(cache: Cache, slot: int, length: int, *, keep: int | None = None) -> None:
+    """Compute some tokens; the state adds them up."""
+    span = Span(slot, cache.length(slot), length)
+    with cache.forward([span]) as forward:
+        for layer in range(len(LAYERS) if cache.groups else 0):
+            forward.write(layer, torch.zeros(1, length, 2), torch.zeros(1, length, 2))
+        before = forward.state(span, "count")
+        forward.put_state(span, "count", torch.tensor(length) if before is None else before + length)
+        if keep is not None:
+            forward.keep(slot, keep)
+
+
+def count(cache: Cache, slot: int) -> int:
+    """What the state of a slot has seen."""
+    assert cache.states is not None
+    state = cache.states.state(slot, cache.length(slot), "count")
+    return 0 if state is None else int(state)
+
+
+def test_a_state_has_seen_what_its_slot_holds() -> None:
+    """After forwards of any length the state stands where the slot does."""
+    cache = make()
+    for length in (5, 1, 1, 7):
+        feed(cache, 0, length)
+
+    assert (14, 14) == (cache.length(0), count(cache, 0))
+
+
+def test_a_rewind_lands_on_a_state() -> None:
+    """A slot stands at the last checkpoint up to where it was asked to be, with the state of that place."""
+    cache = make()
+    for length in (5, 6, 1, 1):
+        feed(cache, 0, length)
+
+    assert 11 == cache.rewind(0, 12)
+    assert 11 == count(cache, 0)
+    assert 5 == cache.rewind(0, 10)
+    assert 5 == count(cache, 0)
+
+
+def test_a_forward_that_keeps_part_of_a_span_goes_back_to_its_start() -> None:
+    """Between the rows of a span there is no state; the slot answers with the length before."""
+    cache = make()
+    feed(cache, 0, 5)
+    feed(cache, 0, 4, keep=7)
+
+    assert (5, 5) == (cache.length(0), count(cache, 0))
+
+
+def test_a_failed_forward_leaves_the_state_as_it_was() -> None:
+    """An exception inside a forward changes neither length nor state."""
+    cache = make()
+    feed(cache, 0, 5)
+    span = Span(0, 5, 3)
+    try:
+        with cache.forward([span]) as forward:
+            forward.put_state(span, "count", torch.tensor(99))
+            raise RuntimeError("broken")
+    except RuntimeError:
+        pass
+
+    assert (5, 5) == (cache.length(0), count(cache, 0))
+
+
+def test_a_copy_shares_the_state_of_its_length() -> None:
+    """copy_prefix stands at a checkpoint of the source, which goes on undisturbed."""
+    cache = make()
+    for length in (5, 6, 1):
+        feed(cache, 0, length)
+    standing = cache.copy_prefix(0, 1, 8)
+    feed(cache, 1, 2)
+
+    assert 5 == standing
+    assert (7, 12) == (count(cache, 1), count(cache, 0))
+
+
+def test_the_tree_resumes_where_cells_and_states_meet() -> None:
+    """A recall stands at the deepest remembered state, though the cells would reach further."""
+    cache = make()
+    tokens = list(range(20))
+    for length in (5, 6, 9):
+        feed(cache, 0, length)
+        cache.remember(0, tokens[: cache.length(0)])
+    cache.clear(0)
+
+    assert 11 == cache.recall(1, [*tokens[:15], 99])
+    assert 11 == count(cache, 1)
+    assert 20 == cache.recall(2, [*tokens, 99])
+
+
+def test_states_shift_by_being_computed_anew() -> None:
+    """A state cannot forget, so a shift answers with a length before what is dropped."""
+    cache = make()
+    feed(cache, 0, 4)
+    feed(cache, 0, 16)
+
+    assert 4 == cache.shift(0, 6, 8)
+
+
+def test_remembered_states_keep_to_their_budget() -> None:
+    """When remembered states outgrow their budget, those wanted longest ago go, with their cells."""
+    cache = make(state_bytes=2 * BYTES)
+    for first in range(5):
+        feed(cache, 0, 4)
+        cache.remember(0, [first, 1, 2, 3])
+        cache.clear(0)
+
+    assert [0, 0, 0, 4, 4] == [cache.recall(0, [first, 1, 2, 3]) + 0 * cache.rewind(0, 0) for first in range(5)]
+    assert 120 - 8 == cache.free_cells
+
+
+def test_a_model_without_attention_needs_no_cells() -> None:
+    """With recurrent layers alone everything works, and cells never run out."""
+    cache = make(layers=())
+    feed(cache, 0, 30)
+    cache.remember(0, list(range(30)))
+
+    assert 120 == cache.free_cells
+    assert 30 == cache.recall(1, list(range(35)))
