@@ -1,0 +1,65 @@
+"""One answer, streamed or in one piece. Both stop the work as soon as the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from engine.types import Request
+from server.encoding import Json
+from server.errors import CLIENT_CLOSED
+from server.generation import Events, generate
+from server.metrics import Endpoint
+from server.schemas.common import Generation
+from server.service import Service
+from server.sse import EventStream
+
+
+class Shape(Protocol):
+    """What ChatAnswer and CompletionAnswer are: two ways to write the same events."""
+
+    @property
+    def body(self) -> Generation:
+        """What was asked for."""
+
+    async def whole(self, events: Events) -> Mapping[str, object]:
+        """The events as one JSON object."""
+
+    def chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
+        """The events as the JSON objects of a stream."""
+
+
+async def answer(
+    http: HttpRequest, service: Service, requests: Sequence[Request], shape: Shape, endpoint: Endpoint
+) -> Response:
+    """Run `requests` and answer as the body asks."""
+    opening = generate(service, requests, endpoint)
+    if shape.body.stream:
+        return EventStream(opening, shape.chunks, service.settings.caps)
+    return await _unless_gone(http, _whole(opening, shape))
+
+
+async def _whole(opening: AbstractAsyncContextManager[Events], shape: Shape) -> Response:
+    async with opening as events:
+        return Json(await shape.whole(events))
+
+
+async def _unless_gone(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,57 @@
+"""What the server says when it starts: phases, the model, the memory plan, the settings, where to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.types import MemoryPlan, ModelInfo
+from server.settings import Settings
+from server.version import version
+
+GIB = 2**30
+
+
+def banner(info: ModelInfo, memory: MemoryPlan, settings: Settings, url: str) -> str:
+    """The first screen, once the model answers."""
+    return "\n".join(
+        [
+            f"Cellar {version()} serves {', '.join(settings.names)}",
+            *(f"  {name:<9} {text}" for name, text in _rows(info, memory, settings)),
+            *_addresses(settings, url),
+        ]
+    )
+
+
+def _rows(info: ModelInfo, memory: MemoryPlan, settings: Settings) -> Iterator[tuple[str, str]]:
+    yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
+    yield "context", f"{info.context} tokens a sequence, {info.slots} slots, overflow: {settings.overflow}"
+    yield "queue", f"{settings.max_waiting} requests may wait"
+    yield (
+        "memory",
+        f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)} "
+        f"({memory.cells} tokens x {_size(memory.cell_bytes)}) + work {_size(memory.work_bytes)} "
+        f"= {_size(memory.weights_bytes + memory.cache_bytes + memory.work_bytes)} "
+        f"of {_size(memory.available_bytes)} free",
+    )
+    yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
+
+
+def _addresses(settings: Settings, url: str) -> Iterator[str]:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.keys else ""
+    body = f'{{"model": "{settings.names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    yield f"  API       {url}/v1    metrics {url}/metrics    types {url}/openapi.json"
+    yield f"  try       curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _size(number: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

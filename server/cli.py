@@ -1,0 +1,172 @@
+"""The command `cellar`. Imports nothing heavy: --help answers before torch would have loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.config import Env
+
+from engine.config import Dtype
+from engine.types import Overflow
+from server.settings import LogLevel, Settings, read_keys, split_keys
+from server.version import version
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+EXIT_USAGE, EXIT_ADDRESS = 2, 1
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `cellar serve` takes besides the model.
+
+    Parameters
+    ----------
+    host
+        Address to listen on. Any but a loopback address needs an API key.
+    port
+        Port to listen on; 0 takes a free one.
+    dtype
+        Number format of weights and cache; auto takes what this machine computes fastest.
+    context
+        Tokens that a sequence may hold. Default: what the model and the memory allow.
+    slots
+        Sequences that run at once. Default: what the memory allows, 8 at most.
+    served_model_name
+        What requests call the model. Repeatable. Default: the hub id or the folder's name.
+    api_key
+        Key that requests must bring; several separated by commas. Visible in the process list: prefer the file.
+    api_key_file
+        File with keys, separated by commas or lines.
+    overflow
+        At a full context: end with finish_reason length, or shift the oldest tokens out.
+    max_waiting
+        Requests that may wait for a slot; one more is answered 429.
+    threads
+        Threads to compute with. Default: all.
+    allowed_host
+        Host header to answer besides localhost and --host. Repeatable; * allows all.
+    grace
+        Seconds that running requests get after SIGTERM.
+    log_level
+        How much to log.
+    insecure_no_auth
+        Serve anyone who can reach an address that is not loopback.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: Dtype = "auto"
+    context: int | None = None
+    slots: int | None = None
+    served_model_name: list[str] | None = None
+    api_key: str | None = None
+    api_key_file: str | None = None
+    overflow: Overflow = "length"
+    max_waiting: int = 64
+    threads: int | None = None
+    allowed_host: list[str] | None = None
+    grace: float = 30.0
+    log_level: LogLevel = "info"
+    insecure_no_auth: bool = False
+
+    def settings(self, model: str | None) -> Settings:
+        """The settings they make; ValueError or OSError says what is wrong with them."""
+        from_file = read_keys(Path(self.api_key_file)) if self.api_key_file else ()
+        return Settings(
+            model=model,
+            host=self.host,
+            port=self.port,
+            dtype=self.dtype,
+            context=self.context,
+            slots=self.slots,
+            overflow=self.overflow,
+            max_waiting=self.max_waiting,
+            threads=self.threads,
+            served_names=tuple(self.served_model_name or ()),
+            keys=(*split_keys(self.api_key or ""), *from_file),
+            allowed_hosts=tuple(self.allowed_host or ()),
+            grace_seconds=self.grace,
+            log_level=self.log_level,
+            insecure_no_auth=self.insecure_no_auth,
+        )
+
+
+def make_app() -> App:
+    """The command line. Every option can also be given as an environment variable; argv wins."""
+    app = App(
+        name="cellar",
+        help="An OpenAI-compatible LLM inference server.",
+        version=version,
+        config=Env("CELLAR_", command=False),
+        default_parameter=Parameter(negative=()),
+    )
+    app.command(serve)
+    return app
+
+
+def main() -> None:
+    """The entry point of the distribution."""
+    make_app()()
+
+
+def serve(model: str | None = None, *, options: Annotated[Options | None, Parameter(name="*")] = None) -> None:
+    """Serve a model over HTTP until SIGTERM or Ctrl-C.
+
+    Parameters
+    ----------
+    model
+        A folder, or a hub id such as Qwen/Qwen3-0.6B. Without it the small bundled model is served.
+    """
+    try:
+        settings = (options or Options()).settings(model)
+    except (ValueError, OSError) as error:
+        _say(f"cellar: {error}")
+        sys.exit(EXIT_USAGE)
+    sys.exit(run(settings))
+
+
+def run(settings: Settings) -> int:
+    """Serve with `settings`; returns the exit code."""
+    # Seconds of imports, so not before the settings are known to be good.
+    from server.lifecycle import Lifecycle, listen
+
+    _configure_logging(settings.log_level)
+    try:
+        listening = listen(settings.host, settings.port)
+    except OSError as error:
+        _say(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
+        return EXIT_ADDRESS
+    with listening:
+        return asyncio.run(Lifecycle(_engine(settings), settings, _say).run(listening))
+
+
+def _engine(settings: Settings) -> Engine:
+    from engine.engine import Engine
+
+    return Engine(settings.engine_config(), on_phase=_say_phase)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_phase(phase: str) -> None:
+    _say(f"cellar: {phase}")
+
+
+def _configure_logging(level: LogLevel) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # These would log every chunk of every answer, or every packet, at DEBUG.
+    for name in ("sse_starlette", "asyncio", "urllib3", "httpcore"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    # A warning for every malformed request would let strangers fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

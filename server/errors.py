@@ -1,0 +1,195 @@
+"""Every error that a client can see. The only file of this package that knows status codes.
+
+A `Kind` is a row of the table in docs/errors.md: status, type and code. An `ApiError` is one of them with a message.
+Whoever finds the fault raises; the handlers here, and `reply` for what happens outside FastAPI, write the envelope
+{"error": {"message", "type", "param", "code"}}. Input is never echoed but for short names of fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine import errors as engine_errors
+from server.encoding import Json
+from server.schemas.policy import DOCUMENTED
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an error is, apart from this one's message."""
+
+    status: int
+    type: str
+    code: str
+
+
+INVALID_VALUE = Kind(400, "invalid_request_error", "invalid_value")
+INVALID_JSON = Kind(400, "invalid_request_error", "invalid_json")
+INVALID_HTTP = Kind(400, "invalid_request_error", "invalid_http")
+UNKNOWN_PARAMETER = Kind(400, "invalid_request_error", "unknown_parameter")
+UNSUPPORTED_PARAMETER = Kind(400, "invalid_request_error", "unsupported_parameter")
+UNSUPPORTED_VALUE = Kind(400, "invalid_request_error", "unsupported_value")
+CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
+INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
+MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
+UNKNOWN_URL = Kind(404, "invalid_request_error", "unknown_url")
+METHOD_NOT_ALLOWED = Kind(405, "invalid_request_error", "method_not_allowed")
+REQUEST_TIMEOUT = Kind(408, "invalid_request_error", "request_timeout")
+BODY_TOO_LARGE = Kind(413, "invalid_request_error", "body_too_large")
+UNSUPPORTED_MEDIA_TYPE = Kind(415, "invalid_request_error", "unsupported_media_type")
+HOST_NOT_ALLOWED = Kind(421, "invalid_request_error", "host_not_allowed")
+QUEUE_FULL = Kind(429, "rate_limit_error", "queue_full")
+HEADERS_TOO_LARGE = Kind(431, "invalid_request_error", "headers_too_large")
+INTERNAL_ERROR = Kind(500, "server_error", "internal_error")
+GENERATION_FAILED = Kind(500, "server_error", "generation_failed")
+MODEL_LOADING = Kind(503, "unavailable_error", "model_loading")
+SERVER_DRAINING = Kind(503, "unavailable_error", "server_draining")
+ENGINE_DEAD = Kind(503, "unavailable_error", "engine_dead")
+
+# The client has gone and nobody reads the answer; nginx's number, seen in the log only.
+CLIENT_CLOSED = 499
+
+# openai-python ignores a Retry-After above 120 s by not retrying at all.
+LONGEST_RETRY_SECONDS = 60
+
+
+class ApiError(HTTPException):
+    """An answer that is an error. It is an HTTPException so that FastAPI lets it pass while it reads a body."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        details: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(kind.status, message, dict(headers or {}))
+        self.kind, self.message, self.param, self.details = kind, message, param, dict(details or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The envelope."""
+        named = {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}
+        return {"error": {**named, **self.details}}
+
+
+def reply(error: ApiError) -> Response:
+    """The error as an answer."""
+    return Json(error.body, error.kind.status, error.headers)
+
+
+def translate(error: engine_errors.EngineError, path: str) -> ApiError:
+    """What an error of the engine means to a client that asked for `path`."""
+    match error:
+        case engine_errors.ContextTooLong():
+            return _too_long(error, "messages" if path.endswith("/chat/completions") else "prompt")
+        case engine_errors.InvalidRequest():
+            return ApiError(INVALID_VALUE, f"Invalid value for '{error.field}': {error.reason}.", param=error.field)
+        case engine_errors.Unavailable():
+            return _unavailable(error)
+        case engine_errors.SequenceFailed():
+            return ApiError(GENERATION_FAILED, f"The generation failed: {error.reason}")
+        case _:
+            return internal()
+
+
+def internal() -> ApiError:
+    """A fault of ours. The log has the rest, under the request id."""
+    return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app leave in the envelope."""
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(RequestValidationError, _on_validation)
+    app.add_exception_handler(engine_errors.EngineError, _on_engine)
+
+
+def _too_long(error: engine_errors.ContextTooLong, param: str) -> ApiError:
+    # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
+    message = (
+        f"This model's maximum context length is {error.capacity} tokens. However, the prompt has {error.tokens}, "
+        "which exceeds the available context size when an answer is to follow. Please shorten the prompt."
+    )
+    details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
+    return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=param, details=details)
+
+
+def _unavailable(error: engine_errors.Unavailable) -> ApiError:
+    retry = {"Retry-After": str(min(max(math.ceil(error.retry_after_seconds), 1), LONGEST_RETRY_SECONDS))}
+    message = f"{str(error)[:1].upper()}{str(error)[1:]}."
+    match error:
+        case engine_errors.Overloaded():
+            return ApiError(QUEUE_FULL, message, headers=retry)
+        case engine_errors.Loading():
+            return ApiError(MODEL_LOADING, message, headers=retry, details={"phase": error.phase})
+        case engine_errors.Draining():
+            return ApiError(SERVER_DRAINING, message, headers={**retry, "Connection": "close"})
+        case _:
+            return ApiError(ENGINE_DEAD, message, headers=retry)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, ApiError):
+        return reply(error)
+    if error.status_code == UNKNOWN_URL.status:
+        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."))
+    if error.status_code == METHOD_NOT_ALLOWED.status:
+        return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers))
+    return reply(internal())
+
+
+async def _on_engine(request: Request, error: Exception) -> Response:
+    assert isinstance(error, engine_errors.EngineError)
+    return reply(translate(error, request.scope["path"]))
+
+
+async def _on_validation(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return reply(_invalid(error.errors()[0], error.body))
+
+
+def _invalid(fault: Mapping[str, Any], body: object) -> ApiError:
+    """The first fault that pydantic found, in OpenAI's words. Its message never holds the input."""
+    param = _path(fault["loc"][1:], body)
+    if fault["type"] == "missing":
+        message = f"Missing required parameter: '{param}'." if param else "The request needs a body."
+        return ApiError(INVALID_VALUE, message, param=param)
+    if fault["type"] == "extra_forbidden":
+        return _extra(str(fault["loc"][-1]), param)
+    kind = UNSUPPORTED_VALUE if fault["type"] == UNSUPPORTED_VALUE.code else INVALID_VALUE
+    if param is None:
+        return ApiError(kind, f"Invalid body: {fault['msg']}.")
+    return ApiError(kind, f"Invalid value for '{param}': {fault['msg']}.", param=param)
+
+
+def _extra(name: str, param: str | None) -> ApiError:
+    if name in DOCUMENTED:
+        return ApiError(UNSUPPORTED_PARAMETER, f"This server does not support '{param}' yet.", param=param)
+    return ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{param}'.", param=param)
+
+
+def _path(location: Sequence[int | str], body: object) -> str | None:
+    """`messages[2].content` of a pydantic location; names of union members and the mark of keys are left out."""
+    path = ""
+    steps = [step for step in location if step != "[key]"]
+    for place, step in enumerate(steps):
+        last = place == len(steps) - 1
+        if isinstance(step, int) and isinstance(body, list):
+            path += f"[{step}]"
+            body = body[step] if step < len(body) else None
+        elif isinstance(step, str) and isinstance(body, dict) and (step in body or last):
+            path += f".{step[:64]}" if path else step[:64]
+            body = body.get(step)
+    return path or None

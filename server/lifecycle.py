@@ -1,0 +1,165 @@
+"""One run of the server, from the first phase of loading to the exit code. Owns the signals.
+
+The port opens at once: /health answers while the model loads, /ready once it answers. On SIGTERM or SIGINT the engine
+drains first, with the port still open, so that /ready and new requests get their 503; only then uvicorn ends. A second
+signal shortens the drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from engine.errors import EngineError, ModelError
+from server.app import create_app
+from server.banner import banner
+from server.protocol import strict_protocol
+from server.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+logger = logging.getLogger("cellar")
+
+# From sysexits.h: configuration error, internal error. Compose and systemd show them.
+EXIT_MODEL, EXIT_ENGINE = 78, 70
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+IMPATIENT_SECONDS = 2.0
+# For answers that are on their way when the engine has ended; a reader that stands still gets no more than this.
+FLUSH_SECONDS = 2
+CLOSE_SECONDS = 5.0
+BACKLOG = 1024
+PULSE_SECONDS = 0.5
+
+
+class Listener(uvicorn.Server):
+    """uvicorn without its signal handlers, which would close the port before anything has drained."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to Lifecycle."""
+        yield
+
+
+class Lifecycle:
+    """One run. `say` gets what the person who started the server should read."""
+
+    def __init__(self, engine: Engine, settings: Settings, say: Callable[[str], None]) -> None:
+        self.engine, self.settings, self.say = engine, settings, say
+        self.listener = Listener(_config(engine, settings))
+        self._exit_code = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, listening: socket.socket) -> int:
+        """Serve on `listening` until a signal or the end of the engine; returns the exit code of the process."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            self.engine.start()
+            self._spawn(self._watch(_url(listening)))
+            await self.listener.serve(sockets=[listening])
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._close()
+        return self._exit_code
+
+    def stop(self) -> None:
+        """Drain, then end; a second call has less patience. This is what the signals do."""
+        seconds = self.settings.grace_seconds
+        if self._drain is not None:
+            seconds = min(IMPATIENT_SECONDS, seconds)
+            self._drain.cancel()
+        logger.info("draining: running requests have %g s", seconds)
+        self._drain = self._spawn(self._drained(seconds))
+
+    async def _drained(self, seconds: float) -> None:
+        await self.engine.drain(seconds)
+        self.listener.should_exit = True
+
+    async def _watch(self, url: str) -> None:
+        """Wait for the model, then for the engine's death."""
+        try:
+            await self.engine.wait_ready()
+            self.say(banner(self.engine.info, self.engine.memory, self.settings, url))
+            while self.engine.alive:
+                await asyncio.sleep(PULSE_SECONDS)
+            logger.critical("the engine ended: %s", self.engine.phase)
+            self._exit_code = EXIT_ENGINE
+            # Open streams get their error event, probes their 503.
+            await asyncio.sleep(FLUSH_SECONDS)
+        except EngineError as error:
+            self.say(f"cellar: {error}")
+            self._exit_code = EXIT_MODEL if isinstance(error, ModelError) else EXIT_ENGINE
+        self.listener.should_exit = True
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A fault in one of ours must end the process: a server that cannot drain could never be stopped."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            logger.critical("the server ends for a fault of its own", exc_info=fault)
+            self._exit_code = EXIT_ENGINE
+            self.listener.should_exit = True
+
+    def _close(self) -> None:
+        """Join the engine thread, but not for ever: it may be deep in loading weights."""
+        closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; OSError if the address is taken or not ours.
+
+    It says that it speaks TCP, which socket.create_server leaves open: asyncio switches Nagle's algorithm off only
+    then, and with it on every token of a stream may wait 40 ms for the one before (measured).
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(engine, settings),
+        http=strict_protocol(settings.caps),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.caps.keep_alive_seconds,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )

@@ -1,0 +1,148 @@
+"""What a request must be before anything reads it: pure ASGI, outside of FastAPI.
+
+`Border` is the outermost layer: request id, host, content type, and the last `except Exception` of the HTTP side.
+`BodyLimit` stands behind the key check, so that strangers cannot make the server hold their bodies.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import (
+    BODY_TOO_LARGE,
+    HOST_NOT_ALLOWED,
+    UNSUPPORTED_MEDIA_TYPE,
+    ApiError,
+    internal,
+    reply,
+)
+from server.metrics import Metrics
+
+logger = logging.getLogger("cellar.http")
+
+_request_id = re.compile(r"[\x21-\x7e]{1,128}")
+# Asked every few seconds by whoever watches the server.
+_probed = frozenset({"/health", "/ready", "/metrics"})
+_methods_with_body = frozenset({"POST", "PUT", "PATCH"})
+
+
+class Border:
+    """Gives every request an id, refuses what is not for us, answers 500 in the envelope and logs one line."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], metrics: Metrics) -> None:
+        self.app, self.hosts, self.metrics = app, frozenset(hosts), metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or pass on what is none."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = _Answer(scope, send)
+        try:
+            self._check(scope)
+            await self.app(scope, receive, answer.send)
+        except ApiError as error:
+            await reply(error)(scope, receive, answer.send)
+        except Exception:
+            # The border of the HTTP side: a bug costs its own request, with an id to find it in the log.
+            logger.exception("request %s failed", answer.id)
+            if answer.status is not None:
+                raise
+            await reply(internal())(scope, receive, answer.send)
+        finally:
+            answer.log(self.metrics)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if "*" not in self.hosts and _host(headers) not in self.hosts:
+            raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
+        if scope["method"] not in _methods_with_body:
+            return
+        if "content-encoding" in headers:
+            raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body without a Content-Encoding.")
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body as Content-Type: application/json.")
+
+
+class BodyLimit:
+    """Reads the body of a request up to a number of bytes, then hands it on. Border answers what it raises."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a body that is too large, by its announced length if it has one, else while it comes in."""
+        if scope["type"] != "http" or scope["method"] not in _methods_with_body:
+            await self.app(scope, receive, send)
+            return
+        self._check(int(Headers(scope=scope).get("content-length", "0")))
+        body = await self._read(receive)
+        # None: the client left in the middle of it, and there is nobody to answer.
+        if body is not None:
+            await self.app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        pieces: list[Message] = []
+        size = 0
+        while (message := await receive())["type"] == "http.request":
+            pieces.append(message)
+            size += len(message.get("body", b""))
+            self._check(size)
+            if not message.get("more_body", False):
+                return pieces
+        return None
+
+    def _check(self, size: int) -> None:
+        if size > self.limit:
+            raise ApiError(
+                BODY_TOO_LARGE, f"The body is larger than {self.limit} bytes.", headers={"Connection": "close"}
+            )
+
+
+class _Answer:
+    """What was answered: adds the request id to it, remembers it for the log."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.id = given if _request_id.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        self.status: int | None = None
+        self._scope, self._send, self._begin = scope, send, time.monotonic()
+        scope.setdefault("state", {})["request_id"] = self.id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", self.id.encode("ascii"))]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    def log(self, metrics: Metrics) -> None:
+        # The template of the route, never the path: paths come from clients, into log lines and label values.
+        route = getattr(self._scope.get("route"), "path", "none")
+        status = self.status if self.status is not None else 0
+        metrics.answered(route, status)
+        milliseconds = (time.monotonic() - self._begin) * 1000
+        level = logging.DEBUG if route in _probed else logging.INFO
+        logger.log(level, "%s %s %s %d %.1fms", self.id, self._scope["method"], route, status, milliseconds)
+
+
+def _host(headers: Headers) -> str:
+    """The Host header without its port."""
+    host = headers.get("host", "").lower()
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+def _replay(pieces: list[Message], receive: Receive) -> Receive:
+    left = iter(pieces)
+
+    async def replayed() -> Message:
+        return next(left, None) or await receive()
+
+    return replayed

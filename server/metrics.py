@@ -1,0 +1,129 @@
+"""What Prometheus sees. One registry an app; labels come from closed sets only, never from a request.
+
+Counts of requests and their times are observed here, as events pass; totals of the engine are read from
+`engine.stats()` when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.types import Delta, Event, Failed, Finished, Started, Stats
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+Endpoint = Literal["chat", "completions"]
+
+_fast = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_slow = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """The registry and the observations of one app."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        self._answers = self._counter("http_responses", "Answers by route and status.", ("route", "status"))
+        self._requests = self._counter("requests", "Generations by how they ended.", ("endpoint", "finish_reason"))
+        self._first = self._histogram("time_to_first_token", "From admission to the first text.", _slow)
+        self._between = self._histogram("inter_token_latency", "Between two tokens of one generation.", _fast)
+        self._whole = self._histogram("e2e_request_latency", "From admission to the last event.", _slow)
+        self._queue = self._histogram("queue_time", "From admission to a slot.", _slow)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count one HTTP answer; `route` is a template, status 0 a client that left before it."""
+        self._answers.labels(route, str(status)).inc()
+
+    async def watch(self, events: AsyncIterator[Event], endpoint: Endpoint) -> AsyncGenerator[Event, None]:
+        """Pass the events of one generation on, observing them."""
+        begin = time.monotonic()
+        latest: float | None = None
+        reason = "cancelled"
+        try:
+            async for event in events:
+                now = time.monotonic()
+                match event:
+                    case Started():
+                        self._queue.observe(now - begin)
+                    case Delta():
+                        self._observe_delta(now, begin, latest, len(event.tokens))
+                        latest = now
+                    case Finished():
+                        reason = event.reason
+                    case Failed():
+                        reason = "error"
+                yield event
+        finally:
+            self._requests.labels(endpoint, reason).inc()
+            self._whole.observe(time.monotonic() - begin)
+
+    def render(self) -> bytes:
+        """The text that a scrape gets."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(f"cellar_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"cellar_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+    def _observe_delta(self, now: float, begin: float, latest: float | None, tokens: int) -> None:
+        if latest is None:
+            self._first.observe(now - begin)
+        elif tokens:
+            # Deltas merge for slow readers; a merged one counts as its mean.
+            self._between.observe((now - latest) / tokens)
+
+
+class EngineCollector(Collector):
+    """The engine's own numbers, read at the scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per number."""
+        stats = self._engine.stats()
+        yield _gauge("engine_up", "1 while the engine thread lives.", float(self._engine.alive))
+        yield _gauge("engine_ready", "1 while requests are taken.", float(self._engine.ready))
+        yield from _gauges(stats)
+        yield from _counters(stats)
+
+
+def _gauges(stats: Stats) -> Iterator[Metric]:
+    usage = stats.cells_used / stats.cells_total if stats.cells_total else 0.0
+    yield _gauge("requests_running", "Requests in a slot.", stats.running)
+    yield _gauge("requests_waiting", "Requests in the queue.", stats.waiting)
+    yield _gauge("slots", "Slots there are.", stats.slots)
+    yield _gauge("slots_busy", "Slots in use.", stats.running)
+    yield _gauge("kv_cache_usage_ratio", "Cells in use, of all.", usage)
+    yield _gauge("kv_cache_cells", "Cells there are.", stats.cells_total)
+
+
+def _counters(stats: Stats) -> Iterator[Metric]:
+    yield _counter("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens_total)
+    yield _counter("prompt_tokens_cached", "Tokens of prompts found in the cache.", stats.cached_tokens_total)
+    yield _counter("generation_tokens", "Tokens generated.", stats.generated_tokens_total)
+    yield _counter("steps", "Forward passes.", stats.steps_total)
+    yield _counter("step_seconds", "Time in forward passes.", stats.step_seconds_total)
+    yield _counter("step_rows", "Rows computed by forward passes.", stats.rows_total)
+    yield _counter("context_shifts", "Contexts shifted.", stats.context_shifts_total)
+    yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
+    yield _counter("prefix_copies", "Prefixes shared between sequences.", stats.prefix_copies_total)
+    yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"cellar_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"cellar_{name}", text, value=value)

@@ -1,0 +1,48 @@
+"""What /openapi.json says besides the requests: answers, events of streams, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from server.schemas.chat import ChatChunk
+from server.schemas.completions import Completion
+from server.schemas.errors import ErrorBody
+
+REFERENCE = "#/components/schemas/{model}"
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is, or not now."},
+    "5XX": {"model": ErrorBody, "description": "The server cannot serve it now."},
+}
+
+
+def streamed(whole: type, chunk: type) -> dict[int | str, dict[str, Any]]:
+    """The answer of a route that can stream: JSON, or events that each hold JSON."""
+    event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(chunk)}
+    return {200: {"model": whole, "content": {"text/event-stream": {"schema": event}}}}
+
+
+def install(app: FastAPI) -> None:
+    """Add the types that only events have to the document of the app."""
+    plain = app.openapi
+
+    def complete() -> dict[str, Any]:
+        document = plain()
+        for chunk in (ChatChunk, Completion):
+            document["components"]["schemas"].update(_definitions(chunk))
+        return document
+
+    app.openapi = complete  # type: ignore[method-assign]
+
+
+def _schema(shape: type) -> dict[str, Any]:
+    schema = TypeAdapter(shape).json_schema(ref_template=REFERENCE)
+    return {key: value for key, value in schema.items() if key != "$defs"}
+
+
+def _definitions(shape: type) -> dict[str, Any]:
+    definitions: dict[str, Any] = TypeAdapter(shape).json_schema(ref_template=REFERENCE).get("$defs", {})
+    return definitions

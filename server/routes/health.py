@@ -1,0 +1,29 @@
+"""GET /health: does the process live. GET /ready: does it take requests. Both open to all."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from server.encoding import Json
+from server.routes.documented import RESPONSES
+from server.service import Service
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+
+    # Probes such as `wget --spider` ask for the head only.
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses=RESPONSES)
+    async def health() -> Response:
+        """200 while the engine thread lives, also when it loads or drains: a restart would not help then."""
+        service.check_alive()
+        return Json({"status": "ok", "phase": service.engine.phase})
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses=RESPONSES)
+    async def ready() -> Response:
+        """200 while requests are taken; else 503 with the reason."""
+        service.check_ready()
+        return Json({"status": "ready"})

@@ -1,0 +1,19 @@
+"""GET /metrics: Prometheus text."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from server.routes.documented import RESPONSES
+from server.service import Service
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the route."""
+
+    @app.get("/metrics", responses=RESPONSES)
+    async def metrics() -> Response:
+        """All numbers of this server."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

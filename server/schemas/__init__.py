@@ -1,0 +1,1 @@
+"""The shapes on the wire: requests are pydantic models, answers typed dicts."""

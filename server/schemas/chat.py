@@ -1,0 +1,188 @@
+"""POST /v1/chat/completions: the request, the answer and the chunks of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NotRequired
+
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from server.schemas import policy
+from server.schemas.common import Count, FinishReason, Generation, Label, Strict, TimingsBody, UsageBody
+
+# Names that the renderer passes to the template itself.
+_RESERVED = (
+    "messages tools documents chat_template tokenize add_generation_prompt continue_final_message conversation "
+    "bos_token eos_token pad_token unk_token return_dict return_tensors return_assistant_tokens_mask padding "
+    "truncation max_length tokenizer_kwargs tokenizer raise_exception strftime_now"
+)
+RESERVED_ARGUMENTS = frozenset(_RESERVED.split())
+
+LONGEST_ARGUMENT = 1024
+
+
+def _only_text(kind: object) -> object:
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError("unsupported_value", "this server reads text only, no images, audio or files")
+    return kind
+
+
+def _shape(content: object) -> str:
+    return "parts" if isinstance(content, list) else "string"
+
+
+def _own(name: str) -> str:
+    if name in RESERVED_ARGUMENTS:
+        raise PydanticCustomError("invalid_value", "this name belongs to the template itself")
+    return name
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > LONGEST_ARGUMENT):
+        raise PydanticCustomError("invalid_value", "it must be a number, a boolean, null or a short string")
+    return value
+
+
+class TextPart(Strict):
+    """A piece of a message."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    text: str
+
+
+class CalledFunction(Strict):
+    """The function of an earlier tool call, its arguments as JSON text."""
+
+    name: Label
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A tool call in the history."""
+
+    id: Label
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+Content = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
+    Discriminator(_shape),
+]
+ArgumentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$"), BeforeValidator(_own)]
+ArgumentValue = Annotated[bool | int | float | str | None, BeforeValidator(_scalar)]
+
+
+class Message(Strict):
+    """One message. What an answer holds may come back in the history, so its empty fields are accepted."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Label | None = None
+    tool_call_id: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Generation):
+    """What a client asks of a chat."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.CHAT}
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TopLogprob(TypedDict):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """A token that was chosen, and the likeliest at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry a token of the text beside it."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The answer itself."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One answer. `stop_reason` is the stop string or token that ended it, if one of the request's did."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+class ChatCompletion(TypedDict):
+    """An answer in one piece."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    timings: TimingsBody
+    metadata: NotRequired[dict[str, str]]
+
+
+class ChatDelta(TypedDict):
+    """What a chunk adds: the role once, then text, then nothing."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChunkChoice(TypedDict):
+    """The part of a chunk that belongs to one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[str | int | None]
+
+
+class ChatChunk(TypedDict):
+    """One event of a stream. `usage` is there if it was asked for: null but in the last chunk, which has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    service_tier: Literal["default"]
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[UsageBody | None]
+    timings: NotRequired[TimingsBody]

@@ -1,0 +1,130 @@
+"""What the requests of both APIs share: strict types, sampling, stops, and shapes that both answers have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from typing_extensions import TypedDict
+
+from engine.types import Overflow
+from server.schemas import policy
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Label = Annotated[str, StringConstraints(max_length=256)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+# Token ids as JSON keys must be written the one canonical way: no sign, no spaces, no other digits than 0-9.
+TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _one_as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[StopString],
+    Field(max_length=16),
+    BeforeValidator(_one_as_list, json_schema_input_type=str | list[str]),
+]
+
+
+class Strict(BaseModel):
+    """No coercion, no unknown fields, and immutable once made."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip(cls, body: Any) -> Any:
+        return policy.strip(body, cls.documented)
+
+
+class StreamOptions(Strict):
+    """What a stream holds besides the text. Obfuscation is accepted and not applied."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Generation(Strict):
+    """The fields that chat and completions share. null means: as if it were not there."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.EXTENSIONS
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Count | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    overflow: Overflow | None = None
+    keep: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class PromptDetails(TypedDict):
+    """Of the tokens of the prompt, those that were not computed."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Of the tokens generated, those of each kind. This version makes none of them."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class UsageBody(TypedDict):
+    """What an answer cost, in tokens. The last two are there only when the context was shifted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+    context_shifts: NotRequired[int]
+    shifted_tokens: NotRequired[int]
+
+
+class TimingsBody(TypedDict):
+    """Where the time went, under llama.cpp's names; `prompt_n` counts what was computed, `cache_n` what was not."""
+
+    queue_ms: float
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+FinishReason = Literal["stop", "length"]

@@ -1,0 +1,88 @@
+"""POST /v1/completions: the request, the answer and the chunks of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from server.schemas import policy
+from server.schemas.common import FinishReason, Generation, TimingsBody, UsageBody
+
+MOST_PROMPTS = 64
+LARGEST_ID = 2**31 - 1
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """One prompt or several as a list of prompts; a flat list of integers is one."""
+    match value:
+        case str():
+            return [value]
+        case [] | [[], *_]:
+            raise PydanticCustomError("invalid_value", "it must not be empty")
+        case [int(), *_] if _ids(value):
+            return [value]
+        case list() if len(value) > MOST_PROMPTS:
+            raise PydanticCustomError("invalid_value", f"it may hold {MOST_PROMPTS} prompts at most")
+        case [str(), *_] if all(isinstance(prompt, str) for prompt in value):
+            return list(value)
+        case [list(), *_] if all(isinstance(prompt, list) and prompt and _ids(prompt) for prompt in value):
+            return list(value)
+    raise PydanticCustomError(
+        "invalid_value", "it must be a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+
+
+def _ids(value: list[Any]) -> bool:
+    return all(type(token) is int and 0 <= token <= LARGEST_ID for token in value)
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
+class CompletionRequest(Generation):
+    """What a client asks to continue. Every prompt is a choice of the answer, in order."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class TextLogprobs(TypedDict):
+    """One entry a token in every list; `text_offset` counts characters from the start of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """One continuation, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[str | int | None]
+
+
+class Completion(TypedDict):
+    """An answer in one piece; as a chunk of a stream, `usage` is there if it was asked for: null but in the last."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: NotRequired[UsageBody | None]
+    timings: NotRequired[TimingsBody]
+    metadata: NotRequired[dict[str, str]]

@@ -1,0 +1,84 @@
+"""What every route needs: the engine behind, the settings, the metrics, and the names that the model answers to."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.errors import Draining, EngineDead, Loading, SequenceFailed
+from engine.types import Event, Failed, Request
+from server.errors import MODEL_NOT_FOUND, ApiError
+from server.metrics import Endpoint, Metrics
+from server.settings import Settings
+from server.version import version
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One engine as the routes see it."""
+
+    engine: Engine
+    settings: Settings
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def resolve(self, name: str | None) -> str:
+        """The name to answer under: the one asked for, or the main one if none was."""
+        names = self.settings.names
+        if name is None:
+            return names[0]
+        if name not in names:
+            served = ", ".join(f"'{known}'" for known in names)
+            message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
+            raise ApiError(MODEL_NOT_FOUND, message, param="model")
+        return name
+
+    def check_alive(self) -> None:
+        """Raise EngineDead if a restart would help: the engine thread ended, or has not moved for long."""
+        if not self.engine.alive:
+            dead, _, reason = self.engine.phase.partition("dead: ")
+            raise EngineDead(reason if not dead and reason else "it does not move any more")
+
+    def check_ready(self) -> None:
+        """Raise what keeps the engine from taking a request now, before any work is done for it."""
+        self.check_alive()
+        if self.engine.phase == "draining":
+            raise Draining()
+        if not self.engine.ready:
+            raise Loading(self.engine.phase)
+
+    def fingerprint(self) -> str:
+        """Changes with the model's shape, its dtype and the version: what may change the text, but for the weights."""
+        info = self.engine.info
+        parts = (info.architecture, info.parameters, info.vocabulary, info.dtype, version())
+        return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+    @asynccontextmanager
+    async def open(self, request: Request, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
+        """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
+        async with self.engine.open(request) as stream:
+            events = self.metrics.watch(aiter(stream), endpoint)
+            async with aclosing(self._raising(events)) as raising:
+                yield raising
+
+    async def _raising(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        async with aclosing(events) as passing:
+            async for event in passing:
+                if isinstance(event, Failed):
+                    self._raise(event)
+                yield event
+
+    def _raise(self, failed: Failed) -> None:
+        # The engine says why in words; whether to try again is for its state to say.
+        if self.engine.phase == "draining":
+            raise Draining()
+        if not self.engine.alive:
+            raise EngineDead(failed.reason)
+        raise SequenceFailed(failed.reason)

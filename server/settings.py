@@ -1,0 +1,130 @@
+"""The settings of one server, checked when they are made. cli.py fills them from argv and CELLAR_*."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from engine.config import Dtype, EngineConfig
+from engine.types import Overflow
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+BUNDLED_NAME = "cellar-tiny"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """How much of what a client may send, and how slowly.
+
+    head_bytes, headers   of one request line with its headers
+    head_seconds          from the first byte, or the connection, to the end of the headers
+    body_seconds          from the headers to the end of the body
+    write_seconds         that a reader may stand still before its connection is cut
+    keep_alive_seconds    longer than the pools of common clients, so that they close first
+    ping_seconds          of silence in a stream before a comment line goes out
+    """
+
+    body_bytes: int = 4 * 1024 * 1024
+    head_bytes: int = 16 * 1024
+    headers: int = 100
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    write_seconds: float = 30.0
+    keep_alive_seconds: int = 120
+    ping_seconds: float = 15.0
+    connections: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that `cellar serve` can be told; the engine's part is documented at EngineConfig.
+
+    served_names      what requests may call the model; empty: the name of the model itself
+    keys              any of them opens the server; empty: it is open
+    allowed_hosts     values of the Host header besides localhost and `host`; "*" allows all
+    grace_seconds     that running requests get after SIGTERM
+    insecure_no_auth  allows an open server on an address that others can reach
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: Dtype = "auto"
+    context: int | None = None
+    slots: int | None = None
+    overflow: Overflow = "length"
+    max_waiting: int = 64
+    threads: int | None = None
+    served_names: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    grace_seconds: float = 30.0
+    log_level: LogLevel = "info"
+    insecure_no_auth: bool = False
+    caps: Caps = field(default_factory=Caps)
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot work or that open the server by accident; ValueError says what to change."""
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be between 0 and 65535, not {self.port}")
+        if self.grace_seconds < 0:
+            raise ValueError(f"--grace must not be negative, not {self.grace_seconds}")
+        if not self.keys and not self.insecure_no_auth and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
+                "or --insecure-no-auth to serve anyone"
+            )
+        self.engine_config()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model is called in requests, the first being its main name."""
+        if self.served_names:
+            return self.served_names
+        if self.model is None:
+            return (BUNDLED_NAME,)
+        folder = Path(self.model)
+        return (folder.resolve().name if folder.is_dir() else self.model,)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Values of the Host header that are answered, without ports, in lower case."""
+        bound = f"[{self.host}]" if ":" in self.host else self.host
+        return tuple(host.lower() for host in (*LOOPBACK_NAMES, bound, *self.allowed_hosts))
+
+    def engine_config(self) -> EngineConfig:
+        """The part that the engine reads."""
+        return EngineConfig(
+            model=self.model,
+            dtype=self.dtype,
+            context=self.context,
+            slots=self.slots,
+            overflow=self.overflow,
+            max_waiting=self.max_waiting,
+            threads=self.threads,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; names other than localhost may point anywhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def split_keys(text: str) -> tuple[str, ...]:
+    """The keys in a list separated by commas or lines."""
+    return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file; ValueError if there is none, so that a mounted but empty secret does not open the server."""
+    keys = split_keys(path.read_text(encoding="utf-8"))
+    if not keys:
+        raise ValueError(f"no API key in {path}")
+    return keys

@@ -1,0 +1,13 @@
+"""The version of this distribution."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def version() -> str:
+    """As installed; "0" in a tree that is not."""
+    try:
+        return importlib.metadata.version("kvcellar")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

@@ -1,0 +1,228 @@
+"""OpenAI's own client against the real server, the real engine and the bundled model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 120
+KEY = "e2e-key"
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server logs to, at its most talkative."""
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def url(log: Path) -> Iterator[str]:
+    """A server process with the bundled model, once it is ready."""
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", "--api-key", KEY,
+               "--context", "256", "--slots", "2", "--max-waiting", "4", "--log-level", "debug"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+    ):
+        try:
+            yield _address(server)
+        finally:
+            server.terminate()
+            assert 0 == server.wait(30)
+
+
+def _address(server: subprocess.Popen[str]) -> str:
+    """Read the start-up lines up to the one with the address."""
+    assert server.stdout is not None
+    said: list[str] = []
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and (line := server.stdout.readline()):
+        said.append(line)
+        if found := re.search(r"API +(http://\S+)/v1", line):
+            return found.group(1)
+    raise AssertionError("the server did not start:\n" + "".join(said))
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def test_a_chat_is_answered(client: openai.OpenAI) -> None:
+    """A greedy answer has text, an end and honest numbers, and comes again the same."""
+    first, second = (
+        client.chat.completions.create(model="cellar-tiny", messages=MESSAGES, temperature=0, max_tokens=16)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+
+    assert first.choices[0].message.content
+    assert "assistant" == first.choices[0].message.role
+    assert first.choices[0].finish_reason in ("stop", "length")
+    assert first.usage is not None
+    assert first.usage.completion_tokens <= 16
+    assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+
+
+def test_a_stream_says_the_same_as_the_answer_in_one_piece(client: openai.OpenAI) -> None:
+    """The client's own accumulator puts the chunks together; usage comes last."""
+    options = {"model": "cellar-tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
+    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole.choices[0].message.content == text
+    roles = [chunk.choices[0].delta.role for chunk in chunks if chunk.choices]
+    assert ["assistant"] + [None] * (len(roles) - 1) == roles
+    assert [None] * (len(chunks) - 1) == [chunk.usage for chunk in chunks[:-1]]
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
+
+
+def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
+    """client.chat.completions.stream() builds a final message whose role is said once."""
+    with client.chat.completions.stream(model="cellar-tiny", messages=MESSAGES, max_tokens=8, logprobs=True) as stream:  # type: ignore[arg-type]
+        for _ in stream:
+            pass
+        choice = stream.current_completion_snapshot.choices[0]
+
+    assert "assistant" == choice.message.role
+    assert choice.logprobs is not None
+    assert choice.message.content == "".join(entry.token for entry in choice.logprobs.content or ())
+
+
+def test_a_seed_repeats_a_sample(client: openai.OpenAI) -> None:
+    """Equal seeds, equal text, also at a high temperature."""
+    texts = {
+        client.chat.completions.create(
+            model="cellar-tiny", messages=MESSAGES, temperature=1.5, seed=11, max_tokens=12  # type: ignore[arg-type]
+        ).choices[0].message.content
+        for _ in range(3)
+    }
+
+    assert 1 == len(texts)
+
+
+def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
+    """Each prompt is a choice; logprobs have one entry a token."""
+    answer = client.completions.create(model="cellar-tiny", prompt=["One", "Two", "Three"], max_tokens=4, logprobs=2)
+
+    assert [0, 1, 2] == [choice.index for choice in answer.choices]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs or ())
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs or ())
+
+
+def test_streamed_completions(client: openai.OpenAI) -> None:
+    """The last chunk of a choice has the reason."""
+    chunks = list(client.completions.create(model="cellar-tiny", prompt="One", max_tokens=4, stream=True))
+
+    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+
+
+def test_models(client: openai.OpenAI) -> None:
+    """The bundled model is listed and can be retrieved."""
+    assert ["cellar-tiny"] == [model.id for model in client.models.list()]
+    assert "cellar-tiny" == client.models.retrieve("cellar-tiny").id
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    """NotFoundError with the code, the field and a request id."""
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat.completions.create(model="other", messages=MESSAGES)  # type: ignore[arg-type]
+
+    assert ("model_not_found", "model") == (raised.value.code, raised.value.param)
+    assert raised.value.request_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_names_both_numbers(client: openai.OpenAI, stream: bool) -> None:
+    """BadRequestError also for a stream, in the words that agents look for."""
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(
+            model="cellar-tiny", messages=[{"role": "user", "content": "word " * 1000}], stream=stream
+        )
+
+    body = raised.value.body
+    assert isinstance(body, dict)
+    assert ("context_length_exceeded", "messages", 256) == (raised.value.code, raised.value.param, body["n_ctx"])
+    assert body["n_prompt_tokens"] >= 1000
+    assert "maximum context length is 256 tokens" in raised.value.message
+    assert "exceeds the available context size" in raised.value.message
+
+
+def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
+    """With OpenAI's code."""
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError) as raised,
+    ):
+        stranger.models.list()
+
+    assert "invalid_api_key" == raised.value.code
+
+
+def test_leaving_a_stream_frees_its_slot(client: openai.OpenAI, url: str) -> None:
+    """Two slots, and ten streams that are left: each time somebody else is served at once."""
+    for _ in range(10):
+        stream = client.chat.completions.create(
+            model="cellar-tiny", messages=MESSAGES, stream=True, max_tokens=200, extra_body={"ignore_eos": True}  # type: ignore[arg-type]
+        )
+        next(iter(stream))
+        stream.close()
+    answer = client.chat.completions.create(model="cellar-tiny", messages=MESSAGES, max_tokens=2)  # type: ignore[arg-type]
+
+    assert answer.usage is not None
+    deadline = time.monotonic() + 30
+    while "cellar_requests_running 0.0" not in (text := _metrics(url)):
+        assert time.monotonic() < deadline, text
+    assert 'finish_reason="cancelled"} 10.0' in text
+
+
+def test_a_full_context_ends_with_length(client: openai.OpenAI) -> None:
+    """Without an end of its own a generation stops where the context does."""
+    answer = client.completions.create(
+        model="cellar-tiny", prompt="One", max_tokens=256, extra_body={"ignore_eos": True}
+    )
+
+    assert "length" == answer.choices[0].finish_reason
+    assert answer.usage is not None
+    assert answer.usage.total_tokens <= 256
+
+
+def test_no_word_of_a_client_gets_into_the_log(client: openai.OpenAI, log: Path) -> None:
+    """Prompts, answers, stops, names and keys: nothing of them is logged, whatever the level, well or badly served."""
+    canary = "CANARYBIRD"
+    asked = {"model": "cellar-tiny", "messages": [{"role": "user", "content": canary}], "max_tokens": 4}
+    for extra in ({}, {"stream": True}, {"stop": [canary]}, {"user": canary}, {"metadata": {canary: canary}}):
+        answer = client.chat.completions.create(**{**asked, **extra})  # type: ignore[call-overload]
+        assert list(answer) if "stream" in extra else answer.choices
+    for wrong in ({"model": canary}, {"temperature": canary}, {"messages": canary}, {"extra_body": {canary: canary}}):
+        with pytest.raises(openai.APIStatusError):
+            client.chat.completions.create(**{**asked, **wrong})  # type: ignore[call-overload]
+
+    logged = log.read_text()
+    assert "POST /v1/chat/completions 200" in logged
+    assert canary not in logged
+    assert KEY not in logged
+
+
+def _metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", headers={"x-api-key": KEY}).text

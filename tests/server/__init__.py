@@ -1,0 +1,1 @@
+"""Tests of server/: against a FakeEngine that plays scripted events."""

@@ -1,0 +1,275 @@
+"""A fake engine that plays scripted events, an ASGI client, and a real server in a thread.
+
+The client is here because starlette's wants another httpx and warns about ours, and because httpx's ASGI transport
+gives no answer before its end: neither could see a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading
+from engine.types import (
+    Alternative,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    MemoryPlan,
+    ModelInfo,
+    Request,
+    Started,
+    Stats,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from server.lifecycle import Lifecycle, listen
+from server.settings import Caps, Settings
+
+INFO = ModelInfo(
+    name="fake/model", folder="/models/fake", architecture="FakeForCausalLM", parameters=1234,
+    dtype="float32", vocabulary=256, context=64, slots=4,
+)
+MEMORY = MemoryPlan(
+    weights_bytes=4 << 20, cells=256, cell_bytes=512, cache_bytes=131072, work_bytes=1 << 20, available_bytes=1 << 30
+)
+TIMINGS = Timings(queue_seconds=0.5, prompt_seconds=0.25, generation_seconds=0.125)
+WORDS = ("Hello", " wor", "ld")
+
+
+class Gate:
+    """A place in a script where it waits until the test opens it, from any thread."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def wait(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.reached.set()
+        await self._open.wait()
+
+    def open(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._open.set)
+
+
+Script = Callable[[Request], Iterable[Event | Gate]]
+
+
+def speak(request: Request) -> Iterator[Event]:
+    """The script of a request that goes well: three words, and the end."""
+    yield Started(len(request.prompt), 0, 7)
+    for token, word in enumerate(WORDS):
+        entries = () if request.logprobs is None else (entry(token, word, request.logprobs),)
+        yield Delta(word, (token,), entries)
+    yield finished(request)
+
+
+def finished(request: Request, **changes: Any) -> Finished:
+    """The last event of `speak`, or one that differs from it."""
+    usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=len(WORDS), cached_tokens=0)
+    return Finished(**{"reason": "stop", "stop": None, "usage": usage, "timings": TIMINGS, **changes})
+
+
+def entry(token: int, text: str, top: int) -> TokenLogprob:
+    """A chosen token, and `top` others of which the last was impossible."""
+    others = [Alternative(100 + place, f"<{place}>", b"x", -float(place + 1)) for place in range(top)]
+    if others:
+        others[-1] = Alternative(100 + top - 1, others[-1].text, b"x", -math.inf)
+    return TokenLogprob(Alternative(token, text, text.encode(), -0.5), tuple(others))
+
+
+class FakeTokenizer:
+    """A byte is a token; a conversation is its lines."""
+
+    def __init__(self) -> None:
+        self.rendered: list[dict[str, Any]] = []
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
+        self.rendered.append({"messages": list(messages), **options})
+        if any(message["content"] == "refuse me" for message in messages):
+            raise InvalidRequest("messages", "the template refuses it")
+        return self.encode("".join(f"{message['content']}\n" for message in messages))
+
+
+@dataclass
+class FakeEngine:
+    """The border of engine.Engine; `script` makes the events of each request, `refusal` is raised on opening."""
+
+    script: Script = speak
+    phase: str = "ready"
+    alive: bool = True
+    refusal: EngineError | None = None
+    failure: EngineError | None = None
+    info_value: ModelInfo = INFO
+    numbers: Stats = field(default_factory=Stats)
+    requests: list[Request] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+    left: threading.Event = field(default_factory=threading.Event)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    memory: MemoryPlan = MEMORY
+    cut: set[asyncio.Event] = field(default_factory=set)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def wait_ready(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+    @property
+    def info(self) -> ModelInfo:
+        if self.phase not in ("ready", "draining"):
+            raise Loading(self.phase)
+        return self.info_value
+
+    def stats(self) -> Stats:
+        return self.numbers
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+        if self.phase == "draining":
+            raise Draining()
+        if self.refusal is not None:
+            raise self.refusal
+        if len(request.prompt) >= self.info.context:
+            raise ContextTooLong(len(request.prompt), self.info.context)
+        self.requests.append(request)
+        self.running.add(request.id)
+        cut = asyncio.Event()
+        self.cut.add(cut)
+        try:
+            yield self._play(request, cut)
+        finally:
+            self.cut.discard(cut)
+            self.running.discard(request.id)
+            self.left.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Like the engine's: waits, then fails what is left."""
+        self.phase = "draining"
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self.running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        for cut in self.cut:
+            cut.set()
+
+    async def _play(self, request: Request, cut: asyncio.Event) -> AsyncIterator[Event]:
+        for item in self.script(request):
+            if isinstance(item, Gate):
+                waits = [asyncio.ensure_future(item.wait()), asyncio.ensure_future(cut.wait())]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                if cut.is_set():
+                    yield Failed("the server is shutting down")
+                    return
+            else:
+                yield item
+                await asyncio.sleep(0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON of each event of a stream, [DONE] as a string."""
+        texts = [block.removeprefix(b"data: ") for block in self.body.split(b"\n\n") if block.startswith(b"data: ")]
+        return [text.decode() if text == b"[DONE]" else json.loads(text) for text in texts]
+
+
+async def call(
+    app: Any, method: str, path: str, *, json_body: object = None, body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """One request to an ASGI app, to the end of its answer."""
+    content = body if body is not None else b"" if json_body is None else json.dumps(json_body).encode()
+    sent = {"host": "localhost", **({} if method == "GET" else {"content-type": "application/json"}), **(headers or {})}
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+    }
+    incoming = iter([{"type": "http.request", "body": content, "more_body": False}])
+    outgoing: list[Any] = []
+    over = asyncio.Event()
+
+    async def receive() -> Any:
+        message = next(incoming, None)
+        if message is None:
+            await over.wait()
+        return message or {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        outgoing.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            over.set()
+
+    await app(scope, receive, send)
+    fields = {name.decode(): value.decode() for name, value in outgoing[0]["headers"]}
+    return Answer(outgoing[0]["status"], fields, b"".join(message.get("body", b"") for message in outgoing[1:]))
+
+
+def ask(app: Any, method: str, path: str, **options: Any) -> Answer:
+    """`call`, for tests without a loop of their own."""
+    return asyncio.run(call(app, method, path, **options))
+
+
+def settings(**changes: Any) -> Settings:
+    """Settings that suit tests: a known name, short waits."""
+    caps = Caps(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("caps", {})})
+    return Settings(**{"served_names": ("fake", "org/alias"), "caps": caps, "grace_seconds": 5.0, **changes})
+
+
+@contextmanager
+def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]:
+    """A real server on a free port of 127.0.0.1, which is given. It listens before the thread has started."""
+    listening = listen("127.0.0.1", 0)
+    lifecycle = Lifecycle(engine, using or settings(), say=lambda text: None)
+
+    async def serve() -> None:
+        engine.start()
+        await lifecycle.listener.serve(sockets=[listening])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        lifecycle.listener.should_exit = True
+        thread.join(30)
+        engine.close()
+        listening.close()

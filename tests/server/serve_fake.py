@@ -1,0 +1,53 @@
+"""A server process over a FakeEngine, for signals and exit codes: `python -m tests.server.serve_fake PLAY FLAG`.
+
+It prints its port first. PLAY is what the engine does:
+  talk   says x until the file FLAG exists, then ends well
+  flood  the same with large x, for readers that stand still
+  gone   finds no model
+  die    dies at the first request
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from engine.errors import ModelMissing
+from engine.types import Delta, Event, Failed, Request
+from server.lifecycle import Lifecycle, listen
+from tests.server.fakes import FakeEngine, finished, settings
+
+POLL_SECONDS = 0.02
+
+
+class PlayEngine(FakeEngine):
+    """A FakeEngine that speaks until something outside of the process happens."""
+
+    def __init__(self, play: str, flag: Path) -> None:
+        super().__init__(failure=ModelMissing("nowhere", "no such folder") if play == "gone" else None)
+        self.play, self.flag = play, flag
+        self.word = "x" * 100_000 if play == "flood" else "x"
+
+    async def _play(self, request: Request, cut: asyncio.Event) -> AsyncIterator[Event]:
+        if self.play == "die":
+            self.phase, self.alive = "dead: RuntimeError", False
+            yield Failed("the engine stopped")
+            return
+        while not cut.is_set() and not self.flag.exists():
+            yield Delta(self.word, (1,))
+            await asyncio.sleep(POLL_SECONDS)
+        yield Failed("the server is shutting down") if cut.is_set() else finished(request)
+
+
+async def serve(play: str, flag: Path) -> int:
+    """One run of the server, as cli.py does it."""
+    listening = listen("127.0.0.1", 0)
+    print(listening.getsockname()[1], flush=True)
+    using = settings(grace_seconds=30.0, caps={"write_seconds": 60.0})
+    return await Lifecycle(PlayEngine(play, flag), using, print).run(listening)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(serve(sys.argv[1], Path(sys.argv[2]))))

@@ -1,0 +1,142 @@
+"""The command line: options, environment, refusals, and that asking for help costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.types import ModelInfo
+from server import cli
+from server.banner import banner
+from server.settings import Settings
+from tests.server.fakes import INFO, MEMORY
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line up to the point where the server would start; gives the settings."""
+    monkeypatch.setattr("os.environ", {"PATH": ""})
+
+    def parse(*argv: str, **environment: str) -> Settings:
+        found: list[Settings] = []
+        monkeypatch.setattr("os.environ", {"PATH": "", **environment})
+        monkeypatch.setattr(cli, "run", lambda settings: found.append(settings) or 0)
+        with pytest.raises(SystemExit) as ended:
+            cli.make_app()(["serve", *argv])
+        assert 0 == ended.value.code
+        return found[0]
+
+    return parse
+
+
+def test_the_defaults(parsed: Any) -> None:
+    """Bare `cellar serve` is the bundled model on loopback."""
+    assert Settings() == parsed()
+
+
+def test_every_option(parsed: Any) -> None:
+    """The names that scripts rely on."""
+    settings = parsed(
+        "some/model", "--host", "0.0.0.0", "--port", "9", "--dtype", "bfloat16", "--context", "512", "--slots", "3",
+        "--served-model-name", "a", "--served-model-name", "b", "--api-key", "k1,k2", "--overflow", "shift",
+        "--max-waiting", "7", "--log-level", "debug", "--grace", "1.5", "--allowed-host", "x", "--allowed-host", "y",
+        "--threads", "2",
+    )
+
+    assert Settings(
+        model="some/model", host="0.0.0.0", port=9, dtype="bfloat16", context=512, slots=3,
+        served_names=("a", "b"), keys=("k1", "k2"), overflow="shift", max_waiting=7, log_level="debug",
+        grace_seconds=1.5, allowed_hosts=("x", "y"), threads=2,
+    ) == settings
+
+
+def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) -> None:
+    """CELLAR_ and the option's name; an empty key is no key, as compose passes one that is not set."""
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\n")
+
+    settings = parsed(
+        "--port", "10", CELLAR_PORT="9", CELLAR_SLOTS="2", CELLAR_MODEL="m", CELLAR_API_KEY="",
+        CELLAR_API_KEY_FILE=str(keys), CELLAR_SERVED_MODEL_NAME="a b",
+    )
+
+    assert (10, 2, "m", ("from-file",), ("a", "b")) == (
+        settings.port, settings.slots, settings.model, settings.keys, settings.served_names
+    )
+    assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
+
+
+def test_the_settings_reach_the_engine() -> None:
+    """What the engine reads is what was asked for."""
+    config = Settings(model="m", dtype="float64", context=64, slots=2, overflow="shift", max_waiting=3,
+                      threads=1).engine_config()
+
+    assert ("m", "float64", 64, 2, "shift", 3, 1) == (
+        config.model, config.dtype, config.context, config.slots, config.overflow, config.max_waiting, config.threads
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--port", "70000"], "--port"),
+        (["--grace", "-1"], "--grace"),
+        (["--slots", "0"], "slots"),
+        (["--context", "4"], "context"),
+        (["--api-key-file", "/nonexistent/key"], "/nonexistent/key"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line_and_code_2(
+    argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names what to change; nothing is loaded."""
+    with pytest.raises(SystemExit) as ended:
+        cli.make_app()(["serve", *argv])
+
+    assert 2 == ended.value.code
+    printed = capsys.readouterr().out
+    assert word in printed
+    assert 1 == printed.count("\n")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    """No torch, no transformers, no web framework: help is there at once."""
+    code = (
+        f"import sys; sys.argv = ['cellar', *{argv!r}]\nfrom server.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print([name for name in ('torch', 'transformers', 'fastapi', 'uvicorn', 'numpy') if name in sys.modules])"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert ran.stdout.rstrip().endswith("[]"), ran.stdout
+
+
+def test_the_server_never_imports_torch() -> None:
+    """Not even when the whole application is imported; only `cellar serve` loads the engine."""
+    code = "import sys, server.app, server.lifecycle\nprint([n for n in ('torch', 'transformers') if n in sys.modules])"
+
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert "[]\n" == ran.stdout
+
+
+def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
+    """Model, context, queue, memory plan, keys, addresses, and a line to copy."""
+    text = banner(INFO, MEMORY, Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
+
+    assert isinstance(INFO, ModelInfo)
+    for part in (
+        "serves fake", "FakeForCausalLM, 1.2k parameters, float32", "64 tokens a sequence, 4 slots, overflow: length",
+        "64 requests may wait", "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
+        "of 1.0 GiB free", "1 API key", "http://127.0.0.1:8000/v1", "Authorization: Bearer YOUR_KEY",
+    ):
+        assert part in text

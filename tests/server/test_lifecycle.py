@@ -1,0 +1,168 @@
+"""From start to exit code, in a process of its own: readiness, signals, drain, and engines that fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.lifecycle import listen
+from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
+
+ROOT = Path(__file__).parents[2]
+STREAM = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+PATIENCE_SECONDS = 30
+
+
+@contextmanager
+def process(play: str, flag: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server process and its port; killed at the end if it still lives."""
+    command = [sys.executable, "-m", "tests.server.serve_fake", play, str(flag)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server, int(server.stdout.readline())
+        finally:
+            server.kill()
+
+
+def error_code(answer: bytes) -> str:
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+def wait_until_draining(port: int) -> bytes:
+    """The answer of /ready once it is not 200 any more; the port stays open meanwhile."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while status(answer := exchange(port, get("/ready", "Connection: close"))) == 200:
+        assert time.monotonic() < deadline
+    return answer
+
+
+@pytest.fixture
+def flag(tmp_path: Path) -> Path:
+    return tmp_path / "flag"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_with_0(flag: Path, number: signal.Signals) -> None:
+    """/ready turns 503 first, new requests get 503 with Retry-After, running streams finish whole, exit code 0."""
+    with process("talk", flag) as (server, port), connected(port) as first, connected(port) as second:
+        for client in (first, second):
+            client.sendall(post(CHAT, STREAM))
+            read_until(client, b'"x"')
+        server.send_signal(number)
+        refused = wait_until_draining(port)
+        # uvicorn alone would close the port within its tick of 0.1 s.
+        open_until = time.monotonic() + 0.5
+        while time.monotonic() < open_until:
+            assert 503 == status(exchange(port, get("/ready", "Connection: close")))
+        turned_away = exchange(port, post(CHAT, STREAM))
+        alive = exchange(port, get("/health", "Connection: close"))
+        flag.touch()
+        answers = [read_all(first), read_all(second)]
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+    assert "server_draining" == error_code(refused)
+    assert 200 == status(alive)
+    assert (503, "server_draining") == (status(turned_away), error_code(turned_away))
+    assert b"retry-after: 5" in turned_away.lower()
+    assert all(b"data: [DONE]\n\n" in answer for answer in answers)
+
+
+def test_a_second_signal_shortens_the_drain(flag: Path) -> None:
+    """After two seconds instead of thirty the rest gets an error event, and the exit code is still 0."""
+    with process("talk", flag) as (server, port), connected(port) as client:
+        client.sendall(post(CHAT, STREAM))
+        read_until(client, b'"x"')
+        begin = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        wait_until_draining(port)
+        server.send_signal(signal.SIGTERM)
+        rest = read_all(client)
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+    assert time.monotonic() - begin < 15
+    assert b'"code":"server_draining"' in rest
+    assert b"[DONE]" not in rest
+
+
+def test_a_reader_that_stands_still_does_not_block_the_exit(flag: Path) -> None:
+    """Its answer can never be delivered; the process ends all the same."""
+    with process("flood", flag) as (server, port), connected(port) as frozen:
+        frozen.sendall(post(CHAT, STREAM))
+        read_until(frozen, b"xx")
+        server.send_signal(signal.SIGTERM)
+        wait_until_draining(port)
+        server.send_signal(signal.SIGTERM)
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+
+
+def test_an_idle_server_ends_at_once(flag: Path) -> None:
+    """Open connections without a request do not hold it."""
+    with process("talk", flag) as (server, port), connected(port) as idle:
+        idle.sendall(get("/health"))
+        read_until(idle, b"}")
+        server.send_signal(signal.SIGTERM)
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+
+
+def test_a_model_that_cannot_be_served_ends_with_78_and_one_line(flag: Path) -> None:
+    """EX_CONFIG, and the reason in words instead of a traceback."""
+    with process("gone", flag) as (server, _):
+        assert server.stdout is not None
+
+        assert "cellar: cannot find the model 'nowhere': no such folder\n" == server.stdout.read()
+        assert 78 == server.wait(PATIENCE_SECONDS)
+
+
+def test_an_engine_that_dies_ends_the_process(flag: Path) -> None:
+    """Streams get their error event, /health its 503, and whoever supervises sees exit code 70."""
+    with process("die", flag) as (server, port):
+        answer = exchange(port, post(CHAT, STREAM, "Connection: close"))
+        health = exchange(port, get("/health", "Connection: close"))
+
+        assert 70 == server.wait(PATIENCE_SECONDS)
+    assert b'"code":"engine_dead"' in answer
+    assert (503, "engine_dead") == (status(health), error_code(health))
+
+
+def test_an_address_that_is_taken_is_an_error() -> None:
+    """Two servers on one port are a mistake of the user, told as OSError to the command line."""
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="[Aa]ddress"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_small_packets_go_out_at_once() -> None:
+    """asyncio sets TCP_NODELAY on what a socket accepts only if the socket says that it speaks TCP."""
+    with listen("127.0.0.1", 0) as listening:
+        assert socket.IPPROTO_TCP == listening.proto
+
+
+def test_ipv6_can_be_listened_on() -> None:
+    """The family follows the address."""
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        with listen("::1", 0) as listening:
+            assert socket.AF_INET6 == listening.family
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def test_the_exit_codes_differ() -> None:
+    """A supervisor can tell them apart."""
+    from server import cli, lifecycle
+
+    codes: list[Any] = [cli.EXIT_USAGE, cli.EXIT_ADDRESS, lifecycle.EXIT_MODEL, lifecycle.EXIT_ENGINE, 0]
+    assert len(codes) == len(set(codes))

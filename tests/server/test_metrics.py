@@ -1,0 +1,100 @@
+"""/metrics: the engine's numbers, the observations of requests, and a size that requests cannot grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import Delta, Failed, Request, Started, Stats
+from server.app import create_app
+from tests.server.fakes import FakeEngine, ask, finished, settings
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def scrape(app: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """All samples, by name and labels."""
+    text = ask(app, "GET", "/metrics").body.decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_engines_numbers_are_read_at_the_scrape() -> None:
+    """Gauges and totals are those of engine.stats() at that moment."""
+    engine = FakeEngine(numbers=Stats(
+        running=2, waiting=3, slots=4, cells_used=64, cells_total=256, steps_total=10, step_seconds_total=1.5,
+        rows_total=99, prompt_tokens_total=70, cached_tokens_total=30, generated_tokens_total=29,
+        context_shifts_total=1, preemptions_total=5, prefix_copies_total=6, failed_total=7,
+    ))
+
+    samples = scrape(create_app(engine, settings()))  # type: ignore[arg-type]
+
+    assert {
+        "cellar_requests_running": 2, "cellar_requests_waiting": 3, "cellar_slots": 4, "cellar_slots_busy": 2,
+        "cellar_kv_cache_usage_ratio": 0.25, "cellar_kv_cache_cells": 256, "cellar_engine_up": 1,
+        "cellar_engine_ready": 1, "cellar_prompt_tokens_total": 70, "cellar_prompt_tokens_cached_total": 30,
+        "cellar_generation_tokens_total": 29, "cellar_steps_total": 10, "cellar_step_seconds_total": 1.5,
+        "cellar_step_rows_total": 99, "cellar_context_shifts_total": 1, "cellar_preemptions_total": 5,
+        "cellar_prefix_copies_total": 6, "cellar_sequences_failed_total": 7,
+    } == {name: value for (name, labels), value in samples.items() if not labels and "seconds_" not in name
+          or name == "cellar_step_seconds_total"}
+
+
+def test_requests_are_counted_by_how_they_ended() -> None:
+    """stop, length, error: one each; and their times are observed."""
+    ends = iter(["stop", "length", None])
+
+    def script(request: Request) -> Any:
+        reason = next(ends)
+        yield Started(2, 0, 0)
+        yield Delta("a", (1,))
+        yield Delta("bc", (2, 3))
+        yield Failed("x") if reason is None else finished(request, reason=reason)
+
+    app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
+    for stream in (False, True, False):
+        ask(app, "POST", CHAT, json_body={**BODY, "stream": stream})
+    samples = scrape(app)
+
+    for reason in ("stop", "length", "error"):
+        assert 1 == samples["cellar_requests_total", (("endpoint", "chat"), ("finish_reason", reason))]
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "queue_time"):
+        assert 3 == samples[f"cellar_{name}_seconds_count", ()]
+    assert 2 == samples["cellar_http_responses_total", (("route", CHAT), ("status", "200"))]
+    assert 1 == samples["cellar_http_responses_total", (("route", CHAT), ("status", "500"))]
+
+
+def test_requests_cannot_grow_the_metrics() -> None:
+    """Models, paths, methods, users and ids of clients are no labels."""
+    app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+    def trouble(number: int) -> None:
+        ask(app, "POST", CHAT, json_body={**BODY, "user": f"u{number}"}, headers={"x-request-id": f"id{number}"})
+        ask(app, "POST", CHAT, json_body={**BODY, "model": f"m{number}"})
+        ask(app, "GET", f"/v1/models/m{number}")
+        ask(app, "GET", f"/path/{number}")
+        ask(app, f"M{number}", CHAT)
+
+    trouble(0)
+    scrape(app)
+    before = scrape(app).keys()
+    for number in range(1, 30):
+        trouble(number)
+
+    assert before == scrape(app).keys()
+
+
+def test_two_apps_do_not_share_numbers() -> None:
+    """Each has a registry of its own."""
+    first, second = (create_app(FakeEngine(), settings()) for _ in range(2))  # type: ignore[arg-type]
+
+    ask(first, "POST", CHAT, json_body=BODY)
+
+    name = ("cellar_requests_total", (("endpoint", "chat"), ("finish_reason", "stop")))
+    assert 1 == scrape(first)[name]
+    assert name not in scrape(second)

@@ -1,0 +1,120 @@
+"""GET /v1/models, /health, /ready and /openapi.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from server.app import create_app
+from server.schemas.models import Model, ModelList
+from server.settings import Settings
+from tests.server.fakes import FakeEngine, ask, settings
+
+
+def app(**fields: Any) -> Any:
+    return create_app(FakeEngine(**fields), settings())  # type: ignore[arg-type]
+
+
+def test_all_names_are_listed() -> None:
+    """OpenAI's fields, with the context and what the model is."""
+    answer = ask(app(), "GET", "/v1/models").json
+
+    assert "list" == answer["object"]
+    assert ["fake", "org/alias"] == [model["id"] for model in answer["data"]]
+    assert {
+        "id": "fake",
+        "object": "model",
+        "created": answer["data"][0]["created"],
+        "owned_by": "cellar",
+        "root": "fake",
+        "max_model_len": 64,
+        "meta": {
+            "n_params": 1234,
+            "n_vocab": 256,
+            "n_ctx": 64,
+            "n_slots": 4,
+            "architecture": "FakeForCausalLM",
+            "dtype": "float32",
+        },
+    } == answer["data"][0]
+    TypeAdapter(ModelList).validate_python(answer, strict=True, extra="forbid")
+
+
+@pytest.mark.parametrize("name", ["fake", "org/alias"])
+def test_each_name_can_be_retrieved(name: str) -> None:
+    """Also one with a slash, as the hub has them."""
+    answer = ask(app(), "GET", f"/v1/models/{name}").json
+
+    assert name == answer["id"]
+    TypeAdapter(Model).validate_python(answer, strict=True, extra="forbid")
+
+
+def test_another_name_is_a_404() -> None:
+    """With the code of OpenAI."""
+    answer = ask(app(), "GET", "/v1/models/other")
+
+    assert (404, "model_not_found", "model") == (
+        answer.status, answer.json["error"]["code"], answer.json["error"]["param"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "alive", "health", "ready", "code"),
+    [
+        ("resolve", True, 200, 503, "model_loading"),
+        ("weights", True, 200, 503, "model_loading"),
+        ("ready", True, 200, 200, None),
+        ("draining", True, 200, 503, "server_draining"),
+        ("dead: out of luck", False, 503, 503, "engine_dead"),
+        ("ready", False, 503, 503, "engine_dead"),
+    ],
+)
+def test_health_is_life_and_ready_is_service(
+    phase: str, alive: bool, health: int, ready: int, code: str | None
+) -> None:
+    """/health fails only when a restart would help; /ready says why it is not."""
+    served = app(phase=phase, alive=alive)
+
+    assert health == ask(served, "GET", "/health").status
+    answer = ask(served, "GET", "/ready")
+    assert ready == answer.status
+    if code is not None:
+        assert code == answer.json["error"]["code"]
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_models_are_not_listed_before_they_are_known() -> None:
+    """503 while the model loads, as every other route that needs it."""
+    assert "model_loading" == ask(app(phase="weights"), "GET", "/v1/models").json["error"]["code"]
+
+
+def test_the_default_names(tmp_path: Path) -> None:
+    """The bundled model, a folder's name, a hub id; or what was given instead."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+
+    assert ("cellar-tiny",) == Settings().names
+    assert ("my-model",) == Settings(model=str(folder)).names
+    assert ("Qwen/Qwen3-0.6B",) == Settings(model="Qwen/Qwen3-0.6B").names
+    assert ("a", "b") == Settings(model=str(folder), served_names=("a", "b")).names
+
+
+def test_the_document_types_requests_answers_events_and_errors() -> None:
+    """Every reference in /openapi.json resolves; streams are typed; no answer is FastAPI's own validation error."""
+    document = ask(app(), "GET", "/openapi.json").json
+
+    def references(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            here = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+            return here.union(*(references(item) for item in value.values()))
+        return set().union(*(references(item) for item in value)) if isinstance(value, list) else set()
+
+    defined = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert references(document) <= defined
+    content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    assert {"application/json", "text/event-stream"} == content.keys()
+    assert "choices" in content["text/event-stream"]["schema"]["contentSchema"]["properties"]
+    assert not [name for name in defined if "HTTPValidationError" in name]

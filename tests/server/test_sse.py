@@ -1,0 +1,197 @@
+"""Streams on the wire: framing to the byte, silence, faults after the first byte, and clients that leave or freeze."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from engine.types import Delta, Event, Failed, Request, Started
+from server.app import create_app
+from tests.server.fakes import FakeEngine, Gate, ask, finished, serve_in_thread, settings
+from tests.server.wire import CHAT, connected, get, post, read_all, read_until, status
+
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**MESSAGES, "stream": True}
+TEXT = "/v1/completions"
+
+
+def chunks(body: bytes) -> bytes:
+    """A chunked HTTP body, put together."""
+    data, rest = b"", body
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        data, rest = data + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return data
+
+
+def test_the_framing_is_exact() -> None:
+    """`data: `, compact ASCII JSON, two line feeds; [DONE]; nothing else."""
+    app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+    body = ask(app, "POST", TEXT, json_body={"prompt": "a", "stream": True}).body
+
+    first = json.loads(body[6 : body.index(b"\n")])
+    head = json.dumps({key: first[key] for key in ("id", "object", "created", "model", "system_fingerprint")},
+                      separators=(",", ":"))[:-1]
+    last = body.split(b"\n\n")[3]
+    expected = "".join(
+        f'data: {head},"choices":[{{"index":0,"text":"{text}","logprobs":null,"finish_reason":null}}]}}\n\n'
+        for text in ("Hello", " wor", "ld")
+    )
+    assert (expected.encode() + last + b"\n\ndata: [DONE]\n\n") == body
+
+
+def test_the_headers_of_a_stream() -> None:
+    """No cache, no buffering in a proxy, UTF-8 said."""
+    app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+    headers = ask(app, "POST", CHAT, json_body=STREAM).headers
+
+    assert ("text/event-stream; charset=utf-8", "no-cache", "no") == (
+        headers["content-type"], headers["cache-control"], headers["x-accel-buffering"]
+    )
+    assert "x-request-id" in headers
+
+
+def test_no_text_can_break_the_framing() -> None:
+    """Line ends of every kind, in text, travel escaped: a client may cut lines as it likes."""
+    nasty = "a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x00i\U0001f600\"\\"
+
+    def script(request: Request) -> list[Event]:
+        return [Delta(nasty, (1,)), finished(request)]
+
+    app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
+    body = ask(app, "POST", TEXT, json_body={"prompt": "a", "stream": True}).body
+
+    lines = [line for line in body.decode().splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert nasty == json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"]
+
+
+def test_silence_is_filled_with_comments() -> None:
+    """While a request waits for a slot or its prompt is computed, comments go out by the clock, after the headers."""
+    gate = Gate()
+
+    def script(request: Request) -> list[Event | Gate]:
+        return [gate, Started(1, 0, 0), Delta("x", (1,)), finished(request)]
+
+    engine = FakeEngine(script)
+    with serve_in_thread(engine, settings(caps={"ping_seconds": 0.05})) as port, connected(port) as client:
+        client.sendall(post(CHAT, STREAM, "Connection: close"))
+        silent = read_until(client, b": keep-alive\n\n\r\n")
+        assert b"data: " not in silent
+        gate.open()
+        rest = read_all(client)
+
+    text = chunks((silent + rest).partition(b"\r\n\r\n")[2])
+    assert text.startswith(b": keep-alive\n\n")
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert {b": keep-alive", b""} == {part for part in text.split(b"\n\n") if not part.startswith(b"data: ")}
+
+
+@pytest.mark.parametrize(
+    ("phase", "alive", "code"),
+    [("ready", True, "generation_failed"), ("draining", True, "server_draining"), ("dead: x", False, "engine_dead")],
+)
+def test_a_fault_after_the_first_byte_is_an_event_without_done(phase: str, alive: bool, code: str) -> None:
+    """The status is out already: the error is the last event, and no [DONE] pretends that all went well."""
+    engine = FakeEngine()
+
+    def script(request: Request) -> Any:
+        yield Delta("Hel", (1,))
+        engine.phase, engine.alive = phase, alive
+        yield Failed("broken")
+
+    engine.script = script
+    answer = ask(create_app(engine, settings()), "POST", CHAT, json_body=STREAM)  # type: ignore[arg-type]
+
+    assert 200 == answer.status
+    assert code == answer.events[-1]["error"]["code"]
+    assert {"message", "type", "param", "code"} <= answer.events[-1]["error"].keys()
+    assert ["", "Hel"] == [event["choices"][0]["delta"]["content"] for event in answer.events[:-1]]
+
+
+def test_a_bug_after_the_first_byte_is_an_event_too() -> None:
+    """The client is told in the envelope, without details."""
+    def script(request: Request) -> Any:
+        yield Delta("Hel", (1,))
+        raise RuntimeError("/home/secret")
+
+    answer = ask(create_app(FakeEngine(script), settings()), "POST", CHAT, json_body=STREAM)  # type: ignore[arg-type]
+
+    assert "internal_error" == answer.events[-1]["error"]["code"]
+    assert b"secret" not in answer.body
+
+
+@pytest.mark.parametrize("body", [STREAM, MESSAGES], ids=["stream", "in one piece"])
+def test_a_client_that_leaves_cancels_its_request(body: dict[str, Any]) -> None:
+    """The engine is told as soon as the socket closes; for an answer in one piece too."""
+    gate = Gate()
+    engine = FakeEngine(lambda request: [Delta("x", (1,)), gate])
+    with serve_in_thread(engine) as port:
+        with connected(port) as client:
+            client.sendall(post(CHAT, body))
+            assert gate.reached.wait(20)
+            assert 1 == len(engine.running)
+
+        assert engine.left.wait(20)
+        assert set() == engine.running
+
+
+def test_a_client_that_leaves_cancels_all_its_prompts() -> None:
+    """Also those whose generation has not begun to speak."""
+    gate = Gate()
+    engine = FakeEngine(lambda request: [gate])
+    with serve_in_thread(engine) as port:
+        with connected(port) as client:
+            client.sendall(post(TEXT, {"prompt": ["a", "b", "c"], "stream": True}))
+            assert gate.reached.wait(20)
+        while engine.running:
+            assert engine.left.wait(20)
+            engine.left.clear()
+
+    assert 3 == len(engine.requests)
+
+
+@pytest.mark.parametrize("body", [STREAM, {**MESSAGES, "logprobs": True}], ids=["stream", "in one piece"])
+def test_a_reader_that_stands_still_is_cut(body: dict[str, Any]) -> None:
+    """It gets a while, then its connection is reset and its request cancelled; others are served meanwhile."""
+    def script(request: Request) -> Any:
+        for _ in range(400):
+            yield Delta("x" * 100_000, (1,))
+        yield finished(request)
+
+    engine = FakeEngine(script)
+    with serve_in_thread(engine, settings(caps={"write_seconds": 0.3})) as port, connected(port) as frozen:
+        frozen.sendall(post(CHAT, body))
+        begin = time.monotonic()
+        assert engine.left.wait(20)
+        with connected(port) as other:
+            other.sendall(get("/health", "Connection: close"))
+            assert 200 == status(read_all(other))
+        received = read_all(frozen)
+
+    assert time.monotonic() - begin < 15
+    assert len(received) < 40_000_000
+    assert b"[DONE]" not in received
+
+
+def test_hundreds_of_streams_come_and_go() -> None:
+    """Whoever leaves when, nothing of it stays behind in the engine."""
+    gate = Gate()
+    engine = FakeEngine(lambda request: [Delta("x", (1,)), gate])
+    with serve_in_thread(engine) as port:
+        for _ in range(100):
+            with connected(port) as client:
+                client.sendall(post(CHAT, STREAM))
+        with connected(port) as client:
+            client.sendall(post(CHAT, STREAM))
+            read_until(client, b'"x"')
+        while engine.running:
+            assert engine.left.wait(20)
+            engine.left.clear()
+
+    assert set() == engine.running
