@@ -26,12 +26,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache as HFCache
 
+from engine.kernels.latent import Projection
+
 NAME = "cells"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One layer's call of attention: query [heads, rows, width], key and value [key_heads, rows, width]."""
+    """One layer's call of attention: query [heads, rows, width], key and value [key_heads, rows, width].
+
+    With latent attention the key is [latent, rotated part] of one head, and the value has no columns.
+    """
 
     layer: int
     query: Tensor
@@ -41,6 +46,7 @@ class Call:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    latent: Projection | None = None
 
 
 # Computes rows [start, stop) of an operation from the state before them (None: zeros): the output and the state after.
@@ -84,6 +90,28 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Te
     logits: Tensor = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
     # A model that ignores logits_to_keep returns every row.
     return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+
+def install_latent(model: Any) -> None:
+    """Let layers with latent attention hand over their latents instead of the keys and values made from them.
+
+    All such layers of transformers expand by one method of one form, so that its weights can be used directly.
+    """
+    for module in model.modules():
+        expand = getattr(module, "expand_kv", None)
+        if expand is None or hasattr(module, "latent_projection"):
+            continue
+        widths = (module.qk_nope_head_dim, module.v_head_dim)
+        weight = module.kv_b_proj.weight.detach().view(-1, sum(widths), module.kv_lora_rank)
+        module.latent_projection = Projection(*weight.split(widths, 1))
+        module.expand_kv = _passing(expand)
+
+
+def _passing(expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def expand_kv(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        return (latent, turned) if is_listening() else expand(latent, turned)
+
+    return expand_kv
 
 
 def is_listening() -> bool:
@@ -136,7 +164,11 @@ def _attention(
     layer = reception.layer if reception.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
     reception.layer = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(layer, query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux)
+    latent = getattr(module, "latent_projection", None)
+    if latent is not None:
+        # What comes as key and value are the latent and its rotated part: install_latent saw to that.
+        key, value = torch.cat((key, value), -1), value[..., :0]
+    call = Call(layer, query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux, latent)
     return reception.listener.attend(call)[None], None
 
 

@@ -69,6 +69,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     _freeze_rotation(model, config.context or longest_context(text))
     model.set_attn_implementation(hooks.NAME)
     recurrent = recurrence.install(model)
+    hooks.install_latent(model)
     try:
         layers = plan_layers(model, vocabulary=text.vocab_size)
     except Exception as error:

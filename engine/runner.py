@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import hooks
-from engine.kernels import reference
+from engine.kernels import latent, reference
 from engine.plan import LayerPlan
 from kvcache.forward import Forward
 
@@ -48,12 +48,15 @@ class _Step:
         layer = self._homes[call.layer]
         self._forward.write(layer, call.key, call.value)
         keys, values = self._forward.stored(layer)
+        segments, reach = self._forward.segments(layer), self._forward.reach(layer)
+        if call.latent is not None:
+            return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale)
         return reference.attend(
             call.query,
             keys,
             values,
-            self._forward.segments(layer),
-            self._forward.reach(layer),
+            segments,
+            reach,
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,

@@ -38,7 +38,7 @@ def attend(
     output = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
     for segment in segments:
         first = _oldest(reach, segment.start)
-        k, v = _read(keys, segment, first), _read(values, segment, first)
+        k, v = read(keys, segment, first), read(values, segment, first)
         own = query[:, segment.rows]
         q = own.reshape(keys.shape[0], -1, *own.shape[1:])
         if softcap is None and sinks is None:
@@ -47,6 +47,13 @@ def attend(
             result = _explicit(q, k, v, segment.start - first, reach, first, scale, softcap, sinks)
         output[segment.rows] = result.flatten(0, 1).transpose(0, 1)
     return output
+
+
+def read(stored: Tensor, segment: Segment, first: int = 0) -> Tensor:
+    """What a segment's cells hold from position `first` on, [key_heads, positions, width]; a view if they are a run."""
+    if isinstance(segment.cells, slice):
+        return stored[:, segment.cells.start + first : segment.cells.stop]
+    return stored.index_select(1, segment.cells[first:])
 
 
 def visible(rows: int, before: int, reach: Reach, first: int, device: torch.device) -> Tensor:
@@ -71,13 +78,6 @@ def _oldest(reach: Reach, position: int) -> int:
     if reach.kind == "chunk":
         return position // reach.size * reach.size
     return 0
-
-
-def _read(stored: Tensor, segment: Segment, first: int) -> Tensor:
-    """The segment's cells from position `first` on, [key_heads, positions, width]."""
-    if isinstance(segment.cells, slice):
-        return stored[:, segment.cells.start + first : segment.cells.stop]
-    return stored.index_select(1, segment.cells[first:])
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, before: int, reach: Reach, first: int, scale: float) -> Tensor:

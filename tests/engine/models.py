@@ -46,6 +46,17 @@ _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_LATENT = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _JAMBA = {
     "num_experts": 2,
@@ -70,6 +81,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "qwen3_next": ("Qwen3NextConfig", {**_MOE, **_DELTA, "num_hidden_layers": 4}),
     "olmo_hybrid": ("OlmoHybridConfig", {**_DELTA, "num_hidden_layers": 4}),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": 12}),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "minicpm3": ("MiniCPM3Config", {**_LATENT, "q_lora_rank": 12}),
     "mamba": ("MambaConfig", {"state_size": 8}),
     "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16}),
     "jamba": ("JambaConfig", {**_JAMBA, "mamba_d_state": 8, "use_mamba_kernels": False}),
