@@ -98,12 +98,13 @@ class Core:
 
     def stats(self) -> Stats:
         """The state now."""
-        totals = self._totals
+        totals, remembered = self._totals, self.cache.idle_cells()
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             slots=self.cache.slots,
-            cells_used=self.cache.cells - self.cache.free_cells,
+            cells_used=self.cache.cells - self.cache.free_cells - remembered,
+            cells_remembered=remembered,
             cells_total=self.cache.cells,
             steps_total=totals["steps"],
             step_seconds_total=self._seconds,

@@ -65,11 +65,11 @@ class InvalidRequest(RequestError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt leaves no room for an answer."""
+    """The prompt leaves no room for an answer. `exact` False: it has at least so many tokens; nobody counted on."""
 
-    def __init__(self, tokens: int, capacity: int) -> None:
+    def __init__(self, tokens: int, capacity: int, *, exact: bool = True) -> None:
         super().__init__(f"the prompt has {tokens} tokens, the context holds {capacity}")
-        self.tokens, self.capacity = tokens, capacity
+        self.tokens, self.capacity, self.exact = tokens, capacity, exact
 
 
 class Unavailable(EngineError):

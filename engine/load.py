@@ -5,6 +5,7 @@ Only safetensors are read, no code of a checkpoint is ever run, and the network 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ from engine.types import MemoryPlan, ModelInfo
 BUNDLED_NAME = "cellar-tiny"
 
 _SMALL_BYTES = 64 * 2**20
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
 
@@ -64,7 +66,6 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     text = model.config.get_text_config()
     if config.context is not None and config.context > longest_context(text):
         raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
-    tokenizer = _read_tokenizer(name, folder, text.vocab_size)
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
     model.set_attn_implementation(hooks.NAME)
@@ -80,9 +81,11 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
     memory, context, slots = plan_memory(config, sizes, available - sizes.weights_bytes)
     on_phase("self-test")
     check_packing(name, model, layers, vocabulary=text.vocab_size, dtype=dtype)
+    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=min(context, memory.cells))
     info = ModelInfo(
         name=name,
         folder=str(folder),
+        fingerprint=_fingerprint(folder),
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(dtype).removeprefix("torch."),
@@ -181,9 +184,23 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
     return model.to(settings.device).eval().requires_grad_(False), dtype
 
 
-def _read_tokenizer(name: str, folder: Path, vocabulary: int) -> Tokenizer:
+def _fingerprint(folder: Path) -> str:
+    """A digest of the weights: of the headers, the sizes, and a sample of the bytes, for all would take seconds."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for at in range(0, size, max(size // _SAMPLES, 1)):
+                content.seek(at)
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int) -> Tokenizer:
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), vocabulary)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return Tokenizer(tokenizer, vocabulary=vocabulary, context=context)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, json.JSONDecodeError) as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {_one_line(error)}") from error
 

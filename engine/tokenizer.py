@@ -14,16 +14,21 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from engine.errors import InvalidRequest
+from engine.errors import ContextTooLong, InvalidRequest
 from engine.text import Decoder
 from engine.types import Alternative
 
 
 class Tokenizer:
-    """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back."""
+    """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back.
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+    context  tokens that a sequence may hold: text that is certain to have more is refused unread
+    """
+
+    def __init__(self, tokenizer: Any, *, vocabulary: int, context: int) -> None:
         self._tokenizer = tokenizer
+        self._context = context
+        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._reader = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._vocabulary = vocabulary
@@ -37,9 +42,13 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with the special tokens that the model expects around it. Raises InvalidRequest."""
+        """The tokens of a prompt, with the special tokens that the model expects around it.
+
+        Raises InvalidRequest, or ContextTooLong for text that cannot fit.
+        """
+        self._check_length(_well_formed(text, "prompt"))
         with self._lock:
-            return self._encode(_well_formed(text, "prompt"), special=True)
+            return self._encode(text, special=True)
 
     def render_chat(
         self,
@@ -52,12 +61,12 @@ class Tokenizer:
         """The tokens of a conversation in the model's template; `arguments` are handed to the template.
 
         A special token that stands in a message is read as plain text, so that no message can end its own turn.
-        Raises InvalidRequest where the model has no template, or its template refuses the conversation.
+        Raises InvalidRequest where the model has no template, or its template refuses the conversation, and
+        ContextTooLong for text that cannot fit.
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-        for text in _strings(messages):
-            _well_formed(text, "messages")
+        self._check_length(*(_well_formed(text, "messages") for text in _strings(messages)))
         options: dict[str, Any] = {
             **(arguments or {}),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -80,6 +89,15 @@ class Tokenizer:
         if isinstance(piece, str) and piece.startswith("\u2581"):
             text = piece.replace("\u2581", " ")  # SentencePiece: decoding a lone token loses its leading space
         return Alternative(token, text, _bytes(piece, text), logprob)
+
+    def _check_length(self, *texts: str) -> None:
+        """Refuse text that has too many tokens however it is cut: to read megabytes takes seconds, for all who wait.
+
+        Normalisers may shorten text (spaces, compatibility forms), so four times the room is given.
+        """
+        least = sum(len(text.encode()) for text in texts) // (4 * self._longest)
+        if least >= self._context:
+            raise ContextTooLong(least, self._context, exact=False)
 
     def _render(self, messages: list[dict[str, object]], options: dict[str, Any]) -> list[int]:
         if any(token in text for text in _strings(messages) for token in self._added):

@@ -140,6 +140,7 @@ class ModelInfo:
 
     name: str
     folder: str
+    fingerprint: str
     architecture: str
     parameters: int
     dtype: str
@@ -170,12 +171,17 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The state of the engine after its latest step. Totals count since the start."""
+    """The state of the engine after its latest step. Totals count since the start.
+
+    cells_used        cells of running sequences
+    cells_remembered  further cells, kept for prompts to come and given up for running ones
+    """
 
     running: int = 0
     waiting: int = 0
     slots: int = 0
     cells_used: int = 0
+    cells_remembered: int = 0
     cells_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0

@@ -117,8 +117,9 @@ def install(app: FastAPI) -> None:
 
 def _too_long(error: engine_errors.ContextTooLong, param: str) -> ApiError:
     # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
+    count = error.tokens if error.exact else f"at least {error.tokens}"
     message = (
-        f"This model's maximum context length is {error.capacity} tokens. However, the prompt has {error.tokens}, "
+        f"This model's maximum context length is {error.capacity} tokens. However, the prompt has {count}, "
         "which exceeds the available context size when an answer is to follow. Please shorten the prompt."
     )
     details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}

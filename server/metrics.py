@@ -106,6 +106,7 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("slots_busy", "Slots in use.", stats.running)
     yield _gauge("kv_cache_usage_ratio", "Cells in use, of all.", usage)
     yield _gauge("kv_cache_cells", "Cells there are.", stats.cells_total)
+    yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_remembered)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:

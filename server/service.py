@@ -55,9 +55,9 @@ class Service:
             raise Loading(self.engine.phase)
 
     def fingerprint(self) -> str:
-        """Changes with the model's shape, its dtype and the version: what may change the text, but for the weights."""
+        """Changes with the weights, the number format and the version: with what may change the text."""
         info = self.engine.info
-        parts = (info.architecture, info.parameters, info.vocabulary, info.dtype, version())
+        parts = (info.fingerprint, info.architecture, info.dtype, version())
         return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     @asynccontextmanager

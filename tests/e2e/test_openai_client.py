@@ -27,8 +27,24 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
     """A server process with the bundled model, once it is ready."""
-    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", "--api-key", KEY,
-               "--context", "256", "--slots", "2", "--max-waiting", "4", "--log-level", "debug"]
+    command = [
+        sys.executable,
+        "-c",
+        "from server.cli import main; main()",
+        "serve",
+        "--port",
+        "0",
+        "--api-key",
+        KEY,
+        "--context",
+        "256",
+        "--slots",
+        "2",
+        "--max-waiting",
+        "4",
+        "--log-level",
+        "debug",
+    ]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
@@ -110,8 +126,14 @@ def test_a_seed_repeats_a_sample(client: openai.OpenAI) -> None:
     """Equal seeds, equal text, also at a high temperature."""
     texts = {
         client.chat.completions.create(
-            model="cellar-tiny", messages=MESSAGES, temperature=1.5, seed=11, max_tokens=12  # type: ignore[arg-type]
-        ).choices[0].message.content
+            model="cellar-tiny",
+            messages=MESSAGES,
+            temperature=1.5,
+            seed=11,
+            max_tokens=12,  # type: ignore[arg-type]
+        )
+        .choices[0]
+        .message.content
         for _ in range(3)
     }
 
@@ -183,7 +205,11 @@ def test_leaving_a_stream_frees_its_slot(client: openai.OpenAI, url: str) -> Non
     """Two slots, and ten streams that are left: each time somebody else is served at once."""
     for _ in range(10):
         stream = client.chat.completions.create(
-            model="cellar-tiny", messages=MESSAGES, stream=True, max_tokens=200, extra_body={"ignore_eos": True}  # type: ignore[arg-type]
+            model="cellar-tiny",
+            messages=MESSAGES,
+            stream=True,
+            max_tokens=200,
+            extra_body={"ignore_eos": True},  # type: ignore[arg-type]
         )
         next(iter(stream))
         stream.close()

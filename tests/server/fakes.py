@@ -35,8 +35,15 @@ from server.lifecycle import Lifecycle, listen
 from server.settings import Caps, Settings
 
 INFO = ModelInfo(
-    name="fake/model", folder="/models/fake", architecture="FakeForCausalLM", parameters=1234,
-    dtype="float32", vocabulary=256, context=64, slots=4,
+    fingerprint="0123456789abcdef",
+    name="fake/model",
+    folder="/models/fake",
+    architecture="FakeForCausalLM",
+    parameters=1234,
+    dtype="float32",
+    vocabulary=256,
+    context=64,
+    slots=4,
 )
 MEMORY = MemoryPlan(
     weights_bytes=4 << 20, cells=256, cell_bytes=512, cache_bytes=131072, work_bytes=1 << 20, available_bytes=1 << 30
@@ -211,15 +218,28 @@ class Answer:
 
 
 async def call(
-    app: Any, method: str, path: str, *, json_body: object = None, body: bytes | None = None,
+    app: Any,
+    method: str,
+    path: str,
+    *,
+    json_body: object = None,
+    body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """One request to an ASGI app, to the end of its answer."""
     content = body if body is not None else b"" if json_body is None else json.dumps(json_body).encode()
     sent = {"host": "localhost", **({} if method == "GET" else {"content-type": "application/json"}), **(headers or {})}
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1),
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
         "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
     }

@@ -44,8 +44,23 @@ def test_every_route_but_two_needs_a_key(app: Any) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/v1", "/v1/models/", "//v1/models", "/v1/../health", "/health/", "/health/../v1/models", "/Health",
-     "/health;x", "/health%2e", "/ready?x=/v1", "http://x/health", "*", "/health\n", "/v1/models?/health"],
+    [
+        "/",
+        "/v1",
+        "/v1/models/",
+        "//v1/models",
+        "/v1/../health",
+        "/health/",
+        "/health/../v1/models",
+        "/Health",
+        "/health;x",
+        "/health%2e",
+        "/ready?x=/v1",
+        "http://x/health",
+        "*",
+        "/health\n",
+        "/v1/models?/health",
+    ],
 )
 def test_paths_that_only_look_open_are_closed(app: Any, path: str) -> None:
     """The exemption is by the exact path of the scope."""

@@ -54,8 +54,11 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"max_tokens": 2**62}, number("max_tokens", "less than or equal to 2147483647")),
     (CHAT, {"max_tokens": True}, number("max_tokens", "a valid integer")),
     (CHAT, {"max_tokens": 65}, invalid("max_tokens", "the context of this model holds 64 tokens")),
-    (CHAT, {"max_tokens": 5, "max_completion_tokens": 6},
-     invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them")),
+    (
+        CHAT,
+        {"max_tokens": 5, "max_completion_tokens": 6},
+        invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them"),
+    ),
     (CHAT, {"top_logprobs": 21, "logprobs": True}, number("top_logprobs", "less than or equal to 20")),
     (CHAT, {"top_logprobs": 1}, invalid("top_logprobs", "it needs 'logprobs' to be true")),
     (CHAT, {"logprobs": 1}, number("logprobs", "a valid boolean")),
@@ -79,59 +82,121 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"messages": []}, invalid("messages", "List should have at least 1 item after validation, not 0")),
     (CHAT, {"messages": "hi"}, number("messages", "a valid list")),
     (CHAT, {"messages": None}, number("messages", "a valid list")),
-    (CHAT, {"messages": [{"role": "robot", "content": ""}]},
-     number("messages[0].role", "'system', 'developer', 'user', 'assistant' or 'tool'")),
-    (CHAT, {"messages": [{"content": "x"}]},
-     error("Missing required parameter: 'messages[0].role'.", "messages[0].role")),
-    (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]},
-     number("messages[1].content", "a valid string")),
-    (CHAT, {"messages": [*MESSAGES, {"role": "user"}]},
-     invalid("messages[1].content", "a message of the role 'user' needs it")),
-    (CHAT, {"messages": [{"role": "tool", "content": None}]},
-     invalid("messages[0].content", "a message of the role 'tool' needs it")),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-     error("Missing required parameter: 'messages[0].content[0].text'.", "messages[0].content[0].text")),
-    (CHAT, {"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]},
-     invalid("messages[0].content[1].type", "this server reads text only, no images, audio or files",
-             "unsupported_value")),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "speed": 1}]},
-     error("Unknown parameter: 'messages[0].speed'.", "messages[0].speed", "unknown_parameter")),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 2049},
-     invalid("messages", "List should have at most 2048 items after validation, not 2049")),
+    (
+        CHAT,
+        {"messages": [{"role": "robot", "content": ""}]},
+        number("messages[0].role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
+    ),
+    (
+        CHAT,
+        {"messages": [{"content": "x"}]},
+        error("Missing required parameter: 'messages[0].role'.", "messages[0].role"),
+    ),
+    (CHAT, {"messages": [*MESSAGES, {"role": "user", "content": 5}]}, number("messages[1].content", "a valid string")),
+    (
+        CHAT,
+        {"messages": [*MESSAGES, {"role": "user"}]},
+        invalid("messages[1].content", "a message of the role 'user' needs it"),
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "tool", "content": None}]},
+        invalid("messages[0].content", "a message of the role 'tool' needs it"),
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        error("Missing required parameter: 'messages[0].content[0].text'.", "messages[0].content[0].text"),
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "a"},
+                        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
+                    ],
+                }
+            ]
+        },
+        invalid(
+            "messages[0].content[1].type", "this server reads text only, no images, audio or files", "unsupported_value"
+        ),
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "speed": 1}]},
+        error("Unknown parameter: 'messages[0].speed'.", "messages[0].speed", "unknown_parameter"),
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x"}] * 2049},
+        invalid("messages", "List should have at most 2048 items after validation, not 2049"),
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, invalid("messages", "the template refuses it")),
-    (CHAT, {"continue_final_message": True},
-     invalid("continue_final_message", "the last message is not one of the assistant")),
-    (CHAT, {"continue_final_message": True, "add_generation_prompt": True},
-     invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")),
-    (CHAT, {"chat_template_kwargs": {"tokenize": True}},
-     invalid("chat_template_kwargs.tokenize", "this name belongs to the template itself")),
-    (CHAT, {"chat_template_kwargs": {"__class__": 1}},
-     invalid("chat_template_kwargs.__class__", "String should match pattern '^[A-Za-z][A-Za-z0-9_]{0,63}$'")),
-    (CHAT, {"chat_template_kwargs": {"x": {}}},
-     invalid("chat_template_kwargs.x", "it must be a number, a boolean, null or a short string")),
+    (
+        CHAT,
+        {"continue_final_message": True},
+        invalid("continue_final_message", "the last message is not one of the assistant"),
+    ),
+    (
+        CHAT,
+        {"continue_final_message": True, "add_generation_prompt": True},
+        invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'"),
+    ),
+    (
+        CHAT,
+        {"chat_template_kwargs": {"tokenize": True}},
+        invalid("chat_template_kwargs.tokenize", "this name belongs to the template itself"),
+    ),
+    (
+        CHAT,
+        {"chat_template_kwargs": {"__class__": 1}},
+        invalid("chat_template_kwargs.__class__", "String should match pattern '^[A-Za-z][A-Za-z0-9_]{0,63}$'"),
+    ),
+    (
+        CHAT,
+        {"chat_template_kwargs": {"x": {}}},
+        invalid("chat_template_kwargs.x", "it must be a number, a boolean, null or a short string"),
+    ),
     # Prompts.
     (TEXT, {"prompt": ""}, invalid("prompt", "it has no tokens")),
     (TEXT, {"prompt": []}, invalid("prompt", "it must not be empty")),
     (TEXT, {"prompt": [[]]}, invalid("prompt", "it must not be empty")),
     (TEXT, {"prompt": ["x"] * 65}, invalid("prompt", "it may hold 64 prompts at most")),
-    *((TEXT, {"prompt": prompt},
-       invalid("prompt", "it must be a string, a list of strings, a list of token ids, or a list of such lists"))
-      for prompt in (5, None, {"a": 1}, [1, "a"], ["a", 1], [-1], [True], [1.0], [[1], []], [[1], ["a"]], [2**31])),
+    *(
+        (
+            TEXT,
+            {"prompt": prompt},
+            invalid("prompt", "it must be a string, a list of strings, a list of token ids, or a list of such lists"),
+        )
+        for prompt in (5, None, {"a": 1}, [1, "a"], ["a", 1], [-1], [True], [1.0], [[1], []], [[1], ["a"]], [2**31])
+    ),
     (TEXT, {"prompt": [256]}, invalid("prompt", "this model has 256 tokens, there is no id 256")),
     # The rest.
     (CHAT, {"model": 5}, number("model", "a valid string")),
     (CHAT, {"stream": "true"}, number("stream", "a valid boolean")),
     (CHAT, {"stream_options": {}}, invalid("stream_options", "it means nothing unless 'stream' is true")),
-    (TEXT, {"stream_options": {"include_usage": True}, "stream": False},
-     invalid("stream_options", "it means nothing unless 'stream' is true")),
+    (
+        TEXT,
+        {"stream_options": {"include_usage": True}, "stream": False},
+        invalid("stream_options", "it means nothing unless 'stream' is true"),
+    ),
     (CHAT, {"stream_options": {"include_usage": 1}}, number("stream_options.include_usage", "a valid boolean")),
-    (CHAT, {"stream_options": {"color": 1}},
-     error("Unknown parameter: 'stream_options.color'.", "stream_options.color", "unknown_parameter")),
+    (
+        CHAT,
+        {"stream_options": {"color": 1}},
+        error("Unknown parameter: 'stream_options.color'.", "stream_options.color", "unknown_parameter"),
+    ),
     (CHAT, {"user": "x" * 257}, invalid("user", "String should have at most 256 characters")),
     (CHAT, {"metadata": {"a": 1}}, number("metadata.a", "a valid string")),
-    (CHAT, {"metadata": {str(n): "" for n in range(17)}},
-     invalid("metadata", "Dictionary should have at most 16 items after validation, not more")),
+    (
+        CHAT,
+        {"metadata": {str(n): "" for n in range(17)}},
+        invalid("metadata", "Dictionary should have at most 16 items after validation, not more"),
+    ),
     (CHAT, {"frobnicate": 1}, error("Unknown parameter: 'frobnicate'.", "frobnicate", "unknown_parameter")),
     (TEXT, {"messages": []}, error("Unknown parameter: 'messages'.", "messages", "unknown_parameter")),
 ]

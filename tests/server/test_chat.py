@@ -177,6 +177,7 @@ def test_logprobs_without_alternatives() -> None:
 @pytest.mark.parametrize("stop", ["</s>", 7, None])
 def test_the_stop_that_ended_an_answer_is_named(stop: str | int | None) -> None:
     """stop_reason is the string or token of the request that was met, in both forms of the answer."""
+
     def script(request: Request) -> list[Event]:
         return [Started(1, 0, 0), Delta("a", (1,)), finished(request, stop=stop)]
 
@@ -189,6 +190,7 @@ def test_the_stop_that_ended_an_answer_is_named(stop: str | int | None) -> None:
 
 def test_shifts_are_reported_when_there_were_any() -> None:
     """context_shifts and shifted_tokens appear in usage only when the context was shifted."""
+
     def script(request: Request) -> list[Event]:
         return [finished(request, reason="length", usage=Usage(3, 3, 2, context_shifts=1, shifted_tokens=20))]
 
@@ -234,20 +236,40 @@ def test_a_generation_that_breaks_is_a_500() -> None:
 def test_every_field_reaches_the_engine() -> None:
     """What the body says about sampling and stopping is what the engine is told."""
     request = sent(
-        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, frequency_penalty=0.2, presence_penalty=-0.3,
-        repetition_penalty=1.1, logit_bias={"5": -100, "7": 2.5}, seed=-3, stop="END", stop_token_ids=[9],
-        ignore_eos=True, max_completion_tokens=11, overflow="shift", keep=4,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        repetition_penalty=1.1,
+        logit_bias={"5": -100, "7": 2.5},
+        seed=-3,
+        stop="END",
+        stop_token_ids=[9],
+        ignore_eos=True,
+        max_completion_tokens=11,
+        overflow="shift",
+        keep=4,
     )
 
     assert (0.5, 0.9, 40, 0.1) == (
-        request.sampling.temperature, request.sampling.top_p, request.sampling.top_k, request.sampling.min_p
+        request.sampling.temperature,
+        request.sampling.top_p,
+        request.sampling.top_k,
+        request.sampling.min_p,
     )
     assert (0.2, -0.3, 1.1) == (
-        request.sampling.frequency_penalty, request.sampling.presence_penalty, request.sampling.repetition_penalty
+        request.sampling.frequency_penalty,
+        request.sampling.presence_penalty,
+        request.sampling.repetition_penalty,
     )
     assert ((5, -100.0), (7, 2.5)) == request.sampling.logit_bias
     assert (-3, ("END",), (9,), True) == (
-        request.sampling.seed, request.stop, request.stop_token_ids, request.ignore_eos
+        request.sampling.seed,
+        request.stop,
+        request.stop_token_ids,
+        request.ignore_eos,
     )
     assert (11, "shift", 4, None) == (request.max_tokens, request.overflow, request.keep, request.logprobs)
 
@@ -257,7 +279,10 @@ def test_defaults_are_those_of_openai() -> None:
     request = sent(temperature=None, stop=None, top_k=-1)
 
     assert (1.0, 0, 1.0, 0.0, None) == (
-        request.sampling.temperature, request.sampling.top_k, request.sampling.top_p, request.sampling.min_p,
+        request.sampling.temperature,
+        request.sampling.top_k,
+        request.sampling.top_p,
+        request.sampling.min_p,
         request.max_tokens,
     )
     assert ((), (), False, None) == (request.stop, request.stop_token_ids, request.ignore_eos, request.overflow)
@@ -272,8 +297,16 @@ def test_messages_reach_the_template_plain() -> None:
         messages=[
             {"role": "developer", "content": "be kind"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
-            {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": [
-                {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "annotations": [],
+                "audio": None,
+                "tool_calls": [
+                    {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+                ],
+            },
             {"role": "tool", "content": "4", "tool_call_id": "call_1"},
         ],
     )
@@ -281,8 +314,11 @@ def test_messages_reach_the_template_plain() -> None:
     assert [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a\nb", "name": "Ann"},
-        {"role": "assistant", "content": "", "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
         {"role": "tool", "content": "4", "tool_call_id": "call_1"},
     ] == engine.tokenizer.rendered[0]["messages"]
 
@@ -291,8 +327,12 @@ def test_the_last_message_can_be_continued() -> None:
     """continue_final_message leaves the turn open and adds no new one."""
     engine = FakeEngine()
 
-    chat(engine, messages=[*BODY["messages"], {"role": "assistant", "content": "Once"}], continue_final_message=True,
-         chat_template_kwargs={"enable_thinking": False})
+    chat(
+        engine,
+        messages=[*BODY["messages"], {"role": "assistant", "content": "Once"}],
+        continue_final_message=True,
+        chat_template_kwargs={"enable_thinking": False},
+    )
 
     rendered = without(engine.tokenizer.rendered[0], "messages")
     assert {
@@ -322,6 +362,7 @@ def test_a_larger_budget_than_the_context_is_refused_unless_it_shifts() -> None:
 
 def test_a_slow_merge_of_deltas_keeps_the_text() -> None:
     """A delta of several tokens is one chunk."""
+
     def script(request: Request) -> list[Event]:
         end = finished(request)
         assert isinstance(end, Finished)

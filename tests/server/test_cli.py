@@ -43,17 +43,58 @@ def test_the_defaults(parsed: Any) -> None:
 def test_every_option(parsed: Any) -> None:
     """The names that scripts rely on."""
     settings = parsed(
-        "some/model", "--host", "0.0.0.0", "--port", "9", "--dtype", "bfloat16", "--context", "512", "--slots", "3",
-        "--served-model-name", "a", "--served-model-name", "b", "--api-key", "k1,k2", "--overflow", "shift",
-        "--max-waiting", "7", "--log-level", "debug", "--grace", "1.5", "--allowed-host", "x", "--allowed-host", "y",
-        "--threads", "2",
+        "some/model",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "9",
+        "--dtype",
+        "bfloat16",
+        "--context",
+        "512",
+        "--slots",
+        "3",
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+        "--api-key",
+        "k1,k2",
+        "--overflow",
+        "shift",
+        "--max-waiting",
+        "7",
+        "--log-level",
+        "debug",
+        "--grace",
+        "1.5",
+        "--allowed-host",
+        "x",
+        "--allowed-host",
+        "y",
+        "--threads",
+        "2",
     )
 
-    assert Settings(
-        model="some/model", host="0.0.0.0", port=9, dtype="bfloat16", context=512, slots=3,
-        served_names=("a", "b"), keys=("k1", "k2"), overflow="shift", max_waiting=7, log_level="debug",
-        grace_seconds=1.5, allowed_hosts=("x", "y"), threads=2,
-    ) == settings
+    assert (
+        Settings(
+            model="some/model",
+            host="0.0.0.0",
+            port=9,
+            dtype="bfloat16",
+            context=512,
+            slots=3,
+            served_names=("a", "b"),
+            keys=("k1", "k2"),
+            overflow="shift",
+            max_waiting=7,
+            log_level="debug",
+            grace_seconds=1.5,
+            allowed_hosts=("x", "y"),
+            threads=2,
+        )
+        == settings
+    )
 
 
 def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) -> None:
@@ -62,23 +103,40 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     keys.write_text("from-file\n")
 
     settings = parsed(
-        "--port", "10", CELLAR_PORT="9", CELLAR_SLOTS="2", CELLAR_MODEL="m", CELLAR_API_KEY="",
-        CELLAR_API_KEY_FILE=str(keys), CELLAR_SERVED_MODEL_NAME="a b",
+        "--port",
+        "10",
+        CELLAR_PORT="9",
+        CELLAR_SLOTS="2",
+        CELLAR_MODEL="m",
+        CELLAR_API_KEY="",
+        CELLAR_API_KEY_FILE=str(keys),
+        CELLAR_SERVED_MODEL_NAME="a b",
     )
 
     assert (10, 2, "m", ("from-file",), ("a", "b")) == (
-        settings.port, settings.slots, settings.model, settings.keys, settings.served_names
+        settings.port,
+        settings.slots,
+        settings.model,
+        settings.keys,
+        settings.served_names,
     )
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
 
 
 def test_the_settings_reach_the_engine() -> None:
     """What the engine reads is what was asked for."""
-    config = Settings(model="m", dtype="float64", context=64, slots=2, overflow="shift", max_waiting=3,
-                      threads=1).engine_config()
+    config = Settings(
+        model="m", dtype="float64", context=64, slots=2, overflow="shift", max_waiting=3, threads=1
+    ).engine_config()
 
     assert ("m", "float64", 64, 2, "shift", 3, 1) == (
-        config.model, config.dtype, config.context, config.slots, config.overflow, config.max_waiting, config.threads
+        config.model,
+        config.dtype,
+        config.context,
+        config.slots,
+        config.overflow,
+        config.max_waiting,
+        config.threads,
     )
 
 
@@ -135,8 +193,14 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
 
     assert isinstance(INFO, ModelInfo)
     for part in (
-        "serves fake", "FakeForCausalLM, 1.2k parameters, float32", "64 tokens a sequence, 4 slots, overflow: length",
-        "64 requests may wait", "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
-        "of 1.0 GiB free", "1 API key", "http://127.0.0.1:8000/v1", "Authorization: Bearer YOUR_KEY",
+        "serves fake",
+        "FakeForCausalLM, 1.2k parameters, float32",
+        "64 tokens a sequence, 4 slots, overflow: length",
+        "64 requests may wait",
+        "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
+        "of 1.0 GiB free",
+        "1 API key",
+        "http://127.0.0.1:8000/v1",
+        "Authorization: Bearer YOUR_KEY",
     ):
         assert part in text

@@ -139,6 +139,7 @@ def test_all_prompts_are_admitted_or_none() -> None:
 
 def test_one_broken_prompt_breaks_the_answer() -> None:
     """An answer is whole or an error; the other prompts are cancelled."""
+
     def script(request: Request) -> list[Event]:
         return [Failed("broken")] if request.id.endswith("-1") else [Delta("x", (1,)), finished(request)]
 
@@ -186,6 +187,7 @@ def test_token_ids_that_the_model_lacks_are_refused() -> None:
 
 def test_cached_tokens_are_counted() -> None:
     """usage and timings say how much of the prompt was found in the cache."""
+
     def script(request: Request) -> list[Event]:
         return [finished(request, usage=Usage(3, 3, 2))]
 

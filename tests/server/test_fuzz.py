@@ -20,8 +20,7 @@ KEYS = ["role", "content", "type", "text", "1", "x", "function", "name"]
 scalars = st.sampled_from(EDGES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
     max_leaves=6,
 )
 quick = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))

@@ -115,9 +115,7 @@ def test_every_answer_has_a_request_id(app: Any) -> None:
         ("OPTIONS", CHAT, 405, "method_not_allowed"),
     ],
 )
-def test_other_urls_and_methods_have_the_envelope_too(
-    app: Any, method: str, path: str, status: int, code: str
-) -> None:
+def test_other_urls_and_methods_have_the_envelope_too(app: Any, method: str, path: str, status: int, code: str) -> None:
     """Not FastAPI's {"detail": ...}; a 405 says what would be right."""
     answer = ask(app, method, path)
 

@@ -57,7 +57,9 @@ def test_another_name_is_a_404() -> None:
     answer = ask(app(), "GET", "/v1/models/other")
 
     assert (404, "model_not_found", "model") == (
-        answer.status, answer.json["error"]["code"], answer.json["error"]["param"]
+        answer.status,
+        answer.json["error"]["code"],
+        answer.json["error"]["param"],
     )
 
 

@@ -34,8 +34,9 @@ def test_the_framing_is_exact() -> None:
     body = ask(app, "POST", TEXT, json_body={"prompt": "a", "stream": True}).body
 
     first = json.loads(body[6 : body.index(b"\n")])
-    head = json.dumps({key: first[key] for key in ("id", "object", "created", "model", "system_fingerprint")},
-                      separators=(",", ":"))[:-1]
+    head = json.dumps(
+        {key: first[key] for key in ("id", "object", "created", "model", "system_fingerprint")}, separators=(",", ":")
+    )[:-1]
     last = body.split(b"\n\n")[3]
     expected = "".join(
         f'data: {head},"choices":[{{"index":0,"text":"{text}","logprobs":null,"finish_reason":null}}]}}\n\n'
@@ -51,14 +52,16 @@ def test_the_headers_of_a_stream() -> None:
     headers = ask(app, "POST", CHAT, json_body=STREAM).headers
 
     assert ("text/event-stream; charset=utf-8", "no-cache", "no") == (
-        headers["content-type"], headers["cache-control"], headers["x-accel-buffering"]
+        headers["content-type"],
+        headers["cache-control"],
+        headers["x-accel-buffering"],
     )
     assert "x-request-id" in headers
 
 
 def test_no_text_can_break_the_framing() -> None:
     """Line ends of every kind, in text, travel escaped: a client may cut lines as it likes."""
-    nasty = "a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x00i\U0001f600\"\\"
+    nasty = 'a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x00i\U0001f600"\\'
 
     def script(request: Request) -> list[Event]:
         return [Delta(nasty, (1,)), finished(request)]
@@ -116,6 +119,7 @@ def test_a_fault_after_the_first_byte_is_an_event_without_done(phase: str, alive
 
 def test_a_bug_after_the_first_byte_is_an_event_too() -> None:
     """The client is told in the envelope, without details."""
+
     def script(request: Request) -> Any:
         yield Delta("Hel", (1,))
         raise RuntimeError("/home/secret")
@@ -159,6 +163,7 @@ def test_a_client_that_leaves_cancels_all_its_prompts() -> None:
 @pytest.mark.parametrize("body", [STREAM, {**MESSAGES, "logprobs": True}], ids=["stream", "in one piece"])
 def test_a_reader_that_stands_still_is_cut(body: dict[str, Any]) -> None:
     """It gets a while, then its connection is reset and its request cancelled; others are served meanwhile."""
+
     def script(request: Request) -> Any:
         for _ in range(400):
             yield Delta("x" * 100_000, (1,))

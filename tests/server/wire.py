@@ -22,8 +22,13 @@ def connected(port: int) -> Iterator[socket.socket]:
 def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
     """The bytes of a POST."""
     content = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
-             f"Content-Length: {len(content)}", *headers]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 
 
