@@ -42,9 +42,9 @@ class Watcher:
         self.calls[call.layer] = call
         if call.latent is not None:
             own = call.key[..., : call.latent.latent] @ call.latent.values.mT
-            return own.transpose(0, 1)
+            return own.transpose(0, 1).contiguous()
         heads = call.query.shape[0] // call.value.shape[0]
-        return call.value.repeat_interleave(heads, 0).transpose(0, 1)
+        return call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
 
     def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
         """Every row begins anew, from zeros."""

@@ -1,0 +1,51 @@
+"""Every family that docs/models.md promises, checked against transformers alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.engine.families import CHECKS, FAMILIES, Family, build, shifted
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# One of each mechanism in every run; the others are slow only by their number.
+ALWAYS = {"gpt2", "cohere2", "gpt_oss", "llama4_text", "deepseek_v2", "kimi_linear", "falcon_mamba", "nemotron_h"}
+
+family = cache(build)
+
+
+def families() -> list[object]:
+    """All families, most of them marked slow."""
+    return [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
+@pytest.mark.parametrize("name", families())
+def test_a_family_is_what_it_is_alone(name: str) -> None:
+    """Batched, chunked, copied and resumed, a family's logits are those of transformers alone."""
+    model: Family = family(name)
+
+    assert {check: True for check in CHECKS} == {name: check(model) for name, check in CHECKS.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", families())
+def test_a_family_shifts_or_is_computed_anew(name: str) -> None:
+    """The documented way to shift is the one that happens, and gives finite logits."""
+    assert documented()[name][-1] == shifted(family(name))
+
+
+def test_the_page_has_every_family() -> None:
+    """docs/models.md has a row for each family that is checked, and for no other, and none of them fails."""
+    rows = documented()
+
+    assert sorted(FAMILIES) == sorted(rows)
+    assert not [name for name, cells in rows.items() if "FAIL" in cells]
+
+
+def documented() -> dict[str, list[str]]:
+    """The rows of the page by family."""
+    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for cells in rows[1:]}
