@@ -1,0 +1,1 @@
+"""Measures servers from outside, by their public wire format alone; imports nothing of Cellar."""

@@ -1,0 +1,64 @@
+#!/bin/sh
+# Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap makes the base image, buildah ours.
+# Needs `apt-get install buildah crun mmdebstrap`; docker/run-without-docker.py then serves it.
+# Images live in $CELLAR_STORE. pip looks where it looks outside: its settings go in as a secret.
+set -eu
+cd "$(dirname "$0")/.."
+store=${CELLAR_STORE:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
+python=${PYTHON:-python3}
+mkdir -p "$store/tmp"
+export TMPDIR="$store/tmp"
+
+# vfs copies the whole image at every turn, but works where overlay does not: inside a container, say.
+driver=overlay
+command buildah --root "$store/overlay" --runroot "$store/run" --storage-driver overlay info >/dev/null 2>&1 || driver=vfs
+echo "$driver" >"$store/driver"
+buildah() {
+    command buildah --root "$store/$driver" --runroot "$store/run" --storage-driver "$driver" "$@"
+}
+
+if ! buildah inspect --type image localhost/cellar-base >/dev/null 2>&1; then
+    mmdebstrap --variant=minbase --include=python3,python3-venv bookworm "$store/base.tar"
+    container=$(buildah from scratch)
+    buildah add --quiet "$container" "$store/base.tar" / >/dev/null
+    buildah commit --quiet --rm "$container" localhost/cellar-base >/dev/null
+    rm "$store/base.tar"
+fi
+
+pip_conf=$(mktemp)
+trap 'rm -f "$pip_conf"' EXIT
+{
+    echo "[global]"
+    # global.find-links='/a\n/b'  ->  find-links = /a /b; the first of two equal keys wins, as in pip
+    "$python" -m pip config list | sed -n "s/\\\\n/ /g; s/^[^.]*\.\([a-z-]*\)='\(.*\)'\$/\1 = \2/p" | awk '!seen[$1]++'
+} >"$pip_conf"
+
+# Local folders and files of these settings are mounted under /tmp/pip, so that no path of this machine enters the image.
+set --
+for word in $(sed 's/^[a-z-]* = //' "$pip_conf"); do
+    case $word in
+        file://*) place=$(dirname "${word#file://}") name=$(basename "$word") ;; # an index: its files lie beside it
+        /*) place=$word name= ;;
+        *) continue ;;
+    esac
+    [ -e "$place" ] || continue
+    inside=/tmp/pip/$#
+    set -- "$@" "--volume=$place:$inside:ro"
+    [ -z "$name" ] || inside=file://$inside/$name
+    # The file may hold a password: written in place, it keeps its mode.
+    changed=$(awk -v old="$word" -v new="$inside" '{ for (i = 3; i <= NF; i++) if ($i == old) $i = new } 1' "$pip_conf")
+    echo "$changed" >"$pip_conf"
+done
+if [ -n "${TORCH_BACKEND+set}" ]; then
+    set -- "$@" --build-arg "TORCH_BACKEND=$TORCH_BACKEND"
+elif grep -q -e '^find-links' -e 'index-url' "$pip_conf"; then
+    set -- "$@" --build-arg TORCH_BACKEND=
+fi
+
+buildah build --isolation chroot --pull-never --layers=false --format docker --file docker/Dockerfile \
+    --build-arg BASE=localhost/cellar-base --secret "id=pip,src=$pip_conf" "$@" --tag localhost/cellar .
+
+# run-without-docker.py needs the image unpacked; one copy serves every run, because it is read-only.
+buildah rm cellar >/dev/null 2>&1 || true
+buildah rmi --prune >/dev/null # the image before this one
+buildah from --pull-never --name cellar localhost/cellar

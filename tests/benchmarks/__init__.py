@@ -1,0 +1,1 @@
+"""The benchmark tools against a server whose answers are known."""

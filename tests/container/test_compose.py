@@ -1,0 +1,117 @@
+"""What compose.yaml and docker/Dockerfile must say, key by key. Nothing is built here."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.container.dockerfile import ROOT, last, stages
+
+SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("user", "10001:10001"),
+        ("read_only", True),
+        ("init", True),
+        ("cap_drop", ["ALL"]),
+        ("security_opt", ["no-new-privileges:true"]),
+        ("pids_limit", 512),
+        ("mem_limit", "${CELLAR_MEMORY:-8g}"),
+        ("ulimits", {"nofile": 4096, "core": 0}),
+        ("tmpfs", ["/tmp:size=64m,mode=1777,noexec,nosuid,nodev"]),
+        ("volumes", ["models:/models"]),
+        ("stop_grace_period", "45s"),
+        ("restart", "unless-stopped"),
+        ("logging", {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}}),
+    ],
+)
+def test_the_service_is_hardened(key: str, value: object) -> None:
+    """Each limit of the container has exactly the value that was decided."""
+    assert value == SERVICE[key]
+
+
+@pytest.mark.parametrize("key", ["privileged", "cap_add", "network_mode", "pid", "ipc", "devices", "userns_mode"])
+def test_the_service_takes_no_privilege(key: str) -> None:
+    """Nothing opens what the hardening closed."""
+    assert key not in SERVICE
+
+
+def test_the_port_is_published_to_this_machine_only() -> None:
+    """Without an address Docker would open the port to the network, past the firewall."""
+    assert ["127.0.0.1:${CELLAR_PORT:-8000}:8000"] == SERVICE["ports"]
+
+
+def test_no_secret_has_a_value() -> None:
+    """Keys and tokens come from outside."""
+    secrets = {name: value for name, value in SERVICE["environment"].items() if re.search("KEY|TOKEN", name)}
+
+    assert {"CELLAR_API_KEY": None, "HF_TOKEN": None} == secrets
+
+
+def test_an_open_server_is_named_as_such() -> None:
+    """The server binds every address of the container without a key only because the file says so."""
+    assert "${CELLAR_INSECURE_NO_AUTH:-1}" == SERVICE["environment"]["CELLAR_INSECURE_NO_AUTH"]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("USER", SERVICE["user"]),
+        ("STOPSIGNAL", "SIGTERM"),
+        ("EXPOSE", "8000"),
+        ("VOLUME", '["/models"]'),
+        ("ENTRYPOINT", '["cellar"]'),
+        ("CMD", '["serve"]'),
+    ],
+)
+def test_the_image_says(keyword: str, value: str) -> None:
+    """Each instruction of the last stage has exactly the value that was decided."""
+    assert value == last(keyword)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["HF_HOME=/models", "HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "HF_HUB_DISABLE_TELEMETRY=1", "CELLAR_HOST=0.0.0.0"],
+)
+def test_the_image_writes_only_to_its_volume(variable: str) -> None:
+    """Caches go to the volume, the rest to /tmp, so that the root file system can be read-only."""
+    assert variable in last("ENV").split()
+
+
+def test_the_health_check_runs_without_a_shell() -> None:
+    """The probe is a JSON array, and the script in it is in the image."""
+    command = json.loads(last("HEALTHCHECK").partition("CMD")[2])
+    copied = [step.rest.split() for step in stages()[-1] if step.keyword == "COPY"]
+
+    assert ["python", "/opt/cellar/healthcheck.py"] == command
+    assert ["docker/healthcheck.py", command[1]] in copied
+
+
+def test_the_last_stage_installs_nothing() -> None:
+    """pip, its cache and its settings stay in the stage that is thrown away."""
+    runs = [step.rest for step in stages()[-1] if step.keyword == "RUN"]
+
+    assert 2 == len(stages())
+    assert not [run for run in runs if re.search(r"\b(pip|apt|curl|wget)\b", run)]
+
+
+def test_the_build_sees_only_what_is_named() -> None:
+    """The context starts empty, so no key, cache or checkout folder slips into a layer."""
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+    assert "*" == rules[0]
+    assert {"!server", "!engine", "!kvcache", "!models/target", "!models/draft"} <= set(rules)
+
+
+def test_grace_is_longer_than_the_server_waits() -> None:
+    """Docker kills only after the server has given up on running answers by itself."""
+    from server.settings import Settings
+
+    assert float(SERVICE["stop_grace_period"].removesuffix("s")) > Settings().grace_seconds

@@ -1,0 +1,165 @@
+"""The image, built with buildah and served by crun under the limits of compose.yaml, by the scripts that users have."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.container.dockerfile import ROOT
+
+TOOLS = ("buildah", "crun", "mmdebstrap", "unshare", "nsenter")
+MISSING = [tool for tool in TOOLS if shutil.which(tool) is None]
+NEEDED = f"not found: {', '.join(MISSING)} (apt-get install buildah crun mmdebstrap)"
+
+pytestmark = [
+    pytest.mark.container,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(os.geteuid() != 0, reason="buildah with chroot isolation needs root"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"not found: {', '.join(MISSING)} (apt-get install buildah crun mmdebstrap)"
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A running server: the process that started it, the server's own process, and its address on this machine."""
+
+    runner: subprocess.Popen[bytes]
+    server: psutil.Process
+    port: int
+    log: Path
+
+    def status(self, key: str) -> str:
+        """Return a line of the server's /proc status."""
+        lines = Path(f"/proc/{self.server.pid}/status").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{key}:"))
+
+    def run(self, *command: str, port: int) -> int:
+        """Run a command on the container's own files, and return its exit status."""
+        enter = ["nsenter", "--mount", f"--target={self.server.pid}", "env", f"CELLAR_PORT={port}"]
+        return subprocess.run([*enter, *command], check=False, capture_output=True).returncode
+
+
+@pytest.fixture(scope="module")
+def image() -> None:
+    """The image of this checkout, built by the script."""
+    subprocess.run([ROOT / "docker/build-without-docker.sh"], check=True, env={**os.environ, "PYTHON": sys.executable})
+
+
+@pytest.fixture(scope="module")
+def container(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    """The service of compose.yaml, ready, on a free port; ended after the last test if none has ended it."""
+    log = tmp_path_factory.mktemp("container") / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("CELLAR_", "HF_"))}
+    environment |= {"CELLAR_PORT": str(port)}
+    if "CELLAR_STORE" in os.environ:
+        environment["CELLAR_STORE"] = os.environ["CELLAR_STORE"]
+    with log.open("wb") as out:
+        command = [sys.executable, ROOT / "docker/run-without-docker.py"]
+        runner = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_until_ready(runner, port, log)
+        yield Container(runner, server_process(runner), port, log)
+    finally:
+        runner.terminate()
+        runner.wait(timeout=60)
+
+
+def wait_until_ready(runner: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Return once /ready answers 200; fail with the log if the container ends first or takes three minutes."""
+    give_up = time.monotonic() + 180
+    while time.monotonic() < give_up and runner.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    pytest.fail(f"the container did not get ready:\n{log.read_text()}")
+
+
+def server_process(runner: subprocess.Popen[bytes]) -> psutil.Process:
+    """Return the process in the container: the one below the runner that has a process namespace of its own."""
+    below = psutil.Process(runner.pid).children(recursive=True)
+    outside = os.readlink("/proc/self/ns/pid")
+    return next(process for process in below if os.readlink(f"/proc/{process.pid}/ns/pid") != outside)
+
+
+def test_it_answers_a_chat(container: Container) -> None:
+    """The bundled model answers over HTTP with no model, key or network given."""
+    answer = httpx.post(
+        f"http://127.0.0.1:{container.port}/v1/chat/completions",
+        json={"model": "cellar-tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+        timeout=60,
+        trust_env=False,
+    )
+
+    assert 200 == answer.status_code
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:8000", 200), ("127.0.0.1:8000", 200), ("cellar:8000", 200), ("evil.test", 421)]
+)
+def test_it_answers_for_the_names_of_compose(container: Container, host: str, status: int) -> None:
+    """This machine and the other services of the compose file are answered, a rebound name is not."""
+    url = f"http://127.0.0.1:{container.port}/v1/models"
+
+    assert status == httpx.get(url, headers={"Host": host}, trust_env=False).status_code
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("Uid", "10001\t10001\t10001\t10001"), ("NoNewPrivs", "1"), ("CapEff", "0" * 16), ("CapBnd", "0" * 16)],
+)
+def test_it_has_no_privilege(container: Container, key: str, value: str) -> None:
+    """The kernel itself says that the server is not root, has no capability and can gain none."""
+    assert value == container.status(key)
+
+
+def test_only_the_volume_and_tmp_can_be_written(container: Container) -> None:
+    """The root file system is read-only in the container."""
+    mounts = [line.split() for line in Path(f"/proc/{container.server.pid}/mounts").read_text().splitlines()]
+    writable = {place for _, place, _, options, *_ in mounts if "rw" in options.split(",")}
+
+    assert "/" not in writable
+    assert {"/tmp", "/models"} <= writable
+
+
+def test_the_health_check_tells_ready_from_not(container: Container) -> None:
+    """The probe, run on the files of the image, passes while the server is ready and fails where none is."""
+    probe = ("/opt/cellar/bin/python", "/opt/cellar/healthcheck.py")
+
+    assert 0 == container.run(*probe, port=container.port)
+    assert 1 == container.run(*probe, port=1)
+
+
+def test_what_pip_was_told_is_not_in_the_image(container: Container) -> None:
+    """The settings of pip reach the build as a secret; neither they nor the folders that they name leave a trace."""
+    root = Path(f"/proc/{container.server.pid}/root")
+
+    assert not (root / "etc/pip.conf").exists()
+    assert not (root / "source").exists()
+    assert ["cellar"] == [place.name for place in (root / "opt").iterdir()]
+
+
+def test_sigterm_ends_it_with_exit_status_0(container: Container) -> None:
+    """What `docker stop` sends ends the server by itself and cleanly. Runs last: it ends the container of this file."""
+    container.runner.terminate()
+
+    assert 0 == container.runner.wait(timeout=45)
