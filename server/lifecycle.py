@@ -147,6 +147,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
+    # Every address at once is no address to call.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
