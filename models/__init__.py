@@ -1,0 +1,1 @@
+"""The bundled model pair and the recipe that makes it."""
