@@ -6,7 +6,6 @@ Only safetensors are read, no code of a checkpoint is ever run, and the network 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +15,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
@@ -32,6 +38,18 @@ from engine.types import MemoryPlan, ModelInfo
 
 BUNDLED_NAME = "cellar-tiny"
 
+# What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
+_BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _SMALL_BYTES = 64 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 1024, 4096
 
@@ -173,7 +191,7 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
             attn_implementation="eager",
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except _BROKEN as error:
         raise ModelUnsupported(name, _one_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
@@ -201,7 +219,7 @@ def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return Tokenizer(tokenizer, vocabulary=vocabulary, context=context)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, json.JSONDecodeError) as error:
+    except _BROKEN as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {_one_line(error)}") from error
 
 

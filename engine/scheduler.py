@@ -172,18 +172,31 @@ class Scheduler:
     def _shift(self, sequence: Sequence) -> None:
         """Drop the older half behind the kept tokens, in the cache and in the sequence."""
         keep = sequence.keep
+        drop = max((len(sequence.tokens) - 1 - keep) // 2, 1)
         while sequence.slot is not None:
-            drop = max((self._cache.length(sequence.slot) - keep) // 2, 1)
             try:
-                standing = self._cache.shift(sequence.slot, keep, drop)
+                standing = self._move(sequence.slot, keep, drop)
             except OutOfCells as error:
-                self._make_room(error.needed - error.free)
+                self._make_private(error.needed - error.free)
                 continue
             sequence.drop(drop)
             # What moved still knows the dropped text; what must be computed anew does not.
             if standing > keep:
                 sequence.plain = min(keep, keep if sequence.plain is None else sequence.plain)
             return
+
+    def _move(self, slot: int, keep: int, drop: int) -> int:
+        """Shift a slot; one that came back from the queue has nothing to be moved yet, and computes it in its place."""
+        if self._cache.length(slot) < keep + drop:
+            return self._cache.rewind(slot, keep)
+        return self._cache.shift(slot, keep, drop)
+
+    def _make_private(self, cells: int) -> None:
+        """Free cells for copies of shared ones; a sequence that shares with the memory alone gets its cells back."""
+        if len(self.running) > 1 or self._cache.idle_cells():
+            self._make_room(cells)
+        else:
+            self._cache.forget()
 
 
 def _common(left: list[int], right: list[int]) -> int:

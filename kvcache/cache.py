@@ -137,6 +137,11 @@ class Cache:
         self._check_idle()
         return self._tree.evict(cells)
 
+    def forget(self) -> None:
+        """Forget all that was remembered: what slots hold is theirs alone then, but for what they share."""
+        self._check_idle()
+        self._tree.forget()
+
     def idle_cells(self) -> int:
         """Cells in use that belong to no slot: eviction could free them all."""
         return min((group.pool.cells - group.pool.free - group.used_by_slots() for group in self._groups), default=0)

@@ -103,6 +103,12 @@ class PrefixTree:
             heapq.heappush(self._leaves, entry)
         return freed
 
+    def forget(self) -> None:
+        """Forget everything."""
+        while self._drop_oldest():
+            pass
+        self._roots.clear()
+
     def _walk(self, tokens: Tokens, salt: bytes) -> list[tuple[Node, int, int]]:
         """The nodes along the tokens: each with where its edge begins and how much of it matches; all but the last do
         whole."""
@@ -216,3 +222,8 @@ class PrefixTree:
         """Enter a leaf among those that may be evicted."""
         self._serial += 1
         heapq.heappush(self._leaves, (leaf.used, self._serial, leaf))
+        # Every use enters its leaf anew, so a prompt that comes again and again would fill the heap with stale entries.
+        if len(self._leaves) > 2 * self.nodes + 64:
+            last = {id(entry[2]): entry for entry in sorted(self._leaves)}
+            self._leaves = [entry for entry in last.values() if entry[2].parent is not None and not entry[2].children]
+            heapq.heapify(self._leaves)
