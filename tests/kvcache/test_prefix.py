@@ -187,3 +187,17 @@ def test_tenants_do_not_meet() -> None:
 
     assert 0 == cache.recall(1, [1, 2, 3], salt=b"two")
     assert 3 == cache.recall(1, [1, 2, 3], salt=b"one")
+
+
+def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:
+    """What the tree keeps for eviction is bounded by what it holds, however often that is recalled."""
+    cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
+    feed(cache, 0, [1, 2, 3])
+    cache.remember(0, [1, 2, 3])
+    for _ in range(1000):
+        cache.recall(1, [1, 2, 3])
+        cache.clear(1)
+    cache.clear(0)
+
+    assert len(cache._tree._leaves) < 100
+    assert 3 == cache.evict(3)

@@ -1,0 +1,1 @@
+"""Laws of attention over cells."""

@@ -1,0 +1,103 @@
+"""Attention over scattered, shared and shifted cells equals attention written down as a sum, in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.reference import attend
+from kvcache.cache import Cache
+from kvcache.forward import Forward
+from kvcache.rotary import rotate
+from kvcache.spec import LayerSpec, Reach, Rotation, Span
+
+HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 6, 2, 8, 4
+ROTATION = Rotation("half", 2, (1.0, 0.2, 0.03))
+REACHES = [Reach(), Reach("window", 1), Reach("window", 5), Reach("window", 100), Reach("chunk", 4), Reach("chunk", 1)]
+BENDS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}]
+
+
+class Words:
+    """Random queries, keys and values of tokens, keys turned to positions by the rotation itself."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.q = torch.randn(50, HEADS, WIDTH, generator=generator, dtype=torch.float64)
+        self.k = torch.randn(50, KEY_HEADS, WIDTH, generator=generator, dtype=torch.float64)
+        self.v = torch.randn(50, KEY_HEADS, VALUE_WIDTH, generator=generator, dtype=torch.float64)
+        self.sinks = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+
+    def rows(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [heads, rows, width] of tokens that stand from `start` on."""
+        q = torch.stack([rotate(self.q[token], start + at, ROTATION) for at, token in enumerate(tokens)], 1)
+        k = torch.stack([rotate(self.k[token], start + at, ROTATION) for at, token in enumerate(tokens)], 1)
+        return q, k, self.v[tokens].transpose(0, 1).contiguous()
+
+
+def one_by_one(words: Words, tokens: list[int], at: int, reach: Reach, bend: dict[str, object]) -> Tensor:
+    """The output [heads, value_width] of the query at a position, as the definition says it."""
+    first = {"full": 0, "window": max(at - reach.size + 1, 0), "chunk": at - at % max(reach.size, 1)}[reach.kind]
+    q, k, v = words.rows(tokens[: at + 1], 0)
+    result = []
+    for head in range(HEADS):
+        own = head * KEY_HEADS // HEADS
+        scores = [float(q[head, at] @ k[own, other]) * WIDTH**-0.5 for other in range(first, at + 1)]
+        score = torch.tensor(scores, dtype=torch.float64)
+        if "softcap" in bend:
+            score = 2.0 * torch.tanh(score / 2.0)
+        if "sinks" in bend:
+            score = torch.cat((score, words.sinks[head][None]))
+        weights = score.softmax(-1)[: at + 1 - first]
+        result.append(weights @ v[own, first : at + 1])
+    return torch.stack(result)
+
+
+def step(
+    cache: Cache, words: Words, plan: list[tuple[int, list[int]]], reach: Reach, bend: dict[str, object]
+) -> Tensor:
+    """A forward of new tokens for some slots: the attention output [rows, heads, value_width]."""
+    spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in plan]
+    rows = [words.rows(tokens, span.start) for span, (_, tokens) in zip(spans, plan, strict=True)]
+    q, k, v = (torch.cat(part, 1) for part in zip(*rows, strict=True))
+    sinks = words.sinks if "sinks" in bend else None
+    softcap = 2.0 if "softcap" in bend else None
+    with cache.forward(spans) as forward:
+        return attended(forward, q, k, v, reach, softcap, sinks)
+
+
+def attended(
+    forward: Forward, q: Tensor, k: Tensor, v: Tensor, reach: Reach, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Store, then attend, as a layer does."""
+    forward.write(0, k, v)
+    keys, values = forward.stored(0)
+    segments = forward.segments(0)
+    return attend(q, keys, values, segments, reach, scale=WIDTH**-0.5, softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("bend", BENDS, ids=lambda bend: "+".join(bend) or "plain")
+@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: f"{reach.kind}-{reach.size}")
+def test_attention_over_cells_is_the_sum_over_visible_tokens(reach: Reach, bend: dict[str, object]) -> None:
+    """Prompt chunks and single rows of three slots, copies and shifts between them: every row as by definition."""
+    words, chance = Words(), random.Random(1)
+    spec = LayerSpec(KEY_HEADS, WIDTH, VALUE_WIDTH, reach, ROTATION)
+    cache = Cache([spec], slots=3, capacity=40, cells=90, dtype=torch.float64)
+    held: list[list[int]] = [[], [], []]
+    for round_ in range(14):
+        if round_ % 4 == 2:
+            source, target = chance.sample(range(3), 2)
+            held[target] = held[source][: cache.copy_prefix(source, target, len(held[source]) - 1)]
+        if round_ % 5 == 4 and len(held[0]) > 4:
+            standing = cache.shift(0, 1, 2)
+            held[0] = (held[0][:1] + held[0][3:])[:standing]
+        plan = [(slot, [chance.randrange(50) for _ in range(chance.choice((1, 1, 4)))]) for slot in (2, 0, 1)]
+        output = step(cache, words, plan, reach, bend)
+        expected = []
+        for slot, tokens in plan:
+            held[slot] += tokens
+            length = len(held[slot])
+            expected += [one_by_one(words, held[slot], at, reach, bend) for at in range(length - len(tokens), length)]
+        torch.testing.assert_close(output, torch.stack(expected), rtol=0, atol=1e-12)

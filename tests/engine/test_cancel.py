@@ -1,0 +1,102 @@
+"""A client that leaves costs nothing more: whatever its request was doing, its cells are free within one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load import Loaded
+from engine.types import Finished
+from tests.engine.models import Reference, core
+from tests.engine.play import Job, ask, play
+
+Models = Callable[..., Loaded]
+
+LONG = tuple(at % 200 for at in range(90))
+
+
+def available(engine: Core) -> int:
+    """Cells that no slot uses: free ones, and remembered ones that anybody may have."""
+    return engine.cache.free_cells + engine.cache.idle_cells()
+
+
+def test_cancelled_in_the_queue(loaded: Models) -> None:
+    """A waiting request leaves the queue and is never started."""
+    engine = core(loaded("llama"), slots=1)
+    engine.submit(ask("first", (1, 2, 3), 20))
+    engine.submit(ask("second", LONG, 20))
+    engine.step()
+    engine.cancel("second")
+
+    assert (1, 0) == (engine.stats().running, engine.stats().waiting)
+    assert "second" not in {name for _ in range(40) for name, _ in engine.step()}
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["in prefill", "in decode"])
+def test_cancelled_while_it_runs(loaded: Models, steps: int) -> None:
+    """A running request is gone before the next step, with its slot and its cells."""
+    engine = core(loaded("llama"), slots=2, chunk=64)
+    engine.submit(ask("leaves", LONG, 30))
+    for _ in range(steps):
+        engine.step()
+    assert available(engine) < engine.cache.cells
+
+    engine.cancel("leaves")
+
+    assert available(engine) == engine.cache.cells
+    assert (0, 0) == (engine.stats().running, engine.stats().waiting)
+    assert not engine.busy
+
+
+def test_cancelled_before_its_first_step(loaded: Models) -> None:
+    """A request that leaves before anything happened leaves nothing."""
+    engine = core(loaded("llama"))
+    engine.submit(ask("leaves", LONG))
+    engine.cancel("leaves")
+
+    assert not engine.busy
+    assert [] == engine.step()
+    assert engine.cache.cells == engine.cache.free_cells
+
+
+def test_cancelling_twice_or_after_the_end_is_no_error(loaded: Models) -> None:
+    """Unknown, finished and cancelled requests may be cancelled."""
+    engine = core(loaded("llama"))
+    answers = play(engine, [Job(ask("done", (1, 2), 2))])
+    engine.cancel("done")
+    engine.cancel("never was")
+    engine.submit(ask("leaves", (1, 2)))
+    engine.cancel("leaves")
+    engine.cancel("leaves")
+
+    assert isinstance(answers["done"].end, Finished)
+    assert not engine.busy
+
+
+def test_a_name_can_be_used_again(loaded: Models) -> None:
+    """After a cancel the same id is a new request."""
+    engine = core(loaded("llama"))
+    engine.submit(ask("name", LONG))
+    engine.step()
+    engine.cancel("name")
+    answer = play(engine, [Job(ask("name", (1, 2, 3), 5))])["name"]
+
+    assert 5 == len(answer.tokens)
+
+
+@pytest.mark.parametrize("leaves", range(12))
+def test_neighbours_do_not_notice(loaded: Models, reference: Callable[..., Reference], leaves: int) -> None:
+    """Whenever one of four leaves, the others say what they say alone; two of them shared its prompt."""
+    engine = core(loaded("llama"), slots=3, chunk=8)
+    prompts = {"leaves": LONG[:30], "same": LONG[:30], "longer": LONG[:40], "other": (9, 8, 7)}
+    jobs = [
+        Job(ask(name, prompt, 10, ignore_eos=True), leaves=leaves if name == "leaves" else None)
+        for name, prompt in prompts.items()
+    ]
+    answers = play(engine, jobs)
+
+    for name in ("same", "longer", "other"):
+        assert list(reference("llama").greedy(prompts[name], 10)) == answers[name].tokens
+    assert available(engine) == engine.cache.cells

@@ -1,0 +1,195 @@
+"""One request from its first token to its end: why it ends, what it is told, and what it costs its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.load import Loaded
+from engine.types import Failed, Finished
+from tests.engine.models import END, Reference, core
+from tests.engine.play import Answer, Job, ask, play
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+PROMPT = (5, 4, 3, 2, 1)
+
+
+def one(loaded: Loaded, **fields: object) -> tuple[Answer, Finished]:
+    """The answer to the prompt, and how it ended."""
+    answer = play(core(loaded), [Job(ask("one", PROMPT, **{"count": 20, "ignore_eos": True, **fields}))])["one"]
+    assert isinstance(answer.end, Finished), answer.end
+    return answer, answer.end
+
+
+def test_max_tokens_ends_with_length(loaded: Models, reference: References) -> None:
+    """As many tokens as were asked for, and the reason says so."""
+    answer, end = one(loaded("llama"), count=7)
+
+    assert list(reference("llama").greedy(PROMPT, 7)) == answer.tokens
+    assert ("length", None, 7) == (end.reason, end.stop, end.usage.completion_tokens)
+
+
+def test_no_tokens_asked_for_is_an_answer_too(loaded: Models) -> None:
+    """A request for nothing ends at once, without a step."""
+    engine = core(loaded("llama"))
+    answer = play(engine, [Job(ask("one", PROMPT, 0))])["one"]
+
+    assert isinstance(answer.end, Finished)
+    assert ("length", [], 0) == (answer.end.reason, answer.tokens, engine.stats().steps_total)
+
+
+def test_the_end_token_ends_and_is_not_text(loaded: Models, reference: References) -> None:
+    """The model's own end token ends with "stop"; it counts as a token and says nothing."""
+    prompt = (1, 2, 3, 4, 5)
+    assert END in reference("gemma3").greedy(prompt, 24)
+
+    expected = reference("gemma3").greedy(prompt, 24)
+    engine = core(loaded("gemma3"))
+    answers = play(engine, [Job(ask("ends", prompt, 40)), Job(ask("goes on", prompt, 40, ignore_eos=True))])
+    end = answers["ends"].end
+    assert isinstance(end, Finished)
+    assert list(expected[:-1]) == answers["ends"].tokens
+    assert ("stop", None, len(expected)) == (end.reason, end.stop, end.usage.completion_tokens)
+    assert 40 == len(answers["goes on"].tokens)
+    assert list(expected) == answers["goes on"].tokens[: len(expected)]
+
+
+def test_a_stop_token_ends_and_is_told(loaded: Models, reference: References) -> None:
+    """Of the request's own stop tokens the first that comes ends the answer, and is not part of it."""
+    expected = reference("llama").greedy(PROMPT, 20)
+    answer, end = one(loaded("llama"), stop_token_ids=(expected[9], expected[4]))
+    first = min(expected.index(expected[9]), expected.index(expected[4]))
+
+    assert list(expected[:first]) == answer.tokens
+    assert ("stop", expected[first]) == (end.reason, end.stop)
+
+
+def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
+    """The text ends before the stop string, wherever the tokens' borders are, and the string is told."""
+    whole, _ = one(loaded("llama"), count=40)
+    for start in range(2, len(whole.text) - 3):
+        stop = whole.text[start : start + 2]
+        answer, end = one(loaded("llama"), count=40, stop=(stop, "never"))
+
+        assert whole.text[: whole.text.index(stop)] == answer.text
+        assert ("stop", stop) == (end.reason, end.stop)
+
+
+def test_text_is_the_tokens_decoded(loaded: Models) -> None:
+    """All deltas together are what decoding all tokens at once gives."""
+    answer, _ = one(loaded("llama"), count=60)
+    reader = loaded("llama").tokenizer._reader
+
+    assert reader.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) == answer.text
+
+
+def test_a_prompt_known_before_is_not_computed_again(loaded: Models) -> None:
+    """All but the last token come from the cache, and the answer is the same."""
+    engine = core(loaded("llama"))
+    first = play(engine, [Job(ask("first", PROMPT * 8, 5))])["first"]
+    rows = engine.stats().rows_total
+    second = play(engine, [Job(ask("second", PROMPT * 8, 5))])["second"]
+
+    assert (0, len(PROMPT * 8) - 1) == (first.started[0].cached_tokens, second.started[0].cached_tokens)
+    assert 5 == engine.stats().rows_total - rows
+    assert first.tokens == second.tokens
+
+
+def test_a_conversation_goes_on_where_it_stopped(loaded: Models, reference: References) -> None:
+    """Prompt and answer of one turn are the beginning of the next, and need not be computed."""
+    engine = core(loaded("llama"))
+    first = play(engine, [Job(ask("first", PROMPT * 4, 9, ignore_eos=True))])["first"]
+    prompt = (*PROMPT * 4, *first.tokens, 7, 8, 9)
+    second = play(engine, [Job(ask("second", prompt, 9, ignore_eos=True))])["second"]
+
+    assert len(PROMPT * 4) + 8 == second.started[0].cached_tokens
+    assert list(reference("llama").greedy(prompt, 9)) == second.tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_logprobs_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
+    """Chosen and likeliest tokens with their log-probabilities, as transformers computes them, in any batch."""
+    engine = core(loaded(family), chunk=3)
+    jobs = [Job(ask("one", PROMPT, 6, logprobs=4, ignore_eos=True)), Job(ask("other", (9, 9, 8), 9, ignore_eos=True))]
+    entries = []
+    for job in jobs:
+        engine.submit(job.request)
+    while engine.busy:
+        for name, event in engine.step():
+            assert name == "one" or not getattr(event, "logprobs", ())
+            entries += getattr(event, "logprobs", ()) if name == "one" else ()
+
+    text = list(PROMPT)
+    assert 6 == len(entries)
+    for entry in entries:
+        spread = reference(family).logits(tuple(text)).double().log_softmax(-1)
+        best = spread.topk(4)
+        assert int(spread.argmax()) == entry.chosen.token == entry.top[0].token
+        assert best.indices.tolist() == [alternative.token for alternative in entry.top]
+        assert pytest.approx(best.values.tolist(), abs=1e-6) == [alternative.logprob for alternative in entry.top]
+        text.append(entry.chosen.token)
+
+
+def test_a_row_without_finite_logits_fails_alone(loaded: Models, reference: References) -> None:
+    """When the model says NaN for one of three, that one fails, the others are exact, and its cells are free."""
+    model = loaded("llama").model
+    engine = core(loaded("llama"), slots=3)
+
+    def spoil(_: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        if output.shape[-2] == 3:
+            output[..., 1, :] = torch.nan
+        return output
+
+    hook = model.lm_head.register_forward_hook(spoil)
+    prompts = {"first": PROMPT, "second": (9, 9, 9), "third": (8, 7)}
+    answers = play(engine, [Job(ask(name, prompt, 10, ignore_eos=True)) for name, prompt in prompts.items()])
+    hook.remove()
+
+    assert isinstance(answers["second"].end, Failed)
+    for name in ("first", "third"):
+        assert list(reference("llama").greedy(prompts[name], 10)) == answers[name].tokens
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert 1 == engine.stats().failed_total
+
+
+def test_a_step_that_breaks_fails_those_in_it(
+    loaded: Models, reference: References, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others go on exactly, what broke computed nothing for others to reuse, and no cell is lost."""
+    model = loaded("llama").model
+    engine = core(loaded("llama"), slots=2)
+    engine.submit(ask("breaks", PROMPT * 3, 10))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    events = engine.step()
+    hook.remove()
+    assert isinstance(events[-1][1], Failed)
+    assert engine.cache.cells == engine.cache.free_cells
+
+    after = play(engine, [Job(ask("after", PROMPT * 3, 10, ignore_eos=True))])["after"]
+    assert list(reference("llama").greedy(PROMPT * 3, 10)) == after.tokens
+    assert 0 == after.started[0].cached_tokens
+
+
+def test_the_numbers_add_up(loaded: Models) -> None:
+    """Totals are the sums of what the requests were told."""
+    engine = core(loaded("llama"), slots=2, chunk=8)
+    jobs = [Job(ask(str(at), PROMPT * (1 + at % 3), 3 + at, ignore_eos=True), at) for at in range(6)]
+    answers = play(engine, jobs)
+    usages = [answer.end.usage for answer in answers.values() if isinstance(answer.end, Finished)]
+    stats = engine.stats()
+
+    assert sum(usage.prompt_tokens for usage in usages) == stats.prompt_tokens_total
+    assert sum(usage.cached_tokens for usage in usages) == stats.cached_tokens_total
+    assert sum(usage.completion_tokens for usage in usages) == stats.generated_tokens_total
+    assert (0, 0, 2) == (stats.running, stats.waiting, stats.slots)
+    computed = sum(usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1 for usage in usages)
+    assert computed == stats.rows_total

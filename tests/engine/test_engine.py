@@ -1,0 +1,318 @@
+"""The border between the event loop and the engine thread: the only tests with a real thread in them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.engine import Engine
+from engine.errors import (
+    ContextTooLong,
+    Draining,
+    EngineDead,
+    InvalidRequest,
+    Loading,
+    ModelMissing,
+    Overloaded,
+)
+from engine.types import Delta, Event, Failed, Finished, Request, SamplingParams, Started
+from tests.engine.models import CONTEXT, END, VOCABULARY, Reference
+from tests.engine.play import ask
+
+Folder = Callable[[str], Path]
+ENDLESS = 100
+
+
+@asynccontextmanager
+async def running(folder: Path, **settings: object) -> AsyncIterator[Engine]:
+    """An engine that is ready, and closed in the end."""
+    config = {"context": CONTEXT, "slots": 2, "dtype": "float64", **settings}
+    engine = Engine(EngineConfig(model=str(folder), **config))
+    engine.start()
+    try:
+        await engine.wait_ready()
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+def tell(folder: Path, story: Callable[[Engine], Awaitable[None]], **settings: object) -> None:
+    """Run a story with an engine, for half a minute at most."""
+
+    async def scene() -> None:
+        async with asyncio.timeout(30), running(folder, **settings) as engine:
+            await story(engine)
+
+    asyncio.run(scene())
+
+
+async def answer(engine: Engine, request: Request) -> list[Event]:
+    """All events of a request."""
+    async with engine.open(request) as stream:
+        return [event async for event in stream]
+
+
+def tokens(events: list[Event]) -> list[int]:
+    """The tokens of an answer."""
+    return [token for event in events if isinstance(event, Delta) for token in event.tokens]
+
+
+def test_answers_are_those_of_generate(folder: Folder, reference: Callable[..., Reference]) -> None:
+    """Five clients at once get Started, their text and Finished, and what they get alone."""
+    prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3, 4, 5), (5, 6)]
+
+    async def story(engine: Engine) -> None:
+        asked = (answer(engine, ask(str(at), prompt, 12)) for at, prompt in enumerate(prompts))
+        for prompt, events in zip(prompts, await asyncio.gather(*asked), strict=True):
+            expected = reference("llama").greedy(prompt, 12)
+
+            assert isinstance(events[0], Started)
+            assert isinstance(events[-1], Finished)
+            assert [token for token in expected if token != END] == tokens(events)
+
+    tell(folder("llama"), story)
+
+
+def test_leaving_the_block_cancels(folder: Folder) -> None:
+    """A client that leaves early frees the engine; the next one gets the slot."""
+
+    async def story(engine: Engine) -> None:
+        async with engine.open(ask("leaves", (1, 2, 3), ENDLESS, ignore_eos=True)) as stream:
+            await anext(stream)
+        events = await answer(engine, ask("next", (1, 2), 3, ignore_eos=True))
+
+        assert 3 == len(tokens(events))
+        assert engine.stats().generated_tokens_total < ENDLESS
+
+    tell(folder("llama"), story, slots=1)
+
+
+def test_the_numbers_know_of_a_cancel(folder: Folder) -> None:
+    """Soon after the last client has left, nobody runs by the engine's own account."""
+
+    async def story(engine: Engine) -> None:
+        async with engine.open(ask("leaves", (1, 2, 3), 100_000, ignore_eos=True, overflow="shift")) as stream:
+            await anext(stream)
+            while not engine.stats().running:
+                await anext(stream)
+        async with asyncio.timeout(3):
+            while engine.stats().running:
+                await asyncio.sleep(0)
+
+    tell(folder("llama"), story)
+
+
+def test_an_exception_in_the_block_cancels_too(folder: Folder) -> None:
+    """However a client leaves, its request is over."""
+
+    async def fail(engine: Engine) -> None:
+        async with engine.open(ask("fails", (1, 2, 3), ENDLESS, ignore_eos=True)) as stream:
+            await anext(stream)
+            raise RuntimeError("client")
+
+    async def story(engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match="client"):
+            await fail(engine)
+
+        assert 3 == len(tokens(await answer(engine, ask("next", (1, 2), 3, ignore_eos=True))))
+
+    tell(folder("llama"), story)
+
+
+REFUSED = [
+    (ask("bad", ()), InvalidRequest),
+    (ask("bad", (1, VOCABULARY)), InvalidRequest),
+    (ask("bad", (-1,)), InvalidRequest),
+    (ask("bad", (1,), sampling=SamplingParams(logit_bias=((VOCABULARY, 1.0),))), InvalidRequest),
+    (ask("bad", range(CONTEXT)), ContextTooLong),
+    (ask("bad", (1,) * 1000), ContextTooLong),
+]
+
+
+@pytest.mark.parametrize(("request_", "error"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_served_is_refused_before_it_begins(
+    folder: Folder, request_: Request, error: type[Exception]
+) -> None:
+    """A refused request has computed nothing and leaves nothing behind."""
+
+    async def story(engine: Engine) -> None:
+        with pytest.raises(error):
+            await answer(engine, request_)
+
+        assert 0 == engine.stats().steps_total
+        assert 1 == len(tokens(await answer(engine, ask("bad", (1,), 1, ignore_eos=True))))
+
+    tell(folder("llama"), story)
+
+
+def test_one_name_is_one_request(folder: Folder) -> None:
+    """Two running requests cannot have the same id."""
+
+    async def story(engine: Engine) -> None:
+        async with engine.open(ask("name", (1, 2), ENDLESS, ignore_eos=True)):
+            with pytest.raises(InvalidRequest):
+                await answer(engine, ask("name", (1, 2)))
+
+    tell(folder("llama"), story)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again(folder: Folder) -> None:
+    """Slots and places in the queue are taken; one more is refused with a time to wait, and served later."""
+
+    async def story(engine: Engine) -> None:
+        jobs = [asyncio.create_task(answer(engine, ask(str(at), (1, 2), 40, ignore_eos=True))) for at in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as refusal:
+            await answer(engine, ask("late", (1, 2)))
+        answers = await asyncio.gather(*jobs)
+
+        assert 1.0 <= refusal.value.retry_after_seconds <= 60.0
+        assert [40] * 3 == [len(tokens(events)) for events in answers]
+        assert 2 == len(tokens(await answer(engine, ask("late", (1, 2), 2, ignore_eos=True))))
+
+    tell(folder("llama"), story, slots=1, max_waiting=2)
+
+
+def test_before_the_model_is_there(folder: Folder) -> None:
+    """While it loads, requests are refused with the phase, and waiting for it works from several places."""
+
+    async def scene() -> None:
+        entered, go_on = threading.Event(), threading.Event()
+
+        def pause(phase: str) -> None:
+            entered.set()
+            go_on.wait(20)
+
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=1), on_phase=pause)
+        engine.start()
+        await asyncio.to_thread(entered.wait, 20)
+        with pytest.raises(Loading, match="resolve"):
+            await answer(engine, ask("early", (1, 2)))
+        assert (engine.alive, engine.ready) == (True, False)
+        go_on.set()
+        await asyncio.gather(engine.wait_ready(), engine.wait_ready())
+        assert (engine.alive, engine.ready, engine.phase) == (True, True, "ready")
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
+
+
+def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    """Who waits gets the reason, who asks is refused, and the engine is not alive."""
+
+    async def scene() -> None:
+        engine = Engine(EngineConfig(model=str(tmp_path / "nothing")))
+        engine.start()
+        with pytest.raises(ModelMissing):
+            await engine.wait_ready()
+        with pytest.raises(EngineDead):
+            await answer(engine, ask("late", (1, 2)))
+
+        assert not engine.alive
+        assert not engine.ready
+        assert engine.phase.startswith("dead: ")
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
+
+
+def test_draining_lets_the_running_finish(folder: Folder) -> None:
+    """New requests are refused at once; those that run get all their text."""
+
+    async def story(engine: Engine) -> None:
+        job = asyncio.create_task(answer(engine, ask("runs", (1, 2), 60, ignore_eos=True)))
+        await asyncio.sleep(0)
+        drain = asyncio.create_task(engine.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            await answer(engine, ask("late", (1, 2)))
+        await drain
+
+        assert 60 == len(tokens(await job))
+        assert (False, "draining") == (engine.ready, engine.phase)
+
+    tell(folder("llama"), story)
+
+
+def test_draining_ends_what_lasts_too_long(folder: Folder) -> None:
+    """After the grace every client hears that it failed, as its last event."""
+
+    async def story(engine: Engine) -> None:
+        job = asyncio.create_task(answer(engine, ask("runs", (1, 2), 100_000, ignore_eos=True, overflow="shift")))
+        await asyncio.sleep(0)
+        await engine.drain(0.0)
+
+        assert isinstance((await job)[-1], Failed)
+
+    tell(folder("llama"), story)
+
+
+def test_a_dead_thread_is_noticed_by_everyone(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the thread ends, running requests fail, new ones are refused, and the engine says that it is dead."""
+
+    def broken(core: Core) -> object:
+        raise MemoryError("no memory")
+
+    async def story(engine: Engine) -> None:
+        monkeypatch.setattr(Core, "step", broken)
+        events = await answer(engine, ask("runs", (1, 2), ENDLESS, ignore_eos=True))
+        with pytest.raises(EngineDead):
+            await answer(engine, ask("late", (1, 2)))
+
+        assert [Failed] == [type(event) for event in events]
+        assert not engine.alive
+        assert "MemoryError" in engine.phase
+
+    tell(folder("llama"), story)
+
+
+def test_a_failing_step_fails_its_own_requests_only(folder: Folder) -> None:
+    """A model that breaks once costs the requests of that step; the next one is served."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no logits")
+
+    async def story(engine: Engine) -> None:
+        hook = engine._ready_model().model.register_forward_pre_hook(broken)
+        events = await answer(engine, ask("breaks", (1, 2), 5, ignore_eos=True))
+        hook.remove()
+        after = await answer(engine, ask("after", (1, 2), 5, ignore_eos=True))
+
+        assert [Started, Failed] == [type(event) for event in events]
+        assert 5 == len(tokens(after))
+        assert 1 == engine.stats().failed_total
+
+    tell(folder("llama"), story)
+
+
+def test_a_client_that_never_reads_stops_nobody(folder: Folder) -> None:
+    """One stream is opened and not read; another gets all its text, and then the first has its own waiting."""
+
+    async def story(engine: Engine) -> None:
+        async with engine.open(ask("silent", (3, 4), 30, ignore_eos=True)) as stream:
+            events = await answer(engine, ask("reads", (1, 2), 60, ignore_eos=True))
+            late = [event async for event in stream]
+
+        assert 60 == len(tokens(events))
+        assert 30 == len(tokens(late))
+        assert len(late) < 30
+
+    tell(folder("llama"), story)
+
+
+def test_closing_twice_is_no_error(folder: Folder) -> None:
+    """An engine that is closed may be closed again."""
+
+    async def story(engine: Engine) -> None:
+        await asyncio.to_thread(engine.close)
+
+        assert not engine.alive
+
+    tell(folder("llama"), story)

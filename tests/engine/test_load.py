@@ -1,0 +1,276 @@
+"""From a name to a model: what is found, what is refused, and in which words. The hub is a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import FileResponse, JSONResponse
+
+from engine.config import EngineConfig
+from engine.core import Core
+from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
+from engine.load import load, resolve
+from tests.engine.models import CONTEXT
+from tests.engine.play import Job, ask, play
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def copy(folder: Folder, tmp_path: Path) -> Path:
+    """A tiny llama to be spoilt."""
+    return Path(shutil.copytree(folder("llama"), tmp_path / "model"))
+
+
+def load_folder(folder: Path, **settings: object) -> Core:
+    """An engine over a folder, as the server would load it."""
+    config = EngineConfig(model=str(folder), **{"context": CONTEXT, "slots": 2, "dtype": "float64", **settings})
+    return Core(load(config, lambda phase: None), config)
+
+
+def change(file: Path, **entries: object) -> None:
+    """Set entries of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
+def test_the_phases_are_told_in_order(folder: Folder) -> None:
+    """Whoever waits can see what is going on."""
+    phases: list[str] = []
+    load(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=1), phases.append)
+
+    assert ["resolve", "weights", "calibrate", "self-test"] == phases
+
+
+def test_a_local_folder_is_itself(folder: Folder) -> None:
+    """A folder needs no network, with or without a slash at its end."""
+    assert folder("llama") == resolve(str(folder("llama")))
+    assert folder("llama") == resolve(f"{folder('llama')}/")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "nothing", "a/b/c", ""])
+def test_a_missing_folder_is_told_in_one_sentence(name: str) -> None:
+    """What is neither a folder nor a name on the hub is refused at once, with the name and the reason."""
+    with pytest.raises(ModelMissing) as refusal:
+        resolve(name)
+
+    assert repr(name) in str(refusal.value)
+    assert 1 == len(str(refusal.value).splitlines())
+
+
+def test_a_folder_without_a_model_is_told_so(tmp_path: Path) -> None:
+    """An empty folder is no model."""
+    with pytest.raises(ModelMissing, match=r"has no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_pickled_weights_are_never_read(copy: Path) -> None:
+    """A folder that holds only pytorch_model.bin is refused, and the file stays unopened: its code would have run."""
+    for file in copy.glob("*.safetensors"):
+        file.unlink()
+    ran = copy / "ran"
+    evil = b"cposix\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR."
+    (copy / "pytorch_model.bin").write_bytes(evil)
+
+    with pytest.raises(ModelUnsupported, match="no safetensors weights"):
+        load_folder(copy)
+
+    assert not ran.exists()
+
+
+def test_code_of_a_checkpoint_is_never_run(copy: Path) -> None:
+    """A configuration that points to its own Python files is refused or served without them; they never run."""
+    ran = copy / "ran"
+    code = f"open({str(ran)!r}, 'w').write('x')\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+    code += "class Config(LlamaConfig):\n    model_type = 'evil'\n"
+    (copy / "evil.py").write_text(code)
+    parts = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": "evil.Tokenizer"}
+    change(copy / "config.json", auto_map=parts, model_type="evil", architectures=["EvilModel"])
+    change(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Tokenizer", None]})
+
+    with pytest.raises(ModelUnsupported):
+        load_folder(copy)
+
+    assert not ran.exists()
+
+
+def test_code_beside_a_known_model_is_ignored(copy: Path) -> None:
+    """A known model that also brings code is served by transformers' own."""
+    ran = copy / "ran"
+    (copy / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('x')\n")
+    change(copy / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    answer = play(load_folder(copy), [Job(ask("one", (1, 2, 3), 4))])["one"]
+
+    assert 4 == len(answer.tokens)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b"\xff\xfe"),
+        ("config.json", b'{"model_type": "no such thing"}'),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "wide"}'),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 100),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"\xff\xfe"),
+    ],
+    ids=lambda part: part[:20],
+)
+def test_a_spoilt_file_is_told_in_one_sentence(copy: Path, file: str, content: bytes) -> None:
+    """Broken or absurd files end in words, not in a traceback."""
+    (copy / file).write_bytes(content)
+
+    with pytest.raises(ModelUnsupported) as refusal:
+        load_folder(copy)
+
+    assert 1 == len(str(refusal.value).splitlines())
+
+
+def test_half_a_safetensors_file_is_refused(copy: Path) -> None:
+    """A download that was cut off is noticed."""
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+    with pytest.raises(ModelUnsupported):
+        load_folder(copy)
+
+
+def test_missing_weights_are_named(copy: Path) -> None:
+    """A checkpoint of fewer layers than its configuration says would answer nonsense; it is refused."""
+    change(copy / "config.json", num_hidden_layers=3)
+
+    with pytest.raises(ModelUnsupported, match=r"lack weights, 9 in all, such as model\.layers\.2"):
+        load_folder(copy)
+
+
+def test_a_model_that_is_no_text_generator_is_refused(tmp_path: Path) -> None:
+    """An encoder cannot continue a text."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(config).save_pretrained(tmp_path)
+
+    with pytest.raises(ModelUnsupported):
+        load_folder(tmp_path)
+
+
+def test_more_than_the_memory_is_refused_in_numbers(folder: Folder) -> None:
+    """A cache that cannot fit is refused before it is allocated, with what would help."""
+    with pytest.raises(PlanTooLarge, match=r"GiB of .* GiB available: lower --context"):
+        load_folder(folder("llama"), cells=10**13)
+
+
+def test_a_context_beyond_the_models_is_refused(folder: Folder) -> None:
+    """Positions that the model was never trained for are not served."""
+    with pytest.raises(ModelUnsupported, match=f"contexts of up to {CONTEXT} tokens"):
+        load_folder(folder("llama"), context=CONTEXT + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_the_cache_has_the_models_type(folder: Folder, dtype: str) -> None:
+    """Weights and cells are of the type that was asked for."""
+    engine = load_folder(folder("llama"), dtype=dtype)
+
+    assert getattr(torch, dtype) == engine.cache.groups[0].pool.keys.dtype
+    assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
+
+
+class Hub:
+    """What huggingface_hub asks a hub: the files of a revision, and each of them."""
+
+    def __init__(self, files: Path) -> None:
+        self.files, self.asked = files, []
+        self.app = FastAPI()
+        self.app.get("/api/models/{owner}/{name}/revision/{revision}")(self.revision)
+        self.app.get("/api/models/{owner}/{name}/tree/{revision}")(self.tree)
+        self.app.api_route("/{owner}/{name}/resolve/{revision}/{file:path}", methods=["GET", "HEAD"])(self.file)
+
+    async def revision(self, owner: str, name: str, revision: str) -> Response:
+        """The list of files; another name than ours does not exist, and one has a gate."""
+        if name == "gated":
+            return Response(status_code=403, headers={"X-Error-Code": "GatedRepo"})
+        if name != "tiny":
+            return Response(status_code=404, headers={"X-Error-Code": "RepoNotFound"})
+        siblings = [{"rfilename": file} for file in self.names()]
+        return JSONResponse({"_id": "1", "id": f"{owner}/{name}", "sha": "a" * 40, "siblings": siblings})
+
+    async def tree(self, owner: str, name: str, revision: str) -> Response:
+        """The list of files again, with sizes."""
+        return JSONResponse([{"type": "file", "path": file, "size": 9, "oid": "b" * 40} for file in self.names()])
+
+    def names(self) -> list[str]:
+        """The files, and two that nobody should want."""
+        return [*(file.name for file in self.files.iterdir()), "pytorch_model.bin", "evil.py"]
+
+    async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
+        """One file."""
+        self.asked.append(file)
+        headers = {"X-Repo-Commit": "a" * 40, "ETag": f'"{file}"'}
+        return FileResponse(self.files / file, headers=headers)
+
+
+@pytest.fixture
+def hub(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on 127.0.0.1 with one tiny model, and an empty local cache."""
+    hub = Hub(folder("llama"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(hub.app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    thread.start()
+    yield hub
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
+    """A name on the hub becomes a folder with safetensors and settings only, and the model in it answers."""
+    folder = resolve("someone/tiny")
+    answer = play(load_folder(folder), [Job(ask("one", (1, 2, 3), 4))])["one"]
+
+    assert 4 == len(answer.tokens)
+    assert not {"pytorch_model.bin", "evil.py"} & {*hub.asked, *(file.name for file in folder.iterdir())}
+
+
+def test_a_downloaded_model_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time the local cache serves, even when the hub is gone."""
+    folder = resolve("someone/tiny")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+    assert folder == resolve("someone/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nobody/nothing", "no model of this name"), ("someone/gated", "HF_TOKEN")]
+)
+def test_what_the_hub_does_not_give_is_told_in_one_sentence(hub: Hub, name: str, reason: str) -> None:
+    """A wrong name and a closed model have sentences of their own."""
+    with pytest.raises(ModelMissing, match=reason) as refusal:
+        resolve(name)
+
+    assert 1 == len(str(refusal.value).splitlines())
+
+
+def test_a_hub_out_of_reach_is_told_in_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network and without a local copy there is no model."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+    with pytest.raises(ModelMissing, match="out of reach") as refusal:
+        resolve("someone/tiny")
+
+    assert 1 == len(str(refusal.value).splitlines())

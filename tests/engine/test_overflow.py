@@ -1,0 +1,198 @@
+"""What happens at a full context: the answer ends with "length", or the context shifts and the text goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.core import Core
+from engine.load import Loaded
+from engine.types import Finished, Usage
+from kvcache.cache import Cache
+from tests.engine.models import Reference, core
+from tests.engine.play import Answer, Job, ask, play, take
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+CONTEXT = 24
+PROMPT = (5, 4, 3, 2, 1, 0, 5, 4)
+
+
+def finished(answer: Answer) -> Finished:
+    """The end of an answer, which must be a good one."""
+    assert isinstance(answer.end, Finished), answer.end
+    return answer.end
+
+
+def one(loaded: Loaded, count: int | None, **fields: object) -> Answer:
+    """The answer to the prompt in a small context."""
+    engine = core(loaded, slots=2, context=CONTEXT, chunk=7)
+    return play(engine, [Job(ask("one", PROMPT, count, ignore_eos=True, **fields))])["one"]
+
+
+@pytest.mark.parametrize("count", [None, CONTEXT - len(PROMPT), 1000])
+def test_a_full_context_ends_with_length(loaded: Models, reference: References, count: int | None) -> None:
+    """Without shifting, the answer has as many tokens as the context leaves, and is exact to the last."""
+    answer = one(loaded("llama"), count, overflow="length")
+
+    assert list(reference("llama").greedy(PROMPT, CONTEXT - len(PROMPT))) == answer.tokens
+    assert "length" == finished(answer).reason
+    assert 0 == finished(answer).usage.context_shifts
+
+
+def test_a_prompt_that_leaves_one_place_gets_one_token(loaded: Models) -> None:
+    """The last place of the context is used."""
+    engine = core(loaded("llama"), context=CONTEXT)
+    answer = play(engine, [Job(ask("one", range(CONTEXT - 1), 10))])["one"]
+
+    assert 1 == len(answer.tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere", "smollm3", "gemma3", "gpt2"])
+def test_shifted_text_goes_on(loaded: Models, reference: References, family: str) -> None:
+    """With shifting, the answer is as long as was asked for; up to the first shift it is the plain one."""
+    answer = one(loaded(family), 70, overflow="shift", keep=2)
+    usage = finished(answer).usage
+
+    assert 70 == len(answer.tokens) == usage.completion_tokens
+    assert "length" == finished(answer).reason
+    plain = CONTEXT + 1 - len(PROMPT)
+    assert list(reference(family).greedy(PROMPT, plain)) == answer.tokens[:plain]
+
+
+def test_shifts_are_counted(loaded: Models) -> None:
+    """Each shift drops the older half behind what is kept: eleven of twenty-four, two kept."""
+    usage = finished(one(loaded("llama"), 70, overflow="shift", keep=2)).usage
+    shifts = -(-(len(PROMPT) + 70 - 1 - CONTEXT) // 11)
+
+    assert Usage(len(PROMPT), 70, 0, shifts, 11 * shifts) == usage
+
+
+def test_without_a_limit_a_shifting_answer_is_one_context_long(loaded: Models) -> None:
+    """Nobody gets text without end by forgetting to ask for less."""
+    assert CONTEXT == len(one(loaded("llama"), None, overflow="shift").tokens)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 12, 23, 1000])
+def test_any_keep_works(loaded: Models, keep: int) -> None:
+    """Whatever the request wants kept, something can go."""
+    assert 60 == len(one(loaded("llama"), 60, overflow="shift", keep=keep).tokens)
+
+
+def test_kept_tokens_stay_and_moved_keys_are_where_they_belong(loaded: Models) -> None:
+    """After a shift the sequence is its kept beginning and its newer half, and the first layer's keys stand there.
+
+    Keys of the first layer depend on token and position only, so they can be computed anew and compared.
+    """
+    engine = core(loaded("llama"), slots=2, context=CONTEXT)
+    engine.submit(ask("one", PROMPT, 70, overflow="shift", keep=3, ignore_eos=True))
+    while not (found := engine._scheduler.running) or not found[0].usage().context_shifts:
+        engine.step()
+    (sequence,) = engine._scheduler.running
+    everything = [*PROMPT, *sequence.output]
+    dropped = sequence.usage().shifted_tokens
+    assert everything[:3] + everything[3 + dropped :] == sequence.tokens
+
+    assert sequence.slot is not None
+    length = engine.cache.length(sequence.slot)
+    fresh = core(loaded("llama"), slots=2, context=CONTEXT)
+    fresh.submit(ask("fresh", sequence.tokens[:length], 5, ignore_eos=True))
+    fresh.step()
+    (other,) = fresh._scheduler.running
+    assert other.slot is not None
+    expected = keys(fresh.cache, other.slot, length)
+    torch.testing.assert_close(keys(engine.cache, sequence.slot, length), expected, rtol=0, atol=1e-5)
+
+
+def keys(cache: Cache, slot: int, length: int) -> torch.Tensor:
+    """The first layer's keys of a slot, in order."""
+    group, own = cache.home(0)
+    return group.pool.keys[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
+
+
+def test_a_shifted_tail_is_never_offered_to_others(loaded: Models, reference: References) -> None:
+    """Who asks with the very tokens of a shifted sequence gets only its kept beginning, and the exact answer."""
+    engine = core(loaded("llama"), slots=2, context=CONTEXT)
+    engine.submit(ask("shifts", PROMPT, 40, overflow="shift", keep=4, ignore_eos=True))
+    while not (found := engine._scheduler.running) or found[0].usage().context_shifts < 2:
+        engine.step()
+    tokens = tuple(found[0].tokens[:16])
+    during = play_along(engine, tokens, "during")
+    engine.cancel("shifts")
+    after = play_along(engine, tokens, "after")
+    expected = list(reference("llama").greedy(tokens, 8))
+
+    assert [expected] * 2 == [during.tokens, after.tokens]
+    assert 4 == during.started[0].cached_tokens
+
+
+def play_along(engine: Core, tokens: tuple[int, ...], name: str) -> Answer:
+    """An answer beside sequences that run already."""
+    answer = Answer()
+    engine.submit(ask(name, tokens, 8, ignore_eos=True))
+    while answer.end is None:
+        for whose, event in engine.step():
+            if whose == name:
+                take(answer, event)
+    return answer
+
+
+def test_a_sharer_is_not_moved(loaded: Models, reference: References) -> None:
+    """When a sequence shifts, those who share its prompt stay as they are."""
+    engine = core(loaded("llama"), slots=3, context=CONTEXT, chunk=7)
+    jobs = [
+        Job(ask("shifts", PROMPT, 60, overflow="shift", keep=0, ignore_eos=True)),
+        *(Job(ask(f"plain {at}", PROMPT, 14, overflow="length", ignore_eos=True), at * 7 + 1) for at in range(8)),
+    ]
+    answers = play(engine, jobs)
+    expected = list(reference("llama").greedy(PROMPT, 14))
+
+    assert [expected] * 8 == [answers[f"plain {at}"].tokens for at in range(8)]
+
+
+@pytest.mark.parametrize("overflow", ["length", "shift"])
+def test_the_setting_holds_where_the_request_says_nothing(loaded: Models, overflow: str) -> None:
+    """The engine's own overflow is the default."""
+    engine = core(loaded("llama"), context=CONTEXT, overflow=overflow)
+    answer = play(engine, [Job(ask("one", PROMPT, 40, ignore_eos=True))])["one"]
+
+    assert (40 if overflow == "shift" else CONTEXT - len(PROMPT)) == len(answer.tokens)
+
+
+@pytest.mark.parametrize("prompt", [1, 8, 12, 15])
+def test_a_sequence_that_has_the_cache_to_itself_shifts(loaded: Models, prompt: int) -> None:
+    """With cells for one context only, a prompt that others could reuse is no obstacle."""
+    engine = core(loaded("llama"), slots=1, context=16)
+    answer = play(engine, [Job(ask("one", range(prompt), 40, overflow="shift", ignore_eos=True))])["one"]
+
+    assert 40 == finished(answer).usage.completion_tokens
+
+
+@pytest.mark.parametrize("cells", range(19, 32, 2))
+def test_two_that_overflow_in_one_step_with_too_few_cells(loaded: Models, cells: int) -> None:
+    """A sequence that is sent back to the queue before it could shift finds its way when it comes again."""
+    for first in (6, 8, 10, 13):
+        engine = core(loaded("llama"), slots=2, context=16, cells=cells, overflow="shift")
+        jobs = [
+            Job(ask(name, range(first + at), 40, ignore_eos=True, keep=first % 3), at) for at, name in enumerate("ab")
+        ]
+        answers = play(engine, jobs)
+
+        assert [40, 40] == [finished(answer).usage.completion_tokens for answer in answers.values()]
+
+
+def test_shifting_under_pressure_ends_well(loaded: Models) -> None:
+    """Shared prompts, shifts and too few cells together: everyone finishes, and no cell is lost."""
+    for seed in range(24):
+        settings = {"cells": CONTEXT + 3 + seed, "chunk": (3, 64)[seed % 2], "overflow": "shift"}
+        engine = core(loaded("llama"), slots=3, context=CONTEXT, **settings)
+        prompts = [range(10 + seed % 6), range(11 + seed % 6), range(8)]
+        jobs = [Job(ask(str(at), prompt, 50, ignore_eos=True, keep=seed % 5), at) for at, prompt in enumerate(prompts)]
+        answers = play(engine, jobs)
+        engine.cache.evict(engine.cache.cells)
+
+        assert [50] * 3 == [finished(answer).usage.completion_tokens for answer in answers.values()]
+        assert engine.cache.cells == engine.cache.free_cells

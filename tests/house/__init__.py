@@ -1,0 +1,1 @@
+"""Rules of the code: imports go down, files stay small, some things never are."""

@@ -1,0 +1,69 @@
+"""Imports go down: server > engine > kvcache, and inside each package from floor to lower floor."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.house.source import Source, imports, sources
+
+# Floors from the ground up, separated by "|". A file imports from lower floors only, never from its own.
+FLOORS = {
+    "kvcache": "errors spec | cells rotary component | attention recurrent prefix | forward | cache",
+    "engine": """errors types noise kernels.reference | config text kernels.latent | hooks tokenizer sampling memory |
+        plan recurrence sequence | runner | slots selftest | scheduler load stream | core | engine""",
+    "server": """encoding version settings metrics schemas.policy | errors schemas.common |
+        schemas.errors schemas.chat schemas.completions schemas.models auth limits parsing protocol banner usage |
+        service logprobs routes.documented | generation | fold sse | answering chat completions |
+        routes.chat routes.completions routes.health routes.metrics routes.models | app | lifecycle | cli""",
+}
+
+# What each package never imports, whatever for.
+FOREIGN = {
+    "engine": {"server", "fastapi", "pydantic", "starlette", "uvicorn", "sse_starlette", "prometheus_client"},
+    "server": {"torch", "transformers", "numpy", "safetensors", "huggingface_hub", "kvcache"},
+}
+KVCACHE_IMPORTS = {"torch", "numpy", "kvcache", *sys.stdlib_module_names}
+
+
+def floors(package: str) -> dict[str, int]:
+    """The floor of each module of a package."""
+    return {
+        f"{package}.{name}": number for number, floor in enumerate(FLOORS[package].split("|")) for name in floor.split()
+    }
+
+
+def is_package_file(source: Source) -> bool:
+    """Whether a file is an __init__.py, which stands below every floor because it imports nothing."""
+    return source.path.name == "__init__.py"
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_every_file_has_a_floor(package: str) -> None:
+    """A new file gets its place in FLOORS, and a file that is gone loses it."""
+    there = {source.name for source in sources(package) if not is_package_file(source)}
+
+    assert set(floors(package)) == there, "write the new file into FLOORS of tests/house/test_floors.py"
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: source.label)
+def test_imports_go_down(source: Source) -> None:
+    """A file imports only from floors below its own; an __init__.py imports nothing of ours."""
+    own = floors(source.package)
+    height = own.get(source.name, 0)
+    inside = {name for name in imports(source, types=False) if name.split(".")[0] == source.package}
+
+    assert set() == {name for name in inside if own.get(name, -1) >= height or is_package_file(source)}
+
+
+@pytest.mark.parametrize("source", sources("kvcache"), ids=lambda source: source.label)
+def test_kvcache_imports_torch_numpy_and_the_library(source: Source) -> None:
+    """The lowest package knows no request, text or model code."""
+    assert set() == {name.split(".")[0] for name in imports(source, types=True)} - KVCACHE_IMPORTS
+
+
+@pytest.mark.parametrize("source", sources("engine", "server"), ids=lambda source: source.label)
+def test_what_is_above_stays_above(source: Source) -> None:
+    """The engine knows no HTTP, the server no tensor; not even for an annotation."""
+    assert set() == {name.split(".")[0] for name in imports(source, types=True)} & FOREIGN[source.package]

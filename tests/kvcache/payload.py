@@ -1,0 +1,88 @@
+"""What the tests write into cells: rows from which token, position and time of writing can be read back.
+
+A key's pairs are turned to the position by numpy's complex numbers, so that `kvcache.rotary` is not its own judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.cache import Cache
+from kvcache.forward import Forward
+from kvcache.spec import LayerSpec, Reach, Rotation, Span
+
+TOKENS = 11
+
+HALF = LayerSpec(2, 5, 2, Reach(), Rotation("half", 1, (0.21, 0.047)))
+INTERLEAVED = LayerSpec(2, 5, 2, Reach(), Rotation("interleaved", 0, (0.13, 0.31)))
+NEGATIVE_WINDOW = LayerSpec(1, 3, 2, Reach("window", 4), Rotation("interleaved", 0, (-0.21,)))
+NO_POSITION = LayerSpec(1, 3, 4, Reach(), Rotation())
+LEARNED = LayerSpec(1, 3, 4, Reach(), None)
+LEARNED_SIBLING = LayerSpec(2, 5, 2, Reach(), None)
+CHUNKED = LayerSpec(1, 3, 2, Reach("chunk", 4), Rotation("half", 0, (0.21,)))
+
+SHIFTABLE = (HALF, NEGATIVE_WINDOW, INTERLEAVED, NO_POSITION)
+UNSHIFTABLE = ((HALF, NEGATIVE_WINDOW, LEARNED), (HALF, CHUNKED), (HALF, LEARNED_SIBLING, NEGATIVE_WINDOW))
+
+
+def key_rows(layer: LayerSpec, tokens: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """The keys of tokens at positions: [heads, rows, key_width]."""
+    token = np.asarray(tokens, dtype=np.float64)
+    heads = np.arange(layer.heads, dtype=np.float64)[:, None, None]
+    rows = 1.0 + token[None, :, None] + 100.0 * heads + 0.25 * np.arange(layer.key_width)
+    rotation = layer.rotation
+    if rotation is None:
+        return rows
+    for pair, frequency in enumerate(rotation.inverse_frequency):
+        first, second = columns(rotation, pair)
+        turned = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * frequency * np.asarray(positions))
+        rows[..., first], rows[..., second] = turned.real, turned.imag
+    return rows
+
+
+def columns(rotation: Rotation, pair: int) -> tuple[int, int]:
+    """The two columns that a pair turns."""
+    if rotation.layout == "half":
+        return rotation.offset + pair, rotation.offset + pair + len(rotation.inverse_frequency)
+    return rotation.offset + 2 * pair, rotation.offset + 2 * pair + 1
+
+
+def value_rows(layer: LayerSpec, tokens: Sequence[int], serials: Sequence[int]) -> NDArray[np.float64]:
+    """The values of tokens, each written at its own time: [heads, rows, value_width]."""
+    rows = np.zeros((layer.heads, len(tokens), layer.value_width))
+    rows[..., 0] = tokens
+    rows[..., 1] = serials
+    return rows
+
+
+def write(forward: Forward, layers: Sequence[LayerSpec], tokens: Sequence[int], serials: Sequence[int]) -> None:
+    """Write one row a token to every layer, in the order of the forward's spans."""
+    positions = [position for span in forward.spans for position in range(span.start, span.stop)]
+    for index, layer in enumerate(layers):
+        keys = torch.from_numpy(key_rows(layer, tokens, positions))
+        forward.write(index, keys, torch.from_numpy(value_rows(layer, tokens, serials)))
+
+
+def feed(cache: Cache, layers: Sequence[LayerSpec], slot: int, tokens: Sequence[int]) -> None:
+    """Append tokens to a slot; their serial numbers are zero."""
+    with cache.forward([Span(slot, cache.length(slot), len(tokens))]) as forward:
+        write(forward, layers, tokens, [0] * len(tokens))
+
+
+def read(cache: Cache, layers: Sequence[LayerSpec], slot: int) -> list[int]:
+    """The tokens of a slot, after a check that every layer agrees and that every key stands at its position."""
+    length = cache.length(slot)
+    tokens: list[int] | None = None
+    for index, layer in enumerate(layers):
+        group, own = cache.home(index)
+        cells = torch.from_numpy(group.table(slot).copy())
+        here = group.pool.values[own][0, cells, 0].to(torch.int64).tolist()
+        tokens = here if tokens is None else tokens
+        keys = group.pool.keys[own][:, cells].double().numpy()
+        np.testing.assert_allclose(keys, key_rows(layer, tokens, range(length)), rtol=0, atol=1e-9)
+        assert tokens == here
+    return tokens or []

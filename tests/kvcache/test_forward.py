@@ -1,0 +1,159 @@
+"""A forward is a transaction: what is kept, what is undone, and what its layers see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcache.cache import Cache
+from kvcache.errors import BadSpan, CacheError
+from kvcache.spec import Reach, Span
+from tests.kvcache.payload import INTERLEAVED, NEGATIVE_WINDOW, NO_POSITION, SHIFTABLE, feed, read, write
+
+
+@pytest.fixture
+def cache() -> Cache:
+    """Three groups, four slots of sixteen tokens."""
+    return Cache(SHIFTABLE, slots=4, capacity=16, cells=64, dtype=torch.float64)
+
+
+def test_a_rejected_row_leaves_no_trace(cache: Cache) -> None:
+    """A forward that keeps nothing leaves the slot standing where it stood."""
+    feed(cache, SHIFTABLE, 0, [1, 2, 3, 4])
+
+    with cache.forward([Span(0, 4, 3)]) as forward:
+        write(forward, SHIFTABLE, [5, 6, 7], [0, 0, 0])
+        forward.keep(0, 4)
+
+    assert [1, 2, 3, 4] == read(cache, SHIFTABLE, 0)
+    assert 60 == cache.free_cells
+
+
+def test_what_is_not_named_is_kept_whole(cache: Cache) -> None:
+    """Each slot keeps its own length; silence keeps all."""
+    with cache.forward([Span(0, 0, 3), Span(2, 0, 2)]) as forward:
+        write(forward, SHIFTABLE, [1, 2, 3, 4, 5], [0] * 5)
+        forward.keep(0, 1)
+
+    assert [1] == read(cache, SHIFTABLE, 0)
+    assert [4, 5] == read(cache, SHIFTABLE, 2)
+
+
+def test_the_last_word_on_a_slot_counts(cache: Cache) -> None:
+    """A kept length may be corrected, upwards too, until the forward ends."""
+    with cache.forward([Span(0, 0, 3)]) as forward:
+        write(forward, SHIFTABLE, [1, 2, 3], [0] * 3)
+        forward.keep(0, 0)
+        forward.keep(0, 2)
+
+    assert [1, 2] == read(cache, SHIFTABLE, 0)
+
+
+@pytest.mark.parametrize(("slot", "length"), [(0, 3), (0, 8), (0, -1), (1, 0), (7, 4)])
+def test_only_rows_of_the_forward_can_be_kept(cache: Cache, slot: int, length: int) -> None:
+    """A kept length lies in [start, stop] of the slot's own span; the refusal changes nothing."""
+    feed(cache, SHIFTABLE, 0, [1, 2, 3, 4])
+
+    with cache.forward([Span(0, 4, 3)]) as forward:
+        write(forward, SHIFTABLE, [5, 6, 7], [0] * 3)
+        with pytest.raises(ValueError, match=f"slot {slot} cannot keep {length}"):
+            forward.keep(slot, length)
+
+    assert [1, 2, 3, 4, 5, 6, 7] == read(cache, SHIFTABLE, 0)
+
+
+def test_an_exception_keeps_nothing_even_of_what_was_asked_for(cache: Cache) -> None:
+    """After a failure every slot of the forward stands where it stood, and the next forward can begin."""
+    feed(cache, SHIFTABLE, 0, [1, 2])
+
+    def fail() -> None:
+        with cache.forward([Span(0, 2, 2), Span(1, 0, 1)]) as forward:
+            write(forward, SHIFTABLE, [3, 4, 5], [0] * 3)
+            forward.keep(0, 4)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    feed(cache, SHIFTABLE, 0, [9])
+
+    assert [1, 2, 9] == read(cache, SHIFTABLE, 0)
+    assert [] == read(cache, SHIFTABLE, 1)
+    assert 61 == cache.free_cells
+
+
+def test_a_forward_that_was_refused_is_not_open(cache: Cache) -> None:
+    """After a refusal the cache serves the next operation."""
+    with pytest.raises(BadSpan), cache.forward([Span(0, 1, 1)]):
+        pass
+    feed(cache, SHIFTABLE, 0, [1])
+
+    assert [1] == read(cache, SHIFTABLE, 0)
+
+
+def test_a_second_forward_waits_for_the_first(cache: Cache) -> None:
+    """One forward at a time; the inner one is refused and the outer one goes on."""
+    with cache.forward([Span(0, 0, 1)]) as outer:
+        write(outer, SHIFTABLE, [1], [0])
+        with pytest.raises(CacheError, match="a forward is open"), cache.forward([Span(1, 0, 1)]):
+            pass
+
+    assert [1] == read(cache, SHIFTABLE, 0)
+
+
+def test_segments_cut_the_batch_by_slot(cache: Cache) -> None:
+    """Rows follow the order of the spans; cells are those of all positions up to the last row."""
+    feed(cache, SHIFTABLE, 1, [1, 2, 3])
+
+    with cache.forward([Span(3, 0, 2), Span(1, 3, 1)]) as forward:
+        segments = forward.segments(1)
+        write(forward, SHIFTABLE, [4, 5, 6], [0] * 3)
+
+    assert [(slice(0, 2), 0), (slice(2, 3), 3)] == [(segment.rows, segment.start) for segment in segments]
+    assert 3 == forward.rows
+
+
+def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
+    """A slot that grew alone is read by a view, one that was cut and shared by an index."""
+    feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
+    cache.copy_prefix(0, 1, 3)
+
+    with cache.forward([Span(0, 6, 1), Span(1, 3, 1)]) as forward:
+        whole, scattered = forward.segments(0)
+        write(forward, SHIFTABLE, [7, 8], [0] * 2)
+
+    assert isinstance(whole.cells, slice)
+    assert isinstance(scattered.cells, torch.Tensor)
+    assert [1, 2, 3, 8] == read(cache, SHIFTABLE, 1)
+
+
+def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
+    """What a layer wrote in this forward is there before it ends."""
+    with cache.forward([Span(0, 0, 3)]) as forward:
+        write(forward, SHIFTABLE, [4, 5, 6], [0] * 3)
+        keys, values = forward.stored(2)
+        (segment,) = forward.segments(2)
+
+        assert [4, 5, 6] == values[0, segment.cells, 0].tolist()
+        assert (INTERLEAVED.heads, 3, INTERLEAVED.key_width) == keys[:, segment.cells].shape
+
+
+def test_a_layer_finds_its_own_reach(cache: Cache) -> None:
+    """Reach belongs to the layer's group."""
+    with cache.forward([Span(0, 0, 1)]) as forward:
+        write(forward, SHIFTABLE, [1], [0])
+
+        assert [Reach(), Reach("window", 4), Reach(), Reach()] == [forward.reach(layer) for layer in range(4)]
+
+
+def test_rows_are_stored_in_the_type_of_the_cache() -> None:
+    """A model that computes in another type writes all the same, into one run and into scattered cells."""
+    layers = (NEGATIVE_WINDOW, NO_POSITION)
+    cache = Cache(layers, slots=2, capacity=8, cells=8, dtype=torch.bfloat16)
+    feed(cache, layers, 0, [1, 2, 3])
+    feed(cache, layers, 1, [4])
+    cache.rewind(0, 1)
+    with cache.forward([Span(0, 1, 1), Span(1, 1, 2)]) as forward:
+        write(forward, layers, [5, 6, 7], [0] * 3)
+    group, _ = cache.home(0)
+
+    assert [[1, 5], [4, 6, 7]] == [group.pool.values[0, 0, group.table(slot), 0].tolist() for slot in (0, 1)]
