@@ -129,10 +129,10 @@ class Core:
     def _compute(self, grants: Rows[Grant]) -> None:
         try:
             logits = self._forward(grants)
-            self._scheduler.computed(grants)
             complete = [grant.sequence for grant in grants if grant.complete]
             if complete:
                 self._emit(complete, logits)
+            self._scheduler.computed(grants)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:
@@ -199,6 +199,8 @@ class Core:
         if sequence.request.id not in self._sequences:
             return  # it ended in this very step, before another row broke
         self._totals["failed"] += 1
+        # What broke it may stand in its cells: nobody else shall have them.
+        sequence.plain = 0
         self._say(sequence, Failed(reason))
         self._close(sequence)
 

@@ -88,7 +88,7 @@ class Scheduler:
     def computed(self, grants: Iterable[Grant]) -> None:
         """Take note that a step computed its grants: what was a prompt can serve others now."""
         for grant in grants:
-            if grant.span.stop <= len(grant.sequence.request.prompt):
+            if grant.sequence.slot is not None and grant.span.stop <= len(grant.sequence.request.prompt):
                 self._slots.remember(grant.sequence)
 
     def _admit(self) -> None:

@@ -193,3 +193,16 @@ def test_the_numbers_add_up(loaded: Models) -> None:
     assert (0, 0, 2) == (stats.running, stats.waiting, stats.slots)
     computed = sum(usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1 for usage in usages)
     assert computed == stats.rows_total
+
+
+def test_what_broke_is_not_remembered(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells of a request that failed are offered to nobody."""
+    engine = core(loaded("llama"))
+    run = engine._runner.run
+    monkeypatch.setattr(engine._runner, "run", lambda *arguments: run(*arguments) * torch.nan)
+    broken = play(engine, [Job(ask("broken", PROMPT, 5))])["broken"]
+    monkeypatch.undo()
+    again = play(engine, [Job(ask("again", PROMPT, 5))])["again"]
+
+    assert isinstance(broken.end, Failed)
+    assert 0 == again.started[0].cached_tokens
