@@ -7,6 +7,9 @@ from typing import Literal
 
 from engine.types import Overflow
 
+# What the bundled model is called where nobody gave it another name.
+BUNDLED_NAME = "cellar-tiny"
+
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 

@@ -40,7 +40,7 @@ class Core:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         info = loaded.info
-        self.capacity = min(info.context, loaded.memory.cells)
+        self.capacity = loaded.capacity
         self.cache = Cache(
             [plan.spec for plan in loaded.layers],
             slots=info.slots,
@@ -116,7 +116,6 @@ class Core:
             preemptions_total=self._scheduler.preemptions,
             prefix_copies_total=totals["reused"],
             failed_total=totals["failed"],
-            last_step_at=self._clock(),
         )
 
     def _start(self, sequence: Sequence, standing: int) -> None:

@@ -164,8 +164,8 @@ class Engine:
     def _check(self, request: Request) -> None:
         if self._draining:
             raise Draining
-        info = self.info
-        capacity = min(info.context, self.memory.cells)
+        loaded = self._ready_model()
+        info, capacity = loaded.info, loaded.capacity
         if request.id in self._streams:
             raise InvalidRequest("id", f"a request with the id {request.id!r} is running")
         if not request.prompt:

@@ -28,15 +28,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from engine import hooks, recurrence
-from engine.config import EngineConfig
+from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelMissing, ModelUnsupported
 from engine.memory import Sizes, available_bytes, plan_memory
 from engine.plan import LayerPlan, plan_layers
 from engine.selftest import check_packing
 from engine.tokenizer import Tokenizer
 from engine.types import MemoryPlan, ModelInfo
-
-BUNDLED_NAME = "cellar-tiny"
+from kvcache.spec import group_layers
 
 # What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
 _BROKEN = (
@@ -68,6 +67,11 @@ class Loaded:
     recurrent: bool
     dtype: torch.dtype
     eos: frozenset[int]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence may hold: its context, or all cells if these are fewer."""
+        return min(self.info.context, self.memory.cells)
 
 
 def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
@@ -246,7 +250,7 @@ def longest_context(text: Any) -> int:
 def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype) -> Sizes:
     text = model.config.get_text_config()
     element = torch.finfo(dtype).bits // 8
-    cell = sum(plan.spec.heads * (plan.spec.key_width + plan.spec.value_width) for plan in layers) * element
+    cell = sum(group.cell_bytes(element) for group in group_layers([plan.spec for plan in layers]))
     # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

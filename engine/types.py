@@ -193,4 +193,3 @@ class Stats:
     preemptions_total: int = 0
     prefix_copies_total: int = 0
     failed_total: int = 0
-    last_step_at: float = 0.0

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.config import Dtype, EngineConfig
+from engine.config import BUNDLED_NAME, Dtype, EngineConfig
 from engine.types import Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-BUNDLED_NAME = "cellar-tiny"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
