@@ -9,18 +9,19 @@ One thread owns a cache. Between `begin` and `end` of a forward only that forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from kvcache.attention import AttentionGroup
 from kvcache.component import Component
-from kvcache.errors import BadSpan, CacheError
+from kvcache.errors import BadSpan, CacheError, OutOfCells
 from kvcache.forward import Forward
 from kvcache.prefix import PrefixTree
 from kvcache.recurrent import RecurrentStates
+from kvcache.shelf import ShelfConfig
 from kvcache.spec import LayerSpec, Span, group_layers
 
 
@@ -28,8 +29,11 @@ class Cache:
     """Memory for `slots` sequences of up to `capacity` tokens each, in `cells` shared cells.
 
     layers       one spec an attention layer of the model, in the model's order
-    cells        of each group; slots x capacity is always enough, for shared cells are counted once
+    cells        tokens that all sequences may hold together: a cell each, in groups that see everything; groups that
+                 see less need fewer cells (GroupSpec.pool_cells). slots x capacity is always enough
+    rows         of one forward at most; None: as many as a slot holds
     state_bytes  of recurrent states that may be remembered; None: the model has no recurrent layers
+    shelf        where remembered content goes for which there are no cells; None: nowhere
     """
 
     def __init__(
@@ -39,29 +43,37 @@ class Cache:
         slots: int,
         capacity: int,
         cells: int,
+        rows: int | None = None,
         state_bytes: int | None = None,
+        shelf: ShelfConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.slots, self.capacity, self.cells = slots, capacity, cells
-        specs = group_layers(layers)
+        specs = group_layers([layer.within(capacity) for layer in layers])
         place = torch.device(device)
+        sizes = [spec.pool_cells(cells, slots=slots, rows=capacity if rows is None else rows) for spec in specs]
         self._groups = tuple(
-            AttentionGroup(spec, slots=slots, capacity=capacity, cells=cells, dtype=dtype, device=place)
-            for spec in specs
+            AttentionGroup(spec, slots=slots, capacity=capacity, cells=size, dtype=dtype, device=place)
+            for spec, size in zip(specs, sizes, strict=True)
         )
-        self.states = None if state_bytes is None else RecurrentStates(slots, state_bytes)
+        self._growing = [group for group in self._groups if group.spec.reach.kind == "full"]
+        self.states = None if state_bytes is None else RecurrentStates(slots, state_bytes, place)
         self._components: tuple[Component[Any], ...] = (
             self._groups if self.states is None else (*self._groups, self.states)
         )
         self._homes = {layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)}
-        self._tree = PrefixTree(self._components)
+        token_bytes = sum(spec.cell_bytes(dtype) for spec in specs)
+        self._tree = PrefixTree(self._components, shelf or ShelfConfig(), token_bytes=token_bytes)
         self._open: Forward | None = None
 
     @property
     def free_cells(self) -> int:
-        """Rows that the next forward may bring, all its spans together."""
-        return min((group.pool.free for group in self._groups), default=self.cells)
+        """Tokens by which sequences may grow, together; whether a forward's rows fit at once, `make_room` says.
+
+        Groups that do not see everything are no limit to that, for their sequences release what they do not see.
+        """
+        return min((group.pool.free for group in self._growing), default=self.cells)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -99,18 +111,23 @@ class Cache:
         """Forget everything in the slot. Cannot fail."""
         self.rewind(slot, 0)
 
-    def shift(self, slot: int, keep: int, drop: int) -> int:
+    def shift(self, slot: int, keep: int, drop: int, *, states: Literal["rebuild", "carry"] = "rebuild") -> int:
         """Forget [keep, keep + drop) and move what follows to its place. Returns the length at which the slot stands.
 
-        That is `length - drop`, or `keep` where the model cannot be shifted: then the rest must be computed anew.
-        Raises OutOfCells if the private copies of shared cells do not fit, ValueError if there is nothing to drop.
+        That is `length - drop`; where the model cannot be shifted, or a window at the new end would see what is
+        released, it is `keep` or less, and the rest must be computed anew.
+        Recurrent states cannot forget: they are rebuilt from the tokens that stay, or carried over as they are.
+        What is remembered makes room for private copies of shared cells; raises OutOfCells if they do not fit even so,
+        ValueError if there is nothing to drop.
         """
         self._check_idle()
         length = self.length(slot)
         if keep < 0 or drop < 1 or keep + drop > length:
             raise ValueError(f"cannot drop [{keep}, {keep + drop}) of {length} tokens")
-        if not all(component.can_shift(slot) for component in self._components):
+        rebuilt = self.states is not None and states == "rebuild"
+        if rebuilt or not all(component.can_shift(slot, keep, drop) for component in self._components):
             return self.rewind(slot, keep)
+        self._find_room(lambda component: component.check_shift(slot, keep, drop))
         for component in self._components:
             component.check_shift(slot, keep, drop)
         for component in self._components:
@@ -125,26 +142,55 @@ class Cache:
         self._check_idle()
         return self._tree.recall(slot, self.length(slot), np.asarray(tokens, dtype=np.int64), salt)
 
-    def remember(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
-        """Keep what the slot holds for its first `len(tokens)` tokens, which are these, beyond the slot's own life."""
+    def remember(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"", seal: bool = False) -> None:
+        """Keep what the slot holds for its first `len(tokens)` tokens, which are these, beyond the slot's own life.
+
+        seal  their end is a place worth resuming at: what it takes to go on there is the last to be given up
+        """
         self._check_idle()
         if len(tokens) > self.length(slot):
             raise ValueError(f"slot {slot} holds {self.length(slot)} tokens, not {len(tokens)}")
-        self._tree.remember(slot, np.asarray(tokens, dtype=np.int64), salt)
+        self._tree.remember(slot, np.asarray(tokens, dtype=np.int64), salt, seal=seal)
+
+    def known(self, tokens: Sequence[int], *, salt: bytes = b"") -> int:
+        """How many of the tokens somebody else came by, which may be more than `recall` could reach."""
+        return self._tree.known(np.asarray(tokens, dtype=np.int64), salt)
+
+    def make_room(self, spans: Sequence[Span]) -> int:
+        """Forget what is remembered and wanted least until the spans fit; the rows that still lack (0: they fit)."""
+        self._check_idle()
+        self._check_spans(spans)
+        return self._find_room(lambda component: component.check_append(spans))
 
     def evict(self, cells: int) -> int:
         """Forget what was remembered and is wanted least, until `cells` more are free or no more can be; how many."""
         self._check_idle()
-        return self._tree.evict(cells)
+        free = self.free_cells
+        self._tree.evict([cells if component in self._growing else 0 for component in self._components])
+        return self.free_cells - free
 
     def forget(self) -> None:
         """Forget all that was remembered: what slots hold is theirs alone then, but for what they share."""
         self._check_idle()
         self._tree.forget()
 
+    def save_some(self, budget_bytes: int) -> bool:
+        """Write so much of what is remembered to the shelf's files, most wanted first; False: nothing is left to do.
+
+        No failure is raised: the shelf reports it, and goes on after a pause.
+        """
+        self._check_idle()
+        return self._tree.shelf.write(budget_bytes)
+
+    @property
+    def shelf_bytes(self) -> tuple[int, int]:
+        """What the shelf takes in memory and on disk."""
+        return self._tree.shelf.memory_bytes, self._tree.shelf.disk_bytes
+
     def idle_cells(self) -> int:
-        """Cells in use that belong to no slot: eviction could free them all."""
-        return min((group.pool.cells - group.pool.free - group.used_by_slots() for group in self._groups), default=0)
+        """By how much `free_cells` would grow if all were forgotten that belongs to no slot."""
+        used = (group.pool.cells - group.pool.free - group.used_by_slots() for group in self._growing)
+        return min(used, default=0)
 
     def forward(self, spans: Sequence[Span]) -> Forward:
         """A transaction that appends the rows of the spans, at most one span a slot, each starting where it stands."""
@@ -173,6 +219,26 @@ class Cache:
             for component in self._components:
                 component.truncate(slot, standing)
 
+    def _find_room(self, check: Callable[[Component[Any]], None]) -> int:
+        """Forget what is wanted least until a check passes for all components; the cells that still lack."""
+        while any(lacking := self._lacking(check)):
+            for component in self._components:
+                component.shed()
+            if not self._tree.evict(lacking):
+                break
+        return max(self._lacking(check), default=0)
+
+    def _lacking(self, check: Callable[[Component[Any]], None]) -> list[int]:
+        """By how many cells each component falls short of what a check asks for."""
+        lacking = []
+        for component in self._components:
+            try:
+                check(component)
+                lacking.append(0)
+            except OutOfCells as error:
+                lacking.append(error.needed - error.free)
+        return lacking
+
     def _standing(self, slot: int, length: int) -> int:
         """The deepest length at which all components can stand: each may lower it, until none does."""
         self._check_slot(slot)
@@ -199,6 +265,8 @@ class Cache:
             standing = self.length(span.slot)
             if span.slot in seen or span.length < 1 or span.start != standing or span.stop > self.capacity:
                 raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
+            if not all(span.start <= start < stop <= span.stop for start, stop in span.mutual):
+                raise BadSpan(f"{span} has a mutual range that is not wholly among its rows")
             seen.add(span.slot)
         if not seen:
             raise BadSpan("a forward without spans")

@@ -1,18 +1,22 @@
 """What every kind of memory in a slot can do: attention cells now; recurrent rows, encoder entries and drafts alike.
 
-The cache asks all components first (`standing`, `check_append`, `check_shift`) and changes them only when all agree,
-so that a refused operation leaves every one of them as it was.
+The cache asks all components first (`standing`, `check_append`, `check_shift`, `check_load`) and changes them only when
+all agree, so that a refused operation leaves every one of them as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from kvcache.spec import Span
 
 # What the prefix tree holds of one component for a stretch of tokens.
 Held = TypeVar("Held")
+# What a component saves of a stretch: tensors on the CPU, by name.
+Content: TypeAlias = dict[str, Tensor]
 
 
 class Component(Protocol[Held]):
@@ -23,7 +27,10 @@ class Component(Protocol[Held]):
         ...
 
     def standing(self, slot: int, length: int) -> int:
-        """The deepest length, at most the one asked for, at which the slot's content could go on."""
+        """The deepest length, at most the one asked for, at which the slot's content could go on.
+
+        A slot holds what it needs to go on from its own length; what only shorter ones need it may have released.
+        """
         ...
 
     def share(self, source: int, target: int, length: int) -> None:
@@ -35,15 +42,23 @@ class Component(Protocol[Held]):
         ...
 
     def check_append(self, spans: Sequence[Span]) -> None:
-        """Raise OutOfCells if the rows of the spans do not fit."""
+        """Raise OutOfCells if the rows of the spans do not fit, when `append` has released what they do not see."""
         ...
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Make room for the rows of the spans; `truncate` gives back what is not kept."""
+        """Make room for the rows of the spans; `truncate` gives back what is not kept.
+
+        What rows from a span's start on do not see is released first. It is not released when a forward ends, so that
+        what a forward computed can be held as a whole after it.
+        """
         ...
 
-    def can_shift(self, slot: int) -> bool:
-        """Whether the slot's content can move to other positions."""
+    def shed(self) -> None:
+        """Release what no later row of any slot would see, as `append` does: so that it is no slot's but the tree's."""
+        ...
+
+    def can_shift(self, slot: int, keep: int, drop: int) -> bool:
+        """Whether what follows [keep, keep + drop) can move by -drop, and go on from there."""
         ...
 
     def check_shift(self, slot: int, keep: int, drop: int) -> None:
@@ -55,11 +70,19 @@ class Component(Protocol[Held]):
         ...
 
     def hold(self, slot: int, start: int, stop: int) -> Held:
-        """Reference what the slot has for [start, stop), so that it outlives the slot."""
+        """Reference what the slot has for [start, stop), so that it outlives the slot; holes where it released it."""
         ...
 
     def release(self, held: Held) -> None:
         """Drop the references of `hold`."""
+        ...
+
+    def thin(self, held: Held, start: int) -> Held:
+        """Release all that going on at the end of the stretch, which begins at `start`, does not need; what stays."""
+        ...
+
+    def thinnable(self, held: Held, start: int) -> bool:
+        """Whether `thin` would release anything."""
         ...
 
     def part(self, held: Held, start: int, stop: int) -> Held:
@@ -82,9 +105,28 @@ class Component(Protocol[Held]):
         ...
 
     def freeable(self, held: Held) -> int:
-        """Cells that would come free if the stretch were released now."""
+        """What would come free if the stretch were released now: cells, or bytes of a component without cells."""
         ...
 
     def surplus(self) -> int:
-        """By how much the held content exceeds what the component may hold; cells have no such limit."""
+        """By how much the held content exceeds what the component may hold, as `freeable` counts; cells never do."""
+        ...
+
+    def idle(self, held: Held) -> int:
+        """Cells of the stretch that no slot uses: they come free once all who hold them have released them."""
+        ...
+
+    def save(self, held: Held) -> Content:
+        """A stretch's content as tensors on the CPU by name: copies, which need neither cells nor slots."""
+        ...
+
+    def check_load(self, content: Content, start: int, stop: int) -> None:
+        """Raise OutOfCells if that share of a saved stretch does not fit."""
+        ...
+
+    def load(self, content: Content, start: int, stop: int) -> Held:
+        """The tokens [start, stop) of a saved stretch, counted from its begin, in fresh cells referenced once.
+
+        Raises OutOfCells, changing nothing. The content is not kept.
+        """
         ...

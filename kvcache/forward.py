@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvcache.attention import AttentionGroup
+from kvcache.planes import Stored
 from kvcache.spec import Reach, Span
 
 if TYPE_CHECKING:
@@ -31,12 +31,16 @@ class Segment:
 
     rows   of the batch that belong to the slot
     start  position of the first of them
-    cells  those of positions [0, start + rows), in order; a slice where they are one run, so that a view will do
+    cells  those of positions [first, start + rows), in order; a slice where they are one run, so that a view will do
+    first  the oldest position that the rows see
+    mutual  see Span
     """
 
     rows: slice
     start: int
     cells: slice | Tensor
+    first: int = 0
+    mutual: tuple[tuple[int, int], ...] = ()
 
 
 class Forward:
@@ -77,17 +81,13 @@ class Forward:
         """Store the batch's rows of one layer: keys [heads, rows, key_width], values [heads, rows, value_width]."""
         group, own = self._cache.home(layer)
         target = self._target(group)
-        if isinstance(target, slice):
-            group.pool.keys[own][:, target] = keys
-            group.pool.values[own][:, target] = values
-        else:
-            group.pool.keys[own].index_copy_(1, target, keys.to(group.pool.keys.dtype))
-            group.pool.values[own].index_copy_(1, target, values.to(group.pool.values.dtype))
+        group.pool.keys.write(own, target, keys)
+        group.pool.values.write(own, target, values)
 
-    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """One layer's whole pool, to be read through the cells of `segments`: [heads, cells, width] twice."""
+    def stored(self, layer: int) -> tuple[Stored, Stored]:
+        """One layer's keys and values in the whole pool, to be read through the cells of `segments`."""
         group, own = self._cache.home(layer)
-        return group.pool.keys[own], group.pool.values[own]
+        return Stored(group.pool.keys, own), Stored(group.pool.values, own)
 
     def reach(self, layer: int) -> Reach:
         """What a query of the layer sees."""
@@ -100,21 +100,22 @@ class Forward:
             self._segments[id(group)] = tuple(self._cut(group))
         return self._segments[id(group)]
 
-    def state(self, span: Span, name: Hashable) -> Tensor | None:
-        """One tensor of the recurrent state before a span's rows; None means zeros. It must not be written."""
+    def state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
+        """One tensor of the recurrent state before a piece of a span; None means zeros. It must not be written."""
         assert self._cache.states is not None, "a cache without recurrent states"
-        return self._cache.states.state(span.slot, span.start, name)
+        return self._cache.states.state(slot, position, name)
 
-    def put_state(self, span: Span, name: Hashable, tensor: Tensor) -> None:
-        """Store one tensor of the recurrent state after a span's rows; it is kept as it is, not copied."""
+    def put_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
+        """Store one tensor of the recurrent state behind a piece of a span; it is kept as it is, not copied."""
         assert self._cache.states is not None, "a cache without recurrent states"
-        self._cache.states.put(span.slot, name, tensor)
+        self._cache.states.put(slot, position, name, tensor)
 
     def _cut(self, group: AttentionGroup) -> list[Segment]:
         cut, row = [], 0
         for span in self.spans:
-            cells = group.table(span.slot)
-            cut.append(Segment(slice(row, row + span.length), span.start, _run_or_index(cells, group)))
+            first = group.spec.reach.oldest(span.start)
+            cells = _run_or_index(group.table(span.slot)[first:], group)
+            cut.append(Segment(slice(row, row + span.length), span.start, cells, first, span.mutual))
             row += span.length
         return cut
 
@@ -129,4 +130,4 @@ def _run_or_index(cells: np.ndarray, group: AttentionGroup) -> slice | Tensor:
     first, last = int(cells[0]), int(cells[-1])
     if last - first == len(cells) - 1 and bool((np.diff(cells) == 1).all()):
         return slice(first, last + 1)
-    return torch.from_numpy(cells.copy()).to(group.pool.keys.device)
+    return group.pool.index(cells)

@@ -7,13 +7,15 @@ some positions: `standing` and `reach` answer with one of them, and the caller c
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
+from kvcache.component import Content
 from kvcache.spec import Span
 
 # One position's tensors, by whatever names the model's operations give them.
@@ -49,11 +51,13 @@ class RecurrentStates:
     """A component (kvcache/component.py): states of all recurrent layers, for all slots.
 
     budget_bytes  of states that the prefix tree may hold
+    device        where loaded states go
     """
 
-    def __init__(self, slots: int, budget_bytes: int) -> None:
+    def __init__(self, slots: int, budget_bytes: int, device: torch.device | str = "cpu") -> None:
         self._rows = [_Row() for _ in range(slots)]
         self._budget = budget_bytes
+        self._device = torch.device(device)
         self._held = 0
 
     def length(self, slot: int) -> int:
@@ -68,10 +72,9 @@ class RecurrentStates:
         """One tensor of the state at a position; None means zeros."""
         return self._rows[slot].states[position].get(name)
 
-    def put(self, slot: int, name: Hashable, tensor: Tensor) -> None:
-        """Store one tensor of the state after the rows of the open forward."""
-        row = self._rows[slot]
-        row.states[row.length][name] = tensor
+    def put(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
+        """Store one tensor of the state at a position that the open forward has opened."""
+        self._rows[slot].states[position][name] = tensor
 
     def share(self, source: int, target: int, length: int) -> None:
         """Let the target go on from the source's state at `length`, which must have one."""
@@ -91,24 +94,30 @@ class RecurrentStates:
         """States need no room in advance."""
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Open a state behind the rows of each span; the one before them stays until the forward has ended."""
+        """Open a state behind the rows of each span, and before each guess; the one before them all stays until the end
+        of the forward."""
         for span in spans:
             row = self._rows[span.slot]
             row.length = span.stop
-            row.states[span.stop] = {}
-            if span.length > 1:
+            row.states |= {stop: {} for _, stop in span.pieces}
+            if span.length > 1 and not span.guessed:
                 row.marks.append(span.stop)
 
-    def can_shift(self, slot: int) -> bool:
-        """A state cannot forget part of what it has seen."""
-        return False
+    def shed(self) -> None:
+        """A slot keeps no state that only the tree needs longer."""
+
+    def can_shift(self, slot: int, keep: int, drop: int) -> bool:
+        """A state has no positions: it stays as it is, having seen what is dropped, for those who want that."""
+        return True
 
     def check_shift(self, slot: int, keep: int, drop: int) -> None:
-        """Nothing to check: see can_shift."""
+        """Nothing to check: no state is copied."""
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Never called: see can_shift."""
-        raise AssertionError("a recurrent state was asked to shift")
+        """Carry the last state over. It is the only one that stays: the others are not of this past."""
+        row = self._rows[slot]
+        length = row.length - drop
+        self._rows[slot] = _Row(length, {0: {}, length: row.states[row.length]})
 
     def hold(self, slot: int, start: int, stop: int) -> Marks:
         """The states that the slot has in (start, stop]."""
@@ -144,9 +153,52 @@ class RecurrentStates:
         row.length += held.length
 
     def freeable(self, held: Marks) -> int:
-        """States are no reason to keep cells."""
-        return sys.maxsize
+        """The bytes of the states."""
+        return held.bytes
+
+    def idle(self, held: Marks) -> int:
+        """None are only idle: a held state is counted wherever it is held, so releasing it always frees its bytes."""
+        return 0
 
     def surplus(self) -> int:
         """Bytes by which held states exceed their budget."""
         return max(self._held - self._budget, 0)
+
+    def thinnable(self, held: Marks, start: int) -> bool:
+        """Whether there are states before the end."""
+        return any(at < held.length for at in held.states)
+
+    def thin(self, held: Marks, start: int) -> Marks:
+        """The state at the end."""
+        self._held -= held.bytes
+        thin = Marks(held.length, {at: state for at, state in held.states.items() if at == held.length})
+        self._held += thin.bytes
+        return thin
+
+    def save(self, held: Marks) -> Content:
+        """Every state's tensors under "tokens before it:name", the name as JSON."""
+        return {
+            f"{at}:{json.dumps(name)}": tensor.to("cpu", copy=True).contiguous()
+            for at, state in held.states.items()
+            for name, tensor in state.items()
+        }
+
+    def check_load(self, content: Content, start: int, stop: int) -> None:
+        """States need no room in advance."""
+
+    def load(self, content: Content, start: int, stop: int) -> Marks:
+        """The states in (start, stop] of a saved stretch."""
+        states: dict[int, State] = {}
+        for key, tensor in content.items():
+            at, _, name = key.partition(":")
+            if start < int(at) <= stop:
+                state = states.setdefault(int(at) - start, {})
+                state[_hashable(json.loads(name))] = tensor.to(self._device, copy=True)
+        marks = Marks(stop - start, states)
+        self._held += marks.bytes
+        return marks
+
+
+def _hashable(name: object) -> Hashable:
+    """A name as it was before JSON made lists of its tuples."""
+    return tuple(_hashable(part) for part in name) if isinstance(name, list) else name

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# One position, or many.
+Position = TypeVar("Position", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,21 @@ class Reach:
         """Whether what a query sees depends on distances only, so that positions may shift."""
         return self.kind != "chunk"
 
+    def within(self, length: int) -> Reach:
+        """The same for positions below `length`: full where none of them is ever out of reach."""
+        return self if self.kind == "full" or self.size < length else Reach()
+
+    def oldest(self, position: Position) -> Position:
+        """The first position that a query at `position` sees; no later query sees one before it either.
+
+        Of an array of positions, each one's.
+        """
+        if self.kind == "window":
+            return (position - self.size + 1) * (position >= self.size)
+        if self.kind == "chunk":
+            return position // self.size * self.size
+        return position * 0
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -42,13 +64,22 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer. `rotation` None: its cells cannot be moved to other positions and must be recomputed."""
+    """One attention layer.
+
+    rotation  None: its cells cannot be moved to other positions and must be recomputed
+    latent    with latent attention, the first columns of a key that stand for the values too; else 0
+    """
 
     heads: int
     key_width: int
     value_width: int
     reach: Reach = Reach()
     rotation: Rotation | None = Rotation()
+    latent: int = 0
+
+    def within(self, length: int) -> LayerSpec:
+        """The same for positions below `length`."""
+        return replace(self, reach=self.reach.within(length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +92,74 @@ class GroupSpec:
     reach: Reach
     layers: tuple[int, ...]
     rotations: tuple[Rotation | None, ...]
+    latent: int = 0
+
+    @property
+    def key_parts(self) -> tuple[int, ...]:
+        """The widths of what a key is made of, each of a size of its own: latent and rotated part, or all in one."""
+        return (self.latent, self.key_width - self.latent) if self.latent else (self.key_width,)
+
+    @property
+    def value_parts(self) -> tuple[int, ...]:
+        """The width of a value, if there are values."""
+        return (self.value_width,) if self.value_width else ()
+
+    def pool_cells(self, cells: int, *, slots: int, rows: int) -> int:
+        """Cells that the group needs where sequences may hold `cells` tokens together.
+
+        Layers that see everything need as many. Others need what `slots` sequences see, the most rows of a forward, and
+        as much again for places to resume at: then every slot can always go on, and one alone whatever is remembered.
+        """
+        if self.reach.kind == "full":
+            return cells
+        return min(2 * (slots * (self.reach.size - 1) + rows), cells)
 
     @property
     def shiftable(self) -> bool:
         """Whether every layer's cells can be moved to other positions."""
         return self.reach.moves and all(rotation is not None for rotation in self.rotations)
 
-    def cell_bytes(self, element_bytes: int) -> int:
-        """The size of one cell: one token's key and value in every layer of the group."""
-        return len(self.layers) * self.heads * (self.key_width + self.value_width) * element_bytes
+    def cell_bytes(self, stored: torch.dtype) -> int:
+        """The size of one cell in a format (kvcache/planes.py): one token's key and value in every layer."""
+        scales = len(self.key_parts + self.value_parts) if stored == torch.int8 else 0
+        row = (self.key_width + self.value_width) * stored.itemsize + scales * torch.float32.itemsize
+        return len(self.layers) * self.heads * row
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of one slot in a forward: positions [start, start + length)."""
+    """Rows of one slot in a forward: positions [start, start + length).
+
+    mutual   ranges of positions, each wholly among the rows, whose tokens see those behind them in the range too; how
+             far they see back is up to the layer (the tokens of an image in Gemma 3)
+    guessed  the last rows that are guesses: the slot may be left standing before each of them
+    """
 
     slot: int
     start: int
     length: int
+    mutual: tuple[tuple[int, int], ...] = ()
+    guessed: int = 0
 
     @property
     def stop(self) -> int:
         """The position after the last row."""
         return self.start + self.length
 
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """The rows cut where the slot may be left standing: ranges of positions that follow each other."""
+        cuts = range(self.stop - self.guessed, self.stop + 1)
+        return tuple(zip((self.start, *cuts), cuts, strict=False))
+
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
     """Gather layers that can share cell numbers, groups in the order of their first layer."""
-    members: dict[tuple[int, int, int, Reach], list[int]] = {}
+    members: dict[tuple[int, int, int, Reach, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        members.setdefault((layer.heads, layer.key_width, layer.value_width, layer.reach), []).append(index)
+        geometry = (layer.heads, layer.key_width, layer.value_width, layer.reach, layer.latent)
+        members.setdefault(geometry, []).append(index)
     return tuple(
-        GroupSpec(heads, key_width, value_width, reach, tuple(own), tuple(layers[index].rotation for index in own))
-        for (heads, key_width, value_width, reach), own in members.items()
+        GroupSpec(heads, key_width, value_width, reach, tuple(own), tuple(layers[at].rotation for at in own), latent)
+        for (heads, key_width, value_width, reach, latent), own in members.items()
     )

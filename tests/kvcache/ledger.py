@@ -1,13 +1,17 @@
-"""The reference of the cache: plain lists and a dictionary. It knows tokens and who shares what, and nothing of cells.
+"""The reference of the cache: plain lists and dictionaries. It knows tokens and who shares what, and nothing of cells.
 
-The dictionary stands for the prefix tree: under all tokens up to a position, the entry of that position.
+Each reach has a store of its own: what layers of that reach keep. A dictionary stands for the prefix tree: under all
+tokens up to a position, the entry of that position. None stands for what was released because no later row sees it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from kvcache.spec import Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +27,83 @@ class Entry:
     atom: int
 
 
+Path: TypeAlias = tuple[int, ...]
+Entries: TypeAlias = list[Entry | None]
+
+
+def oldest(reach: Reach, position: int) -> int:
+    """The first position that a query sees, by trying all: windows count the query itself."""
+    if reach.kind == "full":
+        return 0
+    if reach.kind == "window":
+        return min(at for at in range(position + 1) if position - at < reach.size)
+    return min(at for at in range(position + 1) if at // reach.size == position // reach.size)
+
+
+class Store:
+    """What layers of one reach hold, in `cells` cells."""
+
+    def __init__(self, reach: Reach, slots: int, cells: int) -> None:
+        self.reach, self.cells = reach, cells
+        self.slots: list[Entries] = [[] for _ in range(slots)]
+        self.tree: dict[Path, Entry | None] = {}
+
+    @property
+    def free(self) -> int:
+        """Cells that nobody needs."""
+        return self.cells - len({entry.atom for entry in self.owned()})
+
+    @property
+    def idle(self) -> int:
+        """Cells that only the tree needs."""
+        return self.cells - self.free - len({entry.atom for slot in self.slots for entry in slot if entry})
+
+    def owned(self) -> list[Entry]:
+        """Every reference, by slots and by the tree."""
+        held = [entry for slot in self.slots for entry in slot] + list(self.tree.values())
+        return [entry for entry in held if entry]
+
+    def shared(self, entries: Iterable[Entry]) -> list[bool]:
+        """Which entries have more than one owner."""
+        owners = Counter(entry.atom for entry in self.owned())
+        return [owners[entry.atom] > 1 for entry in entries]
+
+    def goes_on(self, entries: Sequence[Entry | None], length: int) -> bool:
+        """Whether a row at `length` would see nothing that was released."""
+        return None not in entries[oldest(self.reach, length) : length]
+
+    def faded(self, slot: int, start: int) -> Entries:
+        """The slot's entries without those that rows from `start` on do not see."""
+        unseen = oldest(self.reach, start)
+        return [None] * unseen + self.slots[slot][unseen:]
+
+    def lacking(self, spans: Mapping[int, int]) -> int:
+        """By how much a number of rows for each of some slots does not fit once they released what they do not see."""
+        after = self.without_unseen(spans)
+        return max(sum(spans.values()) - after.free, 0)
+
+    def without_unseen(self, slots: Iterable[int]) -> Store:
+        """The store after some slots released what they do not see from their ends."""
+        after = Store(self.reach, 0, self.cells)
+        after.tree, after.slots = self.tree, list(self.slots)
+        for slot in slots:
+            after.slots[slot] = self.faded(slot, len(self.slots[slot]))
+        return after
+
+    def moved(self, slot: int, keep: int, drop: int) -> Entries | None:
+        """The slot's entries after a shift; None if from its new end it would see what is released."""
+        entries = self.faded(slot, len(self.slots[slot]))
+        moved = entries[:keep] + entries[keep + drop :]
+        return moved if self.goes_on(moved, len(moved)) else None
+
+
 class Ledger:
     """What every slot must hold."""
 
-    def __init__(self, slots: int, capacity: int, cells: int, *, shiftable: bool) -> None:
-        self.capacity, self.cells, self.shiftable = capacity, cells, shiftable
-        self.slots: list[list[Entry]] = [[] for _ in range(slots)]
-        self.tree: dict[tuple[int, ...], Entry] = {}
+    def __init__(self, slots: int, capacity: int, pools: Mapping[Reach, int], *, shiftable: bool) -> None:
+        self.capacity, self.shiftable = capacity, shiftable
+        self.texts: list[list[int]] = [[] for _ in range(slots)]
+        self.stores = {reach: Store(reach, slots, cells) for reach, cells in pools.items()}
         self._time = 0
 
     def fresh(self, count: int, start: int = 0, variant: int = 0) -> list[Entry]:
@@ -42,67 +116,84 @@ class Ledger:
         tokens = [(start + at) * 7 % 5 + 5 * variant for at in range(count)]
         return [Entry(token, serial=time, atom=time) for token, time in zip(tokens, times, strict=True)]
 
-    @property
-    def free(self) -> int:
-        """Cells that nobody needs."""
-        return self.cells - len({entry.atom for entry in self.owned()})
+    def lacking(self, spans: Mapping[int, int]) -> int:
+        """Rows of the spans that do not fit, in the store that has the fewest cells for them."""
+        return max(store.lacking(spans) for store in self.stores.values())
 
-    @property
-    def idle(self) -> int:
-        """Cells that only the tree needs."""
-        return self.cells - self.free - len({entry.atom for slot in self.slots for entry in slot})
+    def append(self, slot: int, entries: Sequence[Entry]) -> None:
+        """Rows that were kept; what they do not see is released, though there be none."""
+        self.texts[slot] += [entry.token for entry in entries]
+        for store in self.stores.values():
+            store.slots[slot] = store.faded(slot, len(store.slots[slot])) + list(entries)
 
-    def owned(self) -> list[Entry]:
-        """Every reference, by slots and by the tree."""
-        return [entry for slot in self.slots for entry in slot] + list(self.tree.values())
+    def shed(self) -> None:
+        """Every slot releases what it does not see from its end."""
+        for slot in range(len(self.texts)):
+            self.append(slot, [])
 
-    def tokens(self, slot: int) -> list[int]:
-        """What a slot holds."""
-        return [entry.token for entry in self.slots[slot]]
-
-    def shared(self, entries: Sequence[Entry]) -> list[bool]:
-        """Which entries have more than one owner."""
-        owners = Counter(entry.atom for entry in self.owned())
-        return [owners[entry.atom] > 1 for entry in entries]
+    def standing(self, slot: int, length: int) -> int:
+        """The deepest length up to the one asked for at which the slot sees all that it needs."""
+        lengths = range(min(length, len(self.texts[slot])), -1, -1)
+        stores = self.stores.values()
+        return next(at for at in lengths if all(store.goes_on(store.slots[slot], at) for store in stores))
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Let the target hold the source's first tokens, in the same storage."""
-        self.slots[target] = self.slots[source][:length]
-        return len(self.slots[target])
+        standing = self.standing(source, length)
+        self.texts[target] = self.texts[source][:standing]
+        for store in self.stores.values():
+            store.slots[target] = store.slots[source][:standing]
+        return standing
 
     def rewind(self, slot: int, length: int) -> int:
         """Drop what lies behind `length`."""
-        del self.slots[slot][length:]
-        return len(self.slots[slot])
+        return self.copy_prefix(slot, slot, length)
 
-    def can_shift(self, slot: int, keep: int, drop: int) -> bool:
-        """Whether the private copies that a shift needs fit."""
-        entries = self.slots[slot]
-        freed = self.shared(entries[keep : keep + drop]).count(False)
-        return self.shared(entries[keep + drop :]).count(True) <= self.free + freed
+    def moves(self, slot: int, keep: int, drop: int) -> bool:
+        """Whether a shift moves what follows, rather than leave it to be computed."""
+        return self.shiftable and all(store.moved(slot, keep, drop) is not None for store in self.stores.values())
+
+    def shift_lacks(self, slot: int, keep: int, drop: int) -> bool:
+        """Whether the private copies that a shift needs do not fit."""
+        for store in self.stores.values():
+            after = store.without_unseen([slot])
+            dropped = [entry for entry in after.slots[slot][keep : keep + drop] if entry]
+            moved = [entry for entry in after.slots[slot][keep + drop :] if entry]
+            if after.shared(moved).count(True) > after.free + after.shared(dropped).count(False):
+                return True
+        return False
 
     def shift(self, slot: int, keep: int, drop: int) -> int:
         """Drop [keep, keep + drop); what follows moves, out of shared storage if it was in any."""
-        if not self.shiftable:
+        if not self.moves(slot, keep, drop):
             return self.rewind(slot, keep)
-        entries = self.slots[slot]
-        moved = entries[keep + drop :]
-        private = [
-            replace(entry, atom=self.fresh(1)[0].atom) if shared else entry
-            for entry, shared in zip(moved, self.shared(moved), strict=True)
-        ]
-        self.slots[slot] = entries[:keep] + private
-        return len(self.slots[slot])
-
-    def remember(self, slot: int, length: int) -> None:
-        """Let the tree own the slot's first entries too, where it has none under the same tokens."""
-        tokens = tuple(self.tokens(slot))
-        for at, entry in enumerate(self.slots[slot][:length]):
-            self.tree.setdefault(tokens[: at + 1], entry)
+        copies = [entry.atom for entry in self.fresh(len(self.texts[slot]))]
+        del self.texts[slot][keep : keep + drop]
+        for store in self.stores.values():
+            moved = store.moved(slot, keep, drop)
+            assert moved is not None
+            store.slots[slot] = store.faded(slot, len(store.slots[slot]))
+            owners = Counter(entry.atom for entry in store.owned())
+            store.slots[slot] = [
+                replace(entry, atom=atom) if at >= keep and entry and owners[entry.atom] > 1 else entry
+                for at, (entry, atom) in enumerate(zip(moved, copies, strict=False))
+            ]
+        return len(self.texts[slot])
 
     def recall(self, slot: int, tokens: Sequence[int]) -> int:
-        """Extend a slot by what the tree has of the tokens."""
-        entries = self.slots[slot]
-        while len(entries) < len(tokens) and (path := tuple(tokens[: len(entries) + 1])) in self.tree:
-            entries.append(self.tree[path])
-        return len(entries)
+        """Extend a slot by what the tree has of the tokens, as far as every store can go on from there."""
+        longest = {reach: self._extended(store, slot, tokens) for reach, store in self.stores.items()}
+        lengths = range(min(len(entries) for entries in longest.values()), len(self.texts[slot]), -1)
+        stores = self.stores.items()
+        fits = (at for at in lengths if all(store.goes_on(longest[reach], at) for reach, store in stores))
+        length = next(fits, len(self.texts[slot]))
+        self.texts[slot] = list(tokens[:length])
+        for reach, store in stores:
+            store.slots[slot] = longest[reach][:length]
+        return length
+
+    def _extended(self, store: Store, slot: int, tokens: Sequence[int]) -> Entries:
+        entries = list(store.slots[slot])
+        while len(entries) < len(tokens) and (path := tuple(tokens[: len(entries) + 1])) in store.tree:
+            entries.append(store.tree[path])
+        return entries

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import LayerSpec, Reach, Rotation, Span
+from tests.kvcache.ledger import oldest
 
 TOKENS = 11
 
@@ -23,9 +24,12 @@ NEGATIVE_WINDOW = LayerSpec(1, 3, 2, Reach("window", 4), Rotation("interleaved",
 NO_POSITION = LayerSpec(1, 3, 4, Reach(), Rotation())
 LEARNED = LayerSpec(1, 3, 4, Reach(), None)
 LEARNED_SIBLING = LayerSpec(2, 5, 2, Reach(), None)
+PAIR = LayerSpec(1, 3, 2, Reach("window", 2), Rotation("half", 0, (0.13,)))
+LONE = LayerSpec(1, 3, 2, Reach("window", 1), Rotation("half", 0, (0.13,)))
 CHUNKED = LayerSpec(1, 3, 2, Reach("chunk", 4), Rotation("half", 0, (0.21,)))
 
 SHIFTABLE = (HALF, NEGATIVE_WINDOW, INTERLEAVED, NO_POSITION)
+WINDOWED = (NEGATIVE_WINDOW, PAIR, LONE)
 UNSHIFTABLE = ((HALF, NEGATIVE_WINDOW, LEARNED), (HALF, CHUNKED), (HALF, LEARNED_SIBLING, NEGATIVE_WINDOW))
 
 
@@ -74,15 +78,22 @@ def feed(cache: Cache, layers: Sequence[LayerSpec], slot: int, tokens: Sequence[
 
 
 def read(cache: Cache, layers: Sequence[LayerSpec], slot: int) -> list[int]:
-    """The tokens of a slot, after a check that every layer agrees and that every key stands at its position."""
+    """The tokens of a slot, after a check that every layer agrees, has all that it sees, and each key in its place.
+
+    Where no layer has a token's cell any more it is -1.
+    """
     length = cache.length(slot)
-    tokens: list[int] | None = None
+    tokens = np.full(length, -1)
     for index, layer in enumerate(layers):
         group, own = cache.home(index)
-        cells = torch.from_numpy(group.table(slot).copy())
-        here = group.pool.values[own][0, cells, 0].to(torch.int64).tolist()
-        tokens = here if tokens is None else tokens
-        keys = group.pool.keys[own][:, cells].double().numpy()
-        np.testing.assert_allclose(keys, key_rows(layer, tokens, range(length)), rtol=0, atol=1e-9)
-        assert tokens == here
-    return tokens or []
+        table = group.table(slot)
+        (there,) = np.nonzero(table >= 0)
+        cells = torch.from_numpy(table[there])
+        here = group.pool.values.rows[own][0, cells, 0].to(torch.int64).numpy()
+        assert set(range(oldest(layer.reach, length), length)) <= set(there.tolist())
+        known = tokens[there] >= 0
+        assert tokens[there][known].tolist() == here[known].tolist()
+        tokens[there] = here
+        keys = group.pool.keys.rows[own][:, cells].double().numpy()
+        np.testing.assert_allclose(keys, key_rows(layer, here.tolist(), there.tolist()), rtol=0, atol=1e-9)
+    return tokens.tolist()

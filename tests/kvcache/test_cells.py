@@ -13,10 +13,10 @@ from kvcache.errors import OutOfCells
 from kvcache.spec import GroupSpec, Reach, Rotation
 
 
-def pool(cells: int) -> CellPool:
-    """A pool of that many cells, in two layers of different widths."""
+def pool(cells: int, dtype: torch.dtype = torch.float32) -> CellPool:
+    """A pool of that many cells, in two layers; keys and values have different widths."""
     spec = GroupSpec(2, 3, 5, Reach(), (0, 4), (Rotation(), Rotation()))
-    return CellPool(spec, cells, torch.float32, torch.device("cpu"))
+    return CellPool(spec, cells, dtype, torch.device("cpu"))
 
 
 def pool_with_free(cells: int, free: list[int]) -> CellPool:
@@ -31,10 +31,10 @@ def test_storage_has_one_row_a_cell_and_starts_finite() -> None:
     """Keys and values are [layers, heads, cells, width] and hold zeros."""
     some = pool(7)
 
-    assert (2, 2, 7, 3) == some.keys.shape
-    assert (2, 2, 7, 5) == some.values.shape
-    assert not some.keys.any()
-    assert not some.values.any()
+    assert {"rows": (2, 2, 7, 3)} == {name: tensor.shape for name, tensor in some.keys.tensors.items()}
+    assert {"rows": (2, 2, 7, 5)} == {name: tensor.shape for name, tensor in some.values.tensors.items()}
+    assert not some.keys.tensors["rows"].any()
+    assert not some.values.tensors["rows"].any()
 
 
 def test_cells_follow_the_last_one_while_they_are_free() -> None:
@@ -121,6 +121,25 @@ def test_a_shared_cell_is_free_after_its_last_owner() -> None:
     some.release(cells)
 
     assert 5 == some.free
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_saved_cells_come_back_bit_by_bit(dtype: torch.dtype) -> None:
+    """A share of what was saved, in any cells of another pool; the others there stay as they are."""
+    source, target = pool(9, dtype), pool(6, dtype)
+    for plane, width in ((source.keys, 3), (source.values, 5)):
+        for layer in (0, 1):
+            plane.write(layer, slice(0, 9), torch.randn(2, 9, width))
+    content = source.save(np.array([7, 2, 5, 0]))
+    source.keys.write(0, slice(0, 9), torch.zeros(2, 9, 3))
+    target.load(np.array([4, 1]), content, 1, 3)
+    loaded = target.save(np.arange(6))
+
+    assert {"keys", "values"} == {name.split(".")[0] for name in content}
+    for name, tensor in content.items():
+        assert tensor[:, :, 1:3].any()
+        assert torch.equal(tensor[:, :, 1:3], loaded[name][:, :, [4, 1]])
+        assert not loaded[name][:, :, [0, 2, 3, 5]].any()
 
 
 @given(

@@ -112,6 +112,19 @@ def test_segments_cut_the_batch_by_slot(cache: Cache) -> None:
     assert 3 == forward.rows
 
 
+def test_segments_begin_where_their_rows_see_first(cache: Cache) -> None:
+    """Of a window of four, a row at 9 sees from 6 on: the cells are those of 6 to 10, the last rows' own included."""
+    feed(cache, SHIFTABLE, 1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+
+    with cache.forward([Span(1, 9, 2)]) as forward:
+        window, full = (forward.segments(layer)[0] for layer in (1, 0))
+        write(forward, SHIFTABLE, [10, 0], [0] * 2)
+        held = forward.stored(1)[1].read(window.cells, torch.float64)[0, :, 0].tolist()
+
+    assert (6, 9, 0, 9) == (window.first, window.start, full.first, full.start)
+    assert [7, 8, 9, 10, 0] == held
+
+
 def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
     """A slot that grew alone is read by a view, one that was cut and shared by an index."""
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
@@ -133,8 +146,8 @@ def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
         keys, values = forward.stored(2)
         (segment,) = forward.segments(2)
 
-        assert [4, 5, 6] == values[0, segment.cells, 0].tolist()
-        assert (INTERLEAVED.heads, 3, INTERLEAVED.key_width) == keys[:, segment.cells].shape
+        assert [4, 5, 6] == values.read(segment.cells, torch.float64)[0, :, 0].tolist()
+        assert (INTERLEAVED.heads, 3, INTERLEAVED.key_width) == keys.read(segment.cells, torch.float64).shape
 
 
 def test_a_layer_finds_its_own_reach(cache: Cache) -> None:
@@ -156,4 +169,4 @@ def test_rows_are_stored_in_the_type_of_the_cache() -> None:
         write(forward, layers, [5, 6, 7], [0] * 3)
     group, _ = cache.home(0)
 
-    assert [[1, 5], [4, 6, 7]] == [group.pool.values[0, 0, group.table(slot), 0].tolist() for slot in (0, 1)]
+    assert [[1, 5], [4, 6, 7]] == [group.pool.values.rows[0, 0, group.table(slot), 0].tolist() for slot in (0, 1)]

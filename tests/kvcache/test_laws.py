@@ -1,12 +1,14 @@
 """Any order of operations against plain lists: after every one, each slot reads as its list, and no cell leaks.
 
-The law of slots in shared cells (design notes, reliability 3.1 and 3.2), judged for a cache of three groups.
+The law of slots in shared cells (design notes, reliability 3.1 and 3.2), judged for a cache of several groups, some of
+which release what their layers do not see any more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -17,9 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan, CacheError, OutOfCells
+from kvcache.holes import HOLE
 from kvcache.spec import LayerSpec, Span
-from tests.kvcache.ledger import Entry, Ledger
-from tests.kvcache.payload import SHIFTABLE, TOKENS, UNSHIFTABLE, key_rows, value_rows, write
+from tests.kvcache.anatomy import Known, as_index, fingerprint, known_entries, place, remembered, tree_cells
+from tests.kvcache.ledger import Entry, Ledger, oldest
+from tests.kvcache.payload import SHIFTABLE, TOKENS, UNSHIFTABLE, WINDOWED, key_rows, value_rows, write
 
 SLOTS = 4
 slots = st.integers(0, SLOTS - 1)
@@ -41,15 +45,17 @@ class Laws(RuleBasedStateMachine):
         self.tally = tally
 
     @initialize(
-        layers=st.sampled_from((SHIFTABLE, SHIFTABLE, SHIFTABLE, *UNSHIFTABLE)),
+        layers=st.sampled_from((SHIFTABLE, SHIFTABLE, SHIFTABLE, WINDOWED, *UNSHIFTABLE)),
         capacity=st.sampled_from((6, 16)),
         scarcity=st.sampled_from((0, 4, 16, 40)),
+        rows=st.sampled_from((None, 1, 4)),
     )
-    def open(self, layers: tuple[LayerSpec, ...], capacity: int, scarcity: int) -> None:
+    def open(self, layers: tuple[LayerSpec, ...], capacity: int, scarcity: int, rows: int | None) -> None:
         cells = max(capacity, SLOTS * capacity - scarcity)
         self.layers = layers
-        self.cache = Cache(layers, slots=SLOTS, capacity=capacity, cells=cells, dtype=torch.float64)
-        self.ledger = Ledger(SLOTS, capacity, cells, shiftable=layers is SHIFTABLE)
+        self.cache = Cache(layers, slots=SLOTS, capacity=capacity, cells=cells, rows=rows, dtype=torch.float64)
+        pools = {group.spec.reach: group.pool.cells for group in self.cache.groups}
+        self.ledger = Ledger(SLOTS, capacity, pools, shiftable=layers not in UNSHIFTABLE)
         self.expected_keys = [
             np.stack([key_rows(layer, range(TOKENS), [position] * TOKENS) for position in range(capacity)], axis=1)
             for layer in layers
@@ -66,18 +72,19 @@ class Laws(RuleBasedStateMachine):
         asked = [Span(slot, self.cache.length(slot), count) for slot, count, _ in rows]
         if not asked:
             return
-        if sum(span.length for span in asked) > self.ledger.free:
+        if self.ledger.lacking({span.slot: span.length for span in asked}):
             self.refused(OutOfCells, lambda: self.cache.forward(asked).__enter__())
             return
         fresh = [self.ledger.fresh(span.length, span.start, variant) for span in asked]
         try:
             self.compute(asked, fresh, {slot: dropped for slot, _, dropped in rows if dropped}, fails)
+            self.count("feed")
+            kept = {slot: count - min(dropped, count) for slot, count, dropped in rows}
         except Boom:
             self.count("feed that failed")
-            return
-        self.count("feed")
-        for (slot, count, dropped), entries in zip(rows, fresh, strict=True):
-            self.ledger.slots[slot] += entries[: count - min(dropped, count)]
+            kept = {slot: 0 for slot, _, _ in rows}
+        for span, entries in zip(asked, fresh, strict=True):
+            self.ledger.append(span.slot, entries[: kept[span.slot]])
 
     @rule(slot=slots, count=st.integers(1, 16), variant=st.integers(0, 1))
     def prompt(self, slot: int, count: int, variant: int) -> None:
@@ -97,8 +104,9 @@ class Laws(RuleBasedStateMachine):
         """Rows for one slot after the other until next to no cell is free."""
         for at in range(SLOTS):
             slot = (first + at) % SLOTS
-            count = min(self.ledger.free - left, self.ledger.capacity - self.cache.length(slot))
-            if count > 0:
+            count = self.ledger.capacity - self.cache.length(slot)
+            count = next((rows for rows in range(count, 0, -1) if not self.ledger.lacking({slot: rows + left})), 0)
+            if count:
                 self.feed([(slot, count, 0)], fails=False)
 
     def compute(self, asked: list[Span], fresh: list[list[Entry]], dropped: dict[int, int], fails: bool) -> None:
@@ -121,8 +129,10 @@ class Laws(RuleBasedStateMachine):
             for span, segment in zip(asked, forward.segments(layer), strict=True):
                 cells = np.arange(group.pool.references.size)[as_index(segment.cells)]
                 assert (slice(row, row + span.length), span.start) == (segment.rows, segment.start)
-                assert group.table(span.slot).tolist() == cells.tolist()
-                assert (group.pool.references[cells[span.start :]] == 1).all(), "a new row goes to a shared cell"
+                assert oldest(self.layers[layer].reach, span.start) == segment.first
+                assert group.table(span.slot)[segment.first :].tolist() == cells.tolist()
+                assert HOLE not in cells, "a row sees what was released"
+                assert (group.pool.references[cells[-span.length :]] == 1).all(), "a new row goes to a shared cell"
                 row += span.length
 
     @rule(source=slots, other=slots, length=lengths)
@@ -144,21 +154,33 @@ class Laws(RuleBasedStateMachine):
 
     @rule(slot=slots, keep=st.integers(0, 15), drop=st.integers(0, 15), beyond=st.sampled_from((0,) * 9 + (1,)))
     def shift(self, slot: int, keep: int, drop: int, beyond: int) -> None:
-        length = len(self.ledger.slots[slot])
+        length = len(self.ledger.texts[slot])
         if length < 2 and not beyond:
             self.prompt(slot, 1 + drop, keep % 2)
             return
         keep %= max(1, length)
         drop = 1 + drop % max(1, length - keep) + beyond
-        if keep + drop > len(self.ledger.slots[slot]):
+        if keep + drop > length:
             self.refused(ValueError, lambda: self.cache.shift(slot, keep, drop))
-        elif self.ledger.shiftable and not self.ledger.can_shift(slot, keep, drop):
-            self.count("shift without cells")
-            self.refused(OutOfCells, lambda: self.cache.shift(slot, keep, drop))
+        elif self.ledger.moves(slot, keep, drop) and self.ledger.shift_lacks(slot, keep, drop):
+            self.shift_that_lacks(slot, keep, drop)
         else:
-            self.count("shift" if self.ledger.shiftable else "shift refused by the model")
+            moves = self.ledger.moves(slot, keep, drop)
+            self.count("shift" if moves else f"shift refused by the {'window' if self.ledger.shiftable else 'model'}")
             expected = self.ledger.shift(slot, keep, drop)
             assert expected == self.cache.shift(slot, keep, drop)
+
+    def shift_that_lacks(self, slot: int, keep: int, drop: int) -> None:
+        """What is remembered makes room for private copies; where that is not enough, no slot has changed."""
+        known, standing = known_entries(self.cache, self.ledger), -1
+        with suppress(OutOfCells):
+            standing = self.cache.shift(slot, keep, drop)
+        self.ledger.shed()
+        self.forgotten(known)
+        assert (standing < 0) == self.ledger.shift_lacks(slot, keep, drop)
+        self.count("shift without cells" if standing < 0 else "shift that made room")
+        if standing >= 0:
+            assert standing == self.ledger.shift(slot, keep, drop)
 
     @rule(slot=slots, other=slots, kind=st.integers(0, 25))
     def misuse(self, slot: int, other: int, kind: int) -> None:
@@ -175,7 +197,7 @@ class Laws(RuleBasedStateMachine):
                 (ValueError, lambda: self.cache.remember(slot, [0] * (self.cache.length(slot) + 1))),
             )[kind - 7]
             self.refused(error, act)
-        elif self.cache.length(slot) < self.ledger.capacity and self.ledger.free:
+        elif self.cache.length(slot) < self.ledger.capacity and not self.ledger.lacking({slot: 1}):
             self.meddle(slot, other, kind % 7)
 
     def bad_spans(self, slot: int, other: int, kind: int) -> list[Span]:
@@ -207,21 +229,35 @@ class Laws(RuleBasedStateMachine):
             )[kind]
             self.refused(CacheError, act)
             write(forward, self.layers, [entry.token], [entry.serial])
-        self.ledger.slots[slot].append(entry)
+        self.ledger.append(slot, [entry])
 
-    @rule(slot=slots, less=st.sampled_from((0, 0, 0, 1, 4)))
-    def remember(self, slot: int, less: int) -> None:
+    @rule(slot=slots, less=st.sampled_from((0, 0, 0, 1, 4)), seal=st.booleans())
+    def remember(self, slot: int, less: int, seal: bool = False) -> None:
+        """The tree has then what it had or what the slot has, and where the slot could go on, a sealed end can too."""
         self.count("remember")
-        length = max(0, len(self.ledger.slots[slot]) - less)
-        self.cache.remember(slot, self.ledger.tokens(slot)[:length])
-        self.ledger.remember(slot, length)
+        text = self.ledger.texts[slot]
+        tokens = text[: max(0, len(text) - less)]
+        known = known_entries(self.cache, self.ledger)
+        self.cache.remember(slot, tokens, seal=seal)
+        left = tree_cells(self.cache)
+        for reach, store in self.ledger.stores.items():
+            own = {tuple(text[: at + 1]): entry for at, entry in enumerate(store.slots[slot][: len(tokens)])}
+            tree = {path: known[reach].get(cells[place(self.cache, reach)]) for path, cells in left.items()}
+            assert set(tree) == set(store.tree) | set(own)
+            assert all(entry in (store.tree.get(path), own.get(path)) for path, entry in tree.items())
+            assert all(tree[path] == own[path] for path in set(own) - set(store.tree))
+            store.tree = tree
+        if seal and self.ledger.standing(slot, len(tokens)) == len(tokens):
+            for reach, store in self.ledger.stores.items():
+                entries = [store.tree[tuple(text[: at + 1])] for at in range(len(tokens))]
+                assert store.goes_on(entries, len(tokens)), f"{reach} lost what the slot could have given"
 
     @rule(slot=slots, choice=st.integers(0, 99), less=st.sampled_from((0, 0, 1, 3)), wrong=st.booleans())
     def recall(self, slot: int, choice: int, less: int, wrong: bool) -> None:
         """Ask for something remembered that the slot could become, or its first tokens and a wrong one."""
-        held = tuple(self.ledger.tokens(slot))
-        known = [path for path in self.ledger.tree if path[: len(held)] == held]
-        wanted = known[choice % len(known)] if known else held
+        held = tuple(self.ledger.texts[slot])
+        known = [path for path in remembered(self.cache) if path[: len(held)] == held]
+        wanted = sorted(known)[choice % len(known)] if known else held
         wanted = max(held, wanted[: len(wanted) - less] + (TOKENS,) * wrong, key=len)[: self.ledger.capacity]
         self.count("recall" if len(wanted) > len(held) else "recall of what is there")
         expected = self.ledger.recall(slot, wanted)
@@ -229,16 +265,43 @@ class Laws(RuleBasedStateMachine):
 
     @rule(wanted=st.integers(0, 20))
     def evict(self, wanted: int) -> None:
-        """What is forgotten are ends; what comes free is what is said, and enough if there is enough."""
+        """What comes free is what is said, and enough if there is enough."""
         self.count("evict")
-        free, idle = self.ledger.free, self.ledger.idle
+        free, idle = self.cache.free_cells, self.cache.idle_cells()
+        known = known_entries(self.cache, self.ledger)
         freed = self.cache.evict(wanted)
-        left = remembered(self.cache)
-        assert all(path[:-1] in left for path in left if path[:-1])
-        self.ledger.tree = {path: entry for path, entry in self.ledger.tree.items() if path in left}
-        assert left == set(self.ledger.tree)
-        assert freed == self.ledger.free - free
+        self.forgotten(known)
+        assert freed == self.cache.free_cells - free
         assert freed >= min(wanted, idle)
+
+    @rule(plan=spans)
+    def make_room(self, plan: list[tuple[int, int, int]]) -> None:
+        """Rows fit if they are said to; if not, they would not though all were forgotten that no slot sees."""
+        rows = {slot: min(count, self.ledger.capacity - self.cache.length(slot)) for slot, count, _ in plan}
+        rows = {slot: count for slot, count in rows.items() if count}
+        if not rows:
+            return
+        lacked, known = self.ledger.lacking(rows), known_entries(self.cache, self.ledger)
+        left = self.cache.make_room([Span(slot, self.cache.length(slot), count) for slot, count in rows.items()])
+        if lacked:
+            self.ledger.shed()
+        self.forgotten(known)
+        self.count("room made" if lacked and not left else "no room" if left else "room enough")
+        assert left == self.ledger.lacking(rows)
+        if left:
+            for store in self.ledger.stores.values():
+                store.tree = {}
+            assert left == self.ledger.lacking(rows)
+            self.cache.forget()
+
+    def forgotten(self, known: Known) -> None:
+        """Let the ledger forget what the tree did: ends, or what is not seen from ends."""
+        left = tree_cells(self.cache)
+        assert all(path[:-1] in left for path in left if path[:-1])
+        for reach, store in self.ledger.stores.items():
+            tree = {path: known[reach].get(cells[place(self.cache, reach)]) for path, cells in left.items()}
+            assert all(entry in (None, store.tree[path]) for path, entry in tree.items())
+            store.tree = tree
 
     def refused(self, error: type[Exception], act: Callable[[], object]) -> None:
         self.count(f"refused with {error.__name__}")
@@ -249,82 +312,53 @@ class Laws(RuleBasedStateMachine):
 
     @invariant()
     def reads_as_its_ledger(self) -> None:
-        held = self.ledger.slots
-        assert [len(entries) for entries in held] == [self.cache.length(slot) for slot in range(SLOTS)]
-        tokens = np.array([entry.token for entries in held for entry in entries], dtype=np.int64)
-        serials = np.array([entry.serial for entries in held for entry in entries], dtype=np.int64)
-        positions = np.array([position for entries in held for position in range(len(entries))], dtype=np.int64)
+        texts, stores = self.ledger.texts, self.ledger.stores
+        assert [len(text) for text in texts] == [self.cache.length(slot) for slot in range(SLOTS)]
+        positions = np.array([position for text in texts for position in range(len(text))], dtype=np.int64)
         for index, layer in enumerate(self.layers):
             group, own = self.cache.home(index)
+            held = [entry for slot in stores[layer.reach].slots for entry in slot]
+            there = np.array([entry is not None for entry in held], dtype=np.bool_)
             cells = np.concatenate([group.table(slot) for slot in range(SLOTS)])
-            keys, values = (pool[own].numpy()[:, cells] for pool in (group.pool.keys, group.pool.values))
-            assert np.abs(self.expected_keys[index][:, positions, tokens] - keys).max(initial=0) < 1e-9
+            assert (there == (cells != HOLE)).all()
+            tokens = np.array([entry.token for entry in held if entry], dtype=np.int64)
+            serials = np.array([entry.serial for entry in held if entry], dtype=np.int64)
+            assert tokens.tolist() == np.concatenate([np.array(text, dtype=np.int64) for text in texts])[there].tolist()
+            keys, values = (plane.rows[own].numpy()[:, cells[there]] for plane in (group.pool.keys, group.pool.values))
+            assert np.abs(self.expected_keys[index][:, positions[there], tokens] - keys).max(initial=0) < 1e-9
             assert (value_rows(layer, tokens, serials) == values).all()
 
     @invariant()
     def counts_what_it_owns(self) -> None:
-        atoms = [entry.atom for entry in self.ledger.owned()]
-        assert self.ledger.free == self.cache.free_cells
-        assert self.ledger.idle == self.cache.idle_cells()
+        whole = [store for reach, store in self.ledger.stores.items() if reach.kind == "full"]
+        assert [store.free for store in whole] == [self.cache.free_cells] * len(whole)
+        assert [store.idle for store in whole] == [self.cache.idle_cells()] * len(whole)
         paths = tree_cells(self.cache)
         for index, group in enumerate(self.cache.groups):
+            store = self.ledger.stores[group.spec.reach]
+            atoms = [entry.atom for entry in store.owned()]
             tables = [group.table(slot) for slot in range(SLOTS)]
-            held = np.array([paths[path][index] for path in self.ledger.tree], dtype=np.int64)
+            held = np.array([paths[path][index] for path in store.tree], dtype=np.int64)
             cells = np.concatenate((*tables, held))
+            cells = cells[cells != HOLE]
             owners = np.bincount(cells, minlength=group.pool.references.size)
             assert (owners == group.pool.references).all()
-            assert int((owners == 0).sum()) == group.pool.free
+            assert int((owners == 0).sum()) == group.pool.free == store.free
             assert len(set(atoms)) == len(set(cells.tolist())) == len(set(zip(atoms, cells.tolist(), strict=True)))
-            assert [len(table) for table in tables] == [len(set(table.tolist())) for table in tables]
+            assert all(len(set(table[table != HOLE])) == np.count_nonzero(table != HOLE) for table in tables)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
         for slot in range(SLOTS):
             self.cache.clear(slot)
-        self.cache.evict(self.ledger.cells)
+        self.cache.forget()
         for group in self.cache.groups:
             assert not group.pool.references.any()
-            assert self.ledger.cells == group.pool.free
+            assert group.pool.cells == group.pool.free
 
     def count(self, operation: str) -> None:
         self.tally[operation] += 1
-
-
-def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
-    """Cells of a segment as numpy takes them."""
-    return cells if isinstance(cells, slice) else cells.numpy()
-
-
-def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
-    """What the prefix tree holds: under all tokens up to a position, the cell of each group."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    open_nodes = [((), root) for root in cache._tree._roots.values()]
-    while open_nodes:
-        before, node = open_nodes.pop()
-        for at in range(len(node.tokens)):
-            found[(*before, *node.tokens[: at + 1].tolist())] = [int(held[at]) for held in node.held]
-        open_nodes += [((*before, *node.tokens.tolist()), child) for child in node.children.values()]
-    return found
-
-
-def remembered(cache: Cache) -> set[tuple[int, ...]]:
-    """Everything that the prefix tree could recall."""
-    return set(tree_cells(cache))
-
-
-def fingerprint(cache: Cache) -> list[object]:
-    """Everything that a refused operation must not change."""
-    return [
-        (
-            [(group.length(slot), group.table(slot).tobytes()) for slot in range(cache.slots)],
-            group.pool.references.tobytes(),
-            group.pool.free,
-            group.pool.keys.numpy().tobytes(),
-            group.pool.values.numpy().tobytes(),
-        )
-        for group in cache.groups
-    ] + [tree_cells(cache)]
 
 
 def run(examples: int, steps: int, *, derandomize: bool, shrink: bool = True) -> Counter[str]:
@@ -345,11 +379,12 @@ def run(examples: int, steps: int, *, derandomize: bool, shrink: bool = True) ->
 
 def test_any_order_of_operations_reads_like_plain_lists() -> None:
     """Ten thousand random operations leave every slot as its list and every cell with its owners."""
-    tally = run(240, 60, derandomize=True)
+    tally = run(200, 60, derandomize=True)
 
     assert 10_000 <= tally.total()
-    kinds = ("feed", "copy", "rewind", "clear", "shift", "remember", "recall", "evict", "refused with OutOfCells")
-    assert 200 <= min(tally[kind] for kind in kinds)
+    kinds = ("feed", "copy", "rewind", "clear", "remember", "recall", "evict", "refused with OutOfCells")
+    assert 100 <= min(tally[kind] for kind in kinds)
+    assert 10 <= min(tally[kind] for kind in ("shift", "shift refused by the window", "room made"))
 
 
 @pytest.mark.slow

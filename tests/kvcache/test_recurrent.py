@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcache.cache import Cache
+from kvcache.recurrent import Marks, RecurrentStates, State
 from kvcache.spec import LayerSpec, Span
 
 LAYERS = (LayerSpec(1, 2, 2),)
@@ -22,8 +23,8 @@ def feed(cache: Cache, slot: int, length: int, *, keep: int | None = None) -> No
     with cache.forward([span]) as forward:
         for layer in range(len(LAYERS) if cache.groups else 0):
             forward.write(layer, torch.zeros(1, length, 2), torch.zeros(1, length, 2))
-        before = forward.state(span, "count")
-        forward.put_state(span, "count", torch.tensor(length) if before is None else before + length)
+        before = forward.state(span.slot, span.start, "count")
+        forward.put_state(span.slot, span.stop, "count", torch.tensor(length) if before is None else before + length)
         if keep is not None:
             forward.keep(slot, keep)
 
@@ -72,7 +73,7 @@ def test_a_failed_forward_leaves_the_state_as_it_was() -> None:
     span = Span(0, 5, 3)
     try:
         with cache.forward([span]) as forward:
-            forward.put_state(span, "count", torch.tensor(99))
+            forward.put_state(span.slot, span.stop, "count", torch.tensor(99))
             raise RuntimeError("broken")
     except RuntimeError:
         pass
@@ -115,6 +116,19 @@ def test_states_shift_by_being_computed_anew() -> None:
     assert 4 == cache.shift(0, 6, 8)
 
 
+def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
+    """A carried state has seen what was dropped, stands where the slot does, and is the only one left."""
+    cache = make()
+    for length in (4, 6, 5):
+        feed(cache, 0, length)
+
+    assert 11 == cache.shift(0, 2, 4, states="carry")
+    assert (11, 15) == (cache.length(0), count(cache, 0))
+    feed(cache, 0, 3)
+    assert (14, 18) == (cache.length(0), count(cache, 0))
+    assert 0 == cache.rewind(0, 10)
+
+
 def test_remembered_states_keep_to_their_budget() -> None:
     """When remembered states outgrow their budget, those wanted longest ago go, with their cells."""
     cache = make(state_bytes=2 * BYTES)
@@ -135,3 +149,36 @@ def test_a_model_without_attention_needs_no_cells() -> None:
 
     assert 120 == cache.free_cells
     assert 30 == cache.recall(1, list(range(35)))
+
+
+def test_thinning_keeps_the_state_at_the_end() -> None:
+    """States inside a stretch go when their room is wanted, and the stretch can be gone on from all the same."""
+    cache = make(state_bytes=2 * BYTES)
+    for length in (4, 4, 4):
+        feed(cache, 0, length)
+        cache.remember(0, list(range(cache.length(0))))
+    cache.clear(0)
+
+    assert cache.states is not None
+    assert 0 == cache.states.surplus()
+    assert 12 == cache.recall(1, list(range(12)))
+    assert 0 == cache.recall(2, list(range(11)))
+
+
+def test_states_are_saved_with_their_names() -> None:
+    """Names are tuples of words and numbers, nested or not; all of them, and every type, come back."""
+    states = RecurrentStates(1, 10**6)
+    tensors: State = {
+        ("scan", 3): torch.randn(2, 3, dtype=torch.float64),
+        "conv": torch.arange(6).view(2, 3).T,
+        (1, ("a:b", 2)): torch.ones(2, dtype=torch.bfloat16),
+        7: torch.tensor(4),
+    }
+    held = Marks(8, {3: tensors, 5: {}, 8: tensors})
+    again = states.load(states.save(held), 2, 8)
+
+    assert (6, {1, 6}) == (again.length, set(again.states))
+    for state in again.states.values():
+        assert list(tensors) == list(state)
+        assert all(torch.equal(tensors[name], state[name]) for name in tensors)
+        assert all(tensors[name].dtype == state[name].dtype for name in tensors)

@@ -93,7 +93,7 @@ def stored(cache: Cache, slot: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a slot in position order."""
     group, own = cache.home(0)
     cells = torch.from_numpy(group.table(slot).copy())
-    return group.pool.keys[own][:, cells], group.pool.values[own][:, cells]
+    return group.pool.keys.rows[own][:, cells], group.pool.values.rows[own][:, cells]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

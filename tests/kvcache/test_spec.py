@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import numpy as np
 import pytest
+import torch
 
 from kvcache.spec import GroupSpec, LayerSpec, Reach, Rotation, Span, group_layers
 
@@ -47,9 +51,49 @@ def test_a_group_moves_if_every_layer_does(layers: list[LayerSpec], shiftable: b
     assert [shiftable] == [group.shiftable for group in group_layers(layers)]
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("kind", ["full", "window", "chunk"])
+def test_the_oldest_position_is_the_first_that_is_seen(kind: Literal["full", "window", "chunk"], size: int) -> None:
+    """By the words of Reach: a window counts the query itself; of many positions at once too."""
+    sees = {
+        "full": lambda query, key: True,
+        "window": lambda query, key: query - key < size,
+        "chunk": lambda query, key: query // size == key // size,
+    }[kind]
+    expected = [min(key for key in range(query + 1) if sees(query, key)) for query in range(20)]
+    reach = Reach(kind, size)
+
+    assert expected == [reach.oldest(query) for query in range(20)]
+    assert expected == reach.oldest(np.arange(20)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_reach_that_covers_all_positions_is_full(kind: Literal["window", "chunk"]) -> None:
+    """A layer within a length that it sees as a whole is one that sees everything."""
+    layer = LayerSpec(2, 8, 8, Reach(kind, 8))
+
+    assert [layer, PLAIN, PLAIN] == [layer.within(length) for length in (9, 8, 7)]
+    assert PLAIN == PLAIN.within(1)
+
+
+@pytest.mark.parametrize(
+    ("reach", "cells", "expected"),
+    [
+        (Reach(), 1000, 1000),
+        (Reach("window", 8), 1000, 2 * (3 * 7 + 20)),
+        (Reach("chunk", 8), 1000, 2 * (3 * 7 + 20)),
+        (Reach("window", 1), 1000, 40),
+        (Reach("window", 8), 70, 70),
+    ],
+)
+def test_a_pool_holds_what_slots_see_twice(reach: Reach, cells: int, expected: int) -> None:
+    """Three slots and twenty rows: seven cells a slot before its rows, and as much again; never more than all."""
+    assert expected == group_layers([LayerSpec(2, 8, 8, reach)])[0].pool_cells(cells, slots=3, rows=20)
+
+
 def test_a_cell_is_one_token_in_every_layer() -> None:
     """Bytes of a cell: layers x heads x both widths x the element's size."""
-    assert 3 * 2 * (8 + 4) * 2 == GroupSpec(2, 8, 4, Reach(), (0, 1, 2), (None,) * 3).cell_bytes(2)
+    assert 3 * 2 * (8 + 4) * 2 == GroupSpec(2, 8, 4, Reach(), (0, 1, 2), (None,) * 3).cell_bytes(torch.bfloat16)
 
 
 def test_a_span_stops_after_its_last_row() -> None:

@@ -1,0 +1,202 @@
+"""Storage of one pool's keys or values, in a format of its own: rows of numbers in, rows of numbers out.
+
+float      a row as it is, in any floating type: reading a run of cells in that type is a view
+int8       a byte a column and a float32 scale a part of a row: a quarter of float32, and 4 bytes a head and part
+turned     int8 behind a Hadamard transform: keys, whose few large columns would set the scale of all the others
+
+A row is quantised alone, whatever is written beside it, so that neither batch nor chunks show in what is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcache.hadamard import transform
+from kvcache.spec import GroupSpec
+
+
+class Plane(Protocol):
+    """Rows of one width for every layer, head and cell of a group."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that is stored, by name: [layers, heads, cells, ...] each."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        ...
+
+    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+        """Store one layer's rows [heads, len(cells), width], of any floating type."""
+        ...
+
+    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """One layer's rows [heads, len(cells), width] as they are stored: behind `spread`. Not to be written."""
+        ...
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Rows as the plane stores them, or back: an orthonormal transform that is its own inverse.
+
+        Scores do not change if both sides are spread, so a query is, and keys are read without a transform.
+
+        rows  [..., width], or [..., width of the first part]
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One layer of a plane: what attention reads."""
+
+    plane: Plane
+    layer: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.plane.width
+
+    def read(self, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [heads, len(cells), width] behind `spread`; a view where the format and the cells allow one."""
+        return self.plane.read(self.layer, cells, dtype)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Plane.spread, in the type of the rows."""
+        return self.plane.spread(rows).to(rows.dtype)
+
+
+class FloatPlane:
+    """Rows as they are, in one floating type: [layers, heads, cells, width]."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The rows."""
+        return {"rows": self.rows}
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.rows.shape[-1]
+
+    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+        """Store rows, rounded to the plane's type."""
+        _put(self.rows[layer], cells, rows)
+
+    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows; a view if the cells are a run and the type is the plane's."""
+        return _take(self.rows[layer], cells).to(dtype)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Nothing is spread."""
+        return rows
+
+
+class Int8Plane:
+    """A row part's columns as multiples of its scale, which is a 127th of its largest: off by half a scale at most.
+
+    codes   [layers, heads, cells, width] int8
+    scales  [layers, heads, cells, parts] float32: as float16 they would save 1.5 % at width 128, and could overflow
+    parts   the widths of the parts of a row
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, parts: Sequence[int]) -> None:
+        self.codes, self.scales, self.parts = codes, scales, list(parts)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Codes and scales."""
+        return {"codes": self.codes, "scales": self.scales}
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.codes.shape[-1]
+
+    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+        """Quantise rows, each part of each alone; a part with a value that is not finite reads back as NaN."""
+        spread = self.spread(rows).to(torch.promote_types(rows.dtype, torch.float32))
+        parts = torch.split(spread, self.parts, -1)
+        scales = [(part.abs().amax(-1, keepdim=True) / 127).float() for part in parts]
+        # A row of zeros reads back as zeros by any scale, but 0 / 0 is no code.
+        scales = [scale.clamp_min(torch.finfo(torch.float32).tiny) for scale in scales]
+        codes = [(part / scale).round_() for part, scale in zip(parts, scales, strict=True)]
+        if codes:
+            _put(self.codes[layer], cells, torch.cat(codes, -1))
+            _put(self.scales[layer], cells, torch.cat(scales, -1))
+
+    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows, computed anew."""
+        rows, scales = _take(self.codes[layer], cells).to(dtype), _take(self.scales[layer], cells)
+        for part, scale in zip(torch.split(rows, self.parts, -1), torch.split(scales, 1, -1), strict=True):
+            part.mul_(scale)
+        return rows
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Nothing is spread."""
+        return rows
+
+
+class TurnedInt8Plane(Int8Plane):
+    """Int8 rows, each part behind a Hadamard transform (kvcache/hadamard.py)."""
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Transform every part of the rows, or the first alone if they have no more columns."""
+        parts = self.parts if rows.shape[-1] == self.width else self.parts[:1]
+        return torch.cat([transform(part) for part in torch.split(rows, parts, -1)], -1)
+
+
+def planes(spec: GroupSpec, cells: int, stored: torch.dtype, device: torch.device) -> tuple[Plane, Plane]:
+    """The keys and values of a group's cells, all zeros, in the format that a type stands for."""
+    shape = (len(spec.layers), spec.heads, cells)
+    if stored != torch.int8:
+        keys, values = (_zeros((*shape, width), stored, device) for width in (spec.key_width, spec.value_width))
+        return FloatPlane(keys), FloatPlane(values)
+    codes, other_codes = (_zeros((*shape, width), stored, device) for width in (spec.key_width, spec.value_width))
+    scales, other_scales = (
+        _zeros((*shape, len(parts)), torch.float32, device) for parts in (spec.key_parts, spec.value_parts)
+    )
+    return (
+        TurnedInt8Plane(codes, scales, spec.key_parts),
+        Int8Plane(other_codes, other_scales, spec.value_parts),
+    )
+
+
+def copy_cells(plane: Plane, sources: Tensor, targets: Tensor) -> None:
+    """Copy cells in every layer, bit by bit."""
+    for tensor in plane.tensors.values():
+        tensor[:, :, targets] = tensor[:, :, sources]
+
+
+def _take(stored: Tensor, cells: slice | Tensor) -> Tensor:
+    return stored[:, cells] if isinstance(cells, slice) else stored.index_select(1, cells)
+
+
+def _put(stored: Tensor, cells: slice | Tensor, rows: Tensor) -> None:
+    if isinstance(cells, slice):
+        stored[:, cells] = rows
+    else:
+        stored.index_copy_(1, cells, rows.to(stored.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not just memory: a cell that was never written must be finite, for it may stand under a mask.
+
+    On a CPU they come from calloc through numpy, so that a cell takes memory only once it is used; torch would write
+    the zeros (measured: 7 GiB resident, and seconds, for a cache that was still empty).
+    """
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,260 @@
+"""The shelf: content of the prefix tree outside the cells, in host memory and in files.
+
+What the tree gives up is saved in memory; what is wanted most is written to files when there is time for it, and found
+again by the next process. Both have a budget, and what was wanted longest ago goes first. Content that is on no shelf
+any more the tree must forget: `lose` tells it.
+Files come before their children's: the shelf writes nothing whose beginning is not written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvcache.component import Content
+from kvcache.components import Components
+from kvcache.disk import Disk, Found, Refused, Stretch
+from kvcache.node import Entry, Node, Piece
+
+# Long edges are saved in pieces, so that the engine is never busy with one for long: with this much, measured on one
+# core, for 80 ms to write it and 85 ms to load it, digests included.
+PIECE_BYTES = 16 * 2**20
+
+
+def _ignore(message: str) -> None:
+    """Report to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfConfig:
+    """Where content goes for which there are no cells.
+
+    memory_bytes  of host memory; 0: what is evicted and in no file is lost
+    folder        of the files; None: nothing survives the process
+    disk_bytes    of all files together; what other identities left in the folder counts at the start only
+    identity      all that the content depends on besides tokens: weights, model configuration, types, cache layout
+    report        is told in a sentence what went wrong with a file; no request fails for it
+    """
+
+    memory_bytes: int = 0
+    folder: Path | None = None
+    disk_bytes: int = 0
+    identity: str = ""
+    report: Callable[[str], None] = _ignore
+
+
+class Shelf:
+    """Entries by last use, in memory and in files. Belongs to the prefix tree.
+
+    token_bytes  that one token takes on the shelf, at most
+    lose         is called with an entry that is gone, while its nodes still name it
+    """
+
+    def __init__(
+        self,
+        config: ShelfConfig,
+        components: Components,
+        *,
+        token_bytes: int,
+        lose: Callable[[Entry], None],
+    ) -> None:
+        self._config, self._all, self._lose = config, components, lose
+        self._disk = None if config.folder is None else Disk(config.folder, config.identity)
+        self.piece_tokens = max(PIECE_BYTES // max(token_bytes, 1), 1)
+        self._memory: OrderedDict[Entry, None] = OrderedDict()
+        self._files: set[Entry] = set()
+        # Nodes that are not wholly in files, by last use.
+        self._unwritten: OrderedDict[Node, None] = OrderedDict()
+        self._clock = 0
+        # At this time there was no room for what is wanted most; until something else is wanted there is none.
+        self._full = -1
+        self.memory_bytes = self.disk_bytes = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether evicted content is saved."""
+        return self._config.memory_bytes > 0
+
+    def scan(self) -> Iterator[tuple[Found, Entry]]:
+        """What earlier processes left: beginnings first, to be linked to nodes or dropped."""
+        if self._disk is None:
+            return
+        every = self._disk.scan()
+        self._disk.limit_others(self._config.disk_bytes - sum(found.bytes for found in every))
+        # Of two that begin together the shorter one is newer: an edge that was split, and its upper part healed.
+        for found in sorted(every, key=lambda found: (found.stretch.start, len(found.stretch.tokens))):
+            entry = Entry(found.stretch.start, found.stretch.tokens[found.stretch.start :])
+            entry.file, entry.file_bytes = found.name, found.bytes
+            self._files.add(entry)
+            self.disk_bytes += found.bytes
+            yield found, entry
+
+    def fit(self) -> None:
+        """Give up what exceeds the budgets, longest unused first."""
+        while self.memory_bytes > self._config.memory_bytes:
+            self._empty(next(iter(self._memory)))
+        if self.disk_bytes > self._config.disk_bytes:
+            self._delete_oldest(self.disk_bytes - self._config.disk_bytes)
+
+    def touch(self, node: Node) -> None:
+        """Note that a node is wanted; one must touch it after its children."""
+        self._clock += 1
+        node.used = self._clock
+        for piece in reversed(node.pieces):
+            piece.entry.used = self._clock
+            if piece.entry in self._memory:
+                self._memory.move_to_end(piece.entry)
+            if piece.entry.file is not None and self._disk is not None:
+                self._disk.stamp(piece.entry.file)
+        if node in self._unwritten:
+            self._unwritten.move_to_end(node)
+
+    def link(self, node: Node, pieces: Sequence[Piece]) -> None:
+        """Let these be the node's pieces, and drop entries that no node needs any more."""
+        before = [piece.entry for piece in node.pieces]
+        node.link(pieces)
+        for entry in before:
+            if not entry.nodes:
+                self.drop(entry)
+        self.note(node)
+
+    def note(self, node: Node) -> None:
+        """Take note of a node that is new, or has other tokens or pieces than before."""
+        filed = node.pieces and len(node.filed) == len(node.pieces) and node.shelved == len(node.tokens)
+        if self._disk is None or node.parent is None or filed:
+            self._unwritten.pop(node, None)
+        else:
+            self._unwritten[node] = None
+
+    def put(self, node: Node) -> None:
+        """Save what of a resident node is not on the shelf, as far as the memory may hold it at all."""
+        room, pieces = self._config.memory_bytes, list(node.pieces)
+        for start in range(node.shelved, len(node.tokens), self.piece_tokens):
+            entry = self._saved(node, start)
+            if (room := room - entry.memory_bytes) < 0:
+                break
+            self.memory_bytes += entry.memory_bytes
+            entry.used = node.used
+            pieces.append(Piece(entry, 0, len(entry.tokens)))
+        node.link(pieces)
+        # The end of an edge goes before its begin.
+        for piece in reversed(node.pieces):
+            if piece.entry.content is not None:
+                self._memory[piece.entry] = None
+                self._memory.move_to_end(piece.entry)
+
+    def content(self, entry: Entry) -> Sequence[Content] | None:
+        """What was saved; None if it cannot be read, and then the entry is lost."""
+        if entry.content is not None or entry.file is None or self._disk is None:
+            return entry.content
+        try:
+            return self._disk.read(entry.file)
+        except Refused as error:
+            self._config.report(f"a file of the shelf is refused and deleted: {error}")
+        except OSError as error:
+            self._config.report(f"a file of the shelf cannot be read: {error}")
+        self._delete(entry)
+        return None
+
+    def drop(self, entry: Entry) -> None:
+        """Remove an entry from memory and disk."""
+        if entry in self._memory:
+            self._empty(entry)
+        if entry in self._files:
+            self._delete(entry)
+
+    def write(self, budget_bytes: int) -> bool:
+        """Write what is wanted most and in no file yet, until that many bytes are written; False: nothing is left."""
+        written = 0
+        while written < budget_bytes:
+            if (node := self._most_wanted()) is None or (size := self._write_piece(node)) == 0:
+                return False
+            written += size
+        return True
+
+    def _most_wanted(self) -> Node | None:
+        if self._disk is None or not self._disk.ready or not self._unwritten or self._full == self._clock:
+            return None
+        wanted = next(reversed(self._unwritten))
+        return next(node for node in wanted.path() if node in self._unwritten)
+
+    def _write_piece(self, node: Node) -> int:
+        """Write the first piece of a node that is in no file; the bytes, 0 if it is not worth it or failed."""
+        assert self._disk is not None, "there is somewhere to write"
+        filed = node.filed
+        begin = sum(piece.stop - piece.start for piece in filed)
+        fresh = len(filed) == len(node.pieces)
+        entry = self._saved(node, begin) if fresh else node.pieces[len(filed)].entry
+        assert entry.content is not None, "what is in no file is in memory"
+        path = np.concatenate([each.tokens for each in node.path()])
+        ends = any(entry.stop == each.stop for each in (node, *entry.nodes))
+        stretch = Stretch(node.salt, entry.start, np.concatenate((path[: entry.start], entry.tokens)), ends)
+        data = self._disk.encode(stretch, entry.content)
+        if not self._room_on_disk(len(data), node.used):
+            self._full = self._clock
+            return 0
+        try:
+            entry.file, entry.file_bytes = self._disk.write(data), len(data)
+        except OSError as error:
+            self._config.report(f"the shelf cannot write to its folder, and pauses: {error}")
+            return 0
+        entry.used = node.used
+        self._files.add(entry)
+        self.disk_bytes += entry.file_bytes
+        if fresh:
+            entry.content = None
+            node.link([*node.pieces, Piece(entry, 0, len(entry.tokens))])
+        for each in tuple(entry.nodes):
+            self.note(each)
+        return entry.file_bytes
+
+    def _room_on_disk(self, size: int, used: int) -> bool:
+        """Make room for a file by deleting those that were wanted before it; whether there is any."""
+        lacking = self.disk_bytes + size - self._config.disk_bytes
+        older = sum(entry.file_bytes for entry in self._files if entry.used < used)
+        if lacking > older:
+            return False
+        self._delete_oldest(lacking)
+        return True
+
+    def _delete_oldest(self, size: int) -> None:
+        """Delete at least so many bytes of files; of one edge's, the last first."""
+        goal = self.disk_bytes - size
+        for entry in sorted(self._files, key=lambda entry: (entry.used, -entry.start)):
+            if self.disk_bytes <= goal:
+                return
+            if entry in self._files:
+                self._delete(entry)
+
+    def _saved(self, node: Node, start: int) -> Entry:
+        """A piece of a resident node's edge from `start` on."""
+        stop = min(start + self.piece_tokens, len(node.tokens))
+        entry = Entry(node.start + start, node.tokens[start:stop].copy())
+        entry.content = self._all.save(self._all.part(node.held, start, stop))
+        return entry
+
+    def _empty(self, entry: Entry) -> None:
+        """Take an entry out of memory."""
+        del self._memory[entry]
+        self.memory_bytes -= entry.memory_bytes
+        entry.content = None
+        if entry.file is None:
+            self._lose(entry)
+
+    def _delete(self, entry: Entry) -> None:
+        """Delete an entry's file."""
+        assert self._disk is not None, "there are files"
+        assert entry.file is not None, "only what is in a file can be deleted"
+        self._disk.delete(entry.file)
+        self._files.remove(entry)
+        self.disk_bytes -= entry.file_bytes
+        entry.file, entry.file_bytes = None, 0
+        if entry.content is None:
+            self._lose(entry)
+        else:
+            for node in tuple(entry.nodes):
+                self.note(node)

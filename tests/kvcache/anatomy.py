@@ -1,0 +1,70 @@
+"""What a cache looks like inside: its tables, its pools and its tree, for tests that judge every cell."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvcache.cache import Cache
+from kvcache.spec import Reach
+from tests.kvcache.ledger import Entry, Ledger
+
+# Which entry stands in each cell, for every reach.
+Known: TypeAlias = dict[Reach, dict[int, Entry]]
+
+
+def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
+    """Cells of a segment as numpy takes them."""
+    return cells if isinstance(cells, slice) else cells.numpy()
+
+
+def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
+    """What the prefix tree holds: under all tokens up to a position, the cell of each group."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    open_nodes = [((), root) for root in cache._tree._roots.values()]
+    while open_nodes:
+        before, node = open_nodes.pop()
+        for at in range(len(node.tokens)):
+            found[(*before, *node.tokens[: at + 1].tolist())] = [int(held[at]) for held in node.held]
+        open_nodes += [((*before, *node.tokens.tolist()), child) for child in node.children.values()]
+    return found
+
+
+def place(cache: Cache, reach: Reach) -> int:
+    """The number of the first group of a reach."""
+    return next(at for at, group in enumerate(cache.groups) if group.spec.reach == reach)
+
+
+def known_entries(cache: Cache, ledger: Ledger) -> Known:
+    """Which entry of the ledger stands in each cell of a slot or of the tree."""
+    tree = tree_cells(cache)
+    known: Known = {}
+    for reach, store in ledger.stores.items():
+        at = place(cache, reach)
+        tables = [cache.groups[at].table(slot).tolist() for slot in range(cache.slots)]
+        cells = [*chain.from_iterable(tables), *(tree[path][at] for path in store.tree)]
+        owned = [*chain.from_iterable(store.slots), *store.tree.values()]
+        known[reach] = {cell: entry for cell, entry in zip(cells, owned, strict=True) if entry}
+    return known
+
+
+def remembered(cache: Cache) -> set[tuple[int, ...]]:
+    """Everything that the prefix tree could recall."""
+    return set(tree_cells(cache))
+
+
+def fingerprint(cache: Cache) -> list[object]:
+    """Everything that a refused operation must not change."""
+    return [
+        (
+            [(group.length(slot), group.table(slot).tobytes()) for slot in range(cache.slots)],
+            group.pool.references.tobytes(),
+            group.pool.free,
+            group.pool.keys.rows.numpy().tobytes(),
+            group.pool.values.rows.numpy().tobytes(),
+        )
+        for group in cache.groups
+    ] + [tree_cells(cache)]

@@ -1,0 +1,117 @@
+"""kill -9 at any moment: the next start finds whole files or none, and all that it loads is what was computed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache import prefix
+from kvcache.shelf import ShelfConfig
+from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled
+
+ROOT = Path(__file__).resolve().parents[2]
+# Imports once, then forks a child for each line that it reads: a folder and the number of its first text. A child
+# computes texts and saves each at once, until it is killed.
+NURSERY = """
+import os, sys
+from itertools import count
+from pathlib import Path
+from kvcache import shelf
+from kvcache.shelf import ShelfConfig
+from tests.kvcache.echo import FULL, WINDOW, make, remember
+shelf.PIECE_BYTES = 600
+print("ready", flush=True)
+for line in sys.stdin:
+    folder, first = line.split()
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    config = ShelfConfig(folder=Path(folder), disk_bytes=10**9, identity="model")
+    cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+    for number in count(int(first)):
+        remember(cache, [number % 7, number, *range(30)], seal=True)
+        cache.save_some(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """The process that has children."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NURSERY],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "ready\n" == process.stdout.readline()
+    yield process
+    process.communicate()
+    assert 0 == process.returncode
+
+
+def kill_one(nursery: subprocess.Popen[str], folder: Path, first: int, draw: random.Random) -> None:
+    """Let a child write for some milliseconds, and kill it."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(f"{folder} {first}\n")
+    nursery.stdin.flush()
+    child = int(nursery.stdout.readline())
+    time.sleep(draw.uniform(0, 0.08))
+    os.kill(child, signal.SIGKILL)
+    assert "dead\n" == nursery.stdout.readline()
+
+
+def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
+    """Kill children one after the other, each over what the one before left; the texts that were found at the end."""
+    draw, found = random.Random(times), 0
+    for turn in range(times):
+        kill_one(nursery, folder, 1000 * turn, draw)
+        reports: list[str] = []
+        config = ShelfConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
+        cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+        ends = [end for root in cache._tree._roots.values() for end in paths(root, [])]
+        for path, whole in ends[-20:]:
+            length = recalled(cache, path)
+            assert length == len(path) or not whole
+        no_leak(cache)
+        assert [] == reports
+        assert len(ends) >= found
+        found = len(ends)
+    return found
+
+
+def paths(node: prefix.Node, before: list[int]) -> list[tuple[list[int], bool]]:
+    """The tokens of every end below a node, and whether the text that was saved ended there."""
+    here = [*before, *node.tokens.tolist()]
+    return [end for child in node.children.values() for end in paths(child, here)] or [(here, node.sealed)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load few tokens too."""
+    monkeypatch.setattr(prefix, "LEAST_LOADED", 1)
+
+
+def test_a_killed_process_leaves_whole_files(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Killed a dozen times while it saves, a process leaves nothing that is refused or wrong."""
+    assert 0 < kill_many(12, nursery, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_whole_files_at_length(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
+    """The same, two hundred times."""
+    assert 0 < kill_many(200, nursery, tmp_path)
+    assert [] != list(tmp_path.rglob(".*")), "nobody was killed while it wrote"

@@ -1,0 +1,281 @@
+"""Files of the shelf: whatever happens to them, a request computes what it would have computed, and nothing breaks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import disk, prefix, shelf
+from kvcache.cache import Cache
+from kvcache.disk import Disk, Refused, Stretch
+from kvcache.shelf import ShelfConfig
+from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember
+
+TEXT = tuple(range(100, 140))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the few tokens of these tests, in pieces of a few."""
+    monkeypatch.setattr(prefix, "LEAST_LOADED", 1)
+    monkeypatch.setattr(shelf, "PIECE_BYTES", 1000)
+
+
+class Reports(list[str]):
+    """What the shelf had to say."""
+
+    def config(self, folder: Path, *, identity: str = "model") -> ShelfConfig:
+        """A shelf of files that reports here."""
+        return ShelfConfig(folder=folder, disk_bytes=10**7, identity=identity, report=self.append)
+
+
+def opened(folder: Path, reports: Reports | None = None, *, identity: str = "model") -> Cache:
+    """A hybrid cache over a folder."""
+    config = (Reports() if reports is None else reports).config(folder, identity=identity)
+    return make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of the shelf, in the order of their names."""
+    return sorted(folder.rglob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which two texts with a common beginning are saved."""
+    folder = tmp_path_factory.mktemp("shelf")
+    cache = opened(folder)
+    for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
+        remember(cache, text, seal=True)
+    while cache.save_some(10**6):
+        pass
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(written, tmp_path / "shelf"))
+
+
+def flips(count: int, written: Path, folder: Path) -> Iterator[tuple[Path, int]]:
+    """A file and a bit of it that is wrong, again and again."""
+    draw = random.Random(count)
+    for _ in range(count):
+        file = draw.choice(files(written))
+        data = bytearray(file.read_bytes())
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        target = folder / file.relative_to(written)
+        target.write_bytes(data)
+        yield target, bit
+        shutil.copy(file, target)
+
+
+def refuse_flips(count: int, written: Path, folder: Path) -> None:
+    """Flip that many bits, and check that no flipped file is read; now and then, what a cache makes of it."""
+    name = files(folder)[0].parent
+    for turn, (file, bit) in enumerate(flips(count, written, folder)):
+        single = Disk(folder, "model")
+        with pytest.raises(Refused):
+            single.read(file.name)
+        if turn % 50 == 0:
+            kept = {path: path.read_bytes() for path in files(folder)}
+            cache = opened(folder)
+            for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
+                assert recalled(cache, text) <= len(text), f"bit {bit}"
+            assert not file.exists()
+            no_leak(cache)
+            for path, data in kept.items():
+                path.write_bytes(data)
+    assert name.exists()
+
+
+def test_what_is_written_is_read(folder: Path) -> None:
+    """Undamaged files give back all they were given."""
+    assert 30 == recalled(opened(folder), TEXT[:30])
+    assert 20 == recalled(opened(folder), (*TEXT[:15], 7, 7, 7, 7, 7))
+
+
+def test_every_flipped_bit_is_noticed(written: Path, folder: Path) -> None:
+    """A file with one wrong bit, anywhere, is refused and deleted before a cell is written."""
+    refuse_flips(300, written, folder)
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_is_noticed_at_length(written: Path, folder: Path) -> None:
+    """The same for 10^4 bits."""
+    refuse_flips(10_000, written, folder)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, 700, -1])
+def test_a_torn_file_is_refused(folder: Path, length: int) -> None:
+    """A file that ends early is as good as none."""
+    reports = Reports()
+    for file in files(folder):
+        file.write_bytes(file.read_bytes()[:length])
+    cache = opened(folder, reports)
+
+    assert 0 == recalled(cache, TEXT)
+    remember(cache, TEXT)
+    assert len(TEXT) == recalled(cache, TEXT)
+    no_leak(cache)
+
+
+def test_a_refused_file_is_reported_and_deleted(folder: Path) -> None:
+    """The report says which, and the file is gone."""
+    reports = Reports()
+    for file in files(folder):
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    cache = opened(folder, reports)
+    recalled(cache, TEXT)
+
+    assert ["refused" in report for report in reports] == [True]
+    assert 0 < len(files(folder)) + 1 <= 4
+
+
+def test_another_model_never_sees_the_files(folder: Path) -> None:
+    """Another identity is another folder; and a file that was put into it is deleted."""
+    here = files(folder)[0].parent
+    other = opened(folder, identity="other")
+    assert 0 == recalled(other, TEXT)
+    remember(other, (1, 2, 3))
+    other.save_some(10**6)
+    (there,) = {file.parent for file in files(folder)} - {here}
+    for file in files(here):
+        shutil.copy(file, there)
+
+    assert 0 == recalled(opened(folder, identity="other"), TEXT)
+    assert 1 == len(files(there))
+    assert 30 == recalled(opened(folder), TEXT[:30])
+
+
+def test_what_another_model_left_makes_room(folder: Path) -> None:
+    """Files of other identities count too when a cache opens, and those used longest ago go first."""
+    size = sum(file.stat().st_size for file in files(folder))
+    oldest = files(folder)[0]
+    os.utime(oldest, (0, 0))
+    make(FULL, shelf=ShelfConfig(folder=folder, disk_bytes=size, identity="other"))
+    assert oldest.exists()
+    make(FULL, shelf=ShelfConfig(folder=folder, disk_bytes=size - 1, identity="other"))
+
+    assert not oldest.exists()
+    assert [] != files(folder)
+
+
+def test_another_version_is_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a format that is not ours are of no use."""
+    monkeypatch.setattr(disk, "FORMAT", "cellar-shelf-2")
+
+    assert 0 == recalled(opened(folder), TEXT)
+    assert [] == files(folder)
+
+
+def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
+    """What nobody can reach does not stay."""
+    cache = opened(folder)
+    first = next(file for file in files(folder) if Disk(folder, "model").read(file.name) and starts_at_zero(file))
+    first.unlink()
+    again = opened(folder)
+
+    assert 0 == recalled(again, TEXT)
+    assert [] == files(folder)
+    assert 0 == recalled(cache, TEXT)
+
+
+def starts_at_zero(file: Path) -> bool:
+    """Whether a file holds the beginning of its path."""
+    return b'\\"start\\": 0,' in file.read_bytes()
+
+
+def test_strangers_in_the_folder_stay_and_do_no_harm(folder: Path, tmp_path: Path) -> None:
+    """Links, folders, pipes and foreign files are neither followed nor deleted; old leftovers of ours are."""
+    here = files(folder)[0].parent
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    (here / ("0" * 64 + ".safetensors")).symlink_to(secret)
+    (here / ("1" * 64 + ".safetensors")).mkdir()
+    os.mkfifo(here / ("2" * 64 + ".safetensors"))
+    (here / "notes.txt").write_text("keep me")
+    fresh, old = here / ".fresh.1", here / ".old.1"
+    fresh.touch()
+    old.touch()
+    os.utime(old, (time.time() - 3600, time.time() - 3600))
+
+    assert 30 == recalled(opened(folder), TEXT[:30])
+    assert "mine" == secret.read_text()
+    assert (here / "notes.txt").exists()
+    assert (True, False) == (fresh.exists(), old.exists())
+
+
+def test_files_are_private(folder: Path) -> None:
+    """Nobody else reads what was said."""
+    here = files(folder)[0].parent
+
+    assert {0o600} == {stat.S_IMODE(file.stat().st_mode) for file in files(written_again(folder))}
+    assert 0o700 == stat.S_IMODE(here.stat().st_mode)
+
+
+def written_again(folder: Path) -> Path:
+    """A folder beside with files that were written just now."""
+    beside = folder / "beside"
+    cache = opened(beside)
+    remember(cache, TEXT)
+    cache.save_some(10**6)
+    return beside
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_disk_that_fails_is_reported_once_and_left_alone(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No write error reaches a request; the shelf pauses, and goes on when the disk does."""
+    reports = Reports()
+    cache = opened(tmp_path, reports)
+    remember(cache, TEXT)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        for _ in range(20):
+            assert not cache.save_some(10**6)
+    assert 1 == len(reports)
+    assert [] == [file for file in tmp_path.rglob("*") if file.is_file()]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+    while cache.save_some(10**6):
+        pass
+
+    assert len(TEXT) == recalled(opened(tmp_path), TEXT)
+
+
+def test_a_folder_that_vanishes_is_made_anew(folder: Path) -> None:
+    """What was in it is computed again and written again."""
+    cache = opened(folder)
+    shutil.rmtree(folder)
+
+    assert 0 == recalled(cache, TEXT[:30])
+    remember(cache, TEXT[:30])
+    while cache.save_some(10**6):
+        pass
+    assert 30 == recalled(opened(folder), TEXT[:30])
+
+
+def test_equal_content_has_one_name(tmp_path: Path) -> None:
+    """Two processes that computed the same write the same file."""
+    single = Disk(tmp_path, "model")
+    stretch = Stretch(b"salt", 0, np.arange(5), True)
+    names = {single.write(single.encode(stretch, [{"a": torch.arange(3)}, {}])) for _ in range(20)}
+
+    assert 1 == len(names)

@@ -1,0 +1,293 @@
+"""The shelf: what is evicted comes back as it was, within its budgets, after a restart too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import prefix, shelf
+from kvcache.cache import Cache
+from kvcache.shelf import ShelfConfig
+from kvcache.spec import LayerSpec
+from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember
+
+TEXT = tuple(range(100, 160))
+KINDS = {
+    "full": ((FULL,), None),
+    "windows": ((FULL, WINDOW), None),
+    "chunks": ((CHUNK, FULL), None),
+    "hybrid": ((FULL, WINDOW), 10**6),
+    "recurrent": ((), 10**6),
+}
+kinds = pytest.mark.parametrize(("layers", "state_bytes"), KINDS.values(), ids=KINDS)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of these tests are few: load and shelve them all the same, in pieces of a few."""
+    monkeypatch.setattr(prefix, "LEAST_LOADED", 1)
+    monkeypatch.setattr(prefix, "LEAST_SHELVED", 4)
+    monkeypatch.setattr(shelf, "PIECE_BYTES", 200)
+
+
+def in_memory(size: int = 10**7) -> ShelfConfig:
+    """A shelf of memory alone."""
+    return ShelfConfig(memory_bytes=size)
+
+
+def on_disk(folder: Path, size: int = 10**7, *, identity: str = "model") -> ShelfConfig:
+    """A shelf of files alone."""
+    return ShelfConfig(folder=folder, disk_bytes=size, identity=identity)
+
+
+def save(cache: Cache) -> None:
+    """Write all that can be written."""
+    while cache.save_some(1000):
+        pass
+
+
+def build(layers: Sequence[LayerSpec], state_bytes: int | None, config: ShelfConfig) -> Cache:
+    """A cache of a kind."""
+    cache = make(*(layers or (FULL,)), state_bytes=state_bytes, shelf=config)
+    return cache if layers else Cache((), slots=3, capacity=64, cells=192, state_bytes=state_bytes, shelf=config)
+
+
+@kinds
+def test_what_is_evicted_comes_back(layers: Sequence[LayerSpec], state_bytes: int | None) -> None:
+    """With a shelf in memory nothing is lost but time: an evicted text is recalled whole, bit by bit."""
+    cache = build(layers, state_bytes, in_memory())
+    remember(cache, TEXT, seal=True)
+    cache.forget()
+
+    assert cache.cells == cache.free_cells
+    assert len(TEXT) == recalled(cache, TEXT)
+    no_leak(cache)
+
+
+@kinds
+def test_what_was_saved_survives_the_process(
+    layers: Sequence[LayerSpec], state_bytes: int | None, tmp_path: Path
+) -> None:
+    """A cache that opens the folder of another recalls what that had, split and all."""
+    cache = build(layers, state_bytes, on_disk(tmp_path))
+    other = (*TEXT[:40], 7, 8, 9, 10)
+    remember(cache, TEXT[:40], seal=True)
+    for text in (TEXT, other):
+        remember(cache, text, seal=True)
+    save(cache)
+    again = build(layers, state_bytes, on_disk(tmp_path))
+
+    for text in (other, TEXT, TEXT[:40]):
+        assert len(text) == again._tree.known(np.asarray(text), b"")
+        assert len(text) == recalled(again, text)
+    no_leak(again)
+
+
+@pytest.mark.parametrize("at", range(1, 60, 7))
+def test_a_text_that_leaves_a_shelved_one_is_served_as_far_as_they_agree(at: int, tmp_path: Path) -> None:
+    """With full attention a restart serves any beginning, to the token."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    remember(cache, TEXT)
+    save(cache)
+    again = make(FULL, shelf=on_disk(tmp_path))
+
+    assert at == recalled(again, (*TEXT[:at], 7, 7))
+    assert len(TEXT) == recalled(again, TEXT)
+
+
+def test_salts_stay_apart_on_the_shelf(tmp_path: Path) -> None:
+    """What one tenant's file holds does not exist for another."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    remember(cache, TEXT[:20], salt=b"one")
+    remember(cache, TEXT[:30], salt=b"two")
+    save(cache)
+    again = make(FULL, shelf=on_disk(tmp_path))
+
+    assert [20, 30, 0] == [recalled(again, TEXT, salt=salt) for salt in (b"one", b"two", b"")]
+
+
+def test_a_shelf_keeps_to_its_memory() -> None:
+    """What exceeds the budget is forgotten, longest unused first and ends before their beginnings."""
+    one = make(FULL, shelf=in_memory())
+    remember(one, TEXT[:40])
+    one.forget()
+    size = one.shelf_bytes[0]
+    cache = make(FULL, shelf=in_memory(size + size // 2))
+    for first in (1, 2):
+        remember(cache, (first, *TEXT[:39]))
+    cache.forget()
+
+    assert size < cache.shelf_bytes[0] <= size + size // 2
+    assert 40 == recalled(cache, (2, *TEXT[:39]))
+    assert 10 < recalled(cache, (1, *TEXT[:39])) < 30
+
+
+def test_a_text_larger_than_the_shelf_leaves_its_beginning_there() -> None:
+    """What does not fit as a whole is kept as far as it does."""
+    cache = make(FULL, shelf=in_memory(500))
+    remember(cache, TEXT)
+    cache.forget()
+
+    assert 0 < recalled(cache, TEXT) < len(TEXT)
+    assert cache.shelf_bytes[0] <= 500
+
+
+def test_files_keep_to_their_budget(tmp_path: Path) -> None:
+    """Files that were wanted longest ago go, ends first; what is left is whole."""
+    cache = make(FULL, shelf=on_disk(tmp_path, 6000))
+    for first in range(8):
+        remember(cache, (first, *TEXT[:20]))
+        save(cache)
+        files = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
+
+        assert sum(files) == cache.shelf_bytes[1] <= 6000
+    again = make(FULL, shelf=on_disk(tmp_path, 6000))
+
+    assert 21 == recalled(again, (7, *TEXT[:20]))
+    assert 0 == recalled(again, (0, *TEXT[:20]))
+
+
+def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
+    """A folder that is larger than it may be is made smaller, and what was used last stays."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    remember(cache, TEXT)
+    save(cache)
+    size = cache.shelf_bytes[1]
+    again = make(FULL, shelf=on_disk(tmp_path, size // 2))
+
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) == again.shelf_bytes[1] <= size // 2
+    assert 0 < recalled(again, TEXT) < len(TEXT)
+
+
+@pytest.mark.parametrize("older", [0, 1])
+def test_times_of_use_survive_the_process(older: int, tmp_path: Path) -> None:
+    """When a start has to delete, it deletes what was used longest ago."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    texts, seen = [(first, *TEXT[:20]) for first in (1, 2)], set[Path]()
+    for at, text in enumerate(texts):
+        remember(cache, text)
+        save(cache)
+        files = set(tmp_path.rglob("*.safetensors")) - seen
+        seen |= files
+        for file in files:
+            os.utime(file, (1000 + (at != older), 1000 + (at != older)))
+    again = make(FULL, shelf=on_disk(tmp_path, cache.shelf_bytes[1] - 1))
+
+    assert 21 == recalled(again, texts[1 - older])
+    assert recalled(again, texts[older]) < 21
+
+
+def test_recalled_content_makes_room_for_itself_but_not_in_its_own_path() -> None:
+    """When cells are few, what comes back pushes out others, and as much of it comes as fits."""
+    cache = make(FULL, slots=2, capacity=48, cells=64, shelf=in_memory())
+    for first in (1, 2):
+        remember(cache, (first, *TEXT[:39]))
+
+    for first in (1, 2, 1, 2):
+        assert 40 == recalled(cache, (first, *TEXT[:39]))
+    feed(cache, 0, [5] * 40)
+    for _ in range(2):
+        assert 24 == recalled(cache, (1, *TEXT[:39]))
+    check(cache, 0, [5] * 40)
+    no_leak(cache)
+
+
+def test_what_makes_room_takes_the_place_on_the_shelf() -> None:
+    """Two texts of which cells and shelf hold one each change places, again and again."""
+    size = make(FULL, shelf=in_memory())
+    remember(size, TEXT[:40])
+    size.forget()
+    cache = make(FULL, slots=2, capacity=40, cells=40, shelf=in_memory(size.shelf_bytes[0]))
+    for first in (1, 2):
+        remember(cache, (first, *TEXT[:39]))
+
+    assert [40] * 4 == [recalled(cache, (first, *TEXT[:39])) for first in (1, 2, 1, 2)]
+
+
+def test_few_tokens_are_not_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a few tokens computing is as fast as loading."""
+    monkeypatch.setattr(prefix, "LEAST_LOADED", 16)
+    cache = make(FULL, shelf=in_memory())
+    remember(cache, TEXT)
+    cache.forget()
+
+    assert 0 == recalled(cache, TEXT[:15])
+    assert 16 == recalled(cache, TEXT[:16])
+
+
+def test_what_a_slot_computes_anew_takes_the_place_of_what_is_shelved(tmp_path: Path) -> None:
+    """Content below a shelved beginning is remembered, for the slot has the beginning too."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    remember(cache, TEXT[:20], seal=True)
+    save(cache)
+    cache.forget()
+    feed(cache, 0, TEXT[:30])
+    cache.remember(0, TEXT[:30])
+
+    assert 30 == cache.recall(1, TEXT[:35])
+    check(cache, 1, TEXT[:30])
+    no_leak(cache)
+
+
+def test_a_grown_answer_is_written_where_it_was_left_off(tmp_path: Path) -> None:
+    """An end that grows after it was written is written further, not again."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    for length in (20, 21, 40):
+        remember(cache, TEXT[:length])
+        save(cache)
+    again = make(FULL, shelf=on_disk(tmp_path))
+
+    assert not cache.save_some(10**9)
+    assert 40 == recalled(again, TEXT)
+
+
+def test_beginnings_are_written_first(tmp_path: Path) -> None:
+    """Whenever the process ends, what is in files starts at the start."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    for text in (TEXT[:30], (*TEXT[:20], 1, 2, 3, 4), (9, 8, 7, 6)):
+        remember(cache, text)
+    more = True
+    while more:
+        more = cache.save_some(1)
+        written = len(list(tmp_path.rglob("*.safetensors")))
+        again = make(FULL, shelf=on_disk(tmp_path))
+
+        assert written == len(list(tmp_path.rglob("*.safetensors")))
+        assert again.shelf_bytes == cache.shelf_bytes
+
+
+def test_what_was_healed_is_written_anew(tmp_path: Path) -> None:
+    """A gap that somebody closed is closed after a restart too, though the file with the gap is still needed."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    remember(cache, TEXT)
+    assert cache._tree.evict([0, len(TEXT) - 3])
+    save(cache)
+    assert 0 == recalled(cache, TEXT[:32])
+    remember(cache, TEXT[:32], seal=True)
+    save(cache)
+    again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+
+    assert 32 == recalled(again, TEXT[:35])
+    assert len(TEXT) == recalled(again, TEXT)
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    """What one deletes the other does without; what one writes the other's successor has."""
+    one, two = (make(FULL, shelf=on_disk(tmp_path)) for _ in range(2))
+    remember(one, TEXT)
+    save(one)
+    remember(two, TEXT)
+    save(two)
+    three = make(FULL, shelf=on_disk(tmp_path))
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+
+    assert len(TEXT) == recalled(one, TEXT)
+    assert 0 == recalled(three, TEXT)
+    remember(three, TEXT)
+    save(three)
+    assert len(TEXT) == recalled(make(FULL, shelf=on_disk(tmp_path)), TEXT)
