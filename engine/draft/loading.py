@@ -1,0 +1,90 @@
+"""The smaller model that drafts: found, loaded like any other, and refused where it speaks another language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from engine.config import EngineConfig
+from engine.draft.depth import AdaptiveDepth, FixedDepth
+from engine.draft.library import Library
+from engine.draft.lookup import LookupDrafter
+from engine.draft.model import ModelDrafter
+from engine.errors import ModelUnsupported
+from engine.load import Loaded, load, longest_context, resolve
+from engine.memory import most_rows
+from engine.speculation import Speculation
+from kvcache.cache import Cache
+
+# What finished requests said, to be looked up: 115 bytes a token.
+_LIBRARY_TOKENS = 2**18
+
+
+def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Loaded | None:
+    """The model that drafts for `target`; None where there is none. Raises ModelError kinds.
+
+    The bundled model brings its own. A draft is a guess at tokens by their numbers, so both must have one tokenizer.
+    """
+    name = config.draft_model or _companion(config, Path(target.info.folder))
+    if name is None or config.drafter in ("none", "lookup"):
+        return None
+    settings = replace(
+        config,
+        model=name,
+        context=min(target.capacity, _context(name)),
+        slots=target.info.slots,
+        cells=None,
+        threads=torch.get_num_threads(),
+    )
+    draft = load(settings, lambda phase: on_phase(f"draft: {phase}"))
+    if draft.encoder is not None:
+        raise ModelUnsupported(name, "it looks at media; a draft model reads tokens alone")
+    _check_language(name, draft, target)
+    return draft
+
+
+def _companion(config: EngineConfig, folder: Path) -> str | None:
+    """The draft that lies beside the bundled model."""
+    beside = folder.parent / "draft"
+    return str(beside) if config.model is None and (beside / "config.json").is_file() else None
+
+
+def _context(name: str) -> int:
+    return longest_context(AutoConfig.from_pretrained(resolve(name), trust_remote_code=False).get_text_config())
+
+
+def _check_language(name: str, draft: Loaded, target: Loaded) -> None:
+    """Raises ModelUnsupported at the first token that means something else to the draft than to the target."""
+    own, others = draft.tokenizer.pieces(), target.tokenizer.pieces()
+    for number in sorted(own.keys() & others.keys()):
+        if own[number] != others[number]:
+            meanings = f"token {number} is {own[number]!r} to it and {others[number]!r} to {target.info.name}"
+            raise ModelUnsupported(name, f"a draft model must share the tokenizer of the model: {meanings}")
+
+
+def make_speculation(
+    config: EngineConfig, target: Loaded, draft: Loaded | None, clock: Callable[[], float]
+) -> Speculation:
+    """The drafters that the settings ask for, over caches of their own."""
+    quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
+    slow = None if draft is None else _drafter(config, target, draft)
+    depth = AdaptiveDepth() if config.draft_tokens is None else FixedDepth(config.draft_tokens)
+    return Speculation(quick, slow, depth, clock)
+
+
+def _drafter(config: EngineConfig, target: Loaded, draft: Loaded) -> ModelDrafter:
+    cache = Cache(
+        [plan.spec for plan in draft.layers],
+        slots=draft.info.slots,
+        capacity=draft.capacity,
+        cells=draft.memory.cells,
+        rows=most_rows(config, draft.info.slots),
+        state_bytes=draft.memory.available_bytes // 16 if draft.recurrent else None,
+        dtype=draft.stored,
+        device=config.device,
+    )
+    return ModelDrafter(cache, draft.runner, vocabulary=target.info.vocabulary, chunk=config.chunk)

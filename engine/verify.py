@@ -1,0 +1,60 @@
+"""What a step says: one token a sequence, and further ones where drafts turn out to be what would be said anyway.
+
+A draft is no more than a row of the batch. Row j of a sequence stands behind its drafts 0 to j - 1, and `emit` picks
+the token that follows there, with the noise of its own position. As long as that token is the draft, the row behind
+the draft tells the next one too; the first token that is no draft ends it. So drafts decide how many tokens a step
+says, never which (design notes, algorithms 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.sampling import Draw, emit
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The rows of one sequence whose logits are known: behind its last token, and behind each draft.
+
+    draw  how to draw the token behind the last one
+    ends  whether a token is the last of its text, whatever was drafted behind it
+    """
+
+    drafts: tuple[int, ...]
+    draw: Draw
+    ends: Callable[[int], bool]
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits: one more than drafts."""
+        return len(self.drafts) + 1
+
+
+def verify(logits: Tensor, trials: Sequence[Trial]) -> list[list[int | None]]:
+    """What each trial says, at least one token each; None in the place of a token whose row has no finite maximum.
+
+    logits  [rows, vocabulary], the rows of the first trial, then those of the second, ...
+
+    Every row is drawn as if all drafts before it were right. Where one is not, what was drawn behind it is not used, so
+    penalties that look at the text are exact on all that is.
+    """
+    draws = [trial.draw.after(trial.drafts[:row]) for trial in trials for row in range(trial.rows)]
+    tokens = emit(logits, draws)
+    said, at = [], 0
+    for trial in trials:
+        said.append(_accepted(trial, tokens[at : at + trial.rows]))
+        at += trial.rows
+    return said
+
+
+def _accepted(trial: Trial, tokens: Sequence[int | None]) -> list[int | None]:
+    """The tokens up to the first that is not the draft at its place, or that ends the text."""
+    for row, draft in enumerate(trial.drafts):
+        token = tokens[row]
+        if token is None or token != draft or trial.ends(token):
+            return list(tokens[: row + 1])
+    return list(tokens)

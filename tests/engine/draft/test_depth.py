@@ -1,0 +1,213 @@
+"""The depth that pays: on worlds whose best depth is known, against every fixed depth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.draft.depth import AdaptiveDepth, Candidate, FixedDepth
+from tests.engine.draft.simulate import (
+    KIND,
+    Cost,
+    World,
+    best_fixed,
+    flat,
+    linear,
+    play,
+    roof,
+    tiles,
+    two_cores,
+)
+
+DEEPEST = 8
+WARM = 20
+COSTS: dict[str, Cost] = {
+    "flat": flat,
+    "linear 0.05": linear(0.05),
+    "linear 0.15": linear(0.15),
+    "linear 0.3": linear(0.3),
+    "linear 0.6": linear(0.6),
+    "linear 1": linear(1.0),
+    "roof 4": roof(4),
+    "roof 8": roof(8),
+    "tiles of 4": tiles(4, 0.5),
+    "two rows cost more than one": lambda rows: 1.0 if rows == 1 else 1.6,
+    "two cores": two_cores,
+}
+CHANCES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
+by_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+
+
+def world(cost: Cost, chance: float, level: float = 0.0) -> World:
+    """Drafts that are right equally often at every position."""
+    return World(cost, [chance] * DEEPEST, level)
+
+
+def share(worlds: list[World], *, batch: int = 1, seed: int = 0) -> float:
+    """What the adaptive depth brings, measured by the best fixed depth of the same rounds."""
+    score = play(AdaptiveDepth(), worlds, batch=batch, warm=WARM, seed=seed)
+    return score.rate / best_fixed(worlds[WARM:], batch=batch)
+
+
+@by_cost
+def test_one_sequence_loses_little_while_it_learns(cost: Cost) -> None:
+    """Within 500 rounds: 0.97 of the best depth on average, 0.9 at worst."""
+    shares = [share([world(cost, chance, level)] * 500) for chance in (0.1, 0.5, 0.8, 0.98) for level in (0.0, 0.24)]
+
+    assert sum(shares) / len(shares) > 0.97
+    assert min(shares) > 0.9
+
+
+@pytest.mark.slow
+@by_cost
+@pytest.mark.parametrize("level", [0.0, 0.1, 0.24])
+def test_one_sequence_comes_close_to_the_best_depth(cost: Cost, level: float) -> None:
+    """Over 2,000 rounds after the first 20: 0.98 of the best depth in every world."""
+    shares = {chance: share([world(cost, chance, level)] * 2000) for chance in CHANCES}
+
+    assert {} == {chance: found for chance, found in shares.items() if found < 0.98}
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+def test_a_batch_comes_close_to_the_best_depth(batch: int) -> None:
+    """One round tells much about many sequences: 0.96 of the best depth in 200 rounds."""
+    shares = [
+        share([world(cost, chance, level)] * 200, batch=batch)
+        for cost in (flat, linear(0.3), roof(8))
+        for chance in (0.3, 0.8)
+        for level in (0.0, 0.3)
+    ]
+
+    assert min(shares) > 0.96
+
+
+CHANGES = [(0.1, 0.95), (0.95, 0.1), (0.5, 0.8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost", [linear(0.15), linear(0.6), roof(8), two_cores])
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_drafts_that_become_better_or_worse_are_noticed(cost: Cost, before: float, after: float) -> None:
+    """With a change in the middle it does better than any fixed depth, or nearly as well."""
+    assert share([world(cost, before, 0.1)] * 1000 + [world(cost, after, 0.1)] * 1000) > 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [(flat, linear(0.6)), (linear(0.6), flat), (linear(0.3), roof(4))])
+@pytest.mark.parametrize("chance", [0.5, 0.8])
+def test_steps_that_become_dearer_or_cheaper_are_noticed(change: tuple[Cost, Cost], chance: float) -> None:
+    """What was measured long ago gives way."""
+    first, second = change
+
+    assert share([world(first, chance, 0.1)] * 1000 + [world(second, chance, 0.1)] * 1000) > 0.93
+
+
+def test_a_large_batch_with_costly_rows_drafts_nothing() -> None:
+    """256 sequences whose rows cost in full: after 20 rounds no draft but to learn, and that costs next to nothing."""
+    score = play(AdaptiveDepth(), [world(linear(1.0), 0.8, 0.3)] * 100, batch=256, warm=WARM)
+
+    assert score.depths[-40:].count([0] * 256) > 20
+    assert score.rate > 0.98 * best_fixed([world(linear(1.0), 0.8, 0.3)], batch=256)
+
+
+def test_drafts_that_are_always_wrong_cost_next_to_nothing() -> None:
+    """Nobody is slower for trying: 0.98 of no drafts at all, in 300 rounds, the first ones not counted."""
+    for cost in (linear(0.15), linear(0.6), two_cores):
+        assert share([World(cost, [0.0] * DEEPEST, 0.2)] * 300) > 0.98
+
+
+def test_the_first_rounds_are_careful() -> None:
+    """Nothing is drafted before a step was measured, and from then on the rows double at most."""
+    depth, most = AdaptiveDepth(), 1
+
+    assert [0] == depth.choose([Candidate(KIND, 16)], rows=1)
+
+    depth.stepped(1, 1.0)
+    for _ in range(20):
+        (chosen,) = depth.choose([Candidate(KIND, 16)], rows=1)
+
+        assert 1 + chosen <= 2 * most
+
+        most = max(most, 1 + chosen)
+        depth.verified(KIND, chosen, chosen)
+        depth.stepped(1 + chosen, 1.0)
+
+    assert 17 == most
+
+
+def test_equal_inputs_give_equal_depths() -> None:
+    """There is no hidden clock and no hidden chance."""
+    worlds = [world(two_cores, 0.6, 0.1)] * 200
+    runs = [play(AdaptiveDepth(), worlds, batch=3, warm=0, seed=5).depths for _ in range(2)]
+
+    assert runs[0] == runs[1]
+
+
+def test_limits_are_kept() -> None:
+    """However well drafts do, nobody gets more than his limit; without any limit nothing breaks."""
+    depth, chance = AdaptiveDepth(), random.Random(1)
+    for _ in range(300):
+        limits = [chance.choice((0, 0, 1, 3, 8)) for _ in range(chance.randint(0, 5))]
+        depths = depth.choose([Candidate(chance.choice("ab"), limit) for limit in limits], rows=max(1, len(limits)))
+
+        assert len(depths) == len(limits)
+        assert all(0 <= chosen <= limit for chosen, limit in zip(depths, limits, strict=True))
+
+        for chosen in depths:
+            depth.verified("a", chosen, chosen)
+        depth.stepped(max(1, len(limits)) + sum(depths), 1.0)
+
+
+def test_the_better_drafts_go_first() -> None:
+    """Of two kinds where only a few rows pay, the kind that is right gets them."""
+    depth = AdaptiveDepth()
+    candidates = [Candidate("good", 4), Candidate("bad", 4)]
+    total = {"good": 0, "bad": 0}
+    for _ in range(200):
+        depths = dict(zip(("good", "bad"), depth.choose(candidates, rows=2), strict=True))
+        depth.verified("good", depths["good"], depths["good"])
+        depth.verified("bad", min(depths["bad"], 1), 0)
+        depth.stepped(2 + sum(depths.values()), 1 + 0.2 * sum(depths.values()))
+        total = {kind: total[kind] + depths[kind] for kind in total}
+
+    assert total["good"] > 700
+    assert total["bad"] < 100
+
+
+def test_levels_of_drafting_are_paid_for() -> None:
+    """Where rows are free but a level of drafting costs a step and a half, nothing is drafted."""
+    score = play(AdaptiveDepth(), [world(flat, 0.9, 1.5)] * 200, batch=1, warm=WARM)
+
+    assert sum(map(sum, score.depths)) < 0.05 * 180
+
+
+def test_a_clock_that_stands_still_teaches_nothing() -> None:
+    """Steps of no time and of no rows are passed over."""
+    depth = AdaptiveDepth()
+    depth.stepped(1, 0.0)
+    depth.stepped(0, 1.0)
+
+    assert [0] == depth.choose([Candidate(KIND, 4)], rows=1)
+
+
+def test_a_single_slow_step_does_not_decide() -> None:
+    """A step that waited for the machine, first or later, does not keep drafts away that pay."""
+    for slow in (1, 3, 50):
+        depth, chosen = AdaptiveDepth(), [0]
+        for number in range(300):
+            chosen = depth.choose([Candidate(KIND, 4)], rows=1)
+            depth.verified(KIND, chosen[0], chosen[0])
+            depth.stepped(1 + chosen[0], 20.0 if number == slow else 1.0)
+
+        assert [4] == chosen
+
+
+def test_a_fixed_depth_is_fixed() -> None:
+    """The same for all, less where the limit is less, whatever it is told."""
+    depth = FixedDepth(3)
+    depth.verified(KIND, 3, 0)
+    depth.drafted(KIND, 3, 100.0)
+    depth.stepped(4, 100.0)
+
+    assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
