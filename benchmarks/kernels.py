@@ -1,0 +1,171 @@
+"""Measures attention on the CPU: the C++ kernel against torch operations, both through the same pool.
+
+    python -m benchmarks.kernels [--dtype float32] [--variant avx2] [--rounds 15]
+
+Both sides take turns, call by call, because a machine is rarely quiet: the ratio is that of their medians, the time the
+least. Calls go round the layers of a pool that no processor cache holds. GB/s are bytes of keys and values that a call
+has to read once, over the least time; beside it stands what torch.sum reads from memory that is as large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.cpu import build
+from engine.kernels.cpu.native import Native
+from kvcache.cells import CellPool
+from kvcache.forward import Segment
+from kvcache.planes import Stored
+from kvcache.spec import GroupSpec, Reach
+
+# More than the last-level caches of the machines that this runs on.
+POOL_BYTES = 160 * 2**20
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of one model."""
+
+    name: str
+    heads: int
+    key_heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every sequence of a batch does: `rows` queries behind `depth` cells."""
+
+    name: str
+    rows: int
+    depth: int
+    sequences: int = 1
+
+
+SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("Llama-3.2-1B", 32, 8, 64))
+WORKS = (
+    Work("decode", 1, 512),
+    Work("decode", 1, 2048),
+    Work("decode", 1, 8192),
+    Work("decode", 1, 512, sequences=8),
+    Work("verify", 4, 2048),
+    Work("verify", 8, 2048),
+    Work("prefill", 512, 0),
+    Work("prefill", 512, 2048),
+)
+
+
+class Bench:
+    """One pool, and calls that attend to it."""
+
+    def __init__(self, shape: Shape, work: Work, dtype: torch.dtype) -> None:
+        self.length = work.rows + work.depth
+        cells = self.length * work.sequences
+        self.bytes = 2 * shape.key_heads * cells * shape.width * dtype.itemsize
+        self.layers = max(POOL_BYTES // self.bytes, 1)
+        numbers = tuple(range(self.layers))
+        spec = GroupSpec(shape.key_heads, shape.width, shape.width, Reach(), numbers, (None,) * self.layers)
+        self.pool = CellPool(spec, cells, dtype, torch.device("cpu"))
+        for layer, plane in itertools.product(numbers, (self.pool.keys, self.pool.values)):
+            plane.write(layer, slice(0, cells), torch.randn(shape.key_heads, cells, shape.width))
+        self.query = torch.randn(shape.heads, work.rows * work.sequences, shape.width)
+        self._work, self._turn = work, itertools.cycle(numbers)
+
+    def runs(self) -> list[Segment]:
+        """Every sequence's cells side by side."""
+        return self._segments([slice(at, at + self.length) for at in self._starts()])
+
+    def tables(self) -> list[Segment]:
+        """Every sequence's cells all over the pool."""
+        shuffled = torch.randperm(self.length * self._work.sequences, generator=torch.Generator().manual_seed(0))
+        return self._segments([shuffled[at : at + self.length].contiguous() for at in self._starts()])
+
+    def call(self, attend: Callable[..., Tensor], segments: Sequence[Segment]) -> Call:
+        """A call that takes the next layer each time."""
+
+        def run() -> Tensor:
+            layer = next(self._turn)
+            keys, values = Stored(self.pool.keys, layer), Stored(self.pool.values, layer)
+            return attend(self.query, keys, values, segments, Reach(), scale=self.query.shape[-1] ** -0.5)
+
+        return run
+
+    def _starts(self) -> range:
+        return range(0, self.length * self._work.sequences, self.length)
+
+    def _segments(self, cells: Sequence[slice | Tensor]) -> list[Segment]:
+        rows = self._work.rows
+        return [Segment(slice(at * rows, (at + 1) * rows), self._work.depth, own) for at, own in enumerate(cells)]
+
+
+def take_turns(calls: Sequence[Call], rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round: of one thread's own processor time, of the clock where there are more."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    for round_ in range(rounds + 1):
+        for call, own in zip(calls, times, strict=True):
+            begin = clock()
+            call()
+            if round_:
+                own.append(clock() - begin)
+    return times
+
+
+def row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, rounds: int) -> str:
+    """One line of the table: microseconds, ratios and GB/s of a work."""
+    bench = Bench(shape, work, dtype)
+    runs, tables = bench.runs(), bench.tables()
+    sides = [(native.attend, runs), (reference.attend, runs), (native.attend, tables), (reference.attend, tables)]
+    times = take_turns([bench.call(attend, segments) for attend, segments in sides], rounds)
+    least, middle = [min(own) for own in times], [statistics.median(own) for own in times]
+    name = f"{work.name} {work.rows}" + (f" x{work.sequences}" if work.sequences > 1 else "")
+    cells = [
+        *(shape.name, name, str(work.depth)),
+        *(f"{1e6 * seconds:.0f}" for seconds in least),
+        f"{middle[1] / middle[0]:.2f}",
+        f"{middle[3] / middle[2]:.2f}",
+        f"{bench.bytes / least[0] / 1e9:.1f}",
+        f"{bench.bytes / least[2] / 1e9:.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that torch.sum reads."""
+    numbers = torch.ones(POOL_BYTES // 4)
+    return POOL_BYTES / min(take_turns([numbers.sum], 10)[0])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool")
+    parser.add_argument("--variant", default=build.variants()[0], choices=build.variants())
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--library", type=Path, help="instead of the one that is built")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    native = Native(options.library or build.library(options.variant))
+    print(f"{options.variant}, {options.threads} threads, pool of {options.dtype}")
+    print(f"torch.sum reads {read_bandwidth() / 1e9:.1f} GB/s\n")
+    print("| model | rows | depth | run us | reference | table us | reference | run x | table x | run GB/s | table |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    with torch.inference_mode():
+        for shape, work in itertools.product(SHAPES, WORKS):
+            print(row(shape, work, getattr(torch, options.dtype), native, options.rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

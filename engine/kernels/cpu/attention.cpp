@@ -1,0 +1,316 @@
+// Attention over cells, for one instruction set: the compiler's flags say which.
+//
+// The queries of a group of heads that share a key head are `lines`, (row, head of the group) one after the other; up to
+// BLOCK lines are one block of work, and read each key and value once. A block walks the positions in tiles:
+//
+//     positions  0        64       128      ...        1024
+//     tiles      [  TILE  )[  TILE  )       ...
+//     parts      [            PART                    )[ ...
+//
+// Tiles and parts begin at absolute positions, a line's sums run over them in order, and nothing else enters into them:
+// a row comes out the same bit for bit, however the prompt was cut, whatever else the batch holds, with any threads.
+#include "attention.h"
+
+#include <omp.h>
+#include <stdlib.h>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 64;
+constexpr int64_t PART = 1024;
+// How many positions before their turn cells of a table are asked for (measured: 20 % of a decode's time).
+constexpr int64_t AHEAD = 32;
+
+// Some lines of one segment and one key head.
+struct Block {
+    const Segment *segment;
+    int64_t head, line, lines, parts;
+};
+
+// One thread's memory for one block.
+struct Desk {
+    float *queries;            // [lines][key width], scaled
+    float *scores;             // [lines][TILE]
+    float *keys, *values;      // [TILE][width] in float32, where the pool holds them otherwise
+    Gathered part, whole;
+    const float *key[TILE], *value[TILE];
+    int64_t oldest[BLOCK], newest[BLOCK];  // positions that a line sees: [oldest, newest]
+};
+
+template <class Element>
+class Kernel {
+  public:
+    explicit Kernel(const Call &call)
+        : call(call),
+          group(call.heads / call.key_heads),
+          key_width(padded(call.keys.width)),
+          value_width(padded(call.values.width)) {}
+
+    int64_t desk_size() const {
+        return BLOCK * (key_width + TILE) + TILE * (key_width + value_width) + 2 * part_size(BLOCK);
+    }
+    int64_t part_size(int64_t lines) const { return Gathered::size(lines, value_width); }
+
+    void furnish(Desk &desk, float *memory) const {
+        desk.queries = memory, memory += BLOCK * key_width;
+        desk.scores = memory, memory += BLOCK * TILE;
+        desk.keys = memory, memory += TILE * key_width;
+        desk.values = memory, memory += TILE * value_width;
+        desk.part = Gathered::at(memory, BLOCK), memory += part_size(BLOCK);
+        desk.whole = Gathered::at(memory, BLOCK);
+        // The padding behind the last column stays zero.
+        memset(desk.keys, 0, TILE * (key_width + value_width) * sizeof(float));
+    }
+
+    // A whole block on one thread.
+    void run(const Block &block, Desk &desk) const {
+        prepare(block, desk);
+        desk.whole.clear(block.lines, value_width);
+        for (int64_t part = 0; part < block.parts; ++part) {
+            if (!gather(block, part, desk, desk.part)) continue;
+            desk.whole.add(desk.part, block.lines, value_width);
+        }
+        finish(block, desk.whole);
+    }
+
+    // The positions of one part, for a block whose parts are gathered by several threads.
+    void run_part(const Block &block, int64_t part, Desk &desk, float *memory) const {
+        prepare(block, desk);
+        Gathered result = Gathered::at(memory, block.lines);
+        gather(block, part, desk, result);
+    }
+
+    // What is left to do for such a block: memory holds its parts.
+    void join(const Block &block, float *memory, Desk &desk) const {
+        desk.whole.clear(block.lines, value_width);
+        for (int64_t part = 0; part < block.parts; ++part)
+            desk.whole.add(Gathered::at(memory + part * part_size(block.lines), block.lines), block.lines, value_width);
+        finish(block, desk.whole);
+    }
+
+  private:
+    int64_t row(const Block &block, int64_t line) const { return (block.line + line) / group; }
+    int64_t head(const Block &block, int64_t line) const { return block.head * group + (block.line + line) % group; }
+
+    int64_t oldest(int64_t position) const {
+        if (call.reach == WINDOW) return larger(position - call.reach_size + 1, 0);
+        if (call.reach == CHUNK) return position / call.reach_size * call.reach_size;
+        return 0;
+    }
+
+    void prepare(const Block &block, Desk &desk) const {
+        for (int64_t line = 0; line < block.lines; ++line) {
+            desk.newest[line] = block.segment->start + row(block, line);
+            desk.oldest[line] = larger(oldest(desk.newest[line]), block.segment->first);
+            const float *from = call.query + head(block, line) * call.query_head_stride +
+                                (block.segment->row + row(block, line)) * call.query_row_stride;
+            float *to = desk.queries + line * key_width;
+            for (int64_t at = 0; at < call.keys.width; ++at) to[at] = from[at] * call.scale;
+            for (int64_t at = call.keys.width; at < key_width; ++at) to[at] = 0;
+        }
+    }
+
+    // The softmax's sums over one part; false if no line sees any of it.
+    bool gather(const Block &block, int64_t part, Desk &desk, Gathered &sums) const {
+        const int64_t start = larger(desk.oldest[0], part * PART);
+        const int64_t stop = lesser(desk.newest[block.lines - 1] + 1, (part + 1) * PART);
+        sums.clear(block.lines, value_width);
+        for (int64_t tile = start / TILE * TILE; tile < stop; tile += TILE) {
+            const int64_t from = larger(start - tile, 0), to = lesser(stop - tile, TILE);
+            fetch(block, tile, from, to, desk);
+            score_tile(block, from, to, desk);
+            for (int64_t line = 0; line < block.lines; ++line) weigh(tile, line, desk, sums);
+            by_lines(block.lines, [&](int64_t line, auto count) {
+                mix_columns<count()>(desk.scores + line * TILE, desk.value, from, to, sums.values + line * value_width,
+                                     value_width);
+            });
+        }
+        return start < stop;
+    }
+
+    int64_t cell(const Segment &segment, int64_t position) const {
+        const int64_t at = position - segment.first;
+        return segment.cells ? segment.cells[at] : segment.run + at;
+    }
+
+    // Where the keys and values of a tile's positions [from, to) stand as float32.
+    void fetch(const Block &block, int64_t tile, int64_t from, int64_t to, Desk &desk) const {
+        const Segment &segment = *block.segment;
+        for (int64_t at = from; at < to; ++at) {
+            // What follows in a run, processors guess on their own, and better.
+            if (segment.cells && tile + at + AHEAD < segment.start + segment.rows) {
+                const int64_t later = cell(segment, tile + at + AHEAD);
+                ask_for(call.keys, stored(call.keys, block.head, later));
+                ask_for(call.values, stored(call.values, block.head, later));
+            }
+            const int64_t own = cell(segment, tile + at);
+            desk.key[at] = fetch_one(call.keys, key_width, block.head, own, desk.keys + at * key_width);
+            desk.value[at] = fetch_one(call.values, value_width, block.head, own, desk.values + at * value_width);
+        }
+        // Keys are scored KEYS at a time: others than asked for are some that may be read.
+        for (int64_t at = from / KEYS * KEYS; at < from; ++at) desk.key[at] = desk.key[from];
+        for (int64_t at = to; at % KEYS; ++at) desk.key[at] = desk.key[from];
+    }
+
+    const Element *stored(const Plane &plane, int64_t head, int64_t cell) const {
+        return (const Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride;
+    }
+
+    // Inlined by force: GCC deletes calls of a function that does nothing but this.
+    __attribute__((always_inline)) void ask_for(const Plane &plane, const Element *row) const {
+        for (int64_t at = 0; at < plane.width; at += 64 / sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+    }
+
+    const float *fetch_one(const Plane &plane, int64_t width, int64_t head, int64_t cell, float *__restrict copy) const {
+        const Element *row = stored(plane, head, cell);
+        if constexpr (std::is_same_v<Element, float>)
+            if (width == plane.width) return touched(row, width);
+        const float scale = plane.scales ? plane.scales[head * plane.scale_stride + cell] : 1.0f;
+        for (int64_t at = 0; at < plane.width; ++at) copy[at] = number(row[at]) * scale;
+        return copy;
+    }
+
+    void score_tile(const Block &block, int64_t from, int64_t to, Desk &desk) const {
+        for (int64_t key = from / KEYS * KEYS; key < to; key += KEYS) {
+            by_lines(block.lines, [&](int64_t line, auto count) {
+                score<count()>(desk.queries + line * key_width, desk.key + key, key_width, desk.scores + line * TILE + key);
+            });
+        }
+    }
+
+    // Turn a line's scores of a tile into weights, and bring its sums to the same greatest score.
+    void weigh(int64_t tile, int64_t line, Desk &desk, Gathered &sums) const {
+        float *scores = desk.scores + line * TILE;
+        const int32_t low = (int32_t)larger(desk.oldest[line] - tile, 0);
+        const int32_t high = (int32_t)lesser(desk.newest[line] - tile, TILE);
+        Vector top = spread(NOTHING);
+        for (int32_t at = 0; at < TILE; at += LANES) {
+            const Integers number = lane_numbers() + at;
+            Vector own = load(scores + at);
+            if (call.softcap > 0) own = call.softcap * hyperbolic_tangent(own / call.softcap);
+            own = (number >= low) & (number <= high) ? own : spread(NOTHING);
+            store(scores + at, own);
+            top = greater(own, top);
+        }
+        const float before = sums.greatest[line], now = fmaxf(before, greatest(top));
+        if (now != before) rescale(line, expf(before - now), sums);
+        sums.greatest[line] = now;
+        Vector total = {};
+        for (int32_t at = 0; at < TILE; at += LANES) {
+            const Integers number = lane_numbers() + at;
+            // A line that sees nothing of this tile may have seen nothing at all: its weights are zero, not e^0.
+            const Vector weight = (number >= low) & (number <= high) ? exponential(load(scores + at) - now) : Vector{};
+            store(scores + at, weight);
+            total += weight;
+        }
+        sums.total[line] += sum(total);
+    }
+
+    void rescale(int64_t line, float by, Gathered &sums) const {
+        float *values = sums.values + line * value_width;
+        for (int64_t at = 0; at < value_width; at += LANES) store(values + at, load(values + at) * by);
+        sums.total[line] *= by;
+    }
+
+    void finish(const Block &block, const Gathered &sums) const {
+        for (int64_t line = 0; line < block.lines; ++line) {
+            float by = 1.0f / sums.total[line];
+            if (call.sinks) {
+                const float sink = call.sinks[head(block, line)], top = fmaxf(sink, sums.greatest[line]);
+                const float own = expf(sums.greatest[line] - top);
+                by = own / (sums.total[line] * own + expf(sink - top));
+            }
+            const int64_t place = (block.segment->row + row(block, line)) * call.heads + head(block, line);
+            float *to = call.output + place * call.values.width;
+            const float *from = sums.values + line * value_width;
+            for (int64_t at = 0; at < call.values.width; ++at) to[at] = from[at] * by;
+        }
+    }
+
+    const Call &call;
+    const int64_t group, key_width, value_width;
+};
+
+// Cut all lines into blocks; counts them, and writes them down where `blocks` is not null.
+int64_t cut(const Call &call, Block *blocks) {
+    const int64_t group = call.heads / call.key_heads;
+    int64_t count = 0;
+    for (int64_t at = 0; at < call.segment_count; ++at) {
+        const Segment &segment = call.segments[at];
+        for (int64_t head = 0; head < call.key_heads; ++head)
+            for (int64_t line = 0; line < segment.rows * group; line += BLOCK, ++count) {
+                if (!blocks) continue;
+                const int64_t lines = lesser(segment.rows * group - line, BLOCK);
+                const int64_t last = segment.start + (line + lines - 1) / group;
+                blocks[count] = {&segment, head, line, lines, last / PART + 1};
+            }
+    }
+    return count;
+}
+
+bool in_pool(const Call &call) {
+    for (int64_t at = 0; at < call.segment_count; ++at) {
+        const Segment &segment = call.segments[at];
+        const int64_t length = segment.start + segment.rows - segment.first;
+        if (!segment.cells && (segment.run < 0 || segment.run + length > call.cells)) return false;
+        for (int64_t i = 0; segment.cells && i < length; ++i)
+            if (segment.cells[i] < 0 || segment.cells[i] >= call.cells) return false;
+    }
+    return true;
+}
+
+struct Memory {
+    void *start;
+    explicit Memory(int64_t bytes) : start(aligned_alloc(64, (bytes + 64) / 64 * 64)) {}
+    Memory(const Memory &) = delete;
+    ~Memory() { free(start); }
+};
+
+// Fewer blocks than keep all threads busy are cut once more, into their parts.
+constexpr int64_t BLOCKS_A_THREAD = 4;
+
+template <class Element>
+int64_t attend(const Call &call) {
+    const Kernel<Element> kernel(call);
+    const int64_t count = cut(call, nullptr);
+    const Memory list(count * sizeof(Block)), desks(call.threads * kernel.desk_size() * sizeof(float));
+    if (!list.start || !desks.start) return NO_MEMORY;
+    Block *blocks = (Block *)list.start;
+    cut(call, blocks);
+    int64_t most = 0;
+    for (int64_t at = 0; at < count; ++at) most = larger(most, blocks[at].parts);
+    const bool apart = call.threads > 1 && count < BLOCKS_A_THREAD * call.threads && most > 1;
+    const Memory parts(apart ? count * most * kernel.part_size(BLOCK) * sizeof(float) : 0);
+    if (!parts.start) return NO_MEMORY;
+    const auto part_at = [&](int64_t block, int64_t part) {
+        return (float *)parts.start + block * most * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
+    };
+#pragma omp parallel num_threads((int)call.threads)
+    {
+        Desk desk;
+        kernel.furnish(desk, (float *)desks.start + omp_get_thread_num() * kernel.desk_size());
+        if (apart) {
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int64_t at = 0; at < count; ++at)
+                for (int64_t part = 0; part < most; ++part)
+                    if (part < blocks[at].parts) kernel.run_part(blocks[at], part, desk, part_at(at, part));
+#pragma omp for schedule(static)
+            for (int64_t at = 0; at < count; ++at) kernel.join(blocks[at], part_at(at, 0), desk);
+        } else {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t at = 0; at < count; ++at) kernel.run(blocks[at], desk);
+        }
+    }
+    return DONE;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_attend(const Call *call) {
+    if (!in_pool(*call)) return BAD_CELL;
+    if (call->format == INT8) return attend<int8_t>(*call);
+    if (call->format == BFLOAT16) return attend<bfloat16>(*call);
+    return attend<float>(*call);
+}

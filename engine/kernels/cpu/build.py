@@ -1,0 +1,163 @@
+"""Finds the library of one instruction set: the wheel's own, or one that the system's compiler builds once and caches.
+
+    python -m engine.kernels.cpu.build FOLDER     builds every variant into FOLDER, as a wheel or an image carries them
+
+A cached file is named after all that it depends on (source, compiler, flags) and ends with a digest of itself: a file
+that was cut short is built anew, never loaded. A library is written beside its place and moved there in one step, so
+that several processes may build at once. There is no library without a compiler; whoever asked then uses torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).parent
+PREBUILT = SOURCE / "prebuilt"
+COMPILERS = ("g++", "clang++", "c++")
+# What each variant may use beyond the base of the machine. torch's names of the same capabilities stand in _CAPABLE.
+VARIANTS = {
+    "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+    "generic": (),
+}
+_CAPABLE = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
+_FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
+    *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+)
+_BUILD_SECONDS = 120
+_DIGEST_BYTES = 32
+
+
+class NoLibrary(Exception):
+    """There is none, for a `reason` that people can read."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def variants() -> tuple[str, ...]:
+    """Those that this processor can run, fastest first."""
+    return _CAPABLE.get(torch.backends.cpu.get_cpu_capability(), ("generic",))
+
+
+def library(
+    variant: str | None = None, *, prebuilt: Path = PREBUILT, cache: Path | None = None, path: str | None = None
+) -> Path:
+    """The file of a variant, by default of the fastest. Raises NoLibrary.
+
+    prebuilt  where a wheel or image has put libraries
+    cache     where built ones are kept, by default under the user's; made if need be, refused if others may write there
+    path      where compilers are looked for, PATH by default
+    """
+    variant = variant or variants()[0]
+    ready = prebuilt / _name(variant, "prebuilt", ())
+    if _is_sound(ready):
+        return ready
+    compiler = _compiler(path)
+    target = _private(cache or _users_cache()) / _name(variant, _version(compiler), VARIANTS[variant])
+    if not _is_sound(target):
+        _build(compiler, variant, target)
+    return target
+
+
+def prebuild(folder: Path) -> list[Path]:
+    """Build every variant into a folder, under the names that `library` looks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler = _compiler(None)
+    names = {variant: folder / _name(variant, "prebuilt", ()) for variant in VARIANTS}
+    for variant, target in names.items():
+        _build(compiler, variant, target)
+    return list(names.values())
+
+
+def _name(variant: str, builder: str, flags: tuple[str, ...]) -> str:
+    """A file name that changes with the sources and all that they are built with."""
+    key = hashlib.sha256()
+    for source in _sources():
+        key.update(source.read_bytes())
+    key.update("\0".join((builder, *_FLAGS, *flags)).encode())
+    return f"attention-{variant}-{platform.machine()}-{key.hexdigest()[:16]}.so"
+
+
+def _sources() -> list[Path]:
+    return sorted((*SOURCE.glob("*.cpp"), *SOURCE.glob("*.h")))
+
+
+def _compiler(path: str | None) -> str:
+    for name in COMPILERS:
+        found = shutil.which(name, path=path)
+        if found is not None:
+            return found
+    raise NoLibrary(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
+
+
+def _version(compiler: str) -> str:
+    """What a compiler says it is, and where it lies."""
+    return compiler + _run([compiler, "--version"])
+
+
+def _build(compiler: str, variant: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        product = Path(folder, "library.so")
+        _run([compiler, *_FLAGS, *VARIANTS[variant], str(SOURCE / "attention.cpp"), "-o", str(product), "-lm"])
+        content = product.read_bytes()
+        product.write_bytes(content + hashlib.sha256(content).digest())
+        os.replace(product, target)
+
+
+def _run(command: list[str]) -> str:
+    """The output of a compiler; what it complains about ends up in NoLibrary."""
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        raise NoLibrary(f"{name} failed: {error.stderr.strip()[-500:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibrary(f"{name} does not run: {error}") from error
+    return done.stdout
+
+
+def _is_sound(file: Path) -> bool:
+    """Whether a library is there and ends with its own digest: loading a part of one could end the process."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _users_cache() -> Path:
+    if os.name != "posix":
+        raise NoLibrary(f"built on POSIX systems only, and this is {platform.system()}")
+    try:
+        return Path.home() / ".cache" / "kvcellar" / "kernels"
+    except RuntimeError as error:
+        raise NoLibrary("no home folder to keep it in") from error
+
+
+def _private(cache: Path) -> Path:
+    """The cache's folder, made if need be. What lies there is run, so nobody else may be able to write it."""
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = cache.stat()
+    except OSError as error:
+        raise NoLibrary(f"no folder to keep it in: {error}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NoLibrary(f"{cache} can be written by others")
+    return cache
+
+
+if __name__ == "__main__":
+    prebuild(Path(sys.argv[1]))

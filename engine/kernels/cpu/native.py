@@ -1,0 +1,199 @@
+"""Attention on the CPU by the C++ kernel: what engine/kernels/reference.py computes, from the pool as it lies.
+
+The kernel reads every key and value once for all query heads that share it, through the table, in whatever format the
+pool has; it sums in float32. Its rows come out the same, bit for bit, however a prompt was cut into forwards, whatever
+else the batch holds, and with any number of threads. It uses as many threads as torch does, from the same OpenMP pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.reference import Bias
+from kvcache.forward import Segment
+from kvcache.planes import FloatPlane, Int8Plane, Stored
+from kvcache.spec import Reach
+
+# The enumerations of attention.h.
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_REACHES = {"full": 0, "window": 1, "chunk": 2}
+_NO_MEMORY, _BAD_CELL = 1, 2
+
+
+class _Segment(Structure):
+    _fields_ = [(name, c_int64) for name in ("row", "rows", "start", "first", "run")] + [("cells", c_void_p)]
+
+
+class _Plane(Structure):
+    _fields_ = [("data", c_void_p), ("scales", c_void_p)] + [
+        (name, c_int64) for name in ("width", "head_stride", "cell_stride", "scale_stride")
+    ]
+
+
+class _Call(Structure):
+    _fields_ = [
+        ("query", c_void_p),
+        ("query_head_stride", c_int64),
+        ("query_row_stride", c_int64),
+        ("output", c_void_p),
+        ("sinks", c_void_p),
+        ("segments", POINTER(_Segment)),
+        ("segment_count", c_int64),
+        ("heads", c_int64),
+        ("key_heads", c_int64),
+        ("cells", c_int64),
+        ("keys", _Plane),
+        ("values", _Plane),
+        ("format", c_int64),
+        ("reach", c_int64),
+        ("reach_size", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("threads", c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A layer's keys or values as they lie: numbers [key_heads, cells, width], scales [key_heads, cells] of int8."""
+
+    numbers: Tensor
+    scales: Tensor | None = None
+
+
+class Native:
+    """The kernel of one library file, which engine/kernels/cpu/build.py provides."""
+
+    def __init__(self, library: Path) -> None:
+        self._call = ctypes.CDLL(str(library)).cellar_attend
+        self._call.argtypes, self._call.restype = [POINTER(_Call)], c_int64
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Stored,
+        values: Stored,
+        segments: Sequence[Segment],
+        reach: Reach,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Bias | None = None,
+    ) -> Tensor:
+        """What reference.attend returns; in float64, with a bias, or in another format it is asked itself.
+
+        Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
+        """
+        k, v = _rows(keys), _rows(values)
+        if k is None or v is None or query.dtype == torch.float64 or bias is not None:
+            return reference.attend(
+                query, keys, values, segments, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+            )
+        queries = _floats(keys.spread(query))
+        bent = None if sinks is None else _floats(sinks)
+        _check(queries, k.numbers, v.numbers, bent, segments)
+        output = torch.empty(queries.shape[1], queries.shape[0], v.numbers.shape[2])
+        call = _describe(queries, k, v, segments, bent, output)
+        call.reach, call.reach_size = _REACHES[reach.kind], reach.size
+        call.scale, call.softcap = scale, softcap or 0.0
+        self._run(call)
+        return output.to(query.dtype)
+
+    def _run(self, call: _Call) -> None:
+        outcome = self._call(byref(call))
+        if outcome == _NO_MEMORY:
+            raise MemoryError("no memory for the attention of a batch")
+        if outcome == _BAD_CELL:
+            raise IndexError(f"a table names a cell outside the pool of {call.cells}")
+
+
+def _rows(stored: Stored) -> _Rows | None:
+    """What a layer holds; None in a format that the kernel does not know."""
+    plane, layer = stored.plane, stored.layer
+    if isinstance(plane, FloatPlane) and plane.rows.dtype in _FORMATS and plane.rows.device.type == "cpu":
+        return _Rows(plane.rows[layer])
+    # Latents are stored in parts with a scale each.
+    if isinstance(plane, Int8Plane) and len(plane.parts) == 1 and plane.codes.device.type == "cpu":
+        return _Rows(plane.codes[layer], plane.scales[layer, :, :, 0])
+    return None
+
+
+def _floats(tensor: Tensor) -> Tensor:
+    """The same in float32, its last dimension without gaps."""
+    floats = tensor.float()
+    return floats if floats.stride(-1) == 1 else floats.contiguous()
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, segments: Sequence[Segment]) -> None:
+    """Raise ValueError for what the kernel, which only sees addresses, would read past."""
+    heads, rows, width = query.shape
+    sound = {
+        "keys and values are of one pool": keys.shape[:2] == values.shape[:2] and keys.dtype == values.dtype,
+        "queries are as wide as keys": width == keys.shape[2],
+        "heads are a multiple of key heads": heads % keys.shape[0] == 0,
+        "columns lie side by side": keys.stride(2) == values.stride(2) == 1,
+        "every head has a sink": sinks is None or sinks.shape == (heads,),
+        "segments lie in the batch": all(0 <= one.rows.start <= one.rows.stop <= rows for one in segments),
+        "tables end with the rows": all(_is_whole(one) for one in segments),
+    }
+    for name, holds in sound.items():
+        if not holds:
+            raise ValueError(f"the kernel needs that {name}")
+
+
+def _is_whole(segment: Segment) -> bool:
+    """Whether the cells are as many as the positions, and a table is what the kernel reads: int64 side by side."""
+    cells, length = segment.cells, segment.start + segment.rows.stop - segment.rows.start - segment.first
+    if isinstance(cells, slice):
+        return bool(cells.stop - cells.start == length)
+    return cells.shape == (length,) and cells.dtype == torch.int64 and cells.is_contiguous()
+
+
+def _describe(
+    query: Tensor, keys: _Rows, values: _Rows, segments: Sequence[Segment], sinks: Tensor | None, output: Tensor
+) -> _Call:
+    """The addresses and sizes of a call; the tensors must outlive it."""
+    heads, cells, _ = keys.numbers.shape
+    return _Call(
+        query=query.data_ptr(),
+        query_head_stride=query.stride(0),
+        query_row_stride=query.stride(1),
+        output=output.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        segments=(_Segment * len(segments))(*map(_segment, segments)),
+        segment_count=len(segments),
+        heads=query.shape[0],
+        key_heads=heads,
+        cells=cells,
+        keys=_plane(keys),
+        values=_plane(values),
+        format=_FORMATS[keys.numbers.dtype],
+        threads=torch.get_num_threads(),
+    )
+
+
+def _segment(segment: Segment) -> _Segment:
+    rows, cells = segment.rows, segment.cells
+    run, table = (cells.start, None) if isinstance(cells, slice) else (0, cells.data_ptr())
+    return _Segment(rows.start, rows.stop - rows.start, segment.start, segment.first, run, table)
+
+
+def _plane(rows: _Rows) -> _Plane:
+    numbers, scales = rows.numbers, rows.scales
+    return _Plane(
+        data=numbers.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        width=numbers.shape[2],
+        head_stride=numbers.stride(0),
+        cell_stride=numbers.stride(1),
+        scale_stride=0 if scales is None else scales.stride(0),
+    )

@@ -1,0 +1,105 @@
+// Some lines against one tile of keys and values: the arithmetic of attention, the same for every line alone.
+#pragma once
+
+#include <math.h>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t TILE = 64;  // positions
+// Keys, and vectors of columns, that are worked on at once: with up to 3 lines their sums fill the registers.
+constexpr int KEYS = LANES == 16 ? 8 : 4, COLUMNS = LANES == 16 ? 8 : 4;
+constexpr float NOTHING = -1e30f;  // the greatest score of a line that has seen no key
+
+inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
+
+// What some lines have gathered: the softmax's greatest score, its sum, and the weighted sum of values.
+struct Gathered {
+    float *greatest, *total, *values;
+
+    static int64_t size(int64_t lines, int64_t width) { return padded(2 * lines) + lines * width; }
+    static Gathered at(float *memory, int64_t lines) {
+        return {memory, memory + lines, memory + padded(2 * lines)};
+    }
+    void clear(int64_t lines, int64_t width) {
+        for (int64_t line = 0; line < lines; ++line) greatest[line] = NOTHING, total[line] = 0;
+        memset(values, 0, lines * width * sizeof(float));
+    }
+    // Add what the same lines gathered from later positions.
+    void add(const Gathered &other, int64_t lines, int64_t width) {
+        for (int64_t line = 0; line < lines; ++line) {
+            const float top = fmaxf(greatest[line], other.greatest[line]);
+            const float ours = expf(greatest[line] - top), theirs = expf(other.greatest[line] - top);
+            float *to = values + line * width;
+            const float *from = other.values + line * width;
+            for (int64_t at = 0; at < width; at += LANES) store(to + at, load(to + at) * ours + load(from + at) * theirs);
+            total[line] = total[line] * ours + other.total[line] * theirs;
+            greatest[line] = top;
+        }
+    }
+};
+
+// Scores of KEYS keys for some lines: scores[line][key] = query[line] . key.
+template <int COUNT>
+inline void score(const float *queries, const float *const *keys, int64_t width, float *scores) {
+    Vector products[COUNT][KEYS] = {};
+    for (int64_t at = 0; at < width; at += LANES) {
+        Vector query[COUNT];
+        for (int line = 0; line < COUNT; ++line) query[line] = load(queries + line * width + at);
+#pragma GCC unroll 8
+        for (int key = 0; key < KEYS; ++key) {
+            const Vector column = kept(load(keys[key] + at));
+            for (int line = 0; line < COUNT; ++line) products[line][key] += query[line] * column;
+        }
+    }
+    for (int line = 0; line < COUNT; ++line) {
+        const Vector result = sums<KEYS>(products[line]);
+        memcpy(scores + line * TILE, &result, KEYS * sizeof(float));
+    }
+}
+
+// Add the values [from, to) of a tile, weighted, to COUNT lines' sums; WIDE vectors of columns.
+template <int COUNT, int WIDE>
+inline void mix(const float *weights, const float *const *values, int64_t from, int64_t to, int64_t at, float *sums,
+                int64_t width) {
+    Vector own[COUNT][WIDE];
+    for (int line = 0; line < COUNT; ++line)
+        for (int column = 0; column < WIDE; ++column) own[line][column] = load(sums + line * width + at + column * LANES);
+    for (int64_t key = from; key < to; ++key) {
+        const float *value = values[key] + at;
+        Vector weight[COUNT];
+        for (int line = 0; line < COUNT; ++line) weight[line] = spread(weights[line * TILE + key]);
+#pragma GCC unroll 8
+        for (int column = 0; column < WIDE; ++column) {
+            const Vector part = kept(load(value + column * LANES));
+            for (int line = 0; line < COUNT; ++line) own[line][column] += weight[line] * part;
+        }
+    }
+    for (int line = 0; line < COUNT; ++line)
+        for (int column = 0; column < WIDE; ++column) store(sums + line * width + at + column * LANES, own[line][column]);
+}
+
+template <int COUNT>
+inline void mix_columns(const float *weights, const float *const *values, int64_t from, int64_t to, float *sums,
+                        int64_t width) {
+    int64_t at = 0;
+    for (; at + COLUMNS * LANES <= width; at += COLUMNS * LANES)
+        mix<COUNT, COLUMNS>(weights, values, from, to, at, sums, width);
+    for (; at + COLUMNS / 2 * LANES <= width; at += COLUMNS / 2 * LANES)
+        mix<COUNT, COLUMNS / 2>(weights, values, from, to, at, sums, width);
+    for (; at < width; at += LANES) mix<COUNT, 1>(weights, values, from, to, at, sums, width);
+}
+
+// Run `work` for all lines, up to 3 at a time: work(line, count), the count known to the compiler.
+template <class Work>
+inline void by_lines(int64_t lines, Work work) {
+    int64_t line = 0;
+    while (lines - line == 3 || lines - line > 4) work(line, std::integral_constant<int, 3>()), line += 3;
+    while (lines - line >= 2) work(line, std::integral_constant<int, 2>()), line += 2;
+    if (lines - line == 1) work(line, std::integral_constant<int, 1>());
+}
+
+}  // namespace

@@ -1,0 +1,263 @@
+"""The C++ kernel computes what the reference computes in float64, in every variant that this processor can run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.cpu import build
+from engine.kernels.cpu.native import Native
+from kvcache.forward import Segment
+from kvcache.planes import FloatPlane, Int8Plane, Plane, Stored, planes
+from kvcache.spec import GroupSpec, Reach
+
+# What float32 sums of a few thousand terms of size 1 may be off by; stored formats are exact in float64 on both sides.
+TOLERANCE = 3e-6
+FORMATS = (torch.float32, torch.bfloat16, torch.int8)
+REACHES = (
+    Reach(),
+    Reach("window", 1),
+    Reach("window", 70),
+    Reach("window", 4000),
+    Reach("chunk", 64),
+    Reach("chunk", 7),
+)
+WIDTHS = (1, 5, 8, 12, 16, 24, 40, 64, 72, 80, 128, 192)
+# (rows, start) of sequences that share a batch.
+BATCHES = (
+    ((1, 0),),
+    ((1, 300), (1, 63), (1, 64), (1, 1100)),
+    ((4, 500), (1, 0), (2, 62), (16, 1020)),
+    ((70, 0), (1, 130), (65, 60)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=build.variants())
+def native(request: pytest.FixtureRequest) -> Native:
+    """The kernel of each variant."""
+    try:
+        return Native(build.library(request.param))
+    except build.NoLibrary as error:
+        pytest.skip(error.reason)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed batch and its pool; what no sequence owns in the pool is NaN."""
+
+    query: Tensor
+    keys: Plane
+    values: Plane
+    segments: tuple[Segment, ...]
+
+    def attend(self, native: Native, reach: Reach, **bend: object) -> Tensor:
+        """What the kernel says, from layer 1 of two."""
+        scale = self.query.shape[-1] ** -0.5
+        keys, values = Stored(self.keys, 1), Stored(self.values, 1)
+        return native.attend(self.query, keys, values, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
+
+    def expected(self, reach: Reach, **bend: object) -> Tensor:
+        """What the reference says in float64."""
+        keys, values = Stored(self.keys, 1), Stored(self.values, 1)
+        bend = {name: own.double() if isinstance(own, Tensor) else own for name, own in bend.items()}
+        scale = self.query.shape[-1] ** -0.5
+        query = self.query.double()
+        return reference.attend(query, keys, values, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
+
+
+def batch(
+    plan: tuple[tuple[int, int], ...],
+    reach: Reach,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    key_heads: int,
+    width: int,
+    value_width: int,
+    layout: str,
+    seed: int = 0,
+) -> Batch:
+    """Random content. The cells' layout: "runs", "permuted" all over the pool, or "shared", all of one stretch."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [start + rows - reach.oldest(start) for rows, start in plan]
+    cells = sum(lengths) + 9
+    order = torch.randperm(cells, generator=generator)
+    segments, row, at = [], 0, 0
+    for (rows, start), length in zip(plan, lengths, strict=True):
+        begin = 0 if layout == "shared" else at
+        own = slice(at, at + length) if layout == "runs" else order[begin : begin + length].contiguous()
+        segments.append(Segment(slice(row, row + rows), start, own, reach.oldest(start)))
+        row, at = row + rows, at + length
+    spec = GroupSpec(key_heads, width, value_width, reach, (0, 1), (None, None))
+    keys, values = planes(spec, cells, dtype, torch.device("cpu"))
+    for plane in (keys, values):
+        spoil(plane)
+        for segment in segments:
+            count = segment.start + segment.rows.stop - segment.rows.start - segment.first
+            plane.write(1, segment.cells, torch.randn(key_heads, count, plane.width, generator=generator))
+    query = torch.randn(row, heads, width, generator=generator).transpose(0, 1)
+    return Batch(query, keys, values, tuple(segments))
+
+
+def spoil(plane: Plane) -> None:
+    """Fill all cells with what must never show."""
+    assert isinstance(plane, FloatPlane | Int8Plane)
+    (plane.scales if isinstance(plane, Int8Plane) else plane.rows).fill_(torch.nan)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: f"{reach.kind}-{reach.size}")
+def test_the_kernel_is_the_reference(native: Native, reach: Reach, dtype: torch.dtype) -> None:
+    """Random shapes, tables, group sizes, softcaps and sinks: every row as in float64, whatever else the pool holds."""
+    chance = random.Random(f"{reach}{dtype}")
+    for seed, plan in enumerate(BATCHES * 2):
+        key_heads, group = chance.choice((1, 2, 3)), chance.choice((1, 2, 3, 4, 5, 8))
+        width, value_width = chance.choice(WIDTHS), chance.choice(WIDTHS)
+        layout = chance.choice(("runs", "permuted", "shared"))
+        work = batch(
+            plan,
+            reach,
+            dtype,
+            heads=key_heads * group,
+            key_heads=key_heads,
+            width=width,
+            value_width=value_width,
+            layout=layout,
+            seed=seed,
+        )
+        sinks = torch.randn(key_heads * group) if chance.random() < 0.5 else None
+        softcap = chance.choice((None, 0.5, 30.0))
+
+        result = work.attend(native, reach, softcap=softcap, sinks=sinks)
+
+        expected = work.expected(reach, softcap=softcap, sinks=sinks)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("reach", [Reach(), Reach("window", 1500)], ids=lambda reach: reach.kind)
+def test_threads_change_no_bit(native: Native, reach: Reach, threads: int) -> None:
+    """Few blocks are cut into parts for more threads, and come out as one thread computes them."""
+    work = batch(
+        ((1, 3000), (3, 1000)), reach, torch.float32, heads=4, key_heads=1, width=64, value_width=64, layout="permuted"
+    )
+    alone = work.attend(native, reach)
+    torch.set_num_threads(threads)
+
+    assert torch.equal(alone, work.attend(native, reach))
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("reach", [Reach(), Reach("window", 90), Reach("chunk", 50)], ids=lambda reach: reach.kind)
+def test_neither_chunks_nor_neighbours_change_a_bit(native: Native, reach: Reach, dtype: torch.dtype) -> None:
+    """A prompt's rows in one forward, in several, or beside other sequences: the same numbers to the last bit."""
+    length = 150
+    whole = batch(((length, 0),), reach, dtype, heads=6, key_heads=2, width=40, value_width=40, layout="permuted")
+    expected = whole.attend(native, reach)
+    (segment,) = whole.segments
+    assert isinstance(segment.cells, Tensor)
+    cut, cuts = [], (0, 1, 2, 10, 75, 76, 149, length)
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        first = reach.oldest(start)
+        cut.append(Segment(slice(start, stop), start, segment.cells[first:stop].contiguous(), first))
+    chunked = Batch(whole.query, whole.keys, whole.values, tuple(reversed(cut)))
+
+    assert torch.equal(expected, chunked.attend(native, reach))
+
+
+def test_no_rows_are_no_output(native: Native) -> None:
+    """A batch without segments, and a segment without rows."""
+    work = batch(((1, 5),), Reach(), torch.float32, heads=2, key_heads=1, width=8, value_width=16, layout="runs")
+    empty = Batch(work.query[:, :0], work.keys, work.values, ())
+    idle = Batch(work.query, work.keys, work.values, (Segment(slice(0, 0), 3, slice(0, 3)), *work.segments))
+
+    assert empty.attend(native, Reach()).shape == (0, 2, 16)
+    assert torch.equal(work.attend(native, Reach()), idle.attend(native, Reach()))
+
+
+def test_queries_keep_their_type(native: Native) -> None:
+    """A bfloat16 query gets a bfloat16 output; float64 is computed by the reference, in float64."""
+    work = batch(((3, 5),), Reach(), torch.bfloat16, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
+    half = Batch(work.query.bfloat16(), work.keys, work.values, work.segments)
+    double = Batch(work.query.double(), work.keys, work.values, work.segments)
+
+    assert half.attend(native, Reach()).dtype == torch.bfloat16
+    assert torch.equal(double.attend(native, Reach()), work.expected(Reach()))
+
+
+def test_a_bias_is_added(native: Native) -> None:
+    """The reference takes the calls that the kernel does not know."""
+    work = batch(((3, 5),), Reach(), torch.float32, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
+
+    def bias(rows: int, before: int) -> Tensor:
+        return torch.arange(before + rows, dtype=torch.float64).expand(2, rows, -1)
+
+    result = work.attend(native, Reach(), bias=lambda rows, before: bias(rows, before).float())
+
+    torch.testing.assert_close(result.double(), work.expected(Reach(), bias=bias), rtol=0, atol=TOLERANCE)
+
+
+def test_a_row_that_is_not_finite_stays_alone(native: Native) -> None:
+    """A query of NaN spoils its own output and no other."""
+    work = batch(((3, 5), (1, 9)), Reach(), torch.float32, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
+    clean = work.attend(native, Reach())
+    work.query[0, 1] = torch.nan
+
+    result = work.attend(native, Reach())
+
+    assert result[1, 0].isnan().all()
+    assert torch.equal(result[[0, 2, 3]], clean[[0, 2, 3]])
+    assert torch.equal(result[1, 1], clean[1, 1])
+
+
+@pytest.mark.parametrize("cell", [-1, 10_000])
+def test_a_table_outside_the_pool_is_refused(native: Native, cell: int) -> None:
+    """A hole, or a cell that does not exist, is an error and never an address."""
+    work = batch(((1, 5),), Reach(), torch.float32, heads=2, key_heads=1, width=8, value_width=8, layout="permuted")
+    assert isinstance(work.segments[0].cells, Tensor)
+    work.segments[0].cells[2] = cell
+
+    with pytest.raises(IndexError, match="outside the pool"):
+        work.attend(native, Reach())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 1, 16)}, "queries are as wide as keys"),
+        ({"query": torch.zeros(3, 1, 8)}, "multiple of key heads"),
+        ({"query": torch.zeros(2, 0, 8)}, "segments lie in the batch"),
+        ({"segments": (Segment(slice(0, 1), 5, slice(0, 5)),)}, "tables end with the rows"),
+        ({"segments": (Segment(slice(0, 1), 5, torch.zeros(5, dtype=torch.int64)),)}, "tables end with the rows"),
+        ({"segments": (Segment(slice(0, 1), 5, torch.zeros(6, dtype=torch.int32)),)}, "tables end with the rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused(native: Native, change: dict[str, object], message: str) -> None:
+    """The kernel sees addresses only, so Python looks at every shape first."""
+    work = batch(((1, 5),), Reach(), torch.float32, heads=4, key_heads=2, width=8, value_width=8, layout="runs")
+    wrong = Batch(**{"query": work.query, "keys": work.keys, "values": work.values, "segments": work.segments} | change)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=message):
+        wrong.attend(native, Reach())
+
+
+def test_sinks_are_one_a_head(native: Native) -> None:
+    """As everything that the kernel reads by address."""
+    work = batch(((1, 5),), Reach(), torch.float32, heads=4, key_heads=2, width=8, value_width=8, layout="runs")
+
+    with pytest.raises(ValueError, match="every head has a sink"):
+        work.attend(native, Reach(), sinks=torch.zeros(3))
