@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types import Overflow
+from engine.types import DrafterChoice, MlaMode, Overflow
 
 # What the bundled model is called where nobody gave it another name.
 BUNDLED_NAME = "cellar-tiny"
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,19 +19,29 @@ class EngineConfig:
     """Everything that the engine can be told.
 
     model        a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
-    dtype        of weights and cache; "auto" takes what this machine computes fastest
+    dtype        of weights and computation; "auto" takes what this machine computes fastest
+    kv_dtype     of the keys and values in the cache (kvcache/planes.py); "auto": the same
     context      tokens a sequence may hold; None: what the model and the memory allow
     slots        sequences that run at once; None: what the memory allows, 8 at most
     cells        tokens that the shared cache holds; None: slots x context, so that no sequence ever waits for cells
+    checkpoint   tokens of a prompt between places to resume at, for recurrent models: their states are megabytes
     overflow     what happens when a sequence fills its context
     max_waiting  requests that may wait for a slot; one more is refused
     chunk        rows of prompt that one step computes at most; decoding rows come on top
     device       where torch computes
     threads      that torch computes with; None: all cores, or one for a model too small to share out
+    drafter      who may guess at tokens ahead; "auto": whoever there is
+    draft_model  a smaller model with the same tokenizer that guesses; None: the bundled model brings its own
+    draft_tokens that are guessed at a time; None: as many as seem to pay, none included
+    mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
+    shelf        folder where remembered content is kept for the next start; None: nowhere
+    shelf_bytes  that its files may take together
+    shelf_memory_bytes  of host memory for remembered content that has no cells any more; on a CPU cells are host memory
     """
 
     model: str | None = None
     dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     context: int | None = None
     slots: int | None = None
     cells: int | None = None
@@ -39,14 +50,25 @@ class EngineConfig:
     chunk: int = 256
     device: str = "cpu"
     threads: int | None = None
+    drafter: DrafterChoice = "auto"
+    draft_model: str | None = None
+    draft_tokens: int | None = None
+    mla: MlaMode = "auto"
+    checkpoint: int = 1024
+    shelf: str | None = None
+    shelf_bytes: int = 8 * 2**30
+    shelf_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work; ValueError names the setting."""
-        for name in ("context", "slots", "cells", "chunk", "threads"):
+        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "draft_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.context is not None and self.context < 8:
             raise ValueError(f"context must be at least 8, not {self.context}")
-        if self.max_waiting < 0:
-            raise ValueError(f"max_waiting must not be negative, not {self.max_waiting}")
+        if self.draft_model is not None and self.drafter in ("none", "lookup"):
+            raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
+        for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")

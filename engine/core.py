@@ -10,15 +10,18 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-
-from torch import Tensor
+from dataclasses import replace
+from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.crossing import Crossing
+from engine.draft.depth import FixedDepth
 from engine.load import Loaded
-from engine.runner import Runner
-from engine.sampling import emit, logprobs
+from engine.memory import most_rows
 from engine.scheduler import Grant, Scheduler
 from engine.sequence import Sequence
+from engine.speculation import Speculation
+from engine.step import Said, Stepper
 from engine.types import (
     Delta,
     Event,
@@ -31,14 +34,24 @@ from engine.types import (
     TokenLogprob,
 )
 from kvcache.cache import Cache
+from kvcache.shelf import ShelfConfig
 
 log = logging.getLogger("cellar.engine")
+
+# What a pause saves at a time: a request that arrives meanwhile waits for it, some 10 to 50 ms.
+_REST_BYTES = 16 * 2**20
 
 
 class Core:
     """Runs requests over one model and one cache. One thread owns it."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        config: EngineConfig,
+        speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         info = loaded.info
         self.capacity = loaded.capacity
         self.cache = Cache(
@@ -46,13 +59,17 @@ class Core:
             slots=info.slots,
             capacity=self.capacity,
             cells=loaded.memory.cells,
+            rows=most_rows(config, info.slots),
             state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
-            dtype=loaded.dtype,
+            shelf=_shelf(config, loaded.identity),
+            dtype=loaded.stored,
             device=config.device,
         )
         self._loaded, self._config, self._clock = loaded, config, clock
-        self._runner = Runner(loaded.model, loaded.layers)
+        self._stepper = Stepper(loaded, self.cache)
+        self._speculation = speculation or Speculation(None, None, FixedDepth(0), clock)
         self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
+        self.crossing = Crossing(loaded.encoder)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -73,6 +90,7 @@ class Core:
             vocabulary=self._loaded.info.vocabulary,
             capacity=self.capacity,
             overflow=self._config.overflow,
+            checkpoint=self._config.checkpoint if self._loaded.recurrent else None,
             now=self._clock(),
         )
         self._sequences[request.id] = sequence
@@ -82,11 +100,14 @@ class Core:
         """Forget a request at once, whatever it is doing; unknown and finished ones are no error."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
+            self.crossing.release(sequence)
+            self._speculation.forget(sequence)
             self._scheduler.remove(sequence)
 
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; the events of the requests that it moved on, in order."""
         began = self._clock()
+        self._encode()
         grants = self._scheduler.plan()
         if grants:
             self._compute(grants)
@@ -96,9 +117,14 @@ class Core:
         events, self._events = self._events, []
         return events
 
+    def rest(self) -> bool:
+        """Use a pause to save a little of what is remembered; False: nothing is left to be saved."""
+        return self.cache.save_some(_REST_BYTES)
+
     def stats(self) -> Stats:
         """The state now."""
         totals, remembered = self._totals, self.cache.idle_cells()
+        memory_bytes, disk_bytes = self.cache.shelf_bytes
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -106,6 +132,8 @@ class Core:
             cells_used=self.cache.cells - self.cache.free_cells - remembered,
             cells_remembered=remembered,
             cells_total=self.cache.cells,
+            shelf_memory_bytes=memory_bytes,
+            shelf_disk_bytes=disk_bytes,
             steps_total=totals["steps"],
             step_seconds_total=self._seconds,
             rows_total=totals["rows"],
@@ -125,52 +153,57 @@ class Core:
         if sequence.limit == 0:
             self._finish(sequence, "length", None)
 
+    def _encode(self) -> None:
+        """Let those next in line have what they look at; media that break the encoder fail their request alone."""
+        for sequence in tuple(self._scheduler.waiting):
+            try:
+                if not self.crossing.prepare(sequence):
+                    return
+            except Exception as error:
+                log.exception("an encoder failed")
+                self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
+
     def _compute(self, grants: Rows[Grant]) -> None:
         try:
-            logits = self._forward(grants)
-            complete = [grant.sequence for grant in grants if grant.complete]
-            if complete:
-                self._emit(complete, logits)
+            grants = self._guess(grants)
+            began = self._clock()
+            said = self._stepper.run(grants)
+            self._speculation.stepped(sum(grant.rows.length for grant in grants), self._clock() - began)
+            for each in said:
+                if None in each.tokens:
+                    # Ended before anything of it is remembered.
+                    self._fail(each.grant.sequence, "the model's output has no finite value here")
             self._scheduler.computed(grants)
+            for each in said:
+                self._hear(each)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:
                 self._fail(grant.sequence, f"the step failed ({type(error).__name__})")
 
-    def _forward(self, grants: Rows[Grant]) -> Tensor:
-        """Logits of the last row of every complete grant, in order."""
-        tokens, wanted = [], []
-        for grant in grants:
-            tokens += grant.sequence.tokens[grant.span.start : grant.span.stop]
-            if grant.complete:
-                wanted.append(len(tokens) - 1)
-        with self.cache.forward([grant.span for grant in grants]) as forward:
-            return self._runner.run(forward, tokens, wanted)
+    def _guess(self, grants: Rows[Grant]) -> Rows[Grant]:
+        """The grants with drafts, as far as these seem to pay and there are cells that nobody else has."""
+        rows = sum(grant.span.length for grant in grants)
+        complete = [grant.sequence for grant in grants if grant.complete]
+        drafts = self._speculation.draft(complete, rows=rows, room=self.cache.free_cells - rows)
+        longer = [replace(grant, draft=drafts.get(grant.sequence)) for grant in grants]
+        # Layers that see little have few cells: there the rows may not fit though tokens would.
+        return longer if drafts and not self.cache.make_room([grant.rows for grant in longer]) else grants
 
-    def _emit(self, sequences: Rows[Sequence], logits: Tensor) -> None:
-        tokens = emit(logits, [sequence.draw() for sequence in sequences])
-        entries = self._logprobs(sequences, logits, tokens)
-        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            if token is None:
-                self._fail(sequence, "the model's output has no finite value here")
-            else:
-                self._advance(sequence, token, entries.get(row))
-
-    def _logprobs(self, sequences: Rows[Sequence], logits: Tensor, tokens: Rows[int | None]) -> dict[int, TokenLogprob]:
-        asked = [row for row, sequence in enumerate(sequences) if sequence.request.logprobs is not None]
-        asked = [row for row in asked if tokens[row] is not None]
-        if not asked:
-            return {}
-        most = max(sequences[row].request.logprobs or 0 for row in asked)
-        chosen, top = logprobs(logits[asked], [tokens[row] or 0 for row in asked], most)
-        describe = self._loaded.tokenizer.alternative
-        return {
-            row: TokenLogprob(
-                describe(tokens[row] or 0, chosen[at]),
-                tuple(describe(token, value) for token, value in top[at][: sequences[row].request.logprobs]),
-            )
-            for at, row in enumerate(asked)
-        }
+    def _hear(self, said: Said) -> None:
+        """Take what a sequence said, up to its end."""
+        sequence, draft = said.grant.sequence, said.grant.draft
+        tokens = [token for token in said.tokens if token is not None]
+        if len(tokens) < len(said.tokens):
+            return  # it has failed
+        if draft is not None:
+            self._speculation.verified(draft, tokens)
+            sequence.accepted += len(tokens) - 1
+            sequence.refused += len(draft.tokens) - len(tokens) + 1
+        for token, entry in zip(tokens, said.logprobs, strict=True):
+            if sequence.request.id in self._sequences:
+                self._advance(sequence, token, entry)
+        self._speculation.observe(sequence, tokens)
 
     def _advance(self, sequence: Sequence, token: int, entry: TokenLogprob | None) -> None:
         """Take a new token: text for the client, or the end. The only place that decides that a sequence is over."""
@@ -184,7 +217,7 @@ class Core:
         self._deliver(sequence, sequence.text.push(token, entry))
         if sequence.text.stop is not None:
             return self._finish(sequence, "stop", sequence.text.stop)
-        if len(sequence.output) >= sequence.limit:
+        if len(sequence.output) >= sequence.limit or sequence.cornered:
             return self._finish(sequence, "length", None)
         return None
 
@@ -192,15 +225,16 @@ class Core:
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
         self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(self._clock())))
+        self._scheduler.remove(sequence)
         self._close(sequence)
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         if sequence.request.id not in self._sequences:
             return  # it ended in this very step, before another row broke
         self._totals["failed"] += 1
-        # What broke it may stand in its cells: nobody else shall have them.
-        sequence.plain = 0
         self._say(sequence, Failed(reason))
+        # What broke it may stand in its cells: nobody else shall have them.
+        self._scheduler.discard(sequence)
         self._close(sequence)
 
     def _close(self, sequence: Sequence) -> None:
@@ -210,7 +244,8 @@ class Core:
         self._totals["reused"] += usage.cached_tokens > 0
         self._totals["shifts"] += usage.context_shifts
         del self._sequences[sequence.request.id]
-        self._scheduler.remove(sequence)
+        self._speculation.forget(sequence)
+        self.crossing.release(sequence)
 
     def _deliver(self, sequence: Sequence, delta: Delta | None) -> None:
         if delta is not None:
@@ -218,3 +253,13 @@ class Core:
 
     def _say(self, sequence: Sequence, event: Event) -> None:
         self._events.append((sequence.request.id, event))
+
+
+def _shelf(config: EngineConfig, identity: str) -> ShelfConfig:
+    return ShelfConfig(
+        memory_bytes=config.shelf_memory_bytes,
+        folder=None if config.shelf is None else Path(config.shelf).expanduser(),
+        disk_bytes=config.shelf_bytes,
+        identity=identity,
+        report=log.warning,
+    )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.core import Core
+from engine.draft.loading import load_draft, make_speculation
 from engine.errors import (
     ContextTooLong,
     Draining,
@@ -77,6 +78,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._settled = asyncio.Event()
         self._closed = asyncio.Event()
+        self._rested = asyncio.Event()
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -144,16 +146,25 @@ class Engine:
             self._closed.set()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests and wait for the running ones; those that last longer end with Failed."""
+        """Take no more requests and wait for the running ones, then until what is remembered has been saved.
+
+        Both in the same `seconds`: requests that last longer end with Failed, what is not saved by then is lost.
+        """
         self._draining = True
         deadline = self._loop.time() + seconds
-        while self._streams and (left := deadline - self._loop.time()) > 0:
+        while self._streams and await self._happens(self._closed, deadline):
             self._closed.clear()
-            try:
-                await asyncio.wait_for(self._closed.wait(), left)
-            except TimeoutError:
-                break
         self._fail_streams("the server is shutting down")
+        if self._loaded is not None and self.alive:
+            await self._happens(self._rested, deadline)
+
+    async def _happens(self, event: asyncio.Event, deadline: float) -> bool:
+        """Wait for something to happen, up to a deadline; whether it did."""
+        try:
+            await asyncio.wait_for(event.wait(), max(deadline - self._loop.time(), 0))
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Stop the thread and wait for its end."""
@@ -170,10 +181,15 @@ class Engine:
             raise InvalidRequest("id", f"a request with the id {request.id!r} is running")
         if not request.prompt:
             raise InvalidRequest("prompt", "the prompt has no tokens")
-        if not all(0 <= token < info.vocabulary for token in request.prompt):
+        image = None if loaded.encoder is None else loaded.encoder.image_token
+        if not all(0 <= token < info.vocabulary or token == image for token in request.prompt):
             raise InvalidRequest("prompt", f"token ids lie in [0, {info.vocabulary})")
         if not all(0 <= token < info.vocabulary for token, _ in request.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"token ids lie in [0, {info.vocabulary})")
+        if loaded.encoder is not None:
+            loaded.encoder.check(request.media, request.prompt)
+        elif request.media is not None:
+            raise InvalidRequest("media", "this model has no encoder that could look at media")
         if len(request.prompt) >= capacity:
             raise ContextTooLong(len(request.prompt), capacity)
         waiting = len(self._streams) - info.slots
@@ -194,9 +210,13 @@ class Engine:
                 self._inbox.put(_Cancel(stream.id))
             stream.deliver(Failed(reason))
 
-    def _deliver(self, events: list[tuple[str, Event]], stats: Stats) -> None:
+    def _deliver(self, events: list[tuple[str, Event]], stats: Stats, rested: bool) -> None:
         """On the loop: hand a step's events to their streams. One whose client has left is not there any more."""
         self._stats = stats
+        if rested:
+            self._rested.set()
+        else:
+            self._rested.clear()
         for request_id, event in events:
             stream = self._streams.get(request_id)
             if stream is not None:
@@ -216,7 +236,8 @@ class Engine:
     def _live(self) -> None:
         try:
             loaded = load(self._config, self._enter)
-            core = Core(loaded, self._config)
+            draft = load_draft(self._config, loaded, self._enter)
+            core = Core(loaded, self._config, make_speculation(self._config, loaded, draft, time.monotonic))
             self._enter("ready")
             self._tell(self._settle, loaded, None)
             self._serve(core)
@@ -227,17 +248,19 @@ class Engine:
             self._tell(self._settle, None, EngineDead(type(error).__name__))
 
     def _serve(self, core: Core) -> None:
-        told, stats = 0.0, core.stats()
-        while self._drain_inbox(core):
+        told, stats, rested = 0.0, core.stats(), False
+        while self._drain_inbox(core, rested):
             self._beat = time.monotonic()
-            events = core.step() if core.busy else []
+            busy = core.busy
+            events = core.step() if busy else []
+            rested = not busy and not core.rest()
             if not core.busy or self._beat - told > _STATS_SECONDS:
                 told, stats = self._beat, core.stats()
-            self._tell(self._deliver, events, stats)
+            self._tell(self._deliver, events, stats, rested)
 
-    def _drain_inbox(self, core: Core) -> bool:
-        """Do what the loop asked for; wait for it while there is nothing to compute. False ends the thread."""
-        wait = not core.busy
+    def _drain_inbox(self, core: Core, rested: bool) -> bool:
+        """Do what the loop asked for; wait for it while there is nothing to do. False ends the thread."""
+        wait = rested and not core.busy
         while True:
             try:
                 command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()

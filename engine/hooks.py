@@ -6,6 +6,8 @@ A batch is one packed row [1, rows] with explicit positions. Three hooks carry i
 * a facade in place of the model's cache, which stores nothing and reports what makes the models' own position
   arithmetic come out right;
 * for recurrent layers, operations that cut the row by sequence (engine/recurrence.py).
+A layer that looks at what an encoder made takes its keys from the facade, which notes that and has none to give: the
+listener knows what each sequence looks at. When nobody listens, the attention is transformers' own (encoders run so).
 The listener travels in a context variable, for some models (StableLM, Nemotron) drop keyword arguments on the way.
 Pinned to transformers 5.23: its cache and attention interfaces change with every minor version.
 """
@@ -13,8 +15,9 @@ Pinned to transformers 5.23: its cache and attention interfaces change with ever
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,10 +28,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache as HFCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import BaseModelOutput
 
 from engine.kernels.latent import Projection
+from engine.kernels.reference import Bias
 
 NAME = "cells"
+
+# Arguments by which layers with sparse attention say what their queries see (DeepSeek-V3.2, MiniMax-M3).
+_SELECTIONS = ("indices", "block_indices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class Call:
     """One layer's call of attention: query [heads, rows, width], key and value [key_heads, rows, width].
 
     With latent attention the key is [latent, rotated part] of one head, and the value has no columns.
+    Where a call `crosses`, to what an encoder made, key and value mean nothing.
     """
 
     layer: int
@@ -47,6 +58,8 @@ class Call:
     softcap: float | None
     sinks: Tensor | None
     latent: Projection | None = None
+    bias: Bias | None = None
+    crosses: bool = False
 
 
 # Computes rows [start, stop) of an operation from the state before them (None: zeros): the output and the state after.
@@ -75,21 +88,71 @@ def listening(listener: Listener) -> Iterator[None]:
         _current.reset(token)
 
 
-def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """Logits [wanted, vocabulary] of a packed batch: tokens and positions [rows], `wanted` the rows to know them of."""
-    facade = PackedFacade(positions)
-    inputs = {
-        "input_ids": tokens[None],
-        "position_ids": positions[None],
-        "past_key_values": facade,
-        "cache_params": facade,
-        "use_cache": True,
-        "logits_to_keep": wanted,
-    }
+def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor, *, looking: Tensor | None = None) -> Tensor:
+    """Logits [wanted, vocabulary] of a packed batch: tokens and positions [rows], `wanted` the rows to know them of.
+
+    looking  [rows], true where a row looks at what an encoder made for its sequence; None: no row does
+    """
     known = _parameters(model.__class__.forward)
+    inputs = {"input_ids": tokens[None], "position_ids": positions[None], "use_cache": True, "logits_to_keep": wanted}
+    if "decoder_input_ids" in known:
+        inputs |= _decoder_inputs(tokens, positions)
+    else:
+        inputs["past_key_values"] = inputs["cache_params"] = facade = PackedFacade(positions)
+        if looking is not None:
+            facade.layers = _Encoded(positions.device)
+            inputs["cross_attention_mask"] = looking.long()[None, :, None, None]
     logits: Tensor = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
     # A model that ignores logits_to_keep returns every row.
     return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+
+def encode(model: Any, media: Mapping[str, Tensor], start: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, the keys [heads, length, width] and values of cross attention for what an encoder takes, batch of one.
+
+    The model runs as it is on the media and one token, `start`, and its own cache is read. Layers that attend to the
+    token are among the result where the model has one cache for both.
+    """
+    twofold = "decoder_input_ids" in _parameters(model.__class__.forward)
+    token = torch.tensor([[start]], device=next(model.parameters()).device)
+    held = DynamicCache()
+    memory = EncoderDecoderCache(DynamicCache(), held) if twofold else held
+    model(**media, **{"decoder_input_ids" if twofold else "input_ids": token}, past_key_values=memory)
+    return {at: (layer.keys[0], layer.values[0]) for at, layer in enumerate(held.layers) if layer.is_initialized}
+
+
+def _decoder_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
+    """What a model with encoder and decoder takes in the encoder's absence."""
+    return {
+        "input_ids": None,
+        "decoder_input_ids": tokens[None],
+        # Some derive a mask of their own, whose length they take from the cache, unless they get one.
+        "decoder_attention_mask": torch.ones_like(tokens)[None],
+        "encoder_outputs": BaseModelOutput(torch.zeros(1, 1, 1, device=tokens.device)),
+        "past_key_values": _TwofoldFacade(positions),
+    }
+
+
+def install_bias(model: Any) -> None:
+    """Let layers that add a bias to their scores by distance (T5) hand over the rule in place of the numbers.
+
+    The numbers would be those of neighbours in the packed row, who may be strangers.
+    """
+    for module in model.modules():
+        compute = getattr(module, "compute_bias", None)
+        if compute is not None and not hasattr(compute, "unpacked"):
+            module.compute_bias = _ruling(compute)
+
+
+def _ruling(compute: Callable[..., Tensor]) -> Callable[..., Tensor | Bias]:
+    def bias(rows: int, before: int) -> Tensor:
+        return compute(rows, before + rows, past_seen_tokens=before)[0]
+
+    def compute_bias(*args: Any, **settings: Any) -> Tensor | Bias:
+        return bias if is_listening() else compute(*args, **settings)
+
+    compute_bias.unpacked = compute  # type: ignore[attr-defined]
+    return compute_bias
 
 
 def install_latent(model: Any) -> None:
@@ -133,6 +196,7 @@ class _Reception:
 
     listener: Listener
     layer: int | None = None
+    crosses: bool = False
     recurrent: tuple[int, int] = (-1, 0)
     calls: Counter[Hashable] = field(default_factory=Counter)
 
@@ -156,19 +220,28 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    position_bias: Tensor | Bias | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: query [1, heads, rows, width], output [1, rows, heads, value_width]."""
-    reception = _current.get()
+    reception = _current.get(None)
+    if reception is None:
+        own = {"scaling": scaling, "position_bias": position_bias, **others}
+        alone: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **own)
+        return alone
     # Layers that share weights (Zamba) have no index of their own; the cache call before tells which layer this is.
     layer = reception.layer if reception.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
-    reception.layer = None
+    crosses, reception.layer, reception.crosses = reception.crosses, None, False
+    own = {"attention_mask": attention_mask, **{name: others.get(name) for name in _SELECTIONS}}
+    if not crosses and any(value is not None for value in own.values()):
+        raise NotImplementedError(f"a layer chooses what it sees: {[name for name in own if own[name] is not None]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = getattr(module, "latent_projection", None)
     if latent is not None:
         # What comes as key and value are the latent and its rotated part: install_latent saw to that.
         key, value = torch.cat((key, value), -1), value[..., :0]
-    call = Call(layer, query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux, latent)
+    window, bias = sliding_window or None, position_bias if callable(position_bias) else None
+    call = Call(layer, query[0], key[0], value[0], scale, window, softcap, s_aux, latent, bias, crosses)
     return reception.listener.attend(call)[None], None
 
 
@@ -181,7 +254,8 @@ class PackedFacade(HFCache):  # type: ignore[misc]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Remember which layer is at work; the new keys and values go on as they came."""
-        _current.get().layer = layer_idx
+        reception = _current.get()
+        reception.layer, reception.crosses = layer_idx, False
         return key, value
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
@@ -220,6 +294,52 @@ class PackedFacade(HFCache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Only masks ask, and masks are ours."""
         return query_length, 0
+
+
+class _Encoded:
+    """In place of a cache's layers where these hold what an encoder made: whoever takes keys from one crosses there."""
+
+    is_initialized = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._nothing = torch.zeros(1, 1, 1, 1, device=device)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __iter__(self) -> Iterator[_Encoded]:
+        return iter(())
+
+    def __getitem__(self, layer: int) -> _Encoded:
+        reception = _current.get()
+        reception.layer, reception.crosses = layer, True
+        return self
+
+    @property
+    def keys(self) -> Tensor:
+        """A tensor that is not empty, for models that skip the layer otherwise."""
+        return self._nothing
+
+    @property
+    def values(self) -> Tensor:
+        """See keys."""
+        return self._nothing
+
+
+class _TwofoldFacade(EncoderDecoderCache):  # type: ignore[misc]
+    """The facade for models that keep what an encoder made apart from the decoder's own keys."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(PackedFacade(positions), PackedFacade(positions))
+        self.cross_attention_cache.layers = _Encoded(positions.device)
+        self.is_updated = _Updated()
+
+
+class _Updated(dict[int, bool]):
+    """Every layer's keys are there: models ask before they would make them."""
+
+    def get(self, layer: int, default: object = None) -> bool:
+        return True
 
 
 AttentionInterface.register(NAME, _attention)

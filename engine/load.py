@@ -23,19 +23,28 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from engine import hooks, recurrence
 from engine.config import BUNDLED_NAME, EngineConfig
+from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelMissing, ModelUnsupported
+from engine.gathering import GatheringRunner
 from engine.memory import Sizes, available_bytes, plan_memory
-from engine.plan import LayerPlan, plan_layers
-from engine.selftest import check_packing
+from engine.plan import LayerPlan
+from engine.runner import Runner
+from engine.selftest import Facts, find_runner
 from engine.tokenizer import Tokenizer
 from engine.types import MemoryPlan, ModelInfo
-from kvcache.spec import group_layers
 
 # What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
 _BROKEN = (
@@ -57,16 +66,24 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tikt
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that answers rightly in packed batches, and all that serving it needs to know."""
+    """A model that is known to answer rightly over our cells, and all that serving it needs to know."""
 
     model: Any
     tokenizer: Tokenizer
-    layers: tuple[LayerPlan, ...]
+    runner: Runner | GatheringRunner
     info: ModelInfo
     memory: MemoryPlan
     recurrent: bool
     dtype: torch.dtype
+    stored: torch.dtype
     eos: frozenset[int]
+    encoder: Encoder | None = None
+    identity: str = ""
+
+    @property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """What the model stores, for the cache."""
+        return self.runner.layers
 
     @property
     def capacity(self) -> int:
@@ -90,19 +107,24 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
         raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
-    model.set_attn_implementation(hooks.NAME)
     recurrent = recurrence.install(model)
     hooks.install_latent(model)
-    try:
-        layers = plan_layers(model, vocabulary=text.vocab_size)
-    except Exception as error:
-        raise ModelUnsupported(name, f"it cannot run in packed batches ({type(error).__name__}: {error})") from error
-    if not layers and not recurrent:
-        raise ModelUnsupported(name, "its layers mix along the sequence in no way that can be packed")
-    sizes = _sizes(model, layers, dtype)
-    memory, context, slots = plan_memory(config, sizes, available - sizes.weights_bytes)
+    hooks.install_bias(model)
     on_phase("self-test")
-    check_packing(name, model, layers, vocabulary=text.vocab_size, dtype=dtype)
+    stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    encoder = _encoder(name, model, budget_bytes=available // 8)
+    facts = Facts(
+        vocabulary=text.vocab_size,
+        recurrent=recurrent,
+        dtype=dtype,
+        stored=stored,
+        mla=config.mla,
+        encoder=encoder,
+    )
+    runner = find_runner(name, model, facts)
+    sizes = _sizes(model, runner.layers, dtype, stored)
+    reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
+    memory, context, slots = plan_memory(config, sizes, available - reserved)
     tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=min(context, memory.cells))
     info = ModelInfo(
         name=name,
@@ -114,8 +136,10 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
         vocabulary=text.vocab_size,
         context=context,
         slots=slots,
+        start=_start_tokens(model),
     )
-    return Loaded(model, tokenizer, layers, info, memory, recurrent, dtype, _end_tokens(model, tokenizer))
+    ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
+    return Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, encoder, identity)
 
 
 def resolve(model: str | None) -> Path:
@@ -186,7 +210,7 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         dtype = _dtype(settings, folder, config)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _kind(config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -206,6 +230,22 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
     return model.to(settings.device).eval().requires_grad_(False), dtype
 
 
+def _kind(config: Any) -> Any:
+    """transformers' own choice of a class: one with the encoder where the configuration has one."""
+    kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+    known = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
+    return known[0] if known else AutoModelForCausalLM
+
+
+def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
+    if not has_encoder(model.config):
+        return None
+    try:
+        return Encoder(model, budget_bytes=budget_bytes)
+    except Exception as error:
+        raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
+
+
 def _fingerprint(folder: Path) -> str:
     """A digest of the weights: of the headers, the sizes, and a sample of the bytes, for all would take seconds."""
     digest = hashlib.sha256()
@@ -217,6 +257,13 @@ def _fingerprint(folder: Path) -> str:
                 content.seek(at)
                 digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _identity(folder: Path, info: ModelInfo, stored: torch.dtype, layers: tuple[LayerPlan, ...]) -> str:
+    """A digest of what cells and states depend on besides tokens: what the shelf has of another model is not read."""
+    settings = (folder / "config.json").read_bytes()
+    parts = (info.fingerprint, settings, info.dtype, stored, [plan.spec for plan in layers])
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int) -> Tokenizer:
@@ -244,17 +291,18 @@ def _freeze_rotation(model: Any, context: int) -> None:
 
 def longest_context(text: Any) -> int:
     """The context that a model was trained for, as its text settings say it."""
-    return int(getattr(text, "max_position_embeddings", None) or 8192)
+    names = ("max_position_embeddings", "max_target_positions")
+    return int(next((known for name in names if (known := getattr(text, name, None))), 8192))
 
 
-def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype) -> Sizes:
+def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype, stored: torch.dtype) -> Sizes:
     text = model.config.get_text_config()
     element = torch.finfo(dtype).bits // 8
-    cell = sum(group.cell_bytes(element) for group in group_layers([plan.spec for plan in layers]))
     # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return Sizes(weights_bytes=weights, cell_bytes=cell, row_bytes=row, longest=longest_context(text))
+    specs = tuple(plan.spec for plan in layers)
+    return Sizes(weights_bytes=weights, layers=specs, stored=stored, row_bytes=row, longest=longest_context(text))
 
 
 def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
@@ -264,6 +312,15 @@ def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
     if ends is None:
         return tokenizer.ends
     return frozenset(ends) if isinstance(ends, list | tuple) else frozenset((int(ends),))
+
+
+def _start_tokens(model: Any) -> tuple[int, ...]:
+    """The tokens that a decoder's prompt begins with: what starts it, and what it is forced to say first."""
+    if not model.config.is_encoder_decoder:
+        return ()
+    sources, names = (model.generation_config, model.config), ("decoder_start_token_id", "forced_bos_token_id")
+    known = [next((at for one in sources if (at := getattr(one, name, None)) is not None), None) for name in names]
+    return tuple(token for token in known if isinstance(token, int))
 
 
 def _one_line(error: Exception) -> str:

@@ -31,16 +31,19 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return a, b, c, d
 
 
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> Tensor:
     """Standard Gumbel noise in float64 for each (seed, position, token); all int64 of one shape, seeds of 64 bits.
 
     The arg max of log-probabilities plus this noise is a sample of them (Gumbel-max; Maddison et al., 2014).
     """
-    zero = torch.zeros_like(tokens)
-    counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, zero)
+    return -torch.log(-torch.log(uniform(seeds, positions, tokens, lane)))
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> Tensor:
+    """Numbers in (0, 1) in float64, as `gumbel` has them. What has a lane of its own is independent of other lanes."""
+    counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, torch.full_like(tokens, lane))
     word = philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]
-    uniform = (word.double() + 0.5) / 2.0**32
-    return -torch.log(-torch.log(uniform))
+    return (word.double() + 0.5) / 2.0**32
 
 
 def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:

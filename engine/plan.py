@@ -25,10 +25,14 @@ _TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One attention layer of the model: `layer` is its own number, `spec` what the cache must know."""
+    """One attention layer that stores cells: `layer` is its own number, `spec` what the cache must know.
+
+    readers  the layers that store nothing and attend to this one's cells (Gemma 3n, Gemma 4)
+    """
 
     layer: int
     spec: LayerSpec
+    readers: tuple[int, ...] = ()
 
 
 class Watcher:
@@ -38,7 +42,9 @@ class Watcher:
         self.calls: dict[int, hooks.Call] = {}
 
     def attend(self, call: hooks.Call) -> Tensor:
-        """A row that attends to itself alone gets its own value, whatever its score."""
+        """A row that attends to itself alone gets its own value, whatever its score; there is nothing to cross to."""
+        if call.crosses:
+            return call.query.transpose(0, 1)
         self.calls[call.layer] = call
         if call.latent is not None:
             own = call.key[..., : call.latent.latent] @ call.latent.values.mT
@@ -52,21 +58,35 @@ class Watcher:
 
 
 def plan_layers(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:
-    """The model's attention layers, in order. Raises whatever the model raises when it cannot run packed."""
+    """The attention layers that store, in order. Raises whatever the model raises when it cannot run packed."""
     before, after = _watch(model, vocabulary, _FROM), _watch(model, vocabulary, _TO)
     frequencies = dict(_frequencies(model))
     plans = []
-    for layer in sorted(before):
+    for layer, readers in _storing(before):
         old, new = before[layer], after[layer]
         spec = LayerSpec(
             heads=old.key.shape[0],
             key_width=old.key.shape[-1],
             value_width=old.value.shape[-1],
-            reach=_reach(model.config, layer, old.window),
+            reach=_reach(model.config.get_text_config(), layer, old.window),
             rotation=_rotation(old, new, frequencies),
+            latent=0 if old.latent is None else old.latent.latent,
         )
-        plans.append(LayerPlan(layer, spec))
+        plans.append(LayerPlan(layer, spec, readers))
     return tuple(plans)
+
+
+def _storing(calls: Mapping[int, hooks.Call]) -> list[tuple[int, tuple[int, ...]]]:
+    """The layers that make keys of their own, each with those that came with the very same tensors later.
+
+    A layer that sees another window of them stores them again: cells of one table are seen in one way.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for layer, call in calls.items():
+        # The watcher holds all tensors, so no two live at one address.
+        tensors = (call.key.data_ptr(), call.value.data_ptr(), call.key.shape, call.value.shape)
+        members.setdefault((*tensors, call.window), []).append(layer)
+    return sorted((layers[0], tuple(layers[1:])) for layers in members.values())
 
 
 def _watch(model: Any, vocabulary: int, position: int) -> dict[int, hooks.Call]:
@@ -109,6 +129,8 @@ def _candidates(width: int, frequencies: Mapping[str, Tensor]) -> Iterator[Rotat
     layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
     for frequency in frequencies.values():
         pairs = len(frequency)
+        if 2 * pairs > width:
+            continue
         for offset in sorted({0, width - 2 * pairs}):
             for layout in layouts:
                 for sign in (1, -1):

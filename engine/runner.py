@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import hooks
-from engine.kernels import latent, reference
+from engine.kernels import crossing, latent, reference
 from engine.plan import LayerPlan
+from engine.sight import Sight
+from engine.types import MlaMode
 from kvcache.forward import Forward
 
 
 class Runner:
-    """A model whose attention reads and writes the shared cache. Belongs to the engine thread."""
+    """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
-    def __init__(self, model: Any, layers: Sequence[LayerPlan]) -> None:
+    layers  what it stores, for the cache
+    """
+
+    def __init__(self, model: Any, layers: Sequence[LayerPlan], mla: MlaMode = "auto") -> None:
         self._model = model
+        self.layers = tuple(layers)
         self._device = next(model.parameters()).device
-        self._homes = {plan.layer: index for index, plan in enumerate(layers)}
+        self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
+        self._readers = frozenset(layer for plan in layers for layer in plan.readers)
+        self._mla = mla
 
-    def run(self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    def run(
+        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+    ) -> Tensor:
         """Logits [wanted, vocabulary] after an open forward's rows.
 
         tokens  of all spans, one after the other
         wanted  the rows of the packed batch to know the logits of, in order
+        sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
         """
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        with torch.inference_mode(), hooks.listening(_Step(forward, self._homes)):
-            return hooks.forward(self._model, self._tensor(tokens), self._tensor(positions), self._tensor(wanted))
+        rows = (self._tensor(tokens), self._tensor(positions), self._tensor(wanted))
+        with torch.inference_mode(), hooks.listening(self._step(forward, sights)):
+            return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
+
+    def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:
+        return _Step(forward, self._homes, self._readers, self._mla, sights)
+
+    def _looking(self, forward: Forward, sights: Sequence[Sight | None]) -> Tensor | None:
+        """Which rows look at an encoder entry; None where no sequence of the batch has one."""
+        if not any(sights):
+            return None
+        pairs = zip(forward.spans, sights, strict=True)
+        blind = torch.zeros(forward.rows, dtype=torch.bool)
+        parts = [
+            blind[: span.length] if sight is None else sight.looking(span.start, span.stop) for span, sight in pairs
+        ]
+        return torch.cat(parts).to(self._device)
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
@@ -39,18 +65,28 @@ class Runner:
 class _Step:
     """A listener (hooks.Listener) for one forward: stores each layer's rows, then attends to the whole sequence."""
 
-    def __init__(self, forward: Forward, homes: Mapping[int, int]) -> None:
-        self._forward = forward
-        self._homes = homes
+    def __init__(
+        self,
+        forward: Forward,
+        homes: Mapping[int, int],
+        readers: Container[int],
+        mla: MlaMode,
+        sights: Sequence[Sight | None],
+    ) -> None:
+        self._forward, self._sights = forward, sights
+        self._homes, self._readers, self._mla = homes, readers, mla
 
     def attend(self, call: hooks.Call) -> Tensor:
         """The attention output of one layer, [rows, heads, value_width]."""
+        if call.crosses:
+            return self._cross(call)
         layer = self._homes[call.layer]
-        self._forward.write(layer, call.key, call.value)
+        if call.layer not in self._readers:
+            self._forward.write(layer, call.key, call.value)
         keys, values = self._forward.stored(layer)
         segments, reach = self._forward.segments(layer), self._forward.reach(layer)
         if call.latent is not None:
-            return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale)
+            return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale, mode=self._mla)
         return reference.attend(
             call.query,
             keys,
@@ -60,14 +96,30 @@ class _Step:
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
+            bias=call.bias,
         )
 
+    def _cross(self, call: hooks.Call) -> Tensor:
+        """Each sequence's rows attend to what an encoder made for it; rows without such get zeros."""
+        output, row = torch.zeros_like(call.query).transpose(0, 1), 0
+        for span, sight in zip(self._forward.spans, self._sights, strict=True):
+            rows = slice(row, row + span.length)
+            if sight is not None:
+                keys, values = sight.entry.layers[call.layer]
+                mask = sight.mask(span.start, span.stop, keys.shape[1])
+                mask = None if mask is None else mask.to(keys.device)
+                output[rows] = crossing.attend(call.query[:, rows], keys, values, mask, scale=call.scale)
+            row = rows.stop
+        return output
+
     def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
-        """Run a recurrent operation for each span, from the slot's state to its next one."""
+        """Run a recurrent operation for each piece of a span, from the slot's state to its next one."""
         outputs, row = [], 0
         for span in self._forward.spans:
-            output, state = run(row, row + span.length, self._forward.state(span, name))
-            self._forward.put_state(span, name, state)
-            outputs.append(output)
-            row += span.length
+            for start, stop in span.pieces:
+                length = stop - start
+                output, state = run(row, row + length, self._forward.state(span.slot, start, name))
+                self._forward.put_state(span.slot, stop, name, state)
+                outputs.append(output)
+                row += length
         return outputs

@@ -8,8 +8,9 @@ of batches or steps, so a draft that is verified with this rule can never change
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +38,15 @@ class History:
         if self._counts is not None:
             self._counts[token] += 1
 
+    def after(self, tokens: Sequence[int]) -> History:
+        """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
+        if self._counts is None or not tokens:
+            return self
+        longer = copy.copy(self)
+        more = torch.tensor(tokens, dtype=torch.long)
+        longer._counts = self._counts.index_add(0, more, torch.ones_like(more, dtype=torch.int32))
+        return longer
+
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
         """Change one row of logits [vocabulary] in place.
 
@@ -60,6 +70,10 @@ class Draw:
     seed: int
     position: int
     history: History
+
+    def after(self, tokens: Sequence[int]) -> Draw:
+        """How the token behind `tokens` would be drawn if the text went on with these."""
+        return replace(self, position=self.position + len(tokens), history=self.history.after(tokens))
 
 
 def emit(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.draft.drafter import Draft
+from engine.prefix import common_prefix
 from engine.sequence import Sequence
 from engine.slots import Slots
 from kvcache.cache import Cache
@@ -21,15 +23,32 @@ from kvcache.spec import Span
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a step computes for one sequence."""
+    """What a step computes for one sequence: a span of its tokens, and rows for guesses at what comes behind them."""
 
     sequence: Sequence
     span: Span
+    draft: Draft | None = None
 
     @property
     def complete(self) -> bool:
         """Whether nothing is missing afterwards, so that the last row's logits give the next token."""
         return self.span.stop == len(self.sequence.tokens)
+
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        """The tokens of the draft."""
+        return () if self.draft is None else self.draft.tokens
+
+    @property
+    def rows(self) -> Span:
+        """The span with the rows of the draft."""
+        count = len(self.guesses)
+        return replace(self.span, length=self.span.length + count, guessed=count)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of all rows."""
+        return [*self.sequence.tokens[self.span.start : self.span.stop], *self.guesses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +85,14 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is: it is over."""
+        """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
+        # What a shift moved is found only by a sequence of the same past when it comes back, and this one will not.
+        if sequence.slot is not None and not sequence.lineage.floor:
+            self._slots.remember(sequence)
+        self.discard(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and remember nothing of it: it broke."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -76,23 +102,23 @@ class Scheduler:
         """The spans of the next step, with enough free cells for all of them."""
         self._admit()
         for sequence in tuple(self.running):
-            if sequence.overfull and sequence.slot is not None:
+            if self._overfull(sequence):
                 self._shift(sequence)
         self._follow()
         grants = self._grants()
-        while (lacking := sum(grant.span.length for grant in grants) - self._cache.free_cells) > 0:
-            self._make_room(lacking)
+        while grants and self._cache.make_room([grant.span for grant in grants]):
+            self._preempt()
             grants = self._grants()
         return grants
 
     def computed(self, grants: Iterable[Grant]) -> None:
         """Take note that a step computed its grants: what was a prompt can serve others now."""
         for grant in grants:
-            if grant.sequence.slot is not None and grant.span.stop <= len(grant.sequence.request.prompt):
-                self._slots.remember(grant.sequence)
+            if grant.sequence.slot is not None:
+                self._slots.computed(grant.sequence, grant.span)
 
     def _admit(self) -> None:
-        while self.waiting and self._slots.free:
+        while self.waiting and self._slots.free and self.waiting[0].ready:
             sequence = self.waiting.popleft()
             standing = self._slots.acquire(sequence)
             self.running.append(sequence)
@@ -110,12 +136,19 @@ class Scheduler:
 
     def _fits(self) -> bool:
         """Whether all tokens of the running sequences find cells, without anybody having to leave."""
-        missing = sum(self._missing(sequence) for sequence in self.running)
+        missing = sum(min(len(sequence.tokens), self._cache.capacity) for sequence in self.running)
+        missing -= sum(self._cache.length(sequence.slot) for sequence in self.running if sequence.slot is not None)
         return missing <= self._cache.free_cells + self._cache.idle_cells()
 
     def _missing(self, sequence: Sequence) -> int:
+        """Tokens that are not computed yet. Where shifts are due, not all of them have a place."""
         assert sequence.slot is not None, "a waiting sequence has no length"
         return len(sequence.tokens) - self._cache.length(sequence.slot)
+
+    def _overfull(self, sequence: Sequence) -> bool:
+        """Whether its slot is full and tokens are missing."""
+        slot, capacity = sequence.slot, self._cache.capacity
+        return slot is not None and self._cache.length(slot) == capacity < len(sequence.tokens)
 
     def _follow(self) -> None:
         """Let followers take over what their leaders have computed, once that is all or will be no more."""
@@ -127,87 +160,79 @@ class Scheduler:
     def _holds(self, sequence: Sequence) -> bool:
         """Whether an older sequence is about to compute what this one needs next."""
         lead = self._leads.get(sequence)
-        if lead is None or lead.sequence.slot is None or self._missing(lead.sequence) <= 1:
+        if lead is None or lead.sequence.slot is None or lead.sequence.lineage.shifts:
             return False
-        return self._cache.length(lead.sequence.slot) < lead.common
+        return self._missing(lead.sequence) > 1 and self._cache.length(lead.sequence.slot) < lead.common
 
     def _elect(self, sequence: Sequence) -> None:
         """Choose whom to wait for: the one of the older that has most in common beyond what is there already."""
         self._leads.pop(sequence, None)
         if self._missing(sequence) <= 1:
             return
-        at, best = len(sequence.tokens) - self._missing(sequence), 0
+        at, best = len(sequence.tokens) - self._missing(sequence), None
         for other in self.running[: self.running.index(sequence)]:
-            common = min(_common(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
-            if self._missing(other) > 1 and common > max(at, best):
-                best = common
-                self._leads[sequence] = _Lead(other, common)
+            common = min(self._offered(other, sequence), len(sequence.tokens) - 1)
+            if common > max(at, best.common if best else 0):
+                best = _Lead(other, common)
+        if best is not None:
+            self._leads[sequence] = best
+            best.sequence.mark(best.common)
+
+    def _offered(self, leader: Sequence, sequence: Sequence) -> int:
+        """How much of the sequence's beginning another will have computed with its prompt."""
+        alike = leader.lineage.salt == sequence.lineage.salt and not leader.lineage.shifts
+        if not alike or self._missing(leader) <= 1:
+            return 0
+        return min(common_prefix(leader.tokens, sequence.tokens), len(leader.request.prompt))
 
     def _grants(self) -> list[Grant]:
         """A row for everyone who lacks just one, and the chunk's rows of prompt, oldest sequence first."""
         grants, left = [], self._chunk
         for sequence in self.running:
             missing = self._missing(sequence)
-            # A recurrent state exists only where a span ends. The same prompt again needs one before its last row.
-            whole = missing - 1 if self._cache.states is not None else missing
-            length = 1 if missing == 1 else min(whole, left)
+            start = len(sequence.tokens) - missing
+            length = 1 if missing == 1 else self._rows(sequence, start, left)
             if sequence.slot is None or length == 0 or self._holds(sequence):
                 continue
             left -= length if missing > 1 else 0
-            grants.append(Grant(sequence, Span(sequence.slot, len(sequence.tokens) - missing, length)))
+            grants.append(Grant(sequence, Span(sequence.slot, start, length)))
         return grants
 
-    def _make_room(self, cells: int) -> None:
-        """Free some cells: what is remembered and wanted least, or the youngest sequence's, which goes back in line."""
-        if self._cache.evict(cells):
-            return
+    def _rows(self, sequence: Sequence, start: int, most: int) -> int:
+        """Rows that one forward may bring, up to `most`: not past the capacity, nor past a mark that needs a state."""
+        stop = min(start + most, len(sequence.tokens), self._cache.capacity)
+        # A recurrent state exists only where a span ends.
+        marks = sequence.marks(start, stop) if self._cache.states is not None else []
+        return (marks[0] if marks else stop) - start
+
+    def _preempt(self) -> None:
+        """Send the youngest sequence back in line. What it computed is remembered, until somebody needs its cells."""
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
         youngest = self.running[-1]
+        self._slots.remember(youngest)
         self._unseat(youngest)
-        # Its shifted part is gone with the slot, so what is left of it will be computed as plain tokens.
-        youngest.plain = None
         self.waiting.appendleft(youngest)
         self.preemptions += 1
 
     def _shift(self, sequence: Sequence) -> None:
-        """Drop the older half behind the kept tokens, in the cache and in the sequence."""
-        keep = sequence.keep
-        drop = max((len(sequence.tokens) - 1 - keep) // 2, 1)
+        """Drop what the sequence drops at a full context, in the cache and in the sequence."""
+        cut, states = sequence.lineage.cut(), sequence.request.recurrent_shift
+        assert cut is not None, "a sequence with nothing to drop has ended"
         while sequence.slot is not None:
             try:
-                standing = self._move(sequence.slot, keep, drop)
-            except OutOfCells as error:
-                self._make_private(error.needed - error.free)
-                continue
-            sequence.drop(drop)
-            # What moved still knows the dropped text; what must be computed anew does not.
-            if standing > keep:
-                sequence.plain = min(keep, keep if sequence.plain is None else sequence.plain)
-            return
+                standing = self._cache.shift(sequence.slot, cut.start, cut.drop, states=states)
+            except OutOfCells:
+                self._make_private()
+            else:
+                if standing <= cut.start:
+                    # Nothing moved. How much of what earlier shifts moved is left may depend on chunks: none shall be.
+                    standing = self._cache.rewind(sequence.slot, min(standing, sequence.lineage.plain))
+                sequence.lineage.shift(cut, standing)
+                return
 
-    def _move(self, slot: int, keep: int, drop: int) -> int:
-        """Shift a slot; one that came back from the queue has nothing to be moved yet, and computes it in its place."""
-        if self._cache.length(slot) < keep + drop:
-            return self._cache.rewind(slot, keep)
-        return self._cache.shift(slot, keep, drop)
-
-    def _make_private(self, cells: int) -> None:
+    def _make_private(self) -> None:
         """Free cells for copies of shared ones; a sequence that shares with the memory alone gets its cells back."""
-        if len(self.running) > 1 or self._cache.idle_cells():
-            self._make_room(cells)
+        if len(self.running) > 1:
+            self._preempt()
         else:
             self._cache.forget()
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """The length of the common beginning, by halving: comparing slices is what Python does fast."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
+from engine.lineage import Lineage
 from engine.sampling import Draw, History
+from engine.sight import Sight
 from engine.text import TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Overflow, Request, Timings, Usage
@@ -16,28 +18,57 @@ _SINKS = 4
 class Sequence:
     """A running or waiting request. Waiting means that it has no slot; it is over when it is in no queue.
 
-    tokens  what the cache is about: the prompt and the output, less what shifts dropped
-    output  what was generated
-    plain   leading tokens whose cells depend on nothing but these tokens; others may reuse only those
+    output   what was generated
+    accepted, refused  drafted tokens that were said, and that were not
+    lineage  what the slot is about: the prompt and the output, less what shifts dropped
+    sight    what its rows see of its media; it gets no slot without (`ready`)
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, vocabulary: int, capacity: int, overflow: Overflow, now: float
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        vocabulary: int,
+        capacity: int,
+        overflow: Overflow,
+        now: float,
+        checkpoint: int | None = None,
     ) -> None:
         self.request = request
-        self.tokens = list(request.prompt)
         self.output: list[int] = []
         self.slot: int | None = None
-        self.plain: int | None = None
+        self.sight: Sight | None = None
         self.overflow = request.overflow or overflow
         self.seed = int.from_bytes(os.urandom(8)) >> 1 if request.sampling.seed is None else request.sampling.seed
         self.text = TextStream(tokenizer.decoder(request.prompt), request.stop)
         self.cached: int | None = None
         self._capacity = capacity
-        self._special = tokenizer.special
-        self._history = History(request.sampling, request.prompt, vocabulary)
-        self._shifts = self._shifted = 0
+        self.accepted = self.refused = 0
+        self.lineage = Lineage(
+            request.prompt,
+            capacity=capacity,
+            keep=self._keep(tokenizer.special),
+            protected=request.protected,
+            # What is computed under one image is wrong under another.
+            salt=request.salt + (b"" if request.media is None else request.media.digest),
+            states=request.recurrent_shift,
+        )
+        self._marks: set[int] = set()
+        length = len(request.prompt)
+        # The same prompt again needs a row for its logits: so it is taken up before its last token.
+        regular = range(checkpoint, length, checkpoint) if checkpoint else ()
+        for position in (*request.marks, length - 1, *regular):
+            self.mark(position)
+        # The token of an image may lie behind the vocabulary.
+        said = [token for token in request.prompt if token < vocabulary]
+        self._history = History(request.sampling, said, vocabulary)
         self._arrived, self._started, self._first = now, now, now
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may have a slot: what it looks at must be encoded before."""
+        return self.request.media is None or self.sight is not None
 
     @property
     def limit(self) -> int:
@@ -49,19 +80,32 @@ class Sequence:
         return asked if self.overflow == "shift" else min(asked, room)
 
     @property
-    def keep(self) -> int:
-        """Tokens at the start that a shift does not drop; at least one behind them can always go."""
-        asked = self.request.keep
-        if asked is None:
-            prompt = self.request.prompt
-            leading = next((at for at, token in enumerate(prompt) if token not in self._special), len(prompt))
-            asked = leading + _SINKS
-        return min(asked, self._capacity // 2)
+    def room(self) -> int:
+        """Tokens that it may say at once: what is left of its limit, and of its context."""
+        return min(self.limit - len(self.output), self._capacity + 1 - len(self.tokens))
+
+    def may_draft(self, kind: str) -> bool:
+        """Whether the request lets this kind of drafter guess for it."""
+        return self.request.speculation.drafter in ("auto", kind)
 
     @property
-    def overfull(self) -> bool:
-        """Whether the latest token has no place in the context any more."""
-        return len(self.tokens) > self._capacity
+    def tokens(self) -> list[int]:
+        """What the slot is about; longer than the capacity where shifts are due."""
+        return self.lineage.tokens
+
+    @property
+    def cornered(self) -> bool:
+        """Whether the latest token has no place in the context, and nothing may be dropped for it."""
+        return len(self.tokens) > self._capacity and self.lineage.cut() is None
+
+    def mark(self, position: int) -> None:
+        """Take note that this place in the prompt is worth resuming at."""
+        if 0 < position < len(self.request.prompt):
+            self._marks.add(position)
+
+    def marks(self, start: int, stop: int) -> list[int]:
+        """The places worth resuming at in (start, stop], in order. After a shift there are none."""
+        return [] if self.lineage.shifts else sorted(mark for mark in self._marks if start < mark <= stop)
 
     def start(self, cached: int, now: float) -> bool:
         """The sequence got a slot. Returns whether for the first time: after a preemption it has started before."""
@@ -83,13 +127,6 @@ class Sequence:
         self.output.append(token)
         self._history.append(token)
 
-    def drop(self, count: int) -> None:
-        """Forget `count` tokens behind `keep`, as the cache did."""
-        keep = self.keep
-        del self.tokens[keep : keep + count]
-        self._shifts += 1
-        self._shifted += count
-
     def draw(self) -> Draw:
         """How the next token is to be drawn. Its position is that in the text, which no shift changes."""
         position = len(self.request.prompt) + len(self.output)
@@ -97,9 +134,26 @@ class Sequence:
 
     def usage(self) -> Usage:
         """What the request cost so far."""
-        return Usage(len(self.request.prompt), len(self.output), self.cached or 0, self._shifts, self._shifted)
+        past = self.lineage
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=len(self.output),
+            cached_tokens=self.cached or 0,
+            context_shifts=past.farthest,
+            shifted_tokens=past.dropped,
+            accepted_tokens=self.accepted,
+            refused_tokens=self.refused,
+        )
 
     def timings(self, now: float) -> Timings:
         """Where its time went so far."""
         first = self._first if self.output else now
         return Timings(self._started - self._arrived, first - self._started, now - first)
+
+    def _keep(self, special: frozenset[int]) -> int:
+        """Tokens at the start that a shift does not drop; at least one behind them can always go."""
+        asked = self.request.keep
+        if asked is None:
+            prompt = self.request.prompt
+            asked = next((at for at, token in enumerate(prompt) if token not in special), len(prompt)) + _SINKS
+        return min(asked, self._capacity // 2)

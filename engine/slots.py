@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from engine.sequence import Sequence
 from kvcache.cache import Cache
+from kvcache.spec import Span
 
 
 class Slots:
@@ -22,29 +23,50 @@ class Slots:
         return len(self._free)
 
     def acquire(self, sequence: Sequence) -> int:
-        """Seat the sequence and return the length at which it stands: what need not be computed."""
+        """Seat the sequence and return the length at which it stands: what need not be computed.
+
+        One that was shifted goes back to the latest shift behind which all is found that cannot be computed.
+        """
         sequence.slot = self._free.pop()
-        return self.recall(sequence)
+        while (standing := self.recall(sequence)) < sequence.lineage.floor:
+            self._cache.clear(sequence.slot)
+            sequence.lineage.back()
+        return standing
 
     def recall(self, sequence: Sequence) -> int:
         """Take over what the cache remembers by now of the sequence's tokens; the length at which it stands then.
 
-        At least one token stays to be computed, for without a row there are no logits.
+        At least one token stays to be computed, for without a row there are no logits. Where tokens are known farther
+        than the slot can stand, others left there before: the sequence makes that a place to resume at.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        return self._cache.recall(sequence.slot, sequence.tokens[:-1])
+        tokens, salt = sequence.tokens[: min(len(sequence.tokens) - 1, self._cache.capacity)], sequence.lineage.salt
+        standing = self._cache.recall(sequence.slot, tokens, salt=salt)
+        sequence.mark(self._cache.known(tokens, salt=salt))
+        return standing
+
+    def computed(self, sequence: Sequence, span: Span) -> None:
+        """Let others have what a span computed of the prompt, and make its marks places to resume at."""
+        prompt = len(sequence.request.prompt)
+        if span.start >= prompt or sequence.lineage.shifts:
+            return
+        for mark in sequence.marks(span.start, span.stop):
+            self._remember(sequence, mark, seal=True)
+        if span.stop <= prompt:
+            self._remember(sequence, span.stop)
 
     def remember(self, sequence: Sequence) -> None:
-        """Let others have what the sequence computed, as far as it depends on nothing but its tokens."""
+        """Keep all that the slot holds for those who have the same tokens and the same past."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        length = self._cache.length(sequence.slot)
-        plain = length if sequence.plain is None else min(length, sequence.plain)
-        self._cache.remember(sequence.slot, sequence.tokens[:plain])
+        self._remember(sequence, self._cache.length(sequence.slot))
 
     def release(self, sequence: Sequence) -> None:
         """Let the sequence leave its slot, which is empty then."""
         assert sequence.slot is not None, "a sequence leaves a slot that it does not have"
-        self.remember(sequence)
         self._cache.clear(sequence.slot)
         self._free.append(sequence.slot)
         sequence.slot = None
+
+    def _remember(self, sequence: Sequence, length: int, *, seal: bool = False) -> None:
+        assert sequence.slot is not None, "a waiting sequence has no slot"
+        self._cache.remember(sequence.slot, sequence.tokens[:length], salt=sequence.lineage.salt, seal=seal)

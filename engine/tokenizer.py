@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.outline import REFUSALS, Messages, outline
 from engine.text import Decoder
-from engine.types import Alternative
+from engine.types import Alternative, Rendering
 
 
 class Tokenizer:
@@ -35,6 +35,10 @@ class Tokenizer:
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special = frozenset(tokenizer.all_special_ids)
         self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+
+    def pieces(self) -> dict[int, str]:
+        """Every token by its id, as the vocabulary writes it."""
+        return {number: piece for piece, number in self._tokenizer.get_vocab().items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -57,8 +61,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """The tokens of a conversation in the model's template; `arguments` are handed to the template.
+    ) -> Rendering:
+        """A conversation in the model's template; `arguments` are handed to the template.
 
         A special token that stands in a message is read as plain text, so that no message can end its own turn.
         Raises InvalidRequest where the model has no template, or its template refuses the conversation, and
@@ -75,7 +79,7 @@ class Tokenizer:
         with self._lock:
             try:
                 return self._render([dict(message) for message in messages], options)
-            except (TemplateError, ValueError, TypeError, KeyError) as error:
+            except REFUSALS as error:
                 raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
 
     def decoder(self, prompt: Sequence[int]) -> Decoder:
@@ -99,14 +103,30 @@ class Tokenizer:
         if least >= self._context:
             raise ContextTooLong(least, self._context, exact=False)
 
-    def _render(self, messages: list[dict[str, object]], options: dict[str, Any]) -> list[int]:
-        if any(token in text for text in _strings(messages) for token in self._added):
-            return self._known(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
-                )
-            )
-        return self._encode(self._tokenizer.apply_chat_template(messages, tokenize=False, **options), special=False)
+    def _render(self, messages: list[dict[str, object]], options: dict[str, Any]) -> Rendering:
+        first = {**options, "add_generation_prompt": False, "continue_final_message": False}
+        if not self._tokenizer.is_fast or any(token in text for text in _strings(messages) for token in self._added):
+            tokens = self._known(self._apply(messages, options))
+            found = outline(messages, tokens, lambda some: list(self._apply(some, first)))
+            return Rendering(tuple(tokens), found.system or None, found.ends, _ranges(found.last_user))
+        template = self._tokenizer.apply_chat_template
+        text = str(template(messages, tokenize=False, **options))
+        read = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        found = outline(messages, text, lambda some: str(template(some, tokenize=False, **first)))
+        starts, stops = zip(*read["offset_mapping"], strict=True) if text else ((), ())
+        marks = tuple(bisect_right(stops, end) for end in found.ends)
+        protected = [
+            (bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in _ranges(found.last_user)
+        ]
+        keep = bisect_right(stops, found.system) if found.system else None
+        return Rendering(tuple(self._known(read["input_ids"])), keep, marks, tuple(protected))
+
+    def _apply(self, messages: Messages, options: dict[str, Any]) -> list[int]:
+        """The tokens of a conversation that holds special tokens, which are read as plain text."""
+        tokens: list[int] = self._tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+        )
+        return tokens
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # transformers calls encode_batch underneath, which lets other threads run; `encode` of the bare tokenizer
@@ -164,6 +184,10 @@ class WindowDecoder:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _ranges(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
+    return () if last_user is None else (last_user,)
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Overflow = Literal["length", "shift"]
+RecurrentShift = Literal["rebuild", "carry"]
+DrafterChoice = Literal["auto", "none", "lookup", "model"]
 FinishReason = Literal["stop", "length"]
+# How latent attention is computed (engine/kernels/latent.py): always one way, or the cheaper one.
+MlaMode = Literal["auto", "absorb", "expand"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,53 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Array:
+    """Numbers that cross the border: `data` in C order, little-endian, of the numpy type that `dtype` names."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """What an encoder takes, by the names of its inputs, as the model's processor makes them, without the batch of one.
+
+    digest  of the content (`Media.of`): the same media are encoded once and share what is remembered
+    """
+
+    arrays: tuple[tuple[str, Array], ...]
+    digest: bytes
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> Media:
+        """Media with their digest; for worker threads, since images have megabytes."""
+        ordered = tuple(sorted(arrays.items()))
+        return cls(ordered, digest_of(ordered))
+
+
+def digest_of(arrays: Sequence[tuple[str, Array]]) -> bytes:
+    """SHA-256 over names, types, shapes and numbers."""
+    digest = hashlib.sha256()
+    for name, array in arrays:
+        digest.update(repr((name, array.dtype, array.shape, len(array.data))).encode())
+        digest.update(array.data)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Who guesses at tokens, and how many at a time.
+
+    drafter  one kind of drafter, or "auto": the one that seems best; "none" forbids it
+    tokens   of a draft; None: as many as seem to pay, none included
+    """
+
+    drafter: DrafterChoice = "auto"
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to continue.
 
@@ -41,6 +94,15 @@ class Request:
     logprobs    None: no log-probabilities; n: those of the chosen token and of the n likeliest
     overflow    what happens at a full context: end with "length", or shift the context; None: the engine's setting
     keep        tokens at the start that a shift never drops; None: the leading special tokens and 4 more
+    protected   token ranges [start, stop) of the prompt that a shift neither drops nor cuts; where nothing else may go
+                the answer ends with "length"
+    recurrent_shift  what a shift makes of recurrent states: "rebuild" computes them from the tokens that stay, "carry"
+                leaves them as they are, having seen the dropped text
+    marks       places in the prompt that are worth resuming at, such as ends of messages; they never change the text
+    salt        what is remembered under another salt does not exist for this request
+    media       what the model's encoder is to look at; None where it has no encoder, or may do without
+    speculation  who may guess at the text; it never changes the text
+    prediction  tokens that the client expects the answer to be made of, to guess from
     """
 
     id: str
@@ -53,6 +115,26 @@ class Request:
     logprobs: int | None = None
     overflow: Overflow | None = None
     keep: int | None = None
+    protected: tuple[tuple[int, int], ...] = ()
+    recurrent_shift: RecurrentShift = "rebuild"
+    marks: tuple[int, ...] = ()
+    salt: bytes = b""
+    media: Media | None = None
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    prediction: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A conversation as the tokens of a prompt, and what `Request` should know of it.
+
+    keep  tokens of the leading system messages; None: there are none
+    """
+
+    tokens: tuple[int, ...]
+    keep: int | None = None
+    marks: tuple[int, ...] = ()
+    protected: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +160,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. Counts are tokens, but for `context_shifts`."""
+    """What a request cost. Counts are tokens, but for `context_shifts`.
+
+    accepted_tokens, refused_tokens  drafted ones that were said, and that were not
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     context_shifts: int = 0
     shifted_tokens: int = 0
+    accepted_tokens: int = 0
+    refused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +223,10 @@ Event = Started | Delta | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the loaded model is. `folder` is where it came from, `name` how it was asked for."""
+    """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
+
+    start  tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
+    """
 
     name: str
     folder: str
@@ -147,6 +237,7 @@ class ModelInfo:
     vocabulary: int
     context: int
     slots: int
+    start: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +246,9 @@ class MemoryPlan:
 
     weights_bytes    of the model as loaded
     cells            tokens that the shared cache holds
-    cell_bytes       one token's keys and values in every layer
-    cache_bytes      cells x cell_bytes
+    cell_bytes       one token's keys and values in every layer that sees the whole text
+    window_bytes     what layers that see a window or chunk of it hold besides, however long it is
+    cache_bytes      cells x cell_bytes + window_bytes
     work_bytes       an upper estimate of what one step needs for a while
     available_bytes  what the machine had free before the model was loaded
     """
@@ -167,6 +259,7 @@ class MemoryPlan:
     cache_bytes: int
     work_bytes: int
     available_bytes: int
+    window_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +268,7 @@ class Stats:
 
     cells_used        cells of running sequences
     cells_remembered  further cells, kept for prompts to come and given up for running ones
+    shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
     """
 
     running: int = 0
@@ -183,6 +277,8 @@ class Stats:
     cells_used: int = 0
     cells_remembered: int = 0
     cells_total: int = 0
+    shelf_memory_bytes: int = 0
+    shelf_disk_bytes: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
     rows_total: int = 0

@@ -3,7 +3,9 @@
 A cell's key is [latent, rotated part]; it has no value of its own, for values are projections of the latent too. Two
 ways to the same result, chosen by what is cheaper for a segment:
 * absorbed: the projections are applied to the queries and to the output, and all heads attend to the latents;
-* expanded: keys and values of every head are computed from the latents first, then attention is the usual one.
+* expanded: keys and values of every head are computed from the latents first, then attention is the usual one. That
+  is done for some heads at a time: keys and values of one head are narrower than the cells that they come from
+  (DeepSeek-V3: 320 columns of 576), so what a long sequence needs stays within a budget or its own cells' size.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.types import MlaMode
 from kvcache.forward import Segment
+from kvcache.planes import Stored
 from kvcache.spec import Reach
+
+# What the expanded keys and values of one segment may take; one head's are always allowed.
+_EXPANDED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +41,33 @@ class Projection:
 
 def attend(
     query: Tensor,
-    cells: Tensor,
+    cells: Stored,
     segments: Sequence[Segment],
     reach: Reach,
     projection: Projection,
     *,
     scale: float,
+    mode: MlaMode = "auto",
 ) -> Tensor:
     """The attention output of a packed batch, [rows, heads, value_width].
 
     query  [heads, rows, key_width + rotated], its last columns rotated
-    cells  [1, cells, latent + rotated], the layer's whole pool
+    cells  of the layer, [1, cells, latent + rotated]
+    mode   the way that every segment takes; "auto": each the cheaper one
     """
     heads, rows = query.shape[:2]
     output = query.new_empty(rows, heads, projection.values.shape[1])
     for segment in segments:
         own = query[:, segment.rows]
-        form = _expanded if _expands(own.shape[1], segment.start, projection) else _absorbed
+        form = _absorbed if mode == "absorb" else _expanded
+        if mode == "auto":
+            before = segment.start - segment.first
+            form = _expanded if _expanding_is_cheaper(own.shape[1], before, projection) else _absorbed
         output[segment.rows] = form(own, cells, segment, reach, projection, scale)
     return output
 
 
-def _expands(rows: int, before: int, projection: Projection) -> bool:
+def _expanding_is_cheaper(rows: int, before: int, projection: Projection) -> bool:
     """Whether expanding the latents costs fewer multiplications than absorbing (design notes, algorithms 3.15)."""
     latent, width = projection.latent, projection.keys.shape[1] + projection.values.shape[1]
     expansion = latent * width
@@ -63,23 +75,33 @@ def _expands(rows: int, before: int, projection: Projection) -> bool:
 
 
 def _absorbed(
-    query: Tensor, cells: Tensor, segment: Segment, reach: Reach, projection: Projection, scale: float
+    query: Tensor, cells: Stored, segment: Segment, reach: Reach, projection: Projection, scale: float
 ) -> Tensor:
     width = projection.keys.shape[1]
     reduced = torch.cat((query[..., :width] @ projection.keys, query[..., width:]), -1)
-    values = cells[..., : projection.latent]
-    alone = Segment(slice(0, query.shape[1]), segment.start, segment.cells)
-    mixed = reference.attend(reduced, cells, values, (alone,), reach, scale=scale)
-    return torch.einsum("rhl,hvl->rhv", mixed, projection.values)
+    held = cells.read(segment.cells, query.dtype)
+    latents = held[..., : projection.latent]
+    mixed = reference.attend_one(cells.spread(reduced), held, latents, segment, reach, scale=scale)
+    return torch.einsum("rhl,hvl->rhv", cells.spread(mixed), projection.values)
 
 
 def _expanded(
-    query: Tensor, cells: Tensor, segment: Segment, reach: Reach, projection: Projection, scale: float
+    query: Tensor, cells: Stored, segment: Segment, reach: Reach, projection: Projection, scale: float
 ) -> Tensor:
-    held = reference.read(cells, segment)[0]
+    held = cells.spread(cells.read(segment.cells, query.dtype))[0]
     latents, turned = held[:, : projection.latent], held[:, projection.latent :]
-    heads, length = query.shape[0], latents.shape[0]
-    keys = torch.cat((latents @ projection.keys.mT, turned.expand(heads, -1, -1)), -1)
-    values = latents @ projection.values.mT
-    alone = Segment(slice(0, query.shape[1]), segment.start, slice(0, length))
-    return reference.attend(query, keys, values, (alone,), reach, scale=scale)
+    (heads, rows), length = query.shape[:2], latents.shape[0]
+    output = query.new_empty(rows, heads, projection.values.shape[1])
+    together = _heads_at_once(length * latents.element_size(), turned.shape[1], projection)
+    for at in range(0, heads, together):
+        some = slice(at, min(at + together, heads))
+        keys = torch.cat((latents @ projection.keys[some].mT, turned.expand(some.stop - at, -1, -1)), -1)
+        values = latents @ projection.values[some].mT
+        output[:, some] = reference.attend_one(query[some], keys, values, segment, reach, scale=scale)
+    return output
+
+
+def _heads_at_once(column_bytes: int, turned: int, projection: Projection) -> int:
+    """Heads whose keys and values may be expanded together; `column_bytes` is one of their columns."""
+    columns = projection.keys.shape[1] + turned + projection.values.shape[1]
+    return max(_EXPANDED_BYTES // (columns * column_bytes), 1)

@@ -6,64 +6,86 @@ float32, so the pool hands out runs where it can).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvcache.forward import Segment
+from kvcache.planes import Stored
 from kvcache.spec import Reach
+
+# What is added to the scores of the last `rows` of `before + rows` positions: [heads, rows, before + rows].
+Bias: TypeAlias = Callable[[int, int], Tensor]
 
 
 def attend(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     segments: Sequence[Segment],
     reach: Reach,
     *,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """The attention output of a packed batch, [rows, heads, value_width].
 
     query    [heads, rows, key_width]
-    keys     [key_heads, cells, key_width], the layer's whole pool; heads is a multiple of key_heads
-    values   [key_heads, cells, value_width]
+    keys     of the layer, [key_heads, cells, key_width]; heads is a multiple of key_heads
+    values   of the layer, [key_heads, cells, value_width]
     softcap  scores become softcap * tanh(score / softcap)
     sinks    [heads], a score each that takes part in the softmax and carries no value
+    bias     is added to the scaled scores
     """
-    output = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    query = keys.spread(query)
+    output = query.new_empty(query.shape[1], query.shape[0], values.width)
     for segment in segments:
-        first = _oldest(reach, segment.start)
-        k, v = read(keys, segment, first), read(values, segment, first)
+        k, v = (stored.read(segment.cells, query.dtype) for stored in (keys, values))
         own = query[:, segment.rows]
-        q = own.reshape(keys.shape[0], -1, *own.shape[1:])
-        if softcap is None and sinks is None:
-            result = _fused(q, k, v, segment.start - first, reach, first, scale)
-        else:
-            result = _explicit(q, k, v, segment.start - first, reach, first, scale, softcap, sinks)
-        output[segment.rows] = result.flatten(0, 1).transpose(0, 1)
+        output[segment.rows] = attend_one(
+            own, k, v, segment, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+        )
     return output
 
 
-def read(stored: Tensor, segment: Segment, first: int = 0) -> Tensor:
-    """What a segment's cells hold from position `first` on, [key_heads, positions, width]; a view if they are a run."""
-    if isinstance(segment.cells, slice):
-        return stored[:, segment.cells.start + first : segment.cells.stop]
-    return stored.index_select(1, segment.cells[first:])
+def attend_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segment: Segment,
+    reach: Reach,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Bias | None = None,
+) -> Tensor:
+    """The attention output of one segment, [rows, heads, value_width], whose cells have been read.
 
-
-def visible(rows: int, before: int, reach: Reach, first: int, device: torch.device) -> Tensor:
-    """Which keys each query sees, [rows, before + rows].
-
-    The keys stand at positions first, first + 1, ...; the queries are the last `rows` of them.
+    query   [heads, rows, key_width], the segment's own
+    keys    [key_heads, positions, key_width], those of the segment's cells
+    values  [key_heads, positions, value_width]
     """
-    key = torch.arange(first, first + before + rows, device=device)
-    query = key[before:, None]
+    q = query.reshape(keys.shape[0], -1, *query.shape[1:])
+    if softcap is None and sinks is None and bias is None:
+        result = _fused(q, keys, values, segment, reach, scale)
+    else:
+        result = _explicit(q, keys, values, segment, reach, scale, softcap, sinks, bias)
+    return result.flatten(0, 1).transpose(0, 1)
+
+
+def visible(segment: Segment, reach: Reach, device: torch.device) -> Tensor:
+    """Which of the segment's cells each of its queries sees, [rows, positions]."""
+    key = torch.arange(segment.first, segment.start + segment.rows.stop - segment.rows.start, device=device)
+    query = key[segment.start - segment.first :, None]
     seen = key <= query
+    for start, stop in segment.mutual:
+        seen |= (start <= query) & (query < stop) & (start <= key) & (key < stop)
     if reach.kind == "window":
         seen &= key > query - reach.size
     elif reach.kind == "chunk":
@@ -71,16 +93,7 @@ def visible(rows: int, before: int, reach: Reach, first: int, device: torch.devi
     return seen
 
 
-def _oldest(reach: Reach, position: int) -> int:
-    """The first position that a query at `position` sees; later queries see none before it either."""
-    if reach.kind == "window":
-        return max(position - reach.size + 1, 0)
-    if reach.kind == "chunk":
-        return position // reach.size * reach.size
-    return 0
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, before: int, reach: Reach, first: int, scale: float) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, segment: Segment, reach: Reach, scale: float) -> Tensor:
     """[key_heads, group, rows, value_width] by torch's own kernel; q is [key_heads, group, rows, key_width]."""
     rows = q.shape[2]
     if rows == 1:
@@ -91,9 +104,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, before: int, reach: Reach, first: in
         return folded.transpose(0, 1).transpose(1, 2)
     group = q.shape[1]
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
-    if before == 0 and reach.kind == "full":
+    if segment.start == 0 and reach.kind == "full" and not segment.mutual:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    mask = visible(rows, before, reach, first, q.device)
+    mask = visible(segment, reach, q.device)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
@@ -101,18 +114,20 @@ def _explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    before: int,
+    segment: Segment,
     reach: Reach,
-    first: int,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Bias | None,
 ) -> Tensor:
     """The same with the scores in hand, for models that bend them."""
     scores = (q @ k[:, None].transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~visible(q.shape[2], before, reach, first, q.device), -torch.inf)
+    if bias is not None:
+        scores = scores + bias(q.shape[2], segment.start - segment.first).view_as(scores)
+    scores = scores.masked_fill(~visible(segment, reach, q.device), -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)

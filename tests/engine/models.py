@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.load import Loaded, load
+from engine.speculation import Speculation
 
 CONTEXT = 128
 END = 257
@@ -89,6 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("JambaConfig", {**_JAMBA, "mamba_d_state": 8, "use_mamba_kernels": False}),
     "bamba": ("BambaConfig", {**_MAMBA2, "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "llama4": ("Llama4TextConfig", {"num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 48}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
 }
 
@@ -135,13 +137,21 @@ def load_model(folder: Path, dtype: str = "float64", **settings: Any) -> Loaded:
     return load(EngineConfig(model=str(folder), dtype=dtype, **{"context": CONTEXT, **settings}), lambda phase: None)
 
 
-def core(loaded: Loaded, *, slots: int = 4, cells: int | None = None, context: int = CONTEXT, **settings: Any) -> Core:
+def core(
+    loaded: Loaded,
+    *,
+    slots: int = 4,
+    cells: int | None = None,
+    context: int = CONTEXT,
+    speculation: Speculation | None = None,
+    **settings: Any,
+) -> Core:
     """An engine to be stepped by hand, over a model that many tests share."""
     cells = slots * context if cells is None else cells
     info = dataclasses.replace(loaded.info, slots=slots, context=context)
     memory = dataclasses.replace(loaded.memory, cells=cells)
     config = EngineConfig(model=info.folder, context=context, slots=slots, cells=cells, **settings)
-    return Core(dataclasses.replace(loaded, info=info, memory=memory), config)
+    return Core(dataclasses.replace(loaded, info=info, memory=memory), config, speculation)
 
 
 class Reference:

@@ -198,8 +198,8 @@ def test_the_numbers_add_up(loaded: Models) -> None:
 def test_what_broke_is_not_remembered(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells of a request that failed are offered to nobody."""
     engine = core(loaded("llama"))
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda *arguments: run(*arguments) * torch.nan)
+    run = engine._stepper._runner.run
+    monkeypatch.setattr(engine._stepper._runner, "run", lambda *arguments: run(*arguments) * torch.nan)
     broken = play(engine, [Job(ask("broken", PROMPT, 5))])["broken"]
     monkeypatch.undo()
     again = play(engine, [Job(ask("again", PROMPT, 5))])["again"]

@@ -11,7 +11,18 @@ from tests.engine.families import CHECKS, FAMILIES, Family, build, shifted
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One of each mechanism in every run; the others are slow only by their number.
-ALWAYS = {"gpt2", "cohere2", "gpt_oss", "llama4_text", "deepseek_v2", "kimi_linear", "falcon_mamba", "nemotron_h"}
+ALWAYS = {
+    "gpt2",
+    "cohere2",
+    "gpt_oss",
+    "llama4_text",
+    "deepseek_v2",
+    "kimi_linear",
+    "falcon_mamba",
+    "nemotron_h",
+    "gemma4_text",
+    "mpt",
+}
 
 family = cache(build)
 

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.kernels import latent, reference
 from engine.load import Loaded
-from engine.types import Request
+from engine.runner import Runner
+from engine.types import MlaMode, Request
 from kvcache.forward import Segment
+from kvcache.planes import FloatPlane, Stored
 from kvcache.spec import Reach
-from tests.engine.models import END, Reference, core
+from tests.engine.models import END, Reference, core, load_model
 from tests.engine.play import GREEDY, Job, play
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize(("chunk", "mla"), [(3, "auto"), (64, "auto"), (5, "absorb"), (5, "expand")])
 def test_any_batch_says_what_each_says_alone(
-    family: str, chunk: int, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    family: str, chunk: int, mla: MlaMode, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
 ) -> None:
-    """Prompts with common beginnings in too few slots: each answer is that of `generate`."""
+    """Prompts with common beginnings in too few slots, computed in any way: each answer is that of `generate`."""
     draw = random.Random(chunk)
     base = [draw.randrange(250) for _ in range(50)]
     prompts = {f"{at}": (*base[: draw.randrange(1, 50)], at) for at in range(6)}
-    engine = core(loaded(family), slots=3, chunk=chunk)
+    model = loaded(family)
+    engine = core(replace(model, runner=Runner(model.model, model.layers, mla)), slots=3, chunk=chunk)
     jobs = [Job(Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=6)) for name, prompt in prompts.items()]
 
     answers = play(engine, jobs)
@@ -36,6 +41,27 @@ def test_any_batch_says_what_each_says_alone(
     said = {name: reference(family).greedy(prompt, 6) for name, prompt in prompts.items()}
     expected = {name: answer[: answer.index(END)] if END in answer else answer for name, answer in said.items()}
     assert expected == {name: tuple(answer.tokens) for name, answer in answers.items()}
+
+
+@pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
+def test_the_setting_reaches_the_runner(mla: MlaMode, folder: Callable[[str], Path], ways: list[str]) -> None:
+    """A forced way is taken by every segment, of whatever length; "auto" takes both."""
+    model = load_model(folder("deepseek_v3"), "float32", mla=mla)
+    ways.clear()
+
+    play(core(model, chunk=32), [Job(Request(id="a", prompt=tuple(range(40)), sampling=GREEDY, max_tokens=3))])
+
+    assert {"auto": {"_absorbed", "_expanded"}, "absorb": {"_absorbed"}, "expand": {"_expanded"}}[mla] == set(ways)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that segments take, as they take them."""
+    taken: list[str] = []
+    for name in ("_absorbed", "_expanded"):
+        own = getattr(latent, name)
+        monkeypatch.setattr(latent, name, lambda *given, own=own, name=name: (taken.append(name), own(*given))[1])
+    return taken
 
 
 def test_a_cell_holds_one_latent(loaded: Callable[..., Loaded]) -> None:
@@ -62,7 +88,7 @@ def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> N
     heads, width, value, rank, turned = 4, 6, 5, 16, 4
     draw = {"dtype": torch.float64}
     projection = latent.Projection(torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw))
-    cells = torch.randn(1, 64, rank + turned, **draw)
+    cells = Stored(FloatPlane(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
     query = torch.randn(heads, rows, width + turned, **draw)
     length = before + rows
     index = slice(3, 3 + length) if contiguous else torch.randperm(64)[:length]
@@ -70,4 +96,25 @@ def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> N
     arguments = (query, cells, segment, Reach(), projection, 0.3)
 
     assert torch.allclose(latent._absorbed(*arguments), latent._expanded(*arguments), atol=1e-12)
-    assert torch.equal(reference.read(cells, segment), cells[:, index])
+
+
+def test_expanding_takes_no_more_memory_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are expanded a few at a time, and what comes out is the same."""
+    heads, width, value, rank, turned, length = 6, 6, 5, 16, 4, 50
+    draw = {"dtype": torch.float64}
+    projection = latent.Projection(torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw))
+    cells = Stored(FloatPlane(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
+    query = torch.randn(heads, 9, width + turned, **draw)
+    arguments = (query, cells, Segment(slice(0, 9), length - 9, slice(0, length)), Reach(), projection, 0.3)
+    whole = latent._expanded(*arguments)
+    seen: list[int] = []
+    own = reference.attend_one
+    monkeypatch.setattr(latent, "_EXPANDED_BYTES", 2 * length * (width + turned + value) * 8)
+    monkeypatch.setattr(
+        reference, "attend_one", lambda q, *given, **named: (seen.append(len(q)), own(q, *given, **named))[1]
+    )
+
+    parts = latent._expanded(*arguments)
+
+    assert [2, 2, 2] == seen
+    assert torch.allclose(whole, parts, atol=1e-12)

@@ -184,7 +184,7 @@ def test_the_cache_has_the_models_type(folder: Folder, dtype: str) -> None:
     """Weights and cells are of the type that was asked for."""
     engine = load_folder(folder("llama"), dtype=dtype)
 
-    assert getattr(torch, dtype) == engine.cache.groups[0].pool.keys.dtype
+    assert getattr(torch, dtype) == engine.cache.groups[0].pool.dtype
     assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
 
 

@@ -110,7 +110,7 @@ def test_kept_tokens_stay_and_moved_keys_are_where_they_belong(loaded: Models) -
 def keys(cache: Cache, slot: int, length: int) -> torch.Tensor:
     """The first layer's keys of a slot, in order."""
     group, own = cache.home(0)
-    return group.pool.keys[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
+    return group.pool.keys.rows[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
 
 
 def test_a_shifted_tail_is_never_offered_to_others(loaded: Models, reference: References) -> None:
@@ -138,6 +138,49 @@ def play_along(engine: Core, tokens: tuple[int, ...], name: str) -> Answer:
             if whose == name:
                 take(answer, event)
     return answer
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "lfm2"])
+def test_what_is_protected_stays(loaded: Models, family: str) -> None:
+    """A shift drops what is before a protected range, then what is behind it, and the range stays whole."""
+    prompt = tuple(range(1, 19))
+    engine = core(loaded(family), slots=2, context=CONTEXT, chunk=7)
+    engine.submit(ask("one", prompt, 60, overflow="shift", keep=2, protected=((11, 18),), ignore_eos=True))
+    shifts = set()
+    while (found := engine._scheduler.running) or engine.busy:
+        for sequence in found:
+            tokens = ",".join(map(str, sequence.tokens))
+            shifts.add(sequence.usage().context_shifts)
+            assert tokens.startswith("1,2,")
+            assert ",".join(map(str, prompt[11:])) in tokens
+        engine.step()
+
+    assert len(shifts) > 4
+
+
+def test_an_answer_that_has_nothing_to_drop_ends(loaded: Models) -> None:
+    """Where all but the newest token is protected, a full context is the end, whatever was asked for."""
+    protected = ((0, CONTEXT - 1),)
+    engine = core(loaded("llama"), slots=2, context=CONTEXT)
+    request = ask("one", range(CONTEXT - 1), 60, overflow="shift", protected=protected, ignore_eos=True)
+    answer = play(engine, [Job(request)])["one"]
+
+    assert ("length", 2) == (finished(answer).reason, finished(answer).usage.completion_tokens)
+    assert 0 == finished(answer).usage.context_shifts
+
+
+def test_states_are_carried_only_where_that_was_asked_for(loaded: Models) -> None:
+    """Rebuilt states know the kept text alone, as a fresh prompt of it would; carried ones still know the dropped."""
+    said = {how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")}
+    plain = CONTEXT + 1 - len(PROMPT)
+    everything = [*PROMPT, *said["rebuild"].tokens]
+    view = [*everything[:2], *everything[13 : len(PROMPT) + plain]]
+    fresh = play(core(loaded("lfm2"), slots=2, context=CONTEXT), [Job(ask("fresh", view, 8, ignore_eos=True))])["fresh"]
+
+    assert said["rebuild"].tokens[:plain] == said["carry"].tokens[:plain]
+    assert fresh.tokens == said["rebuild"].tokens[plain : plain + 8]
+    assert said["rebuild"].tokens != said["carry"].tokens
+    assert 70 == len(said["carry"].tokens)
 
 
 def test_a_sharer_is_not_moved(loaded: Models, reference: References) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.load import Loaded
 from engine.types import Finished, Request
@@ -67,6 +68,24 @@ def test_four_times_too_many_sequences_all_finish_as_alone(
 
     expected = {name: _first(reference("llama").greedy(prompt, 20)) for name, prompt in prompts.items()}
     assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
+
+
+def test_salts_keep_sequences_apart(loaded: Callable[..., Loaded]) -> None:
+    """Nobody waits for, finds or changes what is computed under another salt, at the same time or later."""
+    engine = core(loaded("llama"), slots=6, chunk=16)
+    users = [
+        replace(request(f"{salt} {at}", (*SYSTEM, at, 7), 4), salt=salt.encode()) for salt in "ab" for at in range(3)
+    ]
+
+    answers = play(engine, [Job(user) for user in users])
+    later = play(engine, [Job(replace(users[0], id=salt, salt=salt.encode())) for salt in "abc"])
+
+    assert engine.stats().rows_total == 2 * (len(SYSTEM) + 3 * 2 + 3 * 3) + 2 * 4 + len(SYSTEM) + 2 + 3
+    assert {"a": len(SYSTEM) + 1, "b": len(SYSTEM) + 1, "c": 0} == {
+        salt: answer.started[0].cached_tokens for salt, answer in later.items()
+    }
+    for at in range(3):
+        assert answers[f"a {at}"].tokens == answers[f"b {at}"].tokens
 
 
 def _first(tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,9 +10,14 @@ from tests.house.source import Source, imports, sources
 
 # Floors from the ground up, separated by "|". A file imports from lower floors only, never from its own.
 FLOORS = {
-    "kvcache": "errors spec | cells rotary component | attention recurrent prefix | forward | cache",
-    "engine": """errors types noise kernels.reference | config text kernels.latent | hooks tokenizer sampling memory |
-        plan recurrence sequence | runner | slots selftest | scheduler load stream | core | engine""",
+    "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
+        attention recurrent disk components | shelf | prefix | forward | cache""",
+    "engine": """errors types noise kernels.reference kernels.crossing kernels.cpu.build prefix sight
+        draft.automaton draft.acceptance draft.cost |
+        config text lineage outline kernels.latent kernels.cpu.native draft.lossless draft.library draft.offer |
+        hooks tokenizer sampling memory draft.depth | plan recurrence sequence encoding draft.drafter |
+        runner crossing gathering draft.lookup verify | draft.model speculation slots selftest | scheduler load stream |
+        draft.loading step | core | engine""",
     "server": """encoding version settings metrics schemas.policy | errors schemas.common |
         schemas.errors schemas.chat schemas.completions schemas.models auth limits parsing protocol banner usage |
         service logprobs routes.documented | generation | fold sse | answering chat completions |
@@ -24,7 +29,7 @@ FOREIGN = {
     "engine": {"server", "fastapi", "pydantic", "starlette", "uvicorn", "sse_starlette", "prometheus_client"},
     "server": {"torch", "transformers", "numpy", "safetensors", "huggingface_hub", "kvcache"},
 }
-KVCACHE_IMPORTS = {"torch", "numpy", "kvcache", *sys.stdlib_module_names}
+KVCACHE_IMPORTS = {"torch", "numpy", "safetensors", "kvcache", *sys.stdlib_module_names}
 
 
 def floors(package: str) -> dict[str, int]:

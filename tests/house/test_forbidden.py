@@ -25,6 +25,8 @@ LOOP_SIDE = {"engine/engine.py", "engine/stream.py"}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "subprocess"}
+# The one file that starts another program.
+COMPILES = {"engine/kernels/cpu/build.py": "the system's compiler, on our own source"}
 EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
 
 
@@ -53,10 +55,11 @@ def test_nothing_runs_code_from_data(source: Source) -> None:
     """No eval, no exec, no pickle, no subprocess, no shell."""
     bare = (call for call in calls(source) if isinstance(call.func, ast.Name) and call.func.id in UNSAFE_CALLS)
     shell = (call for call in calls(source) if any(keyword.arg == "shell" for keyword in call.keywords))
+    unsafe = UNSAFE_MODULES - ({"subprocess"} if source.label in COMPILES else set())
     modules = (
         node
         for node in nodes(source, ast.Import, ast.ImportFrom)
-        if {getattr(node, "module", None), *(alias.name for alias in node.names)} & UNSAFE_MODULES
+        if {getattr(node, "module", None), *(alias.name for alias in node.names)} & unsafe
     )
 
     assert [] == found(bare) + found(shell) + found(modules)

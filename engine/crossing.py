@@ -1,0 +1,48 @@
+"""Which sequence looks at what: media are encoded once, pinned while somebody needs them, and kept while there is room.
+
+Owns the store of encoder entries (kvcache/encoder.py). A sequence gets its entry before it gets a slot.
+"""
+
+from __future__ import annotations
+
+from engine.encoding import Encoder
+from engine.sequence import Sequence
+from kvcache.encoder import EncoderStore
+
+
+class Crossing:
+    """The encoder entries of an engine's sequences. `encoder` None: the model has none, and no sequence has media."""
+
+    def __init__(self, encoder: Encoder | None) -> None:
+        self._encoder = encoder
+        self.store = EncoderStore(0 if encoder is None else encoder.budget_bytes)
+        self.encoded = 0
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence what it looks at; whether the next in line may be prepared in the same step.
+
+        A step encodes once, so that those who run do not wait for a whole queue; where entries in use leave no room,
+        the line waits until somebody is done.
+        """
+        media = sequence.request.media
+        if media is None or self._encoder is None or sequence.sight is not None:
+            return True
+        entry = self.store.pin(media.digest)
+        found = entry is not None
+        if entry is None:
+            if self.store.make_room(self._encoder.size_bytes(media)):
+                return False
+            entry = self._encoder.encode(media)
+            self.store.put(entry)
+            self.encoded += 1
+        sequence.sight = self._encoder.sight(entry, media, sequence.request.prompt)
+        if sequence.sight.parts is not None:
+            # A shift would move the rows away from the images that they look at.
+            sequence.overflow = "length"
+        return found
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence is over: others may have the room of its entry."""
+        if sequence.sight is not None:
+            self.store.unpin(sequence.sight.entry.digest)
+            sequence.sight = None

@@ -1,0 +1,153 @@
+"""The way for models that cannot be led to our cells: transformers' own cache, filled from them, a sequence at a time.
+
+For such a model every span is a forward of its own: a cache of transformers is filled with what the slot holds, the
+model runs as it is, with its own attention, masks and positions, and what it added to the cache is stored. That is
+right for every model whose memory is keys and values by layer. It is slower, for cells are copied and rows of different
+sequences do not share a matrix product, and its keys are never turned: a shift computes anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from engine.plan import LayerPlan
+from engine.sight import Sight
+from kvcache.forward import Forward
+from kvcache.planes import Stored
+from kvcache.spec import LayerSpec, Span
+
+Memory: TypeAlias = Any  # a cache of transformers
+
+# Masks cut windows out, so a layer that would forget what they hide may keep it.
+_KEEPING = {
+    DynamicLayer: DynamicLayer,
+    DynamicSlidingWindowLayer: DynamicLayer,
+    DynamicIndexedLayer: DynamicIndexedLayer,
+}
+
+
+class NothingToGather(Exception):
+    """The model keeps something else than keys and values by layer, or keeps it elsewhere than in its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One layer of transformers' cache: its class, and the columns of its values; an indexer's keys stand behind."""
+
+    kind: type[DynamicLayer]
+    values: int
+
+
+class GatheringRunner:
+    """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
+
+    layers  what it stores, for the cache: found by running two tokens
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Raises NothingToGather, or whatever the model raises."""
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._known = frozenset(inspect.signature(type(model).forward).parameters)
+        memory = DynamicCache(config=model.config)
+        self._run(memory, Span(0, 0, 2), [0, 1], [1])
+        stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
+        self._kept = {at: _kept(layer) for at, layer in stored.items()}
+        self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
+        if not self.layers:
+            raise NothingToGather("it keeps nothing in its cache")
+
+    def run(
+        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+    ) -> Tensor:
+        """Logits [wanted, vocabulary] after an open forward's rows.
+
+        tokens  of all spans, one after the other
+        wanted  the rows of the batch to know the logits of, ascending
+        sights  as at Runner; models with encoders are not run this way
+        """
+        logits, memories, row = [], [], 0
+        for number, span in enumerate(forward.spans):
+            stop = row + span.length
+            memory = self._filled(forward, number)
+            own = [at - row for at in wanted if row <= at < stop]
+            logits.append(self._run(memory, span, tokens[row:stop], own))
+            memories.append(memory)
+            row = stop
+        for index, plan in enumerate(self.layers):
+            added = [
+                _read(memory.layers[plan.layer], span.start)
+                for memory, span in zip(memories, forward.spans, strict=True)
+            ]
+            forward.write(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
+        return torch.cat(logits)
+
+    def _filled(self, forward: Forward, number: int) -> Memory:
+        """A cache of transformers that holds what the slot of the span `number` holds before it."""
+        memory = DynamicCache()
+        kinds = [self._kept[at].kind if at in self._kept else DynamicLayer for at in range(max(self._kept) + 1)]
+        memory.layers = [kind() for kind in kinds]
+        before = forward.spans[number].start
+        if before == 0:
+            return memory
+        for index, plan in enumerate(self.layers):
+            cells = forward.segments(index)[number].cells
+            keys, values = (
+                _rows(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.stored(index)
+            )
+            layer, width = memory.layers[plan.layer], self._kept[plan.layer].values
+            layer.update(keys, values[..., :width])
+            if isinstance(layer, DynamicIndexedLayer):
+                layer.update_indexer(values[:, 0, :, width:])
+        return memory
+
+    def _run(self, memory: Memory, span: Span, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+        inputs = {
+            "input_ids": self._tensor(tokens)[None],
+            "position_ids": torch.arange(span.start, span.stop, device=self._device)[None],
+            "attention_mask": torch.ones(1, span.stop, dtype=torch.long, device=self._device),
+            "past_key_values": memory,
+            "use_cache": True,
+            "logits_to_keep": self._tensor(wanted),
+        }
+        with torch.inference_mode():
+            made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
+        logits: Tensor = made.logits[0]
+        return logits if logits.shape[0] == len(wanted) else logits[self._tensor(wanted)]
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self._device)
+
+
+def _kept(layer: Any) -> _Kept:
+    kind = _KEEPING.get(type(layer))
+    if getattr(layer, "indexer_keys", None) is None and kind is not None:
+        kind = DynamicLayer
+    if kind is None or layer.keys.dim() != 4 or layer.keys.shape[2] != 2:
+        raise NothingToGather(f"its cache has layers of the kind {type(layer).__name__}")
+    return _Kept(kind, layer.values.shape[-1])
+
+
+def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
+    """What a layer holds from a position on, as cells: keys and values [heads, positions, width]."""
+    keys, values = layer.keys[0, :, start:], layer.values[0, :, start:]
+    if getattr(layer, "indexer_keys", None) is not None:
+        values = torch.cat((values, layer.indexer_keys[:, start:]), -1)
+    return keys, values
+
+
+def _rows(stored: Stored, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    """What cells hold, as it was written."""
+    return stored.spread(stored.read(cells, dtype))
+
+
+def _spec(keys: Tensor, values: Tensor) -> LayerSpec:
+    """A layer whose keys are not known to turn by any rule."""
+    return LayerSpec(keys.shape[0], keys.shape[-1], values.shape[-1], rotation=None)

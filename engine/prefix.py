@@ -1,0 +1,21 @@
+"""The length of a common beginning, of tokens or of text."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Pieces = TypeVar("Pieces", list[int], str)
+
+
+def common_prefix(left: Pieces, right: Pieces) -> int:
+    """How far two sequences are the same, by halving: comparing slices is what Python does fast."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

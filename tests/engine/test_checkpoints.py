@@ -1,0 +1,108 @@
+"""Places worth resuming at: they exist where they were asked for, are found again, and never change the text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load import Loaded
+from tests.engine.models import core
+from tests.engine.play import Job, ask, play
+
+Models = Callable[..., Loaded]
+
+RECURRENT = ["lfm2", "mamba2"]
+PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
+
+
+def cached(engine: Core, prompt: tuple[int, ...], name: str, **fields: object) -> int:
+    """Tokens of a prompt that need not be computed."""
+    return play(engine, [Job(ask(name, prompt, 2, ignore_eos=True, **fields))])[name].started[0].cached_tokens
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_prompt_is_resumed_at_its_marks(loaded: Models, family: str) -> None:
+    """Who leaves a prompt at one of its marks computes only what is new; elsewhere, from the mark before."""
+    engine = core(loaded(family), slots=2, chunk=256)
+    cached(engine, PROMPT, "first", marks=(13, 40))
+
+    assert 13 == cached(engine, (*PROMPT[:13], 251), "at the first")
+    assert 40 == cached(engine, (*PROMPT[:40], 251), "at the second")
+    assert 40 == cached(engine, (*PROMPT[:50], 251), "behind the second")
+    assert len(PROMPT) - 1 == cached(engine, PROMPT, "the same again")
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_third_visitor_of_a_junction_starts_there(loaded: Models, family: str) -> None:
+    """Where a second prompt leaves the first without a state, it makes one, and a third finds it."""
+    engine = core(loaded(family), slots=2, chunk=256)
+    found = [cached(engine, (*PROMPT[:27], *tail), str(tail)) for tail in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
+
+    assert [0, 0, 27] == found
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_long_prompts_have_a_checkpoint_every_so_often(loaded: Models, family: str) -> None:
+    """With one every sixteen tokens, no more than fifteen are computed twice."""
+    engine = core(loaded(family), slots=2, chunk=256, checkpoint=16)
+    cached(engine, PROMPT, "first")
+
+    for leaves in (16, 31, 47, 50):
+        assert leaves // 16 * 16 == cached(engine, (*PROMPT[:leaves], 251), f"at {leaves}")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
+def test_a_common_beginning_is_computed_once(loaded: Models, family: str) -> None:
+    """Users who arrive at once with one beginning cost its rows once, whatever the model keeps of them."""
+    engine = core(loaded(family), slots=6, chunk=256)
+    users = [Job(ask(str(at), (*PROMPT[:37], 100 + at, 7), 1, ignore_eos=True)) for at in range(6)]
+    play(engine, users)
+
+    assert 37 + 6 * 2 == engine.stats().rows_total
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", *RECURRENT])
+def test_a_prompt_seen_before_costs_one_row_though_memory_was_short(loaded: Models, family: str) -> None:
+    """What goes on at the end of a prompt is the last to be given up of it."""
+    engine = core(loaded(family), slots=2, cells=140, chunk=16)
+    cached(engine, PROMPT, "first")
+    cached(engine, tuple(reversed(PROMPT)), "other")
+
+    assert len(PROMPT) - 1 == cached(engine, PROMPT, "again")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: str) -> None:
+    """Where a message ends, one can go on although the cells before and behind it had to go."""
+    engine = core(loaded(family), slots=2, cells=300, chunk=16)
+    cached(engine, PROMPT, "first", marks=(13, 40))
+    cached(engine, tuple(reversed(PROMPT)), "other")
+    group = next(group for group in engine.cache.groups if group.spec.reach.kind == "window")
+    held = group.pool.cells - group.pool.free
+
+    assert held < 2 * len(PROMPT)
+    assert 40 == cached(engine, (*PROMPT[:40], 251), "at the second mark")
+    assert 13 == cached(engine, (*PROMPT[:13], 251), "at the first")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
+def test_no_mark_changes_the_text(loaded: Models, family: str) -> None:
+    """Random marks, checkpoints and chunks over prompts with common beginnings: every answer is the one without."""
+    chance = random.Random(5)
+    prompts = [(*PROMPT[: chance.randint(1, 60)], chance.randrange(250), chance.randrange(250)) for _ in range(12)]
+    plain = play(core(loaded(family), slots=12), [Job(ask(str(at), prompt, 6)) for at, prompt in enumerate(prompts)])
+    for seed in range(3):
+        chance = random.Random(seed)
+        settings = {"chunk": chance.choice((5, 16, 256)), "checkpoint": chance.choice((4, 16, 1024))}
+        marked = [
+            Job(ask(str(at), prompt, 6, marks=tuple(chance.randint(-2, 70) for _ in range(4))), chance.randint(0, 12))
+            for at, prompt in enumerate(prompts)
+        ]
+        answers = play(core(loaded(family), slots=3, **settings), marked)
+
+        assert {name: answer.tokens for name, answer in plain.items()} == {
+            name: answer.tokens for name, answer in answers.items()
+        }

@@ -1,0 +1,324 @@
+"""Models that look at what an encoder makes: in any batch they say what `generate` says to the same media alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.encoding import Encoder
+from engine.load import Loaded
+from engine.types import Failed, Finished, Media, Request, SamplingParams
+from kvcache.cache import Cache
+from kvcache.encoder import Entry
+from kvcache.spec import Span
+from tests.engine.encoders import KINDS, START, Alone, array, media, prompt, save_encoder_model
+from tests.engine.models import CONTEXT, core, load_model
+from tests.engine.play import GREEDY, Answer, Job, play, take
+
+Models = Callable[[str], Loaded]
+References = Callable[[str], Alone]
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def kind_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a kind's tiny model."""
+    root = tmp_path_factory.mktemp("encoders")
+    return cache(lambda kind: save_encoder_model(kind, root / kind))
+
+
+@pytest.fixture(scope="module")
+def models(kind_folder: Callable[[str], Path]) -> Models:
+    """A kind's tiny model as the engine loads it, in float64."""
+    return cache(lambda kind: load_model(kind_folder(kind)))
+
+
+@pytest.fixture(scope="module")
+def references(kind_folder: Callable[[str], Path]) -> References:
+    """A kind's tiny model in transformers alone."""
+    return cache(lambda kind: Alone(kind, kind_folder(kind)))
+
+
+def ask(name: str, tokens: tuple[int, ...], one: Media | None, count: int = 8, **fields: Any) -> Request:
+    """A greedy request."""
+    return Request(name, tokens, **{"sampling": GREEDY, "max_tokens": count, "media": one, **fields})
+
+
+def mixed(kind: str, number: int) -> Request:
+    """One of many requests: three media, prompts with common beginnings, and with Mllama some without an image."""
+    size = number % 4 if kind == "mllama" else 5 + number % 3
+    one = media(kind, number % 3, size) if size else None
+    return ask(f"{number}", prompt(kind, number % 2, 4 + 3 * number, size), one)
+
+
+def check(reference: Alone, requests: list[Request], answers: dict[str, Answer]) -> None:
+    """Every answer is the one of `generate` alone."""
+    said = {request.id: tuple(answers[request.id].tokens) for request in requests}
+    expected = {one.id: reference.greedy(one.prompt, one.media, one.max_tokens or 0) for one in requests}
+    assert expected == said
+    assert all(isinstance(answers[request.id].end, Finished) for request in requests)
+
+
+def short_of_room(loaded: Loaded, entries: float, one: Media) -> Loaded:
+    """The model with room for so many entries of a size."""
+    assert loaded.encoder is not None
+    budget = int(entries * loaded.encoder.size_bytes(one))
+    return dataclasses.replace(loaded, encoder=Encoder(loaded.model, budget_bytes=budget))
+
+
+@every_kind
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_any_batch_says_what_each_says_alone(kind: str, chunk: int, models: Models, references: References) -> None:
+    """Different media, the same media and none in one batch, in too few slots: each answer is that of `generate`."""
+    requests = [mixed(kind, number) for number in range(10)]
+    engine = core(models(kind), slots=3, chunk=chunk)
+
+    answers = play(engine, [Job(request, at) for at, request in enumerate(requests)])
+
+    check(references(kind), requests, answers)
+    assert len({request.media for request in requests if request.media}) == engine.crossing.encoded
+    assert 0 == engine.crossing.store.pinned_bytes
+
+
+def traffic(kind: str, seed: int) -> list[Job]:
+    """Random arrivals and cancels of requests from a small pool, so that media and beginnings meet again."""
+    chance = random.Random(seed)
+    jobs = []
+    for at in range(chance.randint(3, 9)):
+        arrives = chance.choice((0, chance.randint(0, 20)))
+        leaves = arrives + chance.randint(0, 12) if chance.random() < 0.25 else None
+        request = dataclasses.replace(mixed(kind, chance.randrange(12)), id=f"{seed}-{at}")
+        jobs.append(Job(request, arrives, leaves))
+    return jobs
+
+
+def run_mix(kind: str, seed: int, loaded: Loaded, reference: Alone) -> None:
+    """One random mix, at times with too few cells, at times with room for hardly more than the largest entry."""
+    chance, jobs = random.Random(seed + 10_000), traffic(kind, seed)
+    most = max((job.request.media for job in jobs if job.request.media), key=lambda one: len(one.arrays[-1][1].data))
+    if chance.random() < 0.5:
+        loaded = short_of_room(loaded, chance.choice((1, 1.5, 2.5)), most)
+    slots, cells = chance.choice((1, 2, 4, 8)), chance.choice((CONTEXT, 4 * CONTEXT))
+    engine = core(loaded, slots=slots, cells=cells, chunk=chance.choice((1, 3, 8, 64)))
+
+    answers = play(engine, jobs)
+
+    for job in jobs:
+        request, answer = job.request, answers[job.request.id]
+        right = reference.greedy(request.prompt, request.media, 8)
+        assert isinstance(answer.end, Finished) or job.leaves is not None, seed
+        assert tuple(answer.tokens) == (right if answer.end else right[: len(answer.tokens)]), seed
+    assert 0 == engine.crossing.store.pinned_bytes
+
+
+@every_kind
+def test_any_traffic_says_what_each_says_alone(kind: str, models: Models, references: References) -> None:
+    """Arrivals, cancels, chunks, prefix hits, preemption and a small store, in random mixes."""
+    for seed in range(4):
+        run_mix(kind, seed, models(kind), references(kind))
+
+
+@pytest.mark.slow
+@every_kind
+def test_a_hundred_mixes_of_every_kind(kind: str, models: Models, references: References) -> None:
+    """The same laws over 100 mixes more."""
+    for seed in range(1000, 1100):
+        run_mix(kind, seed, models(kind), references(kind))
+
+
+@every_kind
+def test_preemption_does_not_change_the_text(kind: str, models: Models, references: References) -> None:
+    """With too few cells for all, sequences leave and come back with their media, and say the same."""
+    requests = [mixed(kind, number) for number in range(8)]
+    engine = core(models(kind), slots=8, cells=CONTEXT // 2, context=CONTEXT // 2, chunk=16)
+
+    answers = play(engine, [Job(request) for request in requests])
+
+    check(references(kind), requests, answers)
+    assert 0 < engine.stats().preemptions_total
+    assert 0 == engine.crossing.store.pinned_bytes
+
+
+@every_kind
+def test_a_prefix_is_found_under_its_own_media_only(kind: str, models: Models, references: References) -> None:
+    """The same prompt under the same media computes its last row alone; under other media it computes all of it."""
+    tokens = prompt(kind, 1, 20, images=1)
+    size = 1 if kind == "mllama" else 6
+    requests = [ask("1", tokens, media(kind, 1, size)), ask("2", tokens, media(kind, 1, size))]
+    requests += [ask("3", tokens, media(kind, 2, size)), ask("4", (*tokens, 9), media(kind, 2, size))]
+    engine = core(models(kind), slots=2, chunk=7)
+
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        answers |= play(engine, [Job(request)])
+
+    check(references(kind), requests, answers)
+    cached = [answers[request.id].started[0].cached_tokens for request in requests]
+    assert [0, len(tokens) - 1, 0, len(tokens)] == cached
+    assert answers["1"].tokens != answers["3"].tokens
+    assert 2 == engine.crossing.encoded
+
+
+@every_kind
+def test_at_once_the_same_prompt_under_other_media_waits_for_nobody(kind: str, models: Models) -> None:
+    """A sequence follows an older one with the same beginning only where both look at the same."""
+    tokens = prompt(kind, 1, 20, images=1)
+    size = 1 if kind == "mllama" else 6
+    engine = core(models(kind), slots=3, chunk=64)
+    jobs = [Job(ask(f"{at}", tokens, media(kind, seed, size))) for at, seed in enumerate((1, 2, 1))]
+
+    answers = play(engine, jobs)
+
+    ends = [answers[f"{at}"].end for at in range(3)]
+    assert [0, 0, len(tokens) - 1] == [end.usage.cached_tokens for end in ends if isinstance(end, Finished)]
+    assert answers["0"].tokens == answers["2"].tokens != answers["1"].tokens
+
+
+@every_kind
+def test_a_copied_beginning_goes_on_as_if_it_had_been_computed(
+    kind: str, models: Models, references: References
+) -> None:
+    """copy_prefix of a running slot at every length: the rest computed gives the logits of transformers alone."""
+    loaded = models(kind)
+    assert loaded.encoder is not None
+    one = media(kind, 4, 2)
+    tokens = prompt(kind, 4, 16, images=2)
+    expected = references(kind).logits(tokens, one)
+    sight = loaded.encoder.sight(loaded.encoder.encode(one), one, tokens)
+    cells = Cache([plan.spec for plan in loaded.layers], slots=2, capacity=32, cells=64, dtype=torch.float64)
+
+    def feed(slot: int, stop: int) -> torch.Tensor:
+        span = Span(slot, cells.length(slot), stop - cells.length(slot))
+        with cells.forward([span]) as forward:
+            return loaded.runner.run(forward, tokens[span.start : span.stop], [span.length - 1], [sight])[0]
+
+    feed(0, 5)
+    feed(0, len(tokens))
+    for length in range(len(tokens)):
+        standing = cells.copy_prefix(0, 1, length)
+        assert standing == length
+        assert torch.allclose(expected, feed(1, len(tokens)), atol=1e-9), length
+
+
+@every_kind
+def test_the_store_keeps_its_budget_and_the_line_waits(kind: str, models: Models, references: References) -> None:
+    """With room for two entries three media are encoded in turn, each pinned while it runs, and all are answered."""
+    size = 1 if kind == "mllama" else 6
+    requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at % 3, size)) for at in range(6)]
+    engine = core(short_of_room(models(kind), 2.5, requests[0].media), slots=4)
+    store, most, together = engine.crossing.store, 0, 0
+    for request in requests:
+        engine.submit(request)
+    answers = {request.id: Answer() for request in requests}
+    while engine.busy:
+        for name, event in engine.step():
+            take(answers[name], event)
+        most, together = max(most, store.used_bytes), max(together, engine.stats().running)
+
+    check(references(kind), requests, answers)
+    assert most <= store.budget_bytes
+    assert (2, 2) == (together, len(store))
+    assert 3 < engine.crossing.encoded
+
+
+@every_kind
+def test_who_leaves_gives_the_entry_back(kind: str, models: Models) -> None:
+    """A cancel takes back the pin, of a running sequence and of one that waits with its entry."""
+    size = 1 if kind == "mllama" else 6
+    requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at, size)) for at in range(3)]
+    engine = core(models(kind), slots=1)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    pinned = engine.crossing.store.pinned_bytes
+    for request in requests:
+        engine.cancel(request.id)
+
+    assert pinned > 0
+    assert 0 == engine.crossing.store.pinned_bytes
+    assert not engine.busy
+
+
+class Broken(Encoder):
+    """An encoder that fails at media with a certain first number."""
+
+    def encode(self, media: Media) -> Entry:
+        """Raises at the second media of the test."""
+        if self.bad is not None and media.digest == self.bad:
+            raise RuntimeError("no memory for this")
+        return super().encode(media)
+
+    bad: bytes | None = None
+
+
+def test_what_a_decoder_begins_with_is_known(models: Models) -> None:
+    """The token that starts a decoder is told; a model that only decodes begins with its prompt."""
+    assert [(START,)] * 3 == [models(kind).info.start for kind in ("bart", "whisper", "t5")]
+    assert () == models("mllama").info.start
+
+
+def test_media_that_break_the_encoder_fail_alone(models: Models, references: References) -> None:
+    """The request fails in words, its pin and its place in line are gone, and the others are answered."""
+    requests = [ask(f"{at}", prompt("bart", at, 6), media("bart", at)) for at in range(3)]
+    encoder = Broken(models("bart").model, budget_bytes=2**20)
+    encoder.bad = requests[1].media.digest if requests[1].media else None
+    engine = core(dataclasses.replace(models("bart"), encoder=encoder), slots=2)
+
+    answers = play(engine, [Job(request) for request in requests])
+
+    assert Failed("the media could not be encoded (RuntimeError)") == answers["1"].end
+    check(references("bart"), [requests[0], requests[2]], answers)
+    assert 0 == engine.crossing.store.pinned_bytes
+
+
+def test_media_without_finite_numbers_fail_alone(models: Models, references: References) -> None:
+    """A spectrogram of infinities gives logits that are no numbers: its request fails, its neighbour does not."""
+    numbers = np.full((4, 24), np.inf, np.float32)
+    bad = ask("bad", prompt("whisper", 1, 6), Media.of({"input_features": array(numbers)}))
+    good = ask("good", prompt("whisper", 1, 6), media("whisper", 1))
+
+    answers = play(core(models("whisper"), slots=2), [Job(bad), Job(good)])
+
+    assert isinstance(answers["bad"].end, Failed)
+    check(references("whisper"), [good], answers)
+
+
+@pytest.mark.parametrize("kind", ["bart", "whisper", "t5"])
+def test_a_full_context_shifts_and_goes_on(kind: str, models: Models) -> None:
+    """What an encoder made stays as it is when the decoder's context is shifted."""
+    engine = core(models(kind), slots=1, context=24)
+    request = ask("1", prompt(kind, 1, 20), media(kind, 1), 40, overflow="shift", ignore_eos=True)
+
+    end = play(engine, [Job(request)])["1"].end
+
+    assert isinstance(end, Finished)
+    assert (40, True) == (end.usage.completion_tokens, end.usage.context_shifts > 0)
+
+
+def test_a_full_context_with_images_ends(models: Models) -> None:
+    """Rows that look at images cannot be moved: the answer ends with the context."""
+    engine = core(models("mllama"), slots=1, context=32)
+    request = ask("1", prompt("mllama", 1, 20, 1), media("mllama", 1, 1), 40, overflow="shift", ignore_eos=True)
+
+    end = play(engine, [Job(request)])["1"].end
+
+    assert isinstance(end, Finished)
+    assert ("length", 11) == (end.reason, end.usage.completion_tokens)
+
+
+def test_penalties_pass_over_the_token_of_an_image(models: Models) -> None:
+    """It lies behind the vocabulary, so there is no logit that could be lowered."""
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    request = ask("1", prompt("mllama", 1, 6, 1), media("mllama", 1, 1), 6, sampling=sampling, ignore_eos=True)
+
+    assert 6 == len(play(core(models("mllama"), slots=1), [Job(request)])["1"].tokens)

@@ -1,0 +1,83 @@
+"""Models whose layers see a window: they say what they say alone, in the memory of their windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load import Loaded
+from engine.types import Finished
+from kvcache.attention import AttentionGroup
+from tests.engine.models import VOCABULARY, Reference, core
+from tests.engine.play import Answer, Job, ask, play
+
+FAMILIES = ("gemma3", "mistral")
+PROMPT = tuple(at * 31 % VOCABULARY for at in range(3, 53))
+NEW = (5, 6, 7, 8, 9)
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+
+def windows(engine: Core) -> list[AttentionGroup]:
+    """The groups that do not see everything."""
+    return [group for group in engine.cache.groups if group.spec.reach.kind != "full"]
+
+
+def answer(engine: Core, name: str, prompt: tuple[int, ...], count: int) -> Answer:
+    """What the engine says to one prompt."""
+    return play(engine, [Job(ask(name, prompt, count, ignore_eos=True))])[name]
+
+
+def greedy(reference: Reference, prompt: tuple[int, ...], count: int) -> list[int]:
+    """The likeliest tokens, whatever they mean, each computed from the whole text."""
+    text = prompt
+    for _ in range(count):
+        text = (*text, int(reference.logits(text).argmax()))
+    return list(text[len(prompt) :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_slot_keeps_what_its_next_row_sees(loaded: Models, family: str) -> None:
+    """At every step a window group's slots use what they see, the rows of the step included, however long the text."""
+    engine = core(loaded(family), slots=2, chunk=8)
+    for name in ("a", "b"):
+        engine.submit(ask(name, PROMPT, 40, ignore_eos=True))
+    most = 0
+    while engine.busy:
+        engine.step()
+        for group in windows(engine):
+            most = max(most, group.used_by_slots() - 2 * (group.spec.reach.size - 1))
+
+    assert windows(engine)
+    assert 0 < most <= 8 + 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_computes_only_what_is_new(loaded: Models, reference: References, family: str) -> None:
+    """A conversation goes on from where it ended, windows included, and its answer is the one that it gets alone."""
+    engine = core(loaded(family), slots=2, chunk=8)
+    first = answer(engine, "first", PROMPT, 20)
+    talk = (*PROMPT, *first.tokens, *NEW)
+    second = answer(engine, "second", talk, 20)
+
+    assert [len(PROMPT) + 19] == [started.cached_tokens for started in second.started]
+    assert greedy(reference(family), PROMPT, 20) == first.tokens
+    assert greedy(reference(family), talk, 20) == second.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_that_crowd_each_other_out_say_the_same(
+    loaded: Models, reference: References, family: str
+) -> None:
+    """With memory for a few windows, ten conversations take turns, and nobody hears what it would not hear alone."""
+    engine = core(loaded(family), slots=2, chunk=16, cells=160)
+    talks = {f"{number}": (number, *PROMPT[: 20 + number]) for number in range(10)}
+    for _ in range(2):
+        answers = play(engine, [Job(ask(name, talk, 8, ignore_eos=True)) for name, talk in talks.items()])
+        for name, talk in talks.items():
+            assert isinstance(answers[name].end, Finished)
+            assert greedy(reference(family), talk, 8) == answers[name].tokens
+            talks[name] = (*talk, *answers[name].tokens, *NEW)
