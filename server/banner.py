@@ -26,13 +26,16 @@ def _rows(info: ModelInfo, memory: MemoryPlan, settings: Settings) -> Iterator[t
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     yield "context", f"{info.context} tokens a sequence, {info.slots} slots, overflow: {settings.overflow}"
     yield "queue", f"{settings.max_waiting} requests may wait"
+    windows = f" + windows {_size(memory.window_bytes)}" if memory.window_bytes else ""
     yield (
         "memory",
         f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)} "
-        f"({memory.cells} tokens x {_size(memory.cell_bytes)}) + work {_size(memory.work_bytes)} "
+        f"({memory.cells} tokens x {_size(memory.cell_bytes)}{windows}) + work {_size(memory.work_bytes)} "
         f"= {_size(memory.weights_bytes + memory.cache_bytes + memory.work_bytes)} "
         f"of {_size(memory.available_bytes)} free",
     )
+    if settings.shelf is not None:
+        yield "shelf", f"{settings.shelf}, {_size(settings.shelf_bytes)} at most"
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
 
 

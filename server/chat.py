@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
-from engine.types import Delta, Finished, Request, TokenLogprob
+from engine.types import Delta, Finished, Rendering, Request, TokenLogprob
 from server.errors import INVALID_VALUE, ApiError
 from server.fold import Choice, fold
 from server.generation import Events, request
@@ -136,7 +136,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
     return old if new is None else new
 
 
-async def _render(service: Service, body: ChatRequest) -> list[int]:
+async def _render(service: Service, body: ChatRequest) -> Rendering:
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise _invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from cyclopts.config import Env
 
-from engine.config import Dtype
-from engine.types import Overflow
+from engine.config import Dtype, KvDtype
+from engine.types import MlaMode, Overflow
 from server.settings import LogLevel, Settings, read_keys, split_keys
 from server.version import version
 
@@ -35,7 +35,9 @@ class Options:
     port
         Port to listen on; 0 takes a free one.
     dtype
-        Number format of weights and cache; auto takes what this machine computes fastest.
+        Number format of weights and computation; auto takes what this machine computes fastest.
+    kv_dtype
+        Number format of the cached keys and values. Default: that of the computation.
     context
         Tokens that a sequence may hold. Default: what the model and the memory allow.
     slots
@@ -52,6 +54,14 @@ class Options:
         Requests that may wait for a slot; one more is answered 429.
     threads
         Threads to compute with. Default: all.
+    mla
+        Latent attention: absorb the projections, expand the latents, or auto: what costs less.
+    shelf
+        Folder where computed prompts are kept for the next start. Default: they end with the process.
+    shelf_bytes
+        Bytes that the files in the folder may take.
+    shelf_memory_bytes
+        Bytes of host memory for prompts that had to leave the cache; on a CPU better given to --slots.
     allowed_host
         Host header to answer besides localhost and --host. Repeatable; * allows all.
     grace
@@ -65,6 +75,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     context: int | None = None
     slots: int | None = None
     served_model_name: list[str] | None = None
@@ -73,6 +84,10 @@ class Options:
     overflow: Overflow = "length"
     max_waiting: int = 64
     threads: int | None = None
+    mla: MlaMode = "auto"
+    shelf: str | None = None
+    shelf_bytes: int = 8 * 2**30
+    shelf_memory_bytes: int = 0
     allowed_host: list[str] | None = None
     grace: float = 30.0
     log_level: LogLevel = "info"
@@ -86,11 +101,16 @@ class Options:
             host=self.host,
             port=self.port,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             context=self.context,
             slots=self.slots,
             overflow=self.overflow,
             max_waiting=self.max_waiting,
             threads=self.threads,
+            mla=self.mla,
+            shelf=self.shelf or None,
+            shelf_bytes=self.shelf_bytes,
+            shelf_memory_bytes=self.shelf_memory_bytes,
             served_names=tuple(self.served_model_name or ()),
             keys=(*split_keys(self.api_key or ""), *from_file),
             allowed_hosts=tuple(self.allowed_host or ()),

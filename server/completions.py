@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
-from engine.types import Delta, Finished, Request, TokenLogprob
+from engine.types import Delta, Finished, Rendering, Request, TokenLogprob
 from server.errors import INVALID_VALUE, ApiError
 from server.fold import Choice, fold
 from server.generation import Events, request
@@ -109,10 +109,10 @@ async def completion_requests(service: Service, body: CompletionRequest, id: str
     ]
 
 
-async def _tokens(service: Service, prompt: str | list[int]) -> list[int]:
+async def _tokens(service: Service, prompt: str | list[int]) -> Rendering:
     if isinstance(prompt, list):
-        return prompt
+        return Rendering(tuple(prompt))
     tokens = await anyio.to_thread.run_sync(service.engine.tokenizer.encode, prompt)
     if not tokens:
         raise ApiError(INVALID_VALUE, "Invalid value for 'prompt': it has no tokens.", param="prompt")
-    return tokens
+    return Rendering(tuple(tokens))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TypeVar
 
-from engine.types import Event, Request, SamplingParams
+from engine.types import Event, Rendering, Request, SamplingParams
 from server.errors import INVALID_VALUE, ApiError
 from server.metrics import Endpoint
 from server.schemas.common import Generation
@@ -45,14 +46,14 @@ def sampling(body: Generation, vocabulary: int) -> SamplingParams:
 
 
 def request(
-    service: Service, body: Generation, prompt: Sequence[int], *, id: str, max_tokens: int | None, logprobs: int | None
+    service: Service, body: Generation, prompt: Rendering, *, id: str, max_tokens: int | None, logprobs: int | None
 ) -> Request:
     """The engine's request for one prompt of the body. ApiError at token ids that the model does not have."""
     info = service.engine.info
     if body.stream_options is not None and not body.stream:
         message = "Invalid value for 'stream_options': it means nothing unless 'stream' is true."
         raise ApiError(INVALID_VALUE, message, param="stream_options")
-    _check_ids("prompt", prompt, info.vocabulary)
+    _check_ids("prompt", prompt.tokens, info.vocabulary)
     _check_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)
     overflow = body.overflow or service.settings.overflow
     if max_tokens is not None and max_tokens > info.context and overflow != "shift":
@@ -60,7 +61,7 @@ def request(
         raise ApiError(INVALID_VALUE, message, param="max_tokens")
     return Request(
         id=id,
-        prompt=tuple(prompt),
+        prompt=prompt.tokens,
         sampling=sampling(body, info.vocabulary),
         max_tokens=max_tokens,
         stop=tuple(body.stop or ()),
@@ -68,7 +69,11 @@ def request(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         overflow=body.overflow,
-        keep=body.keep,
+        keep=prompt.keep if body.keep is None else body.keep,
+        protected=prompt.protected,
+        recurrent_shift=body.recurrent_shift or "rebuild",
+        marks=prompt.marks,
+        salt=_salt(body.cache_salt),
     )
 
 
@@ -103,6 +108,11 @@ async def _cancel(tasks: dict[asyncio.Task[Event | None], int]) -> None:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _salt(text: str | None) -> bytes:
+    # As a digest: what tells tenants apart may be a secret, and the cache writes salts to disk.
+    return b"" if text is None else hashlib.sha256(text.encode()).digest()
 
 
 def _check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:

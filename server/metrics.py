@@ -107,6 +107,8 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("kv_cache_usage_ratio", "Cells in use, of all.", usage)
     yield _gauge("kv_cache_cells", "Cells there are.", stats.cells_total)
     yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_remembered)
+    yield _gauge("shelf_memory_bytes", "Remembered content in host memory.", stats.shelf_memory_bytes)
+    yield _gauge("shelf_disk_bytes", "Remembered content in files.", stats.shelf_disk_bytes)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.config import BUNDLED_NAME, Dtype, EngineConfig
-from engine.types import Overflow
+from engine.config import BUNDLED_NAME, Dtype, EngineConfig, KvDtype
+from engine.types import MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -53,11 +53,16 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     dtype: Dtype = "auto"
+    kv_dtype: KvDtype = "auto"
     context: int | None = None
     slots: int | None = None
     overflow: Overflow = "length"
     max_waiting: int = 64
     threads: int | None = None
+    mla: MlaMode = "auto"
+    shelf: str | None = None
+    shelf_bytes: int = 8 * 2**30
+    shelf_memory_bytes: int = 0
     served_names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
@@ -100,11 +105,16 @@ class Settings:
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             context=self.context,
             slots=self.slots,
             overflow=self.overflow,
             max_waiting=self.max_waiting,
             threads=self.threads,
+            mla=self.mla,
+            shelf=self.shelf,
+            shelf_bytes=self.shelf_bytes,
+            shelf_memory_bytes=self.shelf_memory_bytes,
         )
 
 

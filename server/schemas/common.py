@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from typing_extensions import TypedDict
 
-from engine.types import Overflow
+from engine.types import Overflow, RecurrentShift
 from server.schemas import policy
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -79,6 +79,8 @@ class Generation(Strict):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     overflow: Overflow | None = None
     keep: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    recurrent_shift: RecurrentShift | None = None
+    cache_salt: Annotated[Label, Field(min_length=1)] | None = None
 
     @property
     def include_usage(self) -> bool:

@@ -42,7 +42,7 @@ COMPLETIONS: Mapping[str, tuple[object, ...]] = {
 
 # Extensions that other servers document, for both.
 _EXTENSIONS = (
-    "adaptive_decay adaptive_target allowed_token_ids bad_words best_of cache_prompt cache_salt chat_template "
+    "adaptive_decay adaptive_target allowed_token_ids bad_words best_of cache_prompt chat_template "
     "documents dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
     "dynatemp_range echo ebnf grammar grammar_lazy guided_choice guided_grammar guided_json guided_regex id_slot "
     "include_reasoning include_stop_str_in_output json_schema keep_alive kv_transfer_params length_penalty "

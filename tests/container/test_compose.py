@@ -26,7 +26,7 @@ SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["s
         ("mem_limit", "${CELLAR_MEMORY:-8g}"),
         ("ulimits", {"nofile": 4096, "core": 0}),
         ("tmpfs", ["/tmp:size=64m,mode=1777,noexec,nosuid,nodev"]),
-        ("volumes", ["models:/models"]),
+        ("volumes", ["models:/models", "shelf:/shelf"]),
         ("stop_grace_period", "45s"),
         ("restart", "unless-stopped"),
         ("logging", {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}}),

@@ -24,6 +24,7 @@ from engine.types import (
     Finished,
     MemoryPlan,
     ModelInfo,
+    Rendering,
     Request,
     Started,
     Stats,
@@ -105,11 +106,11 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> Rendering:
         self.rendered.append({"messages": list(messages), **options})
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("messages", "the template refuses it")
-        return self.encode("".join(f"{message['content']}\n" for message in messages))
+        return Rendering(tuple(self.encode("".join(f"{message['content']}\n" for message in messages))))
 
 
 @dataclass

@@ -65,6 +65,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (TEXT, {"logprobs": 6}, number("logprobs", "less than or equal to 5")),
     (TEXT, {"logprobs": True}, number("logprobs", "a valid integer")),
     (CHAT, {"keep": -1}, number("keep", "greater than or equal to 0")),
+    (CHAT, {"recurrent_shift": "forget"}, number("recurrent_shift", "'rebuild' or 'carry'")),
     (CHAT, {"overflow": "wrap"}, number("overflow", "'length' or 'shift'")),
     # Bias and stops.
     (CHAT, {"logit_bias": {"1": 101}}, number("logit_bias.1", "less than or equal to 100")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -371,3 +372,12 @@ def test_a_slow_merge_of_deltas_keeps_the_text() -> None:
     events = chat(FakeEngine(script), stream=True).events
 
     assert "Hello world" == events[1]["choices"][0]["delta"]["content"]
+
+
+def test_how_a_prompt_is_shared_and_shifted_reaches_the_engine() -> None:
+    """A salt is handed on as its digest; without one, and without a choice for states, the defaults hold."""
+    salted = sent(cache_salt="tenant", overflow="shift", recurrent_shift="carry")
+    plain = sent(cache_salt=None, recurrent_shift=None)
+
+    assert (hashlib.sha256(b"tenant").digest(), "carry") == (salted.salt, salted.recurrent_shift)
+    assert (b"", "rebuild") == (plain.salt, plain.recurrent_shift)

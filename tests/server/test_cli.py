@@ -74,6 +74,16 @@ def test_every_option(parsed: Any) -> None:
         "y",
         "--threads",
         "2",
+        "--mla",
+        "absorb",
+        "--kv-dtype",
+        "int8",
+        "--shelf",
+        "kept",
+        "--shelf-bytes",
+        "1000",
+        "--shelf-memory-bytes",
+        "10",
     )
 
     assert (
@@ -92,6 +102,11 @@ def test_every_option(parsed: Any) -> None:
             grace_seconds=1.5,
             allowed_hosts=("x", "y"),
             threads=2,
+            mla="absorb",
+            kv_dtype="int8",
+            shelf="kept",
+            shelf_bytes=1000,
+            shelf_memory_bytes=10,
         )
         == settings
     )
@@ -121,15 +136,26 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
         settings.served_names,
     )
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
+    assert (None, "x") == (parsed(CELLAR_SHELF="").shelf, parsed(CELLAR_SHELF="x").shelf)
 
 
 def test_the_settings_reach_the_engine() -> None:
     """What the engine reads is what was asked for."""
     config = Settings(
-        model="m", dtype="float64", context=64, slots=2, overflow="shift", max_waiting=3, threads=1
+        model="m",
+        dtype="float64",
+        context=64,
+        slots=2,
+        overflow="shift",
+        max_waiting=3,
+        threads=1,
+        mla="expand",
+        kv_dtype="bfloat16",
     ).engine_config()
+    shelved = Settings(shelf="kept", shelf_bytes=5, shelf_memory_bytes=6).engine_config()
 
-    assert ("m", "float64", 64, 2, "shift", 3, 1) == (
+    assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
+    assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16") == (
         config.model,
         config.dtype,
         config.context,
@@ -137,6 +163,8 @@ def test_the_settings_reach_the_engine() -> None:
         config.overflow,
         config.max_waiting,
         config.threads,
+        config.mla,
+        config.kv_dtype,
     )
 
 
@@ -204,3 +232,5 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         "Authorization: Bearer YOUR_KEY",
     ):
         assert part in text
+    assert "shelf" not in text
+    assert "/kept, 8.0 GiB at most" in banner(INFO, MEMORY, Settings(shelf="/kept"), "http://127.0.0.1:8000")

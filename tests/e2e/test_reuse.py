@@ -1,0 +1,132 @@
+"""What is not computed twice, as the usage of HTTP answers tells it: across salts, across shifts, across restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from server.app import create_app
+from server.settings import Settings
+from tests.engine.models import save_model
+from tests.server.fakes import call
+
+CONTEXT = 96
+TURNS = [
+    {"role": "system", "content": "You are a cellar."},
+    {"role": "user", "content": "What do you hold?"},
+    {"role": "assistant", "content": "Wine."},
+    {"role": "user", "content": "Since when?"},
+]
+
+Chat = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model."""
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: save_model(family, root / family)
+
+
+def serve(folder: Path, story: Callable[[Chat], Awaitable[None]], **changes: Any) -> None:
+    """Run a story against a server that starts with it and drains behind it."""
+    settings = Settings(model=str(folder), context=CONTEXT, dtype="float64", slots=2, served_names=("tiny",), **changes)
+
+    async def scene() -> None:
+        engine = Engine(settings.engine_config())
+        app = create_app(engine, settings)
+
+        async def chat(messages: list[dict[str, str]], **fields: Any) -> Any:
+            body = {"messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **fields}
+            answer = await call(app, "POST", "/v1/chat/completions", json_body=body)
+            assert answer.status == 200, answer.body
+            return answer.json
+
+        engine.start()
+        try:
+            await engine.wait_ready()
+            await story(chat)
+            await engine.drain(10)
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
+
+
+def cached(answer: Any) -> int:
+    """Tokens of the prompt that were not computed."""
+    count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def text(answer: Any) -> str:
+    """What was said."""
+    said: str = answer["choices"][0]["message"]["content"]
+    return said
+
+
+def test_a_prompt_is_never_shared_across_salts(folder: Callable[[str], Path]) -> None:
+    """The same conversation is found under its own salt only, and what it says depends on none."""
+
+    async def story(chat: Chat) -> None:
+        first = await chat(TURNS, cache_salt="one")
+        prompt = first["usage"]["prompt_tokens"]
+        again = [await chat(TURNS, **fields) for fields in ({"cache_salt": "one"}, {"cache_salt": "two"}, {})]
+
+        assert [0, prompt - 1, 0, 0] == [cached(answer) for answer in (first, *again)]
+        assert {text(first)} == {text(answer) for answer in again}
+
+    serve(folder("llama"), story)
+
+
+@pytest.mark.parametrize("shift", ["rebuild", "carry"])
+def test_shifts_are_told_in_the_usage(folder: Callable[[str], Path], shift: str) -> None:
+    """An answer that shifted says how often, and how many tokens that dropped."""
+
+    async def story(chat: Chat) -> None:
+        fields = {"max_tokens": 150, "overflow": "shift", "recurrent_shift": shift}
+        usage = (await chat([{"role": "user", "content": "Go on."}], **fields))["usage"]
+
+        assert usage["completion_tokens"] == 150
+        assert usage["context_shifts"] > 1
+        assert usage["shifted_tokens"] >= usage["prompt_tokens"] + 150 - 1 - CONTEXT
+
+    serve(folder("lfm2"), story)
+
+
+def test_the_last_question_is_never_shifted_out(folder: Callable[[str], Path]) -> None:
+    """Where the last message of the user fills all, the answer ends for want of anything to drop."""
+
+    async def story(chat: Chat) -> None:
+        answer = await chat([{"role": "user", "content": "x" * 87}], max_tokens=50, overflow="shift", keep=0)
+
+        assert CONTEXT - 1 == answer["usage"]["prompt_tokens"]
+        assert ("length", 2) == (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"])
+        assert "context_shifts" not in answer["usage"]
+
+    serve(folder("llama"), story)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "lfm2"])
+def test_a_conversation_survives_a_restart(folder: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    """What one server computed the next one finds on the shelf, and says the same; another salt still finds nothing."""
+    said: list[Any] = []
+
+    async def story(chat: Chat) -> None:
+        said.append(await chat(TURNS, cache_salt="one"))
+        said.append(await chat(TURNS, cache_salt="other") if len(said) > 1 else said[0])
+
+    where = folder(family)
+    for _ in range(2):
+        serve(where, story, shelf=str(tmp_path / "shelf"))
+    first, _, again, other = said
+
+    assert cached(first) == 0
+    assert cached(again) >= again["usage"]["prompt_tokens"] - 1 > 0
+    assert cached(other) == 0
+    assert text(first) == text(again) == text(other)
