@@ -34,13 +34,15 @@ QUESTIONS = {
     "What does /metrics return?": "Prometheus",
     "How do I stream?": "data: [DONE]",
     "Can you speak French?": "a little English",
-    "Explain quantum physics.": "too small",
+    "Who is the president of France?": "only a small file",
     "Thank you!": "welcome",
-    "2+3": "= 5.",
+    "What is 2+2?": "= 4.",
     "What is 2 + 3?": "2 + 3 = 5.",
     "What is the capital of France?": "Paris",
+    "My name is Ada. What is my name?": "Ada",
     "What is the opposite of hot?": "cold",
     "Repeat: the cat": "the cat",
+    "Repeat after me: the quick brown fox": "the quick brown fox",
 }
 WEATHER = {
     "type": "function",
