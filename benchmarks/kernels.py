@@ -79,7 +79,9 @@ class Bench:
         self.pool = CellPool(spec, cells, dtype, torch.device("cpu"))
         for layer, plane in itertools.product(numbers, (self.pool.keys, self.pool.values)):
             plane.write(layer, slice(0, cells), torch.randn(shape.key_heads, cells, shape.width))
-        self.query = torch.randn(shape.heads, work.rows * work.sequences, shape.width)
+        query = torch.randn(shape.heads, work.rows * work.sequences, shape.width)
+        # A model in bfloat16 asks in bfloat16, for which torch has instructions of its own.
+        self.query = query.bfloat16() if dtype == torch.bfloat16 else query
         self._work, self._turn = work, itertools.cycle(numbers)
 
     def runs(self) -> list[Segment]:

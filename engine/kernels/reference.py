@@ -7,7 +7,7 @@ float32, so the pool hands out runs where it can).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,26 @@ from kvcache.spec import Reach
 
 # What is added to the scores of the last `rows` of `before + rows` positions: [heads, rows, before + rows].
 Bias: TypeAlias = Callable[[int, int], Tensor]
+
+
+class Attend(Protocol):
+    """Computes what `attend` of this file computes, in its own way."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Stored,
+        values: Stored,
+        segments: Sequence[Segment],
+        reach: Reach,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Bias | None = None,
+    ) -> Tensor:
+        """The attention output of a packed batch, [rows, heads, value_width]."""
+        ...
 
 
 def attend(

@@ -23,7 +23,7 @@ from kvcache.planes import FloatPlane, Int8Plane, Stored
 from kvcache.spec import Reach
 
 # The enumerations of attention.h.
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _REACHES = {"full": 0, "window": 1, "chunk": 2}
 _NO_MEMORY, _BAD_CELL = 1, 2
 
@@ -89,12 +89,12 @@ class Native:
         sinks: Tensor | None = None,
         bias: Bias | None = None,
     ) -> Tensor:
-        """What reference.attend returns; in float64, with a bias, or in another format it is asked itself.
+        """What reference.attend returns; it is asked itself in float64, in other formats, for a bias or mutual ranges.
 
         Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
         """
         k, v = _rows(keys), _rows(values)
-        if k is None or v is None or query.dtype == torch.float64 or bias is not None:
+        if k is None or v is None or query.dtype == torch.float64 or bias is not None or _is_mutual(segments):
             return reference.attend(
                 query, keys, values, segments, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
             )
@@ -119,12 +119,17 @@ class Native:
 def _rows(stored: Stored) -> _Rows | None:
     """What a layer holds; None in a format that the kernel does not know."""
     plane, layer = stored.plane, stored.layer
-    if isinstance(plane, FloatPlane) and plane.rows.dtype in _FORMATS and plane.rows.device.type == "cpu":
+    if isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS and plane.rows.device.type == "cpu":
         return _Rows(plane.rows[layer])
     # Latents are stored in parts with a scale each.
     if isinstance(plane, Int8Plane) and len(plane.parts) == 1 and plane.codes.device.type == "cpu":
         return _Rows(plane.codes[layer], plane.scales[layer, :, :, 0])
     return None
+
+
+def _is_mutual(segments: Sequence[Segment]) -> bool:
+    """Whether some rows see rows behind them."""
+    return any(segment.mutual for segment in segments)
 
 
 def _floats(tensor: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ def _describe(
         cells=cells,
         keys=_plane(keys),
         values=_plane(values),
-        format=_FORMATS[keys.numbers.dtype],
+        format=FORMATS[keys.numbers.dtype],
         threads=torch.get_num_threads(),
     )
 

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t TILE = 64;  // positions
 // Keys, and vectors of columns, that are worked on at once: with up to 3 lines their sums fill the registers.
 constexpr int KEYS = LANES == 16 ? 8 : 4, COLUMNS = LANES == 16 ? 8 : 4;
+constexpr int TURNED = LANES == 16 ? 4 : 2;  // lines that are scored at once against turned keys
 constexpr float NOTHING = -1e30f;  // the greatest score of a line that has seen no key
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -59,6 +60,46 @@ inline void score(const float *queries, const float *const *keys, int64_t width,
         const Vector result = sums<KEYS>(products[line]);
         memcpy(scores + line * TILE, &result, KEYS * sizeof(float));
     }
+}
+
+// Columns of LANES keys side by side: turned[column][key].
+inline void turn(const float *const *keys, int64_t width, float *turned) {
+    for (int64_t at = 0; at < width; at += LANES) {
+        Vector block[LANES];
+        for (int key = 0; key < LANES; ++key) block[key] = load(keys[key] + at);
+        turn(block);
+        memcpy(turned + at * LANES, block, sizeof block);
+    }
+}
+
+// Lanes [LANE, LANE + SIZE) of the products that `score` adds up, added up in the order in which it does that.
+template <int COUNT, int LANE, int SIZE>
+inline void score_lanes(const float *queries, const float *turned, int64_t width, Vector *result) {
+    if constexpr (SIZE > 4) {
+        Vector other[COUNT];
+        score_lanes<COUNT, LANE, SIZE / 2>(queries, turned, width, result);
+        score_lanes<COUNT, LANE + SIZE / 2, SIZE / 2>(queries, turned, width, other);
+        for (int line = 0; line < COUNT; ++line) result[line] += other[line];
+    } else {
+        Vector products[COUNT][4] = {};
+        for (int64_t at = LANE; at < width; at += LANES)
+#pragma GCC unroll 4
+            for (int lane = 0; lane < 4; ++lane) {
+                const Vector column = kept(load(turned + (at + lane) * LANES));
+                for (int line = 0; line < COUNT; ++line)
+                    products[line][lane] += spread(queries[line * width + at + lane]) * column;
+            }
+        for (int line = 0; line < COUNT; ++line)
+            result[line] = (products[line][0] + products[line][1]) + (products[line][2] + products[line][3]);
+    }
+}
+
+// What `score` makes, bit for bit, of LANES keys that have been turned: cheaper where many lines share that.
+template <int COUNT>
+inline void score_turned(const float *queries, const float *turned, int64_t width, float *scores) {
+    Vector result[COUNT];
+    score_lanes<COUNT, 0, LANES>(queries, turned, width, result);
+    for (int line = 0; line < COUNT; ++line) store(scores + line * TILE, result[line]);
 }
 
 // Add the values [from, to) of a tile, weighted, to COUNT lines' sums; WIDE vectors of columns.

@@ -65,7 +65,8 @@ inline const float *touched(const float *row, int64_t width) {
     return row;
 }
 
-inline Vector spread(float number) { return Vector{} + number; }
+// Less nothing, for compilers drop that: not so an added zero, which would turn -0 to 0.
+inline Vector spread(float number) { return number - Vector{}; }
 
 template <std::size_t... I>
 inline Integers count_lanes(std::index_sequence<I...>) {
@@ -77,20 +78,24 @@ inline Integers lane_numbers() { return count_lanes(std::make_index_sequence<LAN
 
 inline Vector greater(Vector a, Vector b) { return a > b ? a : b; }
 
-inline float sum(Vector vector) {
-    float lanes[LANES];
-    memcpy(lanes, &vector, sizeof lanes);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
-    return lanes[0];
+// Every lane's partner, STEP lanes away.
+template <int STEP, std::size_t... I>
+inline Vector partners(Vector vector, std::index_sequence<I...>) {
+    return SHUFFLE(vector, vector, (I ^ STEP)...);
 }
 
+template <int STEP = LANES / 2>
+inline float sum(Vector vector) {
+    vector += partners<STEP>(vector, std::make_index_sequence<LANES>());
+    if constexpr (STEP > 1) return sum<STEP / 2>(vector);
+    return vector[0];
+}
+
+template <int STEP = LANES / 2>
 inline float greatest(Vector vector) {
-    float lanes[LANES];
-    memcpy(lanes, &vector, sizeof lanes);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
-    return lanes[0];
+    vector = greater(vector, partners<STEP>(vector, std::make_index_sequence<LANES>()));
+    if constexpr (STEP > 1) return greatest<STEP / 2>(vector);
+    return vector[0];
 }
 
 // e^x to 2e-7 of its value, for x in [-87, 88]; beyond them the ends. The polynomial is Cephes' expf.
@@ -134,6 +139,24 @@ constexpr int folded_from(int lane, int step) {
 template <int STEP, std::size_t... I>
 inline Vector fold(Vector a, Vector b, std::index_sequence<I...>) {
     return SHUFFLE(a, b, folded_from(I, STEP)...) + SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...);
+}
+
+// One of the steps in which LANES vectors become columns: what stands STEP off the diagonal changes sides.
+template <int STEP, std::size_t... I>
+inline void turn_step(Vector *rows, std::index_sequence<I...>) {
+    for (int at = 0; at < LANES; ++at) {
+        if (at & STEP) continue;
+        const Vector a = rows[at], b = rows[at + STEP];
+        rows[at] = SHUFFLE(a, b, folded_from(I, STEP)...);
+        rows[at + STEP] = SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...);
+    }
+}
+
+// Vector i becomes lane i of every vector.
+template <int STEP = LANES / 2>
+inline void turn(Vector *rows) {
+    turn_step<STEP>(rows, std::make_index_sequence<LANES>());
+    if constexpr (STEP > 1) turn<STEP / 2>(rows);
 }
 
 // Sums of COUNT vectors, a power of two of at most LANES: lane i of the result holds that of vector i.

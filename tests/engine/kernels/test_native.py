@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -209,6 +209,18 @@ def test_a_bias_is_added(native: Native) -> None:
     result = work.attend(native, Reach(), bias=lambda rows, before: bias(rows, before).float())
 
     torch.testing.assert_close(result.double(), work.expected(Reach(), bias=bias), rtol=0, atol=TOLERANCE)
+
+
+def test_rows_that_see_each_other_are_the_references(native: Native) -> None:
+    """Tokens of an image see those behind them: the reference takes such a batch."""
+    work = batch(((6, 5),), Reach(), torch.float32, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
+    (segment,) = work.segments
+    mutual = Batch(work.query, work.keys, work.values, (replace(segment, mutual=((6, 10),)),))
+
+    result = mutual.attend(native, Reach())
+
+    torch.testing.assert_close(result.double(), mutual.expected(Reach()), rtol=0, atol=TOLERANCE)
+    assert not torch.equal(result, work.attend(native, Reach()))
 
 
 def test_a_row_that_is_not_finite_stays_alone(native: Native) -> None:
