@@ -8,13 +8,17 @@ from __future__ import annotations
 from engine.encoding import Encoder
 from engine.sequence import Sequence
 from kvcache.encoder import EncoderStore
+from kvcache.entries import EntryFiles
 
 
 class Crossing:
-    """The encoder entries of an engine's sequences. `encoder` None: the model has none, and no sequence has media."""
+    """The encoder entries of an engine's sequences. `encoder` None: the model has none, and no sequence has media.
 
-    def __init__(self, encoder: Encoder | None) -> None:
-        self._encoder = encoder
+    files  where entries outlive the process; they are written in pauses
+    """
+
+    def __init__(self, encoder: Encoder | None, files: EntryFiles) -> None:
+        self._encoder, self.files = encoder, files
         self.store = EncoderStore(0 if encoder is None else encoder.budget_bytes)
         self.encoded = 0
 
@@ -32,9 +36,12 @@ class Crossing:
         if entry is None:
             if self.store.make_room(self._encoder.size_bytes(media)):
                 return False
-            entry = self._encoder.encode(media)
+            entry = self.files.find(media.digest)
+            if entry is None:
+                entry = self._encoder.encode(media)
+                self.encoded += 1
+                self.files.offer(entry)
             self.store.put(entry)
-            self.encoded += 1
         sequence.sight = self._encoder.sight(entry, media, sequence.request.prompt)
         if sequence.sight.parts is not None:
             # A shift would move the rows away from the images that they look at.

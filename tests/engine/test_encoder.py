@@ -322,3 +322,21 @@ def test_penalties_pass_over_the_token_of_an_image(models: Models) -> None:
     request = ask("1", prompt("mllama", 1, 6, 1), media("mllama", 1, 1), 6, sampling=sampling, ignore_eos=True)
 
     assert 6 == len(play(core(models("mllama"), slots=1), [Job(request)])["1"].tokens)
+
+
+@every_kind
+def test_the_next_process_does_not_encode_again(
+    kind: str, models: Models, references: References, tmp_path: Path
+) -> None:
+    """With a shelf, media that were looked at before are found in files, and the answers are the same."""
+    requests = [mixed(kind, number) for number in range(3)]
+    first = core(models(kind), shelf=str(tmp_path))
+    check(references(kind), requests, play(first, [Job(request) for request in requests]))
+    while first.rest():
+        pass
+    second = core(models(kind), shelf=str(tmp_path))
+    answers = play(second, [Job(request) for request in requests])
+
+    check(references(kind), requests, answers)
+    assert 0 < first.crossing.encoded
+    assert 0 == second.crossing.encoded

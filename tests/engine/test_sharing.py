@@ -11,6 +11,7 @@ from tests.engine.models import Reference, core
 from tests.engine.play import GREEDY, Job, play
 
 SYSTEM = tuple((7 * at + 3) % 250 for at in range(90))
+LONG = tuple((7 * at + at // 250) % 250 for at in range(2048))
 
 
 def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
@@ -19,17 +20,17 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
 
 
 def test_a_common_beginning_is_computed_once(loaded: Callable[..., Loaded]) -> None:
-    """64 users of one system prompt who arrive at once cost its rows once, and one copy of its cells."""
-    engine = core(loaded("llama"), slots=64, cells=2000, chunk=16)
-    users = [request(f"user {at}", (*SYSTEM, 100 + at, 7), 4) for at in range(64)]
+    """64 users of one system prompt of 2048 tokens who arrive at once cost its rows once, and one copy of its cells."""
+    engine = core(loaded("llama"), slots=64, context=2304, cells=4000, chunk=256)
+    users = [request(f"user {at}", (*LONG, 100 + at, 7), 4) for at in range(64)]
 
     answers = play(engine, [Job(user) for user in users])
 
     stats = engine.stats()
     assert all(isinstance(answer.end, Finished) for answer in answers.values())
-    assert stats.rows_total == len(SYSTEM) + 64 * 2 + 64 * 3
-    assert stats.cells_used + stats.cells_remembered <= len(SYSTEM) + 64 * 6
-    assert stats.cached_tokens_total == 63 * len(SYSTEM)
+    assert stats.rows_total == len(LONG) + 64 * 2 + 64 * 3
+    assert stats.cells_used + stats.cells_remembered <= len(LONG) + 64 * 6
+    assert stats.cached_tokens_total == 63 * len(LONG)
 
 
 def test_users_of_one_prompt_get_what_they_get_alone(
