@@ -265,6 +265,8 @@ class Cache:
             standing = self.length(span.slot)
             if span.slot in seen or span.length < 1 or span.start != standing or span.stop > self.capacity:
                 raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
+            if not 0 <= span.guessed < span.length:
+                raise BadSpan(f"{span} guesses more than what follows its first row")
             if not all(span.start <= start < stop <= span.stop for start, stop in span.mutual):
                 raise BadSpan(f"{span} has a mutual range that is not wholly among its rows")
             seen.add(span.slot)

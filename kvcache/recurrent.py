@@ -114,10 +114,13 @@ class RecurrentStates:
         """Nothing to check: no state is copied."""
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Carry the last state over. It is the only one that stays: the others are not of this past."""
+        """Carry the last state over. It is the only one that stays: the others are not of this past.
+
+        Where no token stays the slot begins anew.
+        """
         row = self._rows[slot]
         length = row.length - drop
-        self._rows[slot] = _Row(length, {0: {}, length: row.states[row.length]})
+        self._rows[slot] = _Row(length, {length: row.states[row.length], 0: {}})
 
     def hold(self, slot: int, start: int, stop: int) -> Marks:
         """The states that the slot has in (start, stop]."""

@@ -246,14 +246,21 @@ def test_a_disk_that_fails_is_reported_once_and_left_alone(
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
+    start = time.monotonic()
     with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: start)
         patch.setattr(os, call, full)
         for _ in range(20):
             assert not cache.save_some(10**6)
-    assert 1 == len(reports)
-    assert [] == [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert 1 == len(reports)
+        assert [] == [file for file in tmp_path.rglob("*") if file.is_file()]
+        # After a second it is tried again, and then not for two.
+        for seconds, tried in ((1.5, 2), (3.0, 2), (4.0, 3)):
+            patch.setattr(time, "monotonic", lambda at=start + seconds: at)
+            assert not cache.save_some(10**6)
+            assert tried == len(reports)
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     while cache.save_some(10**6):
         pass
 

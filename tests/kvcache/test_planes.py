@@ -191,12 +191,12 @@ def test_a_cell_weighs_what_is_said(stored: torch.dtype, key: int, value: int, l
 
 @pytest.mark.parametrize(("stored", "most"), [(torch.int8, 0.025), (torch.bfloat16, 0.01), (torch.float16, 1.5e-3)])
 def test_sixteen_shifts_wear_keys_by_little(stored: torch.dtype, most: float) -> None:
-    """A shift rounds the moved keys once more, and what others share of them keeps its bits."""
+    """A shift rounds the moved keys once more; values, and what others share, keep their bits."""
     layer = LayerSpec(HEADS, WIDTH, 4, Reach(), ROTATION)
     cache = Cache([layer], slots=2, capacity=CELLS, cells=2 * CELLS, dtype=stored)
     keys = draw(3, HEADS, CELLS, WIDTH, outliers=4)
     with cache.forward([Span(0, 0, CELLS)]) as forward:
-        forward.write(0, keys, torch.zeros(HEADS, CELLS, 4))
+        forward.write(0, keys, draw(4, HEADS, CELLS, 4))
     cache.copy_prefix(0, 1, CELLS)
     group, own = cache.home(0)
     saved = group.pool.save(group.table(1))
@@ -208,3 +208,5 @@ def test_sixteen_shifts_wear_keys_by_little(stored: torch.dtype, most: float) ->
 
     assert float((read - expected).norm() / expected.norm()) < most
     assert all(torch.equal(tensor, saved[name]) for name, tensor in group.pool.save(group.table(1)).items())
+    moved = {name: tensor for name, tensor in group.pool.save(group.table(0)[1:]).items() if name.startswith("values")}
+    assert all(torch.equal(tensor, saved[name][:, :, 33:]) for name, tensor in moved.items())

@@ -217,6 +217,11 @@ def test_cells_that_are_held_under_two_salts_can_be_had() -> None:
     cache.clear(1)
     assert 6 == cache.evict(CELLS)
     assert CELLS == cache.free_cells
+    feed(cache, 0, [1, 2, 3])
+    for salt in (b"", b"tenant"):
+        cache.remember(0, [1, 2, 3], salt=salt)
+    cache.clear(0)
+    assert 1 == cache.evict(1)
 
 
 def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:

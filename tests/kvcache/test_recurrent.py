@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvcache.cache import Cache
+from kvcache.errors import BadSpan
 from kvcache.recurrent import Marks, RecurrentStates, State
 from kvcache.spec import LayerSpec, Span
 
@@ -64,6 +66,44 @@ def test_a_forward_that_keeps_part_of_a_span_goes_back_to_its_start() -> None:
     feed(cache, 0, 4, keep=7)
 
     assert (5, 5) == (cache.length(0), count(cache, 0))
+
+
+@pytest.mark.parametrize("kept", range(1, 5))
+def test_guesses_stay_as_far_as_they_are_kept(kept: int) -> None:
+    """Before each guess there is a state: a slot stands wherever it is left, and before the first row if not at all."""
+    cache = make()
+    feed(cache, 0, 5)
+    span = Span(0, 5, 4, guessed=3)
+    with cache.forward([span]) as forward:
+        forward.write(0, torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
+        for stop in range(6, 10):
+            forward.put_state(0, stop, "count", torch.tensor(stop))
+        forward.keep(0, 5 + kept)
+
+    assert (5 + kept, 5 + kept) == (cache.length(0), count(cache, 0))
+
+
+@pytest.mark.parametrize("guessed", [-1, 4, 5])
+def test_rows_that_are_all_guesses_are_refused(guessed: int) -> None:
+    """The state before the first row is that of the slot: it is no guess's."""
+    cache = make()
+    feed(cache, 0, 5)
+    with pytest.raises(BadSpan):
+        cache.forward([Span(0, 5, 4, guessed=guessed)]).__enter__()
+
+    assert (5, 5) == (cache.length(0), count(cache, 0))
+
+
+def test_a_slot_that_is_shifted_empty_begins_anew() -> None:
+    """Where nothing stays there is no state, not even one that is carried."""
+    cache = make()
+    feed(cache, 0, 5)
+
+    assert 0 == cache.shift(0, 0, 5, states="carry")
+    assert cache.states is not None
+    assert cache.states.state(0, 0, "count") is None
+    feed(cache, 0, 3)
+    assert 3 == count(cache, 0)
 
 
 def test_a_failed_forward_leaves_the_state_as_it_was() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache import prefix, shelf
 from kvcache.cache import Cache
-from kvcache.shelf import ShelfConfig
+from kvcache.shelf import Shelf, ShelfConfig
 from kvcache.spec import LayerSpec
 from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember
 
@@ -126,12 +126,15 @@ def test_a_shelf_keeps_to_its_memory() -> None:
     assert 10 < recalled(cache, (1, *TEXT[:39])) < 30
 
 
-def test_a_text_larger_than_the_shelf_leaves_its_beginning_there() -> None:
-    """What does not fit as a whole is kept as far as it does."""
+def test_a_text_larger_than_the_shelf_leaves_its_beginning_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit as a whole is kept as far as it does; more is not even saved for a moment."""
     cache = make(FULL, shelf=in_memory(500))
     remember(cache, TEXT)
+    fit, seen = Shelf.fit, []
+    monkeypatch.setattr(Shelf, "fit", lambda self: (seen.append(self.memory_bytes), fit(self)))
     cache.forget()
 
+    assert 0 < max(seen) <= 500
     assert 0 < recalled(cache, TEXT) < len(TEXT)
     assert cache.shelf_bytes[0] <= 500
 

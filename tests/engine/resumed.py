@@ -1,0 +1,238 @@
+"""One conversation of 300 tokens with a tiny model of each kind of memory, and what it hears undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import hooks, recurrence
+from engine.gathering import GatheringRunner
+from engine.runner import Runner
+from engine.selftest import Facts, find_runner
+from engine.sight import Sight
+from kvcache.cache import Cache
+from kvcache.holes import HOLE
+from kvcache.node import Node
+from kvcache.shelf import ShelfConfig
+from kvcache.spec import Reach, Span
+from tests.engine import encoders, tiny
+from tests.engine.models import load_model
+from tests.kvcache.ledger import oldest
+
+LENGTH = 300
+# Rows behind the place of a resume that are compared, too.
+BEYOND = 3
+# Where messages end.
+MARKS = (60, 150, 231)
+CHUNK = 48
+SLOTS = 3
+TOLERANCE = 1e-9
+AMPLE = 4096
+
+# What a kind of memory is called, a family that has it, and what its layers need for that besides tiny.settings.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "window": ("mistral", {}),
+    "window and full": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "chunk": ("llama4_text", {}),
+    "chunk and full": ("llama4_text", {"num_hidden_layers": 4}),
+    "latent": ("deepseek_v3", {}),
+    "recurrent": ("mamba", {}),
+    "recurrent in chunks": ("mamba2", {}),
+    "hybrid": ("qwen3_next", {}),
+    "hybrid with mamba": ("jamba", {}),
+    "shared cells": ("gemma3n_text", {}),
+    "shared cells of two widths": ("gemma4_text", {}),
+}
+KINDS = (*FAMILIES, "encoder")
+
+
+class Exact(TorchFunctionMode):
+    """Lets transformers compute in float64 what it computes in float32 whatever the model's type: scans, routers.
+
+    Their rounding depends on how many rows come together, and would hide a mistake of its size.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with one type for another."""
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        named = {name: _exact(value) for name, value in (kwargs or {}).items()}
+        return function(*[_exact(value) for value in args], **named)
+
+
+def _exact(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def ends() -> list[int]:
+    """Where the forwards end that compute the conversation: after each chunk, and at marks."""
+    found, at = [], 0
+    while at < LENGTH:
+        at = min(at + CHUNK, LENGTH, *(mark for mark in MARKS if mark > at))
+        found.append(at)
+    return found
+
+
+def text(vocabulary: int, seed: int) -> tuple[int, ...]:
+    """A conversation, and some rows more."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, vocabulary, (LENGTH + BEYOND,), generator=generator).tolist())
+
+
+@dataclass(slots=True)
+class Talk:
+    """A model over cells, what is said, and the logits after every token of one forward over all of it."""
+
+    runner: Runner | GatheringRunner
+    recurrent: bool
+    vocabulary: int = tiny.VOCABULARY
+    sight: Sight | None = None
+    tokens: tuple[int, ...] = field(init=False)
+    logits: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Hear it undisturbed."""
+        self.tokens = text(self.vocabulary, 1)
+        self.logits = self.feed(self.cache(), 0, len(self.tokens))
+
+    @property
+    def reaches(self) -> list[Reach]:
+        """What the layers see."""
+        return [plan.spec.reach.within(LENGTH + BEYOND) for plan in self.runner.layers]
+
+    def cache(
+        self,
+        *,
+        cells: int = AMPLE,
+        rows: int | None = None,
+        states: int | None = None,
+        shelf: ShelfConfig | None = None,
+    ) -> Cache:
+        """An empty cache, but for what the shelf holds; it remembers so many recurrent states, None: all."""
+        return Cache(
+            [plan.spec for plan in self.runner.layers],
+            slots=SLOTS,
+            capacity=LENGTH + BEYOND,
+            cells=cells,
+            rows=rows,
+            state_bytes=self._budget(states) if self.recurrent else None,
+            shelf=shelf,
+            dtype=torch.float64,
+        )
+
+    def feed(self, cache: Cache, slot: int, stop: int, tokens: Sequence[int] = ()) -> Tensor:
+        """Compute what a slot lacks of the first `stop` tokens, of the conversation if of no other; every row."""
+        start, tokens = cache.length(slot), tokens or self.tokens
+        span = Span(slot, start, stop - start)
+        assert 0 == cache.make_room([span])
+        with Exact(), cache.forward([span]) as forward:
+            return self.runner.run(forward, tokens[start:stop], list(range(stop - start)), [self.sight])
+
+    def play(
+        self, cache: Cache, slot: int = 0, tokens: Sequence[int] = (), *, remember: bool = True, upto: int = LENGTH
+    ) -> None:
+        """Compute a conversation as the engine does: chunk by chunk, each remembered, and sealed where messages end."""
+        tokens = tokens or self.tokens
+        for stop in ends():
+            if stop <= upto:
+                self.feed(cache, slot, stop, tokens)
+                if remember:
+                    cache.remember(slot, tokens[:stop], seal=stop in MARKS)
+
+    def goes_on(self, cache: Cache, slot: int, position: int) -> bool:
+        """Whether what a slot says, from where it stands to a little past a position, is what was said undisturbed."""
+        start, stop = cache.length(slot), position + BEYOND
+        return bool((self.feed(cache, slot, stop) - self.logits[start:stop]).abs().max() <= TOLERANCE)
+
+    def computed(self, position: int, start: int = 0) -> int:
+        """The deepest place to go on at with all that forwards made, and the cells that rows from `start` on see."""
+        unseen = {reach: set(range(oldest(reach, start))) for reach in self.reaches}
+        return self._deepest(position, {0, *ends()}, unseen)
+
+    def thinned(self, position: int, kept: Sequence[int]) -> int:
+        """The deepest place to go on at with what going on at some positions takes, and no more."""
+        every = set(range(max(kept)))
+        unseen = {
+            reach: every - {at for stop in kept for at in range(oldest(reach, stop), stop)} for reach in self.reaches
+        }
+        return self._deepest(position, {0, *kept}, unseen)
+
+    def remembered(self, cache: Cache, position: int) -> int:
+        """The deepest place to go on at with what the tree has in cells."""
+        nodes = list(_resident(cache, self.tokens))
+        unseen = {
+            group.spec.reach: {node.start + at for node in nodes for at in np.flatnonzero(node.held[own] == HOLE)}
+            for own, group in enumerate(cache.groups)
+        }
+        states = {node.start + at for node in nodes for at in node.held[-1].states} if self.recurrent else set()
+        return self._deepest(min(position, nodes[-1].stop if nodes else 0), {0, *states}, unseen)
+
+    def _budget(self, states: int | None) -> int:
+        """What so many recurrent states take; None: more than all."""
+        if states is None:
+            return 2**40
+        cache = self.cache()
+        self.feed(cache, 0, 1)
+        assert cache.states is not None, "only asked of recurrent models"
+        return states * cache.states.hold(0, 0, 1).bytes
+
+    def _deepest(self, position: int, states: set[int], unseen: dict[Reach, set[int]]) -> int:
+        def fits(at: int) -> bool:
+            seen = all(holes.isdisjoint(range(oldest(reach, at), at)) for reach, holes in unseen.items())
+            return seen and (at in states or not self.recurrent)
+
+        return next(at for at in range(position, -1, -1) if fits(at))
+
+
+def _resident(cache: Cache, tokens: Sequence[int]) -> Iterator[Node]:
+    """The nodes of a conversation that the tree has in cells, as far as all their tokens are of it."""
+    node, depth = cache._tree._roots.get(b""), 0
+    while node is not None and depth < len(tokens):
+        node = node.children.get(tokens[depth])
+        if node is None or not node.resident or node.tokens.tolist() != list(tokens[depth : node.stop]):
+            return
+        yield node
+        depth = node.stop
+
+
+def build(kind: str, folder: Path) -> Talk:
+    """A conversation with a model of a kind; the folder is for what has to be read from files."""
+    return _with_encoder(folder) if kind == "encoder" else _decoder(*FAMILIES[kind])
+
+
+def _decoder(family: str, own: dict[str, Any]) -> Talk:
+    # Tiny layers: a second thread would only be waited for.
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**tiny.settings(family), **own})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    # The default, a grouped matrix product, knows no float64.
+    model.set_experts_implementation("eager")
+    recurrent = recurrence.install(model)
+    hooks.install_latent(model)
+    facts = Facts(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
+    with Exact():
+        return Talk(find_runner(family, model, facts), recurrent)
+
+
+def _with_encoder(folder: Path) -> Talk:
+    """Bart: its rows look at what an encoder made, and its positions are learned."""
+    kind, own, settings = encoders.KINDS["bart"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(encoders.KINDS, "bart", (kind, own, {**settings, "max_position_embeddings": LENGTH + BEYOND}))
+        loaded = load_model(encoders.save_encoder_model("bart", folder), context=LENGTH + BEYOND)
+    assert loaded.encoder is not None
+    media = encoders.media("bart", 1)
+    sight = loaded.encoder.sight(loaded.encoder.encode(media), media, text(loaded.info.vocabulary, 1))
+    return Talk(loaded.runner, False, loaded.info.vocabulary, sight)

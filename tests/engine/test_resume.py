@@ -1,0 +1,142 @@
+"""Going on at any position is computing anew: for each kind of memory, at every place of a conversation of 300 tokens.
+
+However a slot came to where it stands, it stands as deep as was promised, and what it says from there on is what one
+undisturbed run says, to the last digit but few of float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvcache.prefix import LEAST_LOADED
+from kvcache.shelf import ShelfConfig
+from tests.engine.resumed import BEYOND, KINDS, LENGTH, MARKS, Talk, build, ends, text
+
+# Where cuts are, beside them, and some others; and all.
+SOME = sorted({*range(1, LENGTH, 61), *(mark + by for mark in MARKS[:2] for by in (-1, 0, 1)), LENGTH - 1})
+ALL = range(1, LENGTH)
+
+Talks = Callable[[str], Talk]
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+positions = pytest.mark.parametrize(
+    "positions",
+    [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
+    """The conversation with a model of a kind."""
+    root = tmp_path_factory.mktemp("resumed")
+    return cache(lambda kind: build(kind, root / kind))
+
+
+@positions
+@every_kind
+def test_what_is_remembered_goes_on_anywhere(talks: Talks, kind: str, positions: list[int]) -> None:
+    """With room for all, at every token; a recurrent model where a forward ended."""
+    talk = talks(kind)
+    memory = talk.cache()
+    talk.play(memory)
+    for position in positions:
+        memory.clear(1)
+
+        assert talk.computed(position) == memory.recall(1, talk.tokens[:position])
+        assert talk.goes_on(memory, 1, position), position
+
+
+@positions
+@every_kind
+def test_a_slot_goes_back_and_on(talks: Talks, kind: str, positions: list[int]) -> None:
+    """From the end to every position, each time a little forth again: as far as it has not released what it needs."""
+    talk = talks(kind)
+    memory = talk.cache()
+    talk.play(memory, remember=False)
+    start = ends()[-2]
+    for position in reversed(positions):
+        expected = talk.computed(position, start)
+
+        assert expected == memory.rewind(0, position)
+        assert talk.goes_on(memory, 0, position), position
+        start = expected
+
+
+@positions
+@every_kind
+def test_a_fork_of_a_running_slot_goes_on_anywhere(talks: Talks, kind: str, positions: list[int]) -> None:
+    """After each forward of the source, wherever its last one began to see; the source goes on as if alone."""
+    talk = talks(kind)
+    memory = talk.cache()
+    start = 0
+    for stop in ends():
+        assert talk.goes_on(memory, 0, stop - BEYOND)
+        for position in [position for position in positions if start < position <= stop]:
+            assert talk.computed(position, start) == memory.copy_prefix(0, 1, position)
+            assert talk.goes_on(memory, 1, position), position
+        start = stop
+
+
+@positions
+@every_kind
+def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions: list[int]) -> None:
+    """Others take most of the memory: what is still there is used, and where messages end one can go on the longest."""
+    talk = talks(kind)
+    memory = talk.cache(cells=740, rows=160, states=10)
+    talk.play(memory)
+    for seed in (2, 3):
+        memory.clear(0)
+        talk.play(memory, tokens=text(talk.vocabulary, seed), upto=198 if seed == 3 else LENGTH)
+    memory.clear(0)
+
+    assert list(MARKS) == [talk.remembered(memory, mark) for mark in MARKS]
+    assert any(talk.remembered(memory, position) < talk.computed(position) for position in positions)
+    for position in positions:
+        memory.clear(1)
+        expected = talk.remembered(memory, position)
+
+        assert expected == memory.recall(1, talk.tokens[:position])
+        assert talk.goes_on(memory, 1, position), position
+
+
+@positions
+@every_kind
+def test_what_was_given_up_comes_back_from_host_memory(talks: Talks, kind: str, positions: list[int]) -> None:
+    """All goes to the shelf without what going on at ends does not take, and comes back as far as it is asked for."""
+    talk = talks(kind)
+    memory = talk.cache(shelf=ShelfConfig(memory_bytes=2**30))
+    talk.play(memory)
+    for position in positions:
+        memory.clear(1)
+        memory.forget()
+        expected = talk.thinned(position, (*MARKS, LENGTH)) if position >= LEAST_LOADED else 0
+
+        assert expected == memory.recall(1, talk.tokens[:position])
+        assert talk.goes_on(memory, 1, position), position
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["", "after it was given up"])
+@positions
+@every_kind
+def test_the_next_process_goes_on_anywhere(
+    talks: Talks, kind: str, positions: list[int], given_up: bool, tmp_path: Path
+) -> None:
+    """A new cache over the same files has all that was in cells when it was written, or what was saved of it."""
+    talk = talks(kind)
+    shelf = ShelfConfig(memory_bytes=2**30, folder=tmp_path, disk_bytes=2**30, identity=kind)
+    memory = talk.cache(shelf=shelf)
+    talk.play(memory)
+    if given_up:
+        memory.forget()
+    while memory.save_some(2**30):
+        pass
+    for position in positions:
+        again = talk.cache(shelf=shelf)
+        expected = talk.thinned(position, (*MARKS, LENGTH)) if given_up else talk.computed(position)
+
+        assert (expected if position >= LEAST_LOADED else 0) == again.recall(1, talk.tokens[:position])
+        assert talk.goes_on(again, 1, position), position

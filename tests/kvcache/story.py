@@ -1,0 +1,80 @@
+"""What a model of a few numbers stores: for each token one that follows from all tokens up to it and from the salt.
+
+Keys are turned to their position. A shift gives a slot a salt of its own, under which what moved is what is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.spec import LayerSpec, Reach, Rotation
+
+TURN = 0.1
+FULL = LayerSpec(1, 2, 2, rotation=Rotation("half", 0, (TURN,)))
+WINDOW = LayerSpec(2, 2, 1, Reach("window", 4), Rotation("half", 0, (TURN,)))
+CHUNK = LayerSpec(1, 2, 3, Reach("chunk", 8), Rotation("half", 0, (TURN,)))
+LONE = LayerSpec(1, 2, 2, Reach("window", 1), Rotation("half", 0, (TURN,)))
+STATE = ("state", 3)
+STATE_BYTES = 8
+
+
+@dataclass(slots=True)
+class Seat:
+    """What a slot must hold."""
+
+    tokens: list[int] = field(default_factory=list)
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What shifts left of a slot: its tokens, what is stored for each, and the state behind them."""
+
+    tokens: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    state: int = 0
+
+
+class Content:
+    """What is computed for tokens under a salt."""
+
+    def __init__(self) -> None:
+        self._pasts: dict[bytes, Past] = {}
+        self.marks = lru_cache(maxsize=None)(self._marks)
+
+    def _marks(self, salt: bytes, tokens: tuple[int, ...]) -> NDArray[np.float64]:
+        past = self._pasts.get(salt, Past())
+        pairs = zip(tokens, past.tokens, strict=False)
+        same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        found = list(past.marks[: min(len(tokens), len(past.tokens)) if same is None else same])
+        last = found[-1] if found else crc32(salt) % 2**20
+        for token in tokens[len(found) :]:
+            last = crc32(token.to_bytes(8, "little"), last) % 2**20
+            found.append(last)
+        return np.array(found, dtype=np.float64)
+
+    def state(self, salt: bytes, tokens: Sequence[int]) -> float:
+        """The recurrent state behind tokens: it has seen what a shift dropped, if it was carried over."""
+        past = self._pasts.get(salt)
+        return float(past.state if past and past.tokens == tuple(tokens) else self.marks(salt, tuple(tokens))[-1])
+
+    def shifted(self, seat: Seat, keep: int, drop: int) -> Seat:
+        """What a slot holds after a shift, under the salt of its past."""
+        marks = self.marks(seat.salt, tuple(seat.tokens)).astype(int).tolist()
+        tokens = seat.tokens[:keep] + seat.tokens[keep + drop :]
+        past = Past(tuple(tokens), (*marks[:keep], *marks[keep + drop :]), int(self.state(seat.salt, seat.tokens)))
+        salt = hashlib.sha256(repr(past).encode()).digest()[:8]
+        self._pasts[salt] = past
+        return Seat(tokens, salt)
+
+
+def turned(marks: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The keys of tokens at positions, [tokens, 2]: what is stored, turned."""
+    return marks[:, None] * np.stack((np.cos(TURN * positions), np.sin(TURN * positions)), -1)

@@ -1,0 +1,160 @@
+"""All that a cache can do, in any order, in caches of every kind: what is found is what was computed, and none leaks.
+
+Windows, chunks and recurrent states, salts and seals, forks and shifts, guesses that stay in part, memory that runs
+out, and processes that end in the middle: tests/kvcache/world.py has the operations. What test_laws.py knows exactly,
+how deep a slot stands and who shares with whom, is here only bounded; all the rest meets only here.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from kvcache import disk, prefix, shelf
+from tests.kvcache.world import World
+
+# How often each operation comes; prompts most often, for the rest needs something to work on.
+WEIGHTS = {
+    "request": 20,
+    "feed": 12,
+    "again": 6,
+    "recall": 3,
+    "remember": 6,
+    "clear": 2,
+    "fork": 6,
+    "rewind": 4,
+    "shift": 8,
+    "make_room": 3,
+    "evict": 4,
+    "forget": 1,
+    "save": 5,
+    "restart": 1,
+    "reopen": 1,
+    "lose": 1,
+}
+# What has to have happened, or the laws were not put to the test.
+HAPPENINGS = (
+    "forward",
+    "forward that failed",
+    "kept in part",
+    "copy",
+    "rewind",
+    "shift",
+    "shift that moves nothing",
+    "recalled",
+    "recalled from the shelf",
+    "restart",
+    "lose",
+    "make room",
+    "evict",
+)
+
+
+@contextmanager
+def small_parts() -> Iterator[None]:
+    """Load and shelve a few tokens, in pieces of a few, and do not wait until files are safe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "LEAST_LOADED", 2)
+        patch.setattr(prefix, "LEAST_SHELVED", 3)
+        patch.setattr(shelf, "PIECE_BYTES", 240)
+        patch.setattr(disk.os, "fsync", lambda descriptor: None)
+        yield
+
+
+class Everything(RuleBasedStateMachine):
+    """A world whose every choice is hypothesis's, so that a history that breaks a law is made small."""
+
+    def __init__(self, tally: Counter[str]) -> None:
+        super().__init__()
+        self.tally, self.folder = tally, Path(tempfile.mkdtemp())
+
+    @initialize(draw=st.randoms(use_true_random=False))
+    def begin(self, draw: random.Random) -> None:
+        """A cache of any kind."""
+        self.world = World(self.folder, draw, self.tally)
+
+    @rule(operation=st.sampled_from(list(Counter(WEIGHTS).elements())), draw=st.randoms(use_true_random=False))
+    def step(self, operation: str, draw: random.Random) -> None:
+        """Anything."""
+        self.world.draw = draw
+        self.world.step(operation)
+        self.world.inspect()
+
+    def teardown(self) -> None:
+        """Nothing is left."""
+        if hasattr(self, "world"):
+            self.world.close()
+        shutil.rmtree(self.folder)
+
+
+def run(examples: int, steps: int) -> Counter[str]:
+    """Play that many histories that hypothesis chooses; how often everything happened."""
+    tally: Counter[str] = Counter()
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(lambda: Everything(tally), settings=profile)
+    return tally
+
+
+def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
+    """One history of a seed; everything is inspected after so many steps, and slots after each."""
+    world = World(folder, random.Random(seed))
+    chances = tuple(WEIGHTS), tuple(WEIGHTS.values())
+    steps = 0
+    while world.tally["operations"] < operations:
+        (operation,) = world.draw.choices(*chances)
+        world.step(operation)
+        steps += 1
+        if steps % every == 0:
+            world.inspect()
+    world.close()
+    return world.tally
+
+
+def test_any_history_recalls_what_was_computed() -> None:
+    """Short histories, whose failures hypothesis makes shorter."""
+    with small_parts():
+        tally = run(40, 30)
+
+    assert 1000 < tally["operations"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_long_histories_recall_what_was_computed(seed: int, tmp_path: Path) -> None:
+    """Five hundred operations each, all of everything checked after every step."""
+    with small_parts():
+        tally = play(seed, 500, 1, tmp_path)
+
+    assert 500 <= tally["operations"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_million_operations_recall_what_was_computed(tmp_path: Path) -> None:
+    """A thousand histories of a thousand operations, of which each of all kinds happens often."""
+    tally: Counter[str] = Counter()
+    with small_parts():
+        for seed in range(1000, 2000):
+            folder = tmp_path / str(seed)
+            tally += play(seed, 1000, 20, folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    assert 10**6 <= tally["operations"]
+    assert 1000 < min(tally[happening] for happening in HAPPENINGS)

@@ -1,0 +1,150 @@
+"""What stays on the shelf when not all can: what is wanted last, in memory, in files and after a start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import prefix
+from kvcache.cache import Cache
+from kvcache.component import Content
+from kvcache.disk import Disk, Stretch
+from kvcache.shelf import ShelfConfig
+from tests.kvcache.echo import FULL, WINDOW, make, recalled, remember
+from tests.kvcache.test_shelf import TEXT, in_memory, on_disk, save, small
+
+__all__ = ["small"]
+
+
+def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
+    """What the files of some texts take."""
+    cache = make(FULL, shelf=on_disk(folder))
+    for text in texts:
+        remember(cache, text)
+    save(cache)
+    return cache.shelf_bytes[1]
+
+
+def test_what_is_wanted_less_does_not_push_out_what_is_wanted_more(tmp_path: Path) -> None:
+    """Where the disk has room for one text, it is for the one that was wanted last, whichever was written first."""
+    old, new = (1, *TEXT[:20]), (2, *TEXT[:20])
+    cache = make(FULL, shelf=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
+    remember(cache, new)
+    save(cache)
+    remember(cache, old)
+    assert 21 == recalled(cache, new)
+    save(cache)
+
+    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), new)
+
+
+def test_a_full_disk_is_not_tried_again_before_something_else_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is encoded in vain while nothing has changed."""
+    encoded: list[int] = []
+    encode = Disk.encode
+
+    def counted(self: Disk, stretch: Stretch, content: Sequence[Content]) -> bytes:
+        encoded.append(stretch.start)
+        return encode(self, stretch, content)
+
+    cache = make(FULL, shelf=on_disk(tmp_path, 100))
+    remember(cache, TEXT)
+    monkeypatch.setattr(Disk, "encode", counted)
+    for _ in range(3):
+        assert not cache.save_some(10**9)
+    assert [0] == encoded
+    assert len(TEXT) == recalled(cache, TEXT)
+    assert not cache.save_some(10**9)
+
+    assert [0, 0] == encoded
+
+
+def test_places_to_resume_at_survive_the_process(tmp_path: Path) -> None:
+    """A sealed end stays one: what grows behind it does not take what going on there needs. Other cuts do not stay."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    remember(cache, TEXT[:20], seal=True)
+    save(cache)
+    again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    assert 1 == again._tree.nodes
+    remember(again, TEXT)
+    assert 2 == again._tree.nodes
+    again._tree.evict([0, len(TEXT)])
+
+    assert 20 == recalled(again, TEXT[:30])
+
+
+def test_after_a_start_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    """Files that were there are given up in the order of their use, by whichever process."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
+    for older in (0, 1):
+        folder, seen = tmp_path / str(older), set[Path]()
+        cache = make(FULL, shelf=on_disk(folder))
+        for at, text in enumerate(texts[:2]):
+            remember(cache, text)
+            save(cache)
+            for file in set(folder.rglob("*.safetensors")) - seen:
+                os.utime(file, (1000 + (at != older), 1000 + (at != older)))
+                seen.add(file)
+        again = make(FULL, shelf=on_disk(folder, cache.shelf_bytes[1]))
+        remember(again, texts[2])
+        save(again)
+        last = make(FULL, shelf=on_disk(folder))
+
+        assert [21, 21, 0] == [recalled(last, text) for text in (texts[2], texts[1 - older], texts[older])]
+
+
+def want(cache: Cache, text: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for a text that is shelved, and leave it there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix, "LEAST_LOADED", 1000)
+        assert 0 == recalled(cache, text)
+
+
+def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content in memory goes in the order in which it was asked for last."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
+    one = make(FULL, shelf=in_memory())
+    remember(one, texts[0])
+    one.forget()
+    cache = make(FULL, shelf=in_memory(2 * one.shelf_bytes[0]))
+    for text in texts[:2]:
+        remember(cache, text)
+        cache.forget()
+    want(cache, texts[0], monkeypatch)
+    remember(cache, texts[2])
+    cache.forget()
+
+    assert [21, 0] == [cache._tree.known(np.asarray(text), b"") for text in texts[:2]]
+
+
+def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content that was pushed off the disk and stayed in memory takes its place back."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2)]
+    size = size_on_disk(texts[0], folder=tmp_path / "size")
+    cache = make(FULL, shelf=ShelfConfig(10**7, tmp_path, size, "model"))
+    for text in texts:
+        remember(cache, text)
+        cache.forget()
+        save(cache)
+    want(cache, texts[0], monkeypatch)
+    save(cache)
+
+    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), texts[0])
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A file of the right name that lies elsewhere is none of ours."""
+    cache = make(FULL, shelf=on_disk(tmp_path / "here"))
+    remember(cache, TEXT[:20])
+    save(cache)
+    for file in list((tmp_path / "here").rglob("*.safetensors")):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+
+    assert 0 == recalled(make(FULL, shelf=on_disk(tmp_path / "here")), TEXT[:20])

@@ -1,0 +1,362 @@
+"""A cache of any kind in a world that does everything to it, in any order; every slot must hold what it computed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvcache.cache import Cache
+from kvcache.errors import OutOfCells
+from kvcache.forward import Forward
+from kvcache.shelf import ShelfConfig
+from kvcache.spec import LayerSpec, Span
+from tests.kvcache.inspection import check_shelf, check_slot, check_tree, in_cells, oldest, stands
+from tests.kvcache.story import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, Seat, turned
+
+SLOTS, CAPACITY = 4, 40
+# Layers, and how many recurrent states may be remembered; None: the model has none.
+KINDS: tuple[tuple[tuple[LayerSpec, ...], int | None], ...] = (
+    ((FULL,), None),
+    ((FULL, WINDOW), None),
+    ((FULL, CHUNK, WINDOW), None),
+    ((WINDOW, CHUNK), None),
+    ((WINDOW, LONE), None),
+    ((), 30),
+    ((FULL,), 8),
+    ((FULL, WINDOW), 1000),
+    ((CHUNK, FULL, WINDOW), 20),
+)
+SALTS = (b"", b"tenant")
+
+
+class Boom(Exception):
+    """What the model raises inside a forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """New tokens of one slot in a forward: the last ones are guesses, and the first ones stay."""
+
+    slot: int
+    tokens: list[int]
+    guessed: int
+    kept: int
+
+
+class World:
+    """A cache over a folder that other caches had before; `draw` decides what happens."""
+
+    def __init__(self, folder: Path, draw: random.Random, tally: Counter[str] | None = None) -> None:
+        self.folder, self.draw, self.content = folder, draw, Content()
+        self.tally: Counter[str] = Counter() if tally is None else tally
+        self.layers, self.states = draw.choice(KINDS)
+        self.cells = draw.choice((44, 64, 100, 160))
+        self.rows = draw.choice((None, 4, 8))
+        memory_bytes, disk_bytes = draw.choice((0, 1000, 4000, 10**6)), draw.choice((0, 8000, 10**6))
+        self.config = ShelfConfig(memory_bytes, folder if disk_bytes else None, disk_bytes, "model")
+        # Under each salt all that was ever remembered; and some of it, to be asked for again.
+        self.remembered: dict[bytes, set[tuple[int, ...]]] = {}
+        self.latest: deque[Seat] = deque(maxlen=24)
+        self.open()
+
+    def step(self, operation: str) -> None:
+        """Do one thing, and check every slot."""
+        getattr(self, operation)()
+        for slot, seat in enumerate(self.seats):
+            check_slot(self.cache, slot, seat, self.content)
+
+    def inspect(self) -> None:
+        """Check everything else that the cache has."""
+        check_tree(self.cache, self.content)
+        check_shelf(self.cache, self.config)
+
+    def close(self) -> None:
+        """Without slots and memories every cell is free again."""
+        self.inspect()
+        for slot in range(SLOTS):
+            self.cache.clear(slot)
+        self.cache.forget()
+        for group in self.cache.groups:
+            assert not group.pool.references.any()
+            assert group.pool.cells == group.pool.free
+        assert self.cache.states is None or 0 == self.cache.states._held
+
+    def count(self, operation: str) -> None:
+        """Take note of an operation of the cache."""
+        self.tally[operation] += 1
+        self.tally["operations"] += 1
+
+    def slot(self) -> int:
+        """Any slot."""
+        return self.draw.randrange(SLOTS)
+
+    def prompt(self) -> list[int]:
+        """One of sixteen texts, which part after 7, 14, 21 and 28 tokens, up to any length."""
+        variant, length = self.draw.randrange(16), self.draw.randint(1, CAPACITY)
+        return [2 * at + (variant >> at // 7 & 1 if at < 28 else 0) for at in range(length)]
+
+    def open(self) -> None:
+        """A new cache over the same folder; all slots are empty, and what was in no file is gone."""
+        self.cache = Cache(
+            self.layers,
+            slots=SLOTS,
+            capacity=CAPACITY,
+            cells=self.cells,
+            rows=self.rows,
+            state_bytes=None if self.states is None else self.states * STATE_BYTES,
+            shelf=self.config,
+            dtype=torch.float64,
+        )
+        self.seats = [Seat() for _ in range(SLOTS)]
+
+    def restart(self) -> None:
+        """The process ends, some of what is remembered being written."""
+        self.count("restart")
+        self.save()
+        self.open()
+
+    def reopen(self) -> None:
+        """The process ends, all being written."""
+        self.count("restart")
+        while self.cache.save_some(10**9):
+            pass
+        self.open()
+
+    def request(self) -> None:
+        """Serve a prompt: recall what there is, compute the rest, remember it, and perhaps stay in the slot."""
+        slot = self.slot()
+        self.empty(slot)
+        self.seats[slot].salt = self.draw.choice(SALTS)
+        wanted = self.prompt()
+        self.extend(slot, wanted)
+        self.grow([(slot, wanted)])
+        self.hold(slot, len(self.seats[slot].tokens))
+        if self.draw.random() < 0.6:
+            self.empty(slot)
+
+    def again(self) -> None:
+        """Ask for something that was remembered once, under its own salt, in an empty slot."""
+        if self.latest:
+            slot, wanted = self.slot(), self.draw.choice(self.latest)
+            self.empty(slot)
+            self.seats[slot].salt = wanted.salt
+            self.extend(slot, wanted.tokens[: self.draw.randint(1, CAPACITY)])
+
+    def recall(self) -> None:
+        """Extend a slot as it stands."""
+        slot = self.slot()
+        self.extend(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :])
+
+    def feed(self) -> None:
+        """Compute tokens for some slots in one forward; some are guesses, not all stay, and it may fail."""
+        slots = self.draw.sample(range(SLOTS), self.draw.randint(1, 3))
+        self.grow([(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :]) for slot in slots])
+
+    def remember(self) -> None:
+        """Let others have some of what a slot computed."""
+        slot = self.slot()
+        self.hold(slot, self.draw.randint(0, len(self.seats[slot].tokens)))
+
+    def clear(self) -> None:
+        """Empty a slot; what is remembered stays."""
+        self.empty(self.slot())
+
+    def fork(self) -> None:
+        """Let a slot go on from another's beginning, or from its own."""
+        source, target = self.slot(), self.slot()
+        length = self.draw.randint(0, CAPACITY)
+        expected = stands(self.cache, source, length)
+        self.count("copy")
+        assert expected == self.cache.copy_prefix(source, target, length)
+        self.seats[target] = Seat(self.seats[source].tokens[:expected], self.seats[source].salt)
+
+    def rewind(self) -> None:
+        """Forget a slot's end."""
+        slot = self.slot()
+        length = max(len(self.seats[slot].tokens) - self.draw.choice((0, 1, 1, 2, 5, 12)), 0)
+        expected = stands(self.cache, slot, length)
+        self.count("rewind")
+        assert expected == self.cache.rewind(slot, length)
+        del self.seats[slot].tokens[expected:]
+
+    def shift(self) -> None:
+        """Drop some of a slot's tokens; what follows moves, or is forgotten too."""
+        slot = self.slot()
+        seat, length = self.seats[slot], len(self.seats[slot].tokens)
+        if not length:
+            return
+        keep = self.draw.randrange(length)
+        drop = self.draw.randint(1, length - keep)
+        carry = self.draw.random() < 0.7
+        below, moves = stands(self.cache, slot, keep), self.moves(length, keep, drop, carry)
+        try:
+            standing = self.cache.shift(slot, keep, drop, states="carry" if carry else "rebuild")
+        except OutOfCells:
+            assert moves
+            self.count("shift without cells")
+            return
+        self.count("shift" if moves else "shift that moves nothing")
+        assert standing == (length - drop if moves else below)
+        if moves:
+            self.seats[slot] = self.content.shifted(seat, keep, drop)
+        else:
+            del seat.tokens[standing:]
+
+    def moves(self, length: int, keep: int, drop: int, carry: bool) -> bool:
+        """Whether a shift moves what follows."""
+        reaches = [layer.reach.within(CAPACITY) for layer in self.layers]
+        seen = all(oldest(reach, length) == 0 or oldest(reach, length - drop) >= keep for reach in reaches)
+        return seen and (carry or self.states is None) and all(reach.kind != "chunk" for reach in reaches)
+
+    def make_room(self) -> None:
+        """Forget what stands in the way of some rows; if they do not fit then, they would not without any memory."""
+        rows = {slot: CAPACITY - len(self.seats[slot].tokens) for slot in self.draw.sample(range(SLOTS), 2)}
+        spans = [Span(slot, CAPACITY - count, self.draw.randint(1, count)) for slot, count in rows.items() if count]
+        if spans:
+            self.count("make room")
+            lacking = self.cache.make_room(spans)
+            if lacking:
+                self.cache.forget()
+                assert lacking == self.cache.make_room(spans)
+
+    def evict(self) -> None:
+        """Take cells from the tree: enough, if it has enough."""
+        wanted, free, idle = self.draw.randint(1, 60), self.cache.free_cells, self.cache.idle_cells()
+        self.count("evict")
+        freed = self.cache.evict(wanted)
+        assert free + freed == self.cache.free_cells
+        assert freed >= min(wanted, idle)
+
+    def forget(self) -> None:
+        """Take all cells from the tree."""
+        self.count("forget")
+        self.cache.forget()
+        assert self.cache.idle_cells() == 0
+
+    def save(self) -> None:
+        """Write some of what is remembered: nothing whose beginning is not in files."""
+        self.count("save")
+        files = self.cache._tree.shelf._files
+        before = set(files)
+        self.cache.save_some(self.draw.choice((1, 1, 2000, 10**9)))
+        for node in [node for entry in files - before for node in entry.nodes]:
+            assert all(above.shelved == len(above.tokens) and above.filed == above.pieces for above in node.path()[:-1])
+
+    def lose(self) -> None:
+        """Somebody deletes a file, or it is damaged."""
+        files = sorted(self.folder.rglob("*.safetensors"))
+        if not files:
+            return
+        self.count("lose")
+        file = self.draw.choice(files)
+        data = bytearray(file.read_bytes())
+        kind = self.draw.randrange(3)
+        if kind == 0:
+            file.unlink()
+        elif kind == 1:
+            file.write_bytes(data[: self.draw.randrange(len(data))])
+        else:
+            data[self.draw.randrange(len(data))] ^= 1
+            file.write_bytes(data)
+
+    def empty(self, slot: int) -> None:
+        """Clear a slot, if it holds anything."""
+        if self.seats[slot].tokens:
+            self.count("clear")
+            self.cache.clear(slot)
+        self.seats[slot] = Seat()
+
+    def extend(self, slot: int, wanted: list[int]) -> None:
+        """Recall: what was remembered of exactly these tokens, at least as deep as what is in cells allows."""
+        seat = self.seats[slot]
+        standing, there = len(seat.tokens), in_cells(self.cache, slot, wanted, seat.salt)
+        self.count("recall")
+        length = self.cache.recall(slot, wanted, salt=seat.salt)
+        assert max(standing, there) <= length <= max(standing, len(wanted))
+        if length > standing:
+            self.count("recalled" if length == there else "recalled from the shelf")
+            assert tuple(wanted[:length]) in self.remembered.get(seat.salt, ())
+            seat.tokens = list(wanted[:length])
+
+    def hold(self, slot: int, length: int) -> None:
+        """Remember the first tokens of a slot."""
+        seat = self.seats[slot]
+        tokens = seat.tokens[:length]
+        self.count("remember")
+        self.cache.remember(slot, tokens, salt=seat.salt, seal=self.draw.random() < 0.5)
+        self.remembered.setdefault(seat.salt, set()).update(tuple(tokens[:some]) for some in range(length + 1))
+        self.latest.append(Seat(tokens, seat.salt))
+
+    def grow(self, wanted: Sequence[tuple[int, list[int]]]) -> None:
+        """Compute what slots lack of tokens, in one forward, if there is room."""
+        parts = [self.part(slot, tokens[len(self.seats[slot].tokens) :]) for slot, tokens in wanted]
+        parts = [part for part in parts if part.tokens]
+        spans = [
+            Span(part.slot, len(self.seats[part.slot].tokens), len(part.tokens), guessed=part.guessed) for part in parts
+        ]
+        if not spans or self.cache.make_room(spans):
+            return
+        fails = self.draw.random() < 0.1
+        self.count("forward that failed" if fails else "forward")
+        try:
+            with self.cache.forward(spans) as forward:
+                self.compute(forward, parts)
+                if fails:
+                    raise Boom
+        except Boom:
+            return
+        for part, span in zip(parts, spans, strict=True):
+            stop = span.start + part.kept
+            if self.cache.states is not None:
+                stop = max(at for at in (span.start, *places(span)) if at <= stop)
+            assert stop == self.cache.length(part.slot)
+            self.seats[part.slot].tokens += part.tokens[: stop - span.start]
+
+    def part(self, slot: int, tokens: list[int]) -> Part:
+        """Some rows of a slot: half of the time all stay."""
+        if not tokens or self.draw.random() < 0.5:
+            return Part(slot, tokens, 0, len(tokens))
+        guessed = self.draw.randint(0, min(len(tokens) - 1, 4))
+        kept = len(tokens) - self.draw.randint(0, guessed if guessed and self.draw.random() < 0.8 else len(tokens))
+        return Part(slot, tokens, guessed, kept)
+
+    def compute(self, forward: Forward, parts: Sequence[Part]) -> None:
+        """Write the rows of a forward, and keep of each slot what is to stay."""
+        before = [self.seats[part.slot] for part in parts]
+        every = [
+            self.content.marks(seat.salt, (*seat.tokens, *part.tokens))
+            for seat, part in zip(before, parts, strict=True)
+        ]
+        marks = np.concatenate([all_[span.start :] for all_, span in zip(every, forward.spans, strict=True)])
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
+        keys = torch.from_numpy(turned(marks, positions))
+        for layer, spec in enumerate(self.layers):
+            values = torch.from_numpy(marks)[None, :, None].repeat(spec.heads, 1, spec.value_width)
+            forward.write(layer, keys[None].repeat(spec.heads, 1, 1), values)
+        for span, part, seat in zip(forward.spans, parts, before, strict=True):
+            self.advance(forward, span, seat, part.tokens)
+            if part.kept < len(part.tokens):
+                self.count("kept in part")
+                forward.keep(part.slot, span.start + part.kept)
+
+    def advance(self, forward: Forward, span: Span, seat: Seat, tokens: Sequence[int]) -> None:
+        """Read the state before a span and write those behind its pieces."""
+        if self.cache.states is None:
+            return
+        state = forward.state(span.slot, span.start, STATE)
+        assert (state is None) == (span.start == 0)
+        assert state is None or float(state) == self.content.state(seat.salt, seat.tokens)
+        for stop in places(span):
+            text = (*seat.tokens, *tokens[: stop - span.start])
+            forward.put_state(span.slot, stop, STATE, torch.tensor(self.content.state(seat.salt, text)).double())
+
+
+def places(span: Span) -> range:
+    """Where a slot may be left standing by a forward: before each guess, and behind the last row."""
+    return range(span.stop - span.guessed, span.stop + 1)
