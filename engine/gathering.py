@@ -73,6 +73,8 @@ class GatheringRunner:
         wanted  the rows of the batch to know the logits of, ascending
         sights  as at Runner; models with encoders are not run this way
         """
+        if any(span.mutual for span in forward.spans):
+            raise ValueError("the masks are the model's own: no ranges of tokens see each other")
         logits, memories, row = [], [], 0
         for number, span in enumerate(forward.spans):
             stop = row + span.length

@@ -4,6 +4,9 @@ A shift is a function of the request and the capacity alone. So a sequence that 
 at the same place, and goes on as if nobody had disturbed it (law 4). What was moved by a shift still knows the text
 that was dropped; it cannot be computed from its own tokens and must not be found by them. So it is remembered under a
 salt of its own, a digest of its past: the same sequence finds it there when it comes back, and nobody else does.
+
+The tokens of a mutual range see each other, so that what is computed for one depends on the whole range. They are known
+to the memory by keys made from the whole range, which no token has: it is found whole, or not at all.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from engine.types import RecurrentShift
 
@@ -39,6 +44,7 @@ class _Stage:
     floor      tokens that cannot be computed at this stage: all of them are found, or none; 0 where nothing was moved
     plain      leading tokens whose content depends on nothing but these tokens
     protected  ranges that no shift drops or cuts
+    mutual     those of them whose tokens see each other
     start      where the shift dropped something
     dropped    the tokens that it dropped
     """
@@ -47,6 +53,7 @@ class _Stage:
     floor: int
     plain: int
     protected: tuple[Range, ...]
+    mutual: tuple[Range, ...]
     start: int = 0
     dropped: tuple[int, ...] = ()
 
@@ -57,6 +64,7 @@ class Lineage:
     tokens     what the slot's content is about at the present stage; longer than the capacity where shifts are due
     keep       tokens at the start that no shift drops
     protected  token ranges of the prompt that no shift drops or cuts
+    mutual     ascending token ranges of the prompt whose tokens see each other; no shift drops or cuts them either
     salt       what is remembered under another salt does not exist for this sequence
     states     what a shift makes of recurrent states, which is part of the past
     """
@@ -68,12 +76,14 @@ class Lineage:
         capacity: int,
         keep: int,
         protected: Sequence[Range] = (),
+        mutual: Sequence[Range] = (),
         salt: bytes = b"",
         states: RecurrentShift = "rebuild",
     ) -> None:
         self.tokens = list(prompt)
         self._capacity, self._keep, self._states = capacity, keep, states
-        self._stages = [_Stage(salt, 0, capacity, tuple(sorted(protected)))]
+        self._stages = [_Stage(salt, 0, capacity, tuple(sorted((*protected, *mutual))), tuple(mutual))]
+        self._range_keys = [_keys(prompt[start:stop]) for start, stop in mutual]
         self._at = 0
 
     @property
@@ -90,6 +100,22 @@ class Lineage:
     def plain(self) -> int:
         """Leading tokens whose content depends on nothing but these tokens."""
         return self._stages[self._at].plain
+
+    def keys(self, length: int) -> list[int]:
+        """By what the memory knows the first `length` tokens."""
+        keys = self.tokens[:length]
+        for (start, _), own in zip(self.mutual(0, len(keys)), self._range_keys, strict=False):
+            keys[start : start + len(own)] = own[: len(keys) - start]
+        return keys
+
+    def mutual(self, start: int, stop: int) -> tuple[Range, ...]:
+        """The ranges that begin in [start, stop) and whose tokens see each other."""
+        return tuple(each for each in self._stages[self._at].mutual if start <= each[0] < stop)
+
+    def whole(self, length: int) -> int:
+        """The most of the first `length` tokens that cuts no range whose tokens see each other."""
+        inside = (start for start, stop in self._stages[self._at].mutual if start < length < stop)
+        return next(inside, length)
 
     @property
     def shifts(self) -> int:
@@ -146,15 +172,23 @@ class Lineage:
         stage = self._stages[self._at]
         dropped = tuple(self.tokens[cut.start : cut.stop])
         protected = tuple(_moved(stretch, cut) for stretch in stage.protected)
+        mutual = tuple(_moved(stretch, cut) for stretch in stage.mutual)
         plain = min(stage.plain, cut.start)
         if standing <= plain:
             # Nothing is left that was ever moved: all that follows is computed from its tokens, like any other.
-            return _Stage(self._stages[0].salt, 0, self._capacity, protected, cut.start, dropped)
+            return _Stage(self._stages[0].salt, 0, self._capacity, protected, mutual, cut.start, dropped)
         past = repr((stage.salt, cut.start, standing, self._states, dropped)).encode()
-        return _Stage(hashlib.sha256(past).digest(), standing, plain, protected, cut.start, dropped)
+        return _Stage(hashlib.sha256(past).digest(), standing, plain, protected, mutual, cut.start, dropped)
 
 
 def _moved(protected: Range, cut: Cut) -> Range:
     """Where a protected range is after a cut, which never touches it."""
     start, stop = protected
     return protected if start < cut.stop else (start - cut.drop, stop - cut.drop)
+
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """A key a token of a range, made from all of its tokens: negative, which no token is."""
+    digest = hashlib.shake_256(repr(tuple(tokens)).encode()).digest(8 * len(tokens))
+    numbers = np.frombuffer(digest, dtype=np.int64) | np.iinfo(np.int64).min
+    return [int(number) for number in numbers]

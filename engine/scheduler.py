@@ -171,7 +171,7 @@ class Scheduler:
             return
         at, best = len(sequence.tokens) - self._missing(sequence), None
         for other in self.running[: self.running.index(sequence)]:
-            common = min(self._offered(other, sequence), len(sequence.tokens) - 1)
+            common = sequence.lineage.whole(min(self._offered(other, sequence), len(sequence.tokens) - 1))
             if common > max(at, best.common if best else 0):
                 best = _Lead(other, common)
         if best is not None:
@@ -183,7 +183,8 @@ class Scheduler:
         alike = leader.lineage.salt == sequence.lineage.salt and not leader.lineage.shifts
         if not alike or self._missing(leader) <= 1:
             return 0
-        return min(common_prefix(leader.tokens, sequence.tokens), len(leader.request.prompt))
+        prompt = len(leader.request.prompt)
+        return common_prefix(leader.lineage.keys(prompt), sequence.lineage.keys(prompt))
 
     def _grants(self) -> list[Grant]:
         """A row for everyone who lacks just one, and the chunk's rows of prompt, oldest sequence first."""
@@ -195,12 +196,16 @@ class Scheduler:
             if sequence.slot is None or length == 0 or self._holds(sequence):
                 continue
             left -= length if missing > 1 else 0
-            grants.append(Grant(sequence, Span(sequence.slot, start, length)))
+            mutual = sequence.lineage.mutual(start, start + length)
+            grants.append(Grant(sequence, Span(sequence.slot, start, length, mutual)))
         return grants
 
     def _rows(self, sequence: Sequence, start: int, most: int) -> int:
-        """Rows that one forward may bring, up to `most`: not past the capacity, nor past a mark that needs a state."""
-        stop = min(start + most, len(sequence.tokens), self._cache.capacity)
+        """Rows that one forward may bring, up to `most`: not past the capacity, nor past a mark that needs a state.
+
+        A mutual range comes whole, or not yet.
+        """
+        stop = sequence.lineage.whole(min(start + most, len(sequence.tokens), self._cache.capacity))
         # A recurrent state exists only where a span ends.
         marks = sequence.marks(start, stop) if self._cache.states is not None else []
         return (marks[0] if marks else stop) - start
@@ -226,7 +231,7 @@ class Scheduler:
             else:
                 if standing <= cut.start:
                     # Nothing moved. How much of what earlier shifts moved is left may depend on chunks: none shall be.
-                    standing = self._cache.rewind(sequence.slot, min(standing, sequence.lineage.plain))
+                    standing = self._slots.rewind(sequence, min(standing, sequence.lineage.plain))
                 sequence.lineage.shift(cut, standing)
                 return
 

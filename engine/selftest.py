@@ -3,14 +3,19 @@
 transformers changes often, and a model may compute positions or masks in a way that packing breaks. Such a model runs
 one sequence at a time (engine/gathering.py); if that is not right either, it is refused here, in words, instead of
 answering nonsense later.
+
+Where it is cheap, the prompt is longer than twice what some layers look at (a window, a chunk, a selection of the
+likeliest), so that what they must not see is there to be seen: as far as the weights are few enough, see `_WORK`.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +24,8 @@ from engine import hooks
 from engine.encoding import Encoder
 from engine.errors import ModelUnsupported
 from engine.gathering import GatheringRunner
+from engine.kernels import reference
+from engine.kernels.reference import Attend
 from engine.plan import plan_layers
 from engine.runner import Runner
 from engine.sight import Sight
@@ -28,9 +35,11 @@ from kvcache.spec import Span
 
 log = logging.getLogger("cellar.engine")
 
-# Two sequences, cut so that a continued prompt, a new prompt and a single row meet in one forward.
-_LENGTHS = (9, 8)
-_STEPS = (((0, 4),), ((0, 4), (1, 7)), ((0, 1), (1, 1)))
+# How a configuration says of how many positions a layer sees, where these are not all.
+_REACHES = ("sliding_window", "attention_chunk_size", "index_topk", "window_size")
+# The shortest and the longest prompt; between them, the weights times the tokens of the prompt are so many at most:
+# measured on one core, the whole check takes 2 s there.
+_SHORTEST, _LONGEST, _WORK = 9, 1024, 5 * 10**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,7 @@ class Facts:
     recurrent  whether some of its layers keep a state
     dtype      in which it computes
     stored     in which its keys and values are kept; None: the same
+    attend     how it attends to cells, if that turns out right
     """
 
     vocabulary: int
@@ -47,6 +57,7 @@ class Facts:
     dtype: torch.dtype
     stored: torch.dtype | None = None
     mla: MlaMode = "auto"
+    attend: Attend = reference.attend
     encoder: Encoder | None = None
 
 
@@ -66,29 +77,50 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
     """
     try:
         model.set_attn_implementation(_plain(model))
-        cases = [_case(model, facts, number) for number in range(len(_LENGTHS))]
-        alone = [_alone(model, case) for case in cases]
+        cases = [_case(model, facts, number) for number in range(2)]
+        steps = _steps(len(cases[0].prompt))
+        alone = [_alone(model, case, _ends(steps, number)) for number, case in enumerate(cases)]
     except Exception as error:
         raise ModelUnsupported(name, f"it does not run ({type(error).__name__}: {error})") from error
     reason = None
-    for make in (_packed, _gathering):
+    for confession, make in _ways(facts):
         try:
-            runner = make(model, facts)
+            runner = make(model)
             _compare(alone, _played(runner, model, cases, facts, facts.dtype), facts.dtype)
         except Exception as error:
             reason = reason or f"{type(error).__name__}: {error}"
             continue
         if reason is not None:
-            log.warning("%s runs one sequence at a time, for packed batches change it (%s)", name, reason)
-        stored = facts.stored or facts.dtype
-        if not all(row.isfinite().all() for row in _played(runner, model, cases, facts, stored)):
-            raise ModelUnsupported(name, f"its keys or values do not fit into {stored}; choose another --kv-dtype")
+            log.warning("%s %s (%s)", name, confession, reason)
+        _check_stored(name, model, runner, cases, facts)
         return runner
     raise ModelUnsupported(name, f"it cannot run in packed batches ({reason})")
 
 
+def _check_stored(name: str, model: Any, runner: Runner | GatheringRunner, cases: list[_Case], facts: Facts) -> None:
+    stored = facts.stored or facts.dtype
+    if stored == facts.dtype:
+        return
+    if not all(row.isfinite().all() for row in _played(runner, model, cases, facts, stored)):
+        raise ModelUnsupported(name, f"its keys or values do not fit into {stored}; choose another --kv-dtype")
+
+
 class _Differs(Exception):
     """A batch changed what a sequence gets to hear."""
+
+
+# Of each forward the sequences, and how many rows of them.
+_Steps: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+_Make: TypeAlias = Callable[[Any], Runner | GatheringRunner]
+
+
+def _ways(facts: Facts) -> Iterator[tuple[str, _Make]]:
+    """How a model may be run, fastest first, and what is said of it where all before it failed."""
+    yield "", lambda model: _packed(model, facts)
+    if facts.attend is not reference.attend:
+        plain = replace(facts, attend=reference.attend)
+        yield "attends in torch operations, for the C++ kernel changes it", lambda model: _packed(model, plain)
+    yield "runs one sequence at a time, for packed batches change it", lambda model: _gathering(model, facts)
 
 
 def _packed(model: Any, facts: Facts) -> Runner:
@@ -96,7 +128,7 @@ def _packed(model: Any, facts: Facts) -> Runner:
     layers = plan_layers(model, vocabulary=facts.vocabulary)
     if not layers and not facts.recurrent:
         raise _Differs("its layers mix along the sequence in no way that can be packed")
-    return Runner(model, layers, facts.mla)
+    return Runner(model, layers, facts.mla, facts.attend)
 
 
 def _gathering(model: Any, facts: Facts) -> GatheringRunner:
@@ -116,6 +148,26 @@ def _plain(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
+def _length(model: Any) -> int:
+    """Of the longer prompt: twice the farthest reach that is short enough, and some."""
+    text = model.config.get_text_config()
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    most = min(_LONGEST, _WORK // weights, getattr(text, "max_position_embeddings", None) or _LONGEST)
+    sizes = [size for name in _REACHES if isinstance(size := getattr(text, name, None), int)]
+    return _SHORTEST + max((2 * size for size in sizes if 2 * size + _SHORTEST <= most), default=0)
+
+
+def _steps(length: int) -> _Steps:
+    """Such that a continued prompt, a new one and single rows meet."""
+    first = (length - 5) // 2
+    return ((0, 4),), ((0, first), (1, 7)), ((0, length - 5 - first), (1, 1)), ((0, 1), (1, 1))
+
+
+def _ends(steps: _Steps, number: int) -> list[int]:
+    """Where the spans of a sequence end."""
+    return list(accumulate(rows for step in steps for sequence, rows in step if sequence == number))
+
+
 def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
@@ -123,35 +175,46 @@ def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
 
 def _case(model: Any, facts: Facts, number: int) -> _Case:
     """The first sequence looks at media if any can; the others do where the model says nothing without."""
-    prompt, encoder = _prompt(facts.vocabulary, _LENGTHS[number], number), facts.encoder
+    length = _SHORTEST if number > 0 else _length(model)
+    prompt, encoder = _prompt(facts.vocabulary, length, number), facts.encoder
     if encoder is None or (number > 0 and not encoder.needed):
         return _Case(prompt, {"input_ids": torch.tensor([prompt], device=next(model.parameters()).device)})
     prompt, media = encoder.sample_prompt(prompt), encoder.sample()
     return _Case(prompt, encoder.alone(media, prompt), encoder.sight(encoder.encode(media), media, prompt))
 
 
-def _alone(model: Any, case: _Case) -> Tensor:
+def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
+    """The logits [ends, vocabulary] after so many tokens each, by the model itself."""
+    rows = torch.tensor(ends, device=next(model.parameters()).device) - 1
+    known = inspect.signature(type(model).forward).parameters
+    kept = {"logits_to_keep": rows} if "logits_to_keep" in known else {}
     with torch.inference_mode():
-        logits: Tensor = model(**case.inputs, use_cache=False).logits
-    return logits[0, -1]
+        logits: Tensor = model(**case.inputs, **kept, use_cache=False).logits[0]
+    # A model that ignores what to keep returns every row.
+    return logits if logits.shape[0] == len(ends) else logits[rows]
 
 
 def _played(
     runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, stored: torch.dtype
 ) -> list[Tensor]:
-    """The logits after each prompt, computed in the steps of `_STEPS`."""
+    """For each case the logits [ends, vocabulary] where its spans end."""
     device = next(model.parameters()).device
     specs = [plan.spec for plan in runner.layers]
     state_bytes = 0 if facts.recurrent else None
-    cache = Cache(specs, slots=2, capacity=16, cells=32, state_bytes=state_bytes, dtype=stored, device=device)
-    logits = torch.empty(0)
-    for step in _STEPS:
+    length = len(cases[0].prompt)
+    cache = Cache(
+        specs, slots=2, capacity=length, cells=2 * length, state_bytes=state_bytes, dtype=stored, device=device
+    )
+    heard: list[list[Tensor]] = [[] for _ in cases]
+    for step in _steps(length):
         spans = [Span(slot, cache.length(slot), length) for slot, length in step]
         tokens = [token for span in spans for token in cases[span.slot].prompt[span.start : span.stop]]
         wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
         with cache.forward(spans) as forward:
             logits = runner.run(forward, tokens, wanted.tolist(), [cases[span.slot].sight for span in spans])
-    return list(logits)
+        for span, row in zip(spans, logits, strict=True):
+            heard[span.slot].append(row)
+    return [torch.stack(rows) for rows in heard]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -50,6 +50,7 @@ class Sequence:
             capacity=capacity,
             keep=self._keep(tokenizer.special),
             protected=request.protected,
+            mutual=request.mutual,
             # What is computed under one image is wrong under another.
             salt=request.salt + (b"" if request.media is None else request.media.digest),
             states=request.recurrent_shift,
@@ -99,8 +100,8 @@ class Sequence:
         return len(self.tokens) > self._capacity and self.lineage.cut() is None
 
     def mark(self, position: int) -> None:
-        """Take note that this place in the prompt is worth resuming at."""
-        if 0 < position < len(self.request.prompt):
+        """Take note that this place in the prompt is worth resuming at; nobody can inside a mutual range."""
+        if 0 < position < len(self.request.prompt) and not any(a < position < b for a, b in self.request.mutual):
             self._marks.add(position)
 
     def marks(self, start: int, stop: int) -> list[int]:

@@ -40,9 +40,21 @@ class Slots:
         than the slot can stand, others left there before: the sequence makes that a place to resume at.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        tokens, salt = sequence.tokens[: min(len(sequence.tokens) - 1, self._cache.capacity)], sequence.lineage.salt
-        standing = self._cache.recall(sequence.slot, tokens, salt=salt)
-        sequence.mark(self._cache.known(tokens, salt=salt))
+        keys = sequence.lineage.keys(min(len(sequence.tokens) - 1, self._cache.capacity))
+        salt = sequence.lineage.salt
+        standing = self._cache.recall(sequence.slot, keys, salt=salt)
+        sequence.mark(self._cache.known(keys, salt=salt))
+        return self.rewind(sequence, standing)
+
+    def rewind(self, sequence: Sequence, length: int) -> int:
+        """Let the slot stand at `length` or below, where it can go on; the length at which it stands then.
+
+        It never stands inside a mutual range, for that is computed whole.
+        """
+        assert sequence.slot is not None, "a waiting sequence has no slot"
+        standing = min(length, self._cache.length(sequence.slot))
+        while (whole := sequence.lineage.whole(standing)) < self._cache.length(sequence.slot):
+            standing = self._cache.rewind(sequence.slot, whole)
         return standing
 
     def computed(self, sequence: Sequence, span: Span) -> None:
@@ -69,4 +81,4 @@ class Slots:
 
     def _remember(self, sequence: Sequence, length: int, *, seal: bool = False) -> None:
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        self._cache.remember(sequence.slot, sequence.tokens[:length], salt=sequence.lineage.salt, seal=seal)
+        self._cache.remember(sequence.slot, sequence.lineage.keys(length), salt=sequence.lineage.salt, seal=seal)

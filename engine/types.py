@@ -11,6 +11,8 @@ Overflow = Literal["length", "shift"]
 RecurrentShift = Literal["rebuild", "carry"]
 DrafterChoice = Literal["auto", "none", "lookup", "model"]
 FinishReason = Literal["stop", "length"]
+# Tokens of a draft at most. A longer one pays in copied text alone, and there the next one follows at once.
+LONGEST_DRAFT = 16
 # How latent attention is computed (engine/kernels/latent.py): always one way, or the cheaper one.
 MlaMode = Literal["auto", "absorb", "expand"]
 
@@ -79,7 +81,7 @@ class SpeculationParams:
     """Who guesses at tokens, and how many at a time.
 
     drafter  one kind of drafter, or "auto": the one that seems best; "none" forbids it
-    tokens   of a draft; None: as many as seem to pay, none included
+    tokens   of each draft, 0 to LONGEST_DRAFT, where so many can be guessed; None: what the engine's settings say
     """
 
     drafter: DrafterChoice = "auto"
@@ -96,6 +98,8 @@ class Request:
     keep        tokens at the start that a shift never drops; None: the leading special tokens and 4 more
     protected   token ranges [start, stop) of the prompt that a shift neither drops nor cuts; where nothing else may go
                 the answer ends with "length"
+    mutual      token ranges [start, stop) of the prompt, ascending, whose tokens see those behind them in the range too
+                (the tokens of an image in Gemma 3); no shift drops or cuts one
     recurrent_shift  what a shift makes of recurrent states: "rebuild" computes them from the tokens that stay, "carry"
                 leaves them as they are, having seen the dropped text
     marks       places in the prompt that are worth resuming at, such as ends of messages; they never change the text
@@ -116,6 +120,7 @@ class Request:
     overflow: Overflow | None = None
     keep: int | None = None
     protected: tuple[tuple[int, int], ...] = ()
+    mutual: tuple[tuple[int, int], ...] = ()
     recurrent_shift: RecurrentShift = "rebuild"
     marks: tuple[int, ...] = ()
     salt: bytes = b""
@@ -263,6 +268,24 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who guesses at text: the kinds of drafters, and the model that drafts with its own memory, where one does."""
+
+    kinds: tuple[str, ...] = ()
+    model: ModelInfo | None = None
+    memory: MemoryPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What became of the drafts of one kind of drafter, by the position in the draft: tokens drafted, and said."""
+
+    kind: str
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """The state of the engine after its latest step. Totals count since the start.
 
@@ -289,3 +312,4 @@ class Stats:
     preemptions_total: int = 0
     prefix_copies_total: int = 0
     failed_total: int = 0
+    drafts: tuple[DraftCounts, ...] = ()

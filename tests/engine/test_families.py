@@ -17,7 +17,7 @@ ALWAYS = {
     "gpt_oss",
     "llama4_text",
     "deepseek_v2",
-    "kimi_linear",
+    "qwen3_next",
     "falcon_mamba",
     "nemotron_h",
     "gemma4_text",
@@ -57,6 +57,7 @@ def test_the_page_has_every_family() -> None:
 
 
 def documented() -> dict[str, list[str]]:
-    """The rows of the page by family."""
-    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in rows[1:]}
+    """The rows of the page's first table by family."""
+    table = PAGE.read_text().split("| family |")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {cells[0]: cells[1:] for cells in rows}

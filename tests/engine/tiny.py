@@ -261,7 +261,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M*M-",
         "num_hidden_layers": 4,
     },
-    "kimi_linear": {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32},
+    "kimi_linear": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
 }
 
 
