@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types import DrafterChoice, MlaMode, Overflow
+from engine.types import LONGEST_DRAFT, DrafterChoice, MlaMode, Overflow
 
 # What the bundled model is called where nobody gave it another name.
 BUNDLED_NAME = "cellar-tiny"
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]
+Kernels = Literal["auto", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,9 @@ class EngineConfig:
     threads      that torch computes with; None: all cores, or one for a model too small to share out
     drafter      who may guess at tokens ahead; "auto": whoever there is
     draft_model  a smaller model with the same tokenizer that guesses; None: the bundled model brings its own
-    draft_tokens that are guessed at a time; None: as many as seem to pay, none included
+    draft_tokens that are guessed at a time unless a request says otherwise, 0 to LONGEST_DRAFT; None: as many as seem
+                 to pay, none included
+    kernels      who computes attention; "auto": what is fastest of all that this machine can run or build
     mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
     shelf        folder where remembered content is kept for the next start; None: nowhere
     shelf_bytes  that its files may take together
@@ -53,6 +56,7 @@ class EngineConfig:
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
+    kernels: Kernels = "auto"
     mla: MlaMode = "auto"
     checkpoint: int = 1024
     shelf: str | None = None
@@ -61,14 +65,21 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work; ValueError names the setting."""
-        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint", "draft_tokens"):
+        for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.context is not None and self.context < 8:
             raise ValueError(f"context must be at least 8, not {self.context}")
-        if self.draft_model is not None and self.drafter in ("none", "lookup"):
-            raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
         for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= LONGEST_DRAFT:
+            raise ValueError(f"draft_tokens must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
+        if self.draft_model is not None and self.drafter in ("none", "lookup"):
+            raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
+        if self.drafter == "model" and self.draft_model is None and self.model is not None:
+            raise ValueError("drafter model needs a draft model: name it with --draft-model")

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from pathlib import Path
+
+import torch
 
 from engine.config import EngineConfig
 from engine.crossing import Crossing
@@ -20,6 +21,7 @@ from engine.load import Loaded
 from engine.memory import most_rows
 from engine.scheduler import Grant, Scheduler
 from engine.sequence import Sequence
+from engine.shelf import shelf
 from engine.speculation import Speculation
 from engine.step import Said, Stepper
 from engine.types import (
@@ -34,7 +36,7 @@ from engine.types import (
     TokenLogprob,
 )
 from kvcache.cache import Cache
-from kvcache.shelf import ShelfConfig
+from kvcache.entries import EntryFiles
 
 log = logging.getLogger("cellar.engine")
 
@@ -61,7 +63,7 @@ class Core:
             cells=loaded.memory.cells,
             rows=most_rows(config, info.slots),
             state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
-            shelf=_shelf(config, loaded.identity),
+            shelf=shelf(config, loaded.identity),
             dtype=loaded.stored,
             device=config.device,
         )
@@ -69,7 +71,8 @@ class Core:
         self._stepper = Stepper(loaded, self.cache)
         self._speculation = speculation or Speculation(None, None, FixedDepth(0), clock)
         self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
-        self.crossing = Crossing(loaded.encoder)
+        files = EntryFiles(shelf(config, loaded.identity), torch.device(config.device))
+        self.crossing = Crossing(loaded.encoder, files)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -119,7 +122,8 @@ class Core:
 
     def rest(self) -> bool:
         """Use a pause to save a little of what is remembered; False: nothing is left to be saved."""
-        return self.cache.save_some(_REST_BYTES)
+        saved = self.cache.save_some(_REST_BYTES) or self.crossing.files.write()
+        return saved or self._speculation.rest(_REST_BYTES)
 
     def stats(self) -> Stats:
         """The state now."""
@@ -144,6 +148,7 @@ class Core:
             preemptions_total=self._scheduler.preemptions,
             prefix_copies_total=totals["reused"],
             failed_total=totals["failed"],
+            drafts=self._speculation.counts(),
         )
 
     def _start(self, sequence: Sequence, standing: int) -> None:
@@ -197,9 +202,9 @@ class Core:
         if len(tokens) < len(said.tokens):
             return  # it has failed
         if draft is not None:
-            self._speculation.verified(draft, tokens)
-            sequence.accepted += len(tokens) - 1
-            sequence.refused += len(draft.tokens) - len(tokens) + 1
+            accepted = self._speculation.verified(draft, tokens)
+            sequence.accepted += accepted
+            sequence.refused += len(draft.tokens) - accepted
         for token, entry in zip(tokens, said.logprobs, strict=True):
             if sequence.request.id in self._sequences:
                 self._advance(sequence, token, entry)
@@ -253,13 +258,3 @@ class Core:
 
     def _say(self, sequence: Sequence, event: Event) -> None:
         self._events.append((sequence.request.id, event))
-
-
-def _shelf(config: EngineConfig, identity: str) -> ShelfConfig:
-    return ShelfConfig(
-        memory_bytes=config.shelf_memory_bytes,
-        folder=None if config.shelf is None else Path(config.shelf).expanduser(),
-        disk_bytes=config.shelf_bytes,
-        identity=identity,
-        report=log.warning,
-    )

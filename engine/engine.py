@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.core import Core
@@ -28,9 +28,10 @@ from engine.errors import (
     Overloaded,
 )
 from engine.load import Loaded, load
+from engine.runner import Runner
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
-from engine.types import Event, Failed, MemoryPlan, ModelInfo, Request, Stats
+from engine.types import Drafting, Event, Failed, MemoryPlan, ModelInfo, Request, Stats
 
 log = logging.getLogger("cellar.engine")
 
@@ -69,6 +70,7 @@ class Engine:
         self._failure: EngineError | None = None
         self._draining = False
         self._phase = "resolve"
+        self._drafting = Drafting()
         self._stats = Stats()
         self._beat = time.monotonic()
         self._mean_seconds = 1.0
@@ -115,6 +117,11 @@ class Engine:
     def memory(self) -> MemoryPlan:
         """The memory plan. Raises Loading until there is one."""
         return self._ready_model().memory
+
+    @property
+    def drafting(self) -> Drafting:
+        """Who guesses at text; nobody until the model is ready."""
+        return self._drafting
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -190,12 +197,30 @@ class Engine:
             loaded.encoder.check(request.media, request.prompt)
         elif request.media is not None:
             raise InvalidRequest("media", "this model has no encoder that could look at media")
+        self._check_mutual(request, loaded)
+        drafter, kinds = request.speculation.drafter, self._drafting.kinds
+        if drafter not in ("auto", "none", *kinds):
+            others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
+            raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
         if len(request.prompt) >= capacity:
             raise ContextTooLong(len(request.prompt), capacity)
         waiting = len(self._streams) - info.slots
         if waiting >= self._config.max_waiting:
             seconds = min(max(self._mean_seconds * (waiting + 1) / info.slots, 1.0), 60.0)
             raise Overloaded(waiting, seconds)
+
+    def _check_mutual(self, request: Request, loaded: Loaded) -> None:
+        """Ranges of tokens that see each other are computed in one forward each, by a model that runs packed."""
+        if request.mutual and not isinstance(loaded.runner, Runner):
+            raise InvalidRequest("mutual", "this model runs by itself, with no ranges of tokens that see each other")
+        before = 0
+        for start, stop in request.mutual:
+            if not before <= start < stop <= len(request.prompt):
+                raise InvalidRequest("mutual", f"the range [{start}, {stop}) is not behind the others in the prompt")
+            if stop - start > self._config.chunk:
+                most = self._config.chunk
+                raise InvalidRequest("mutual", f"the range [{start}, {stop}) has more tokens than a step ({most})")
+            before = stop
 
     def _ready_model(self) -> Loaded:
         if self._failure is not None:
@@ -222,9 +247,9 @@ class Engine:
             if stream is not None:
                 stream.deliver(event)
 
-    def _settle(self, loaded: Loaded | None, failure: EngineError | None) -> None:
+    def _settle(self, loaded: Loaded | None, drafting: Drafting, failure: EngineError | None) -> None:
         """On the loop: the thread is ready, or it ended."""
-        self._loaded = loaded or self._loaded
+        self._loaded, self._drafting = loaded or self._loaded, drafting
         self._failure = failure
         self._phase = "ready"
         self._settled.set()
@@ -237,15 +262,19 @@ class Engine:
         try:
             loaded = load(self._config, self._enter)
             draft = load_draft(self._config, loaded, self._enter)
-            core = Core(loaded, self._config, make_speculation(self._config, loaded, draft, time.monotonic))
+            speculation = make_speculation(self._config, loaded, draft, time.monotonic)
+            core = Core(loaded, self._config, speculation)
+            drafting = Drafting(speculation.kinds)
+            if draft is not None:
+                drafting = replace(drafting, model=draft.info, memory=draft.memory)
             self._enter("ready")
-            self._tell(self._settle, loaded, None)
+            self._tell(self._settle, loaded, drafting, None)
             self._serve(core)
         except ModelError as error:
-            self._tell(self._settle, None, error)
+            self._tell(self._settle, None, Drafting(), error)
         except Exception as error:
             log.exception("the engine thread ended")
-            self._tell(self._settle, None, EngineDead(type(error).__name__))
+            self._tell(self._settle, None, Drafting(), EngineDead(type(error).__name__))
 
     def _serve(self, core: Core) -> None:
         told, stats, rested = 0.0, core.stats(), False

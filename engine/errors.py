@@ -4,7 +4,8 @@ EngineError
 ├── ModelError            the model cannot be served
 │   ├── ModelMissing      no such folder, or the hub does not have it or is out of reach
 │   ├── ModelUnsupported  it loads, but not in a way that gives right results
-│   └── PlanTooLarge      weights and cache do not fit the memory
+│   ├── PlanTooLarge      weights and cache do not fit the memory
+│   └── DraftTooLarge     those of the draft model do not fit beside them
 ├── RequestError          this request cannot be served; nothing was computed for it
 │   ├── InvalidRequest    a field has a value that the model or its template refuses
 │   └── ContextTooLong    the prompt does not fit the context
@@ -50,6 +51,16 @@ class PlanTooLarge(ModelError):
         needed, available = needed_bytes / 2**30, available_bytes / 2**30
         super().__init__(f"the memory plan needs {needed:.1f} GiB of {available:.1f} GiB available: {advice}")
         self.needed_bytes, self.available_bytes, self.advice = needed_bytes, available_bytes, advice
+
+
+class DraftTooLarge(ModelError):
+    """The model has its memory, and what is left is not enough for the draft model."""
+
+    def __init__(self, model: str, plan: PlanTooLarge) -> None:
+        super().__init__(
+            f"the draft model {model!r} does not fit beside the model: {plan}, or go without: --drafter lookup"
+        )
+        self.model, self.plan = model, plan
 
 
 class RequestError(EngineError):

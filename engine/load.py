@@ -39,6 +39,8 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelMissing, ModelUnsupported
 from engine.gathering import GatheringRunner
+from engine.kernels import choice, reference
+from engine.kernels.reference import Attend
 from engine.memory import Sizes, available_bytes, plan_memory
 from engine.plan import LayerPlan
 from engine.runner import Runner
@@ -91,14 +93,14 @@ class Loaded:
         return min(self.info.context, self.memory.cells)
 
 
-def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
-    """Load the model that the settings name. Raises ModelError kinds; `on_phase` hears what is going on."""
+def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_bytes: int = 0) -> Loaded:
+    """Load the model, leaving `promised_bytes` to others; `on_phase` hears of each step. Raises ModelError kinds."""
     if not sys.stderr.isatty():
         disable_progress_bar()
     on_phase("resolve")
     folder = resolve(config.model)
     name = config.model or BUNDLED_NAME
-    available = available_bytes()
+    available = max(available_bytes() - promised_bytes, 0)
     torch.set_num_threads(config.threads or _threads(folder))
     on_phase("weights")
     model, dtype = _read(name, folder, config)
@@ -107,11 +109,11 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
         raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
-    recurrent = recurrence.install(model)
-    hooks.install_latent(model)
-    hooks.install_bias(model)
-    on_phase("self-test")
+    recurrent = _install(model)
+    on_phase("kernels")
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    attend = _attend(config, dtype, stored)
+    on_phase("self-test")
     encoder = _encoder(name, model, budget_bytes=available // 8)
     facts = Facts(
         vocabulary=text.vocab_size,
@@ -119,6 +121,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None]) -> Loaded:
         dtype=dtype,
         stored=stored,
         mla=config.mla,
+        attend=attend,
         encoder=encoder,
     )
     runner = find_runner(name, model, facts)
@@ -287,6 +290,27 @@ def _freeze_rotation(model: Any, context: int) -> None:
             module.inv_freq.copy_(frequency)
             module.attention_scaling = scaling
             module.rope_type = "frozen"
+
+
+def _install(model: Any) -> bool:
+    """Put every hook in its place; whether some layers keep a state."""
+    hooks.install_latent(model)
+    hooks.install_bias(model)
+    return recurrence.install(model)
+
+
+def _attend(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> Attend:
+    if config.kernels == "torch" or config.device != "cpu":
+        return reference.attend
+    return choice.fastest(dtype, stored)
+
+
+def known_context(name: str, folder: Path) -> int:
+    """The context that the model in a folder was trained for, without loading it. Raises ModelUnsupported."""
+    try:
+        return longest_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
+    except _BROKEN as error:
+        raise ModelUnsupported(name, _one_line(error)) from error
 
 
 def longest_context(text: Any) -> int:

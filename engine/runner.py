@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine import hooks
 from engine.kernels import crossing, latent, reference
+from engine.kernels.reference import Attend
 from engine.plan import LayerPlan
 from engine.sight import Sight
 from engine.types import MlaMode
@@ -22,13 +23,20 @@ class Runner:
     layers  what it stores, for the cache
     """
 
-    def __init__(self, model: Any, layers: Sequence[LayerPlan], mla: MlaMode = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerPlan],
+        mla: MlaMode = "auto",
+        attend: Attend = reference.attend,
+    ) -> None:
+        """`attend` computes attention over cells, but for latent and for cross attention."""
         self._model = model
         self.layers = tuple(layers)
         self._device = next(model.parameters()).device
         self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
         self._readers = frozenset(layer for plan in layers for layer in plan.readers)
-        self._mla = mla
+        self._mla, self._attend = mla, attend
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -45,7 +53,7 @@ class Runner:
             return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
 
     def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:
-        return _Step(forward, self._homes, self._readers, self._mla, sights)
+        return _Step(forward, self._homes, self._readers, self._mla, self._attend, sights)
 
     def _looking(self, forward: Forward, sights: Sequence[Sight | None]) -> Tensor | None:
         """Which rows look at an encoder entry; None where no sequence of the batch has one."""
@@ -71,10 +79,11 @@ class _Step:
         homes: Mapping[int, int],
         readers: Container[int],
         mla: MlaMode,
+        attend: Attend,
         sights: Sequence[Sight | None],
     ) -> None:
         self._forward, self._sights = forward, sights
-        self._homes, self._readers, self._mla = homes, readers, mla
+        self._homes, self._readers, self._mla, self._attend = homes, readers, mla, attend
 
     def attend(self, call: hooks.Call) -> Tensor:
         """The attention output of one layer, [rows, heads, value_width]."""
@@ -87,7 +96,7 @@ class _Step:
         segments, reach = self._forward.segments(layer), self._forward.reach(layer)
         if call.latent is not None:
             return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale, mode=self._mla)
-        return reference.attend(
+        return self._attend(
             call.query,
             keys,
             values,

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from engine.draft.depth import Candidate, Depth
 from engine.draft.drafter import Draft, Drafter, Want
 from engine.sequence import Sequence as Running
+from engine.types import LONGEST_DRAFT, DraftCounts
 
-# The longest draft. A longer one is worth its rows in copied text alone, and there the next one follows at once.
-DEEPEST = 16
 # A repetition of so many tokens is likelier right than what a small model says.
 _LONG = 4
 
@@ -33,6 +32,11 @@ class _Offer:
         """As the choice of depths sees it."""
         return Candidate(self.drafter.kind, self.want.limit if self.known is None else len(self.known))
 
+    @property
+    def settled(self) -> bool:
+        """Whether the request itself says how many tokens to draft: its limit is that number."""
+        return _settled(self.sequence)
+
 
 class Speculation:
     """The drafters, and the depths of their drafts. Belongs to the engine thread.
@@ -49,11 +53,24 @@ class Speculation:
         depth: Depth,
         clock: Callable[[], float],
         *,
-        deepest: int = DEEPEST,
+        deepest: int = LONGEST_DRAFT,
     ) -> None:
         self._quick, self._slow = quick, slow
         self._depth, self._clock, self._deepest = depth, clock, deepest
-        self.judged, self.accepted = [0] * deepest, [0] * deepest
+        self._drafted = {kind: [0] * deepest for kind in self.kinds}
+        self._accepted = {kind: [0] * deepest for kind in self.kinds}
+        # For whom the slow drafter drafted in the step before and in this one: so it knows their texts.
+        self._followed: set[str] = set()
+        self._following: set[str] = set()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of drafters that there are."""
+        return tuple(drafter.kind for drafter in self._drafters)
+
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """What became of all drafts that were verified."""
+        return tuple(DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self.kinds)
 
     def draft(self, sequences: Sequence[Running], *, rows: int, room: int) -> dict[Running, Draft]:
         """Drafts for sequences whose next token a step will tell, for those for whom they seem to pay.
@@ -64,29 +81,33 @@ class Speculation:
         offers = self._offers(sequences)
         if not offers or room < 1:
             return {}
-        depths = self._depth.choose([offer.candidate for offer in offers], rows=rows)
         chosen: dict[Running, int] = {}
-        for offer, depth in zip(offers, depths, strict=True):
+        for offer, depth in self._depths(offers, rows):
             chosen[offer.sequence] = min(depth, room)
             room -= chosen[offer.sequence]
         return {
             offer.sequence: Draft(offer.drafter.kind, tokens)
-            for offer, tokens in self._drafted([offer for offer in offers if chosen[offer.sequence]], chosen)
+            for offer, tokens in self._made([offer for offer in offers if chosen[offer.sequence]], chosen)
             if tokens
         }
 
-    def verified(self, draft: Draft, said: Sequence[int]) -> None:
-        """Learn from what a sequence said where a draft stood: the tokens that `verify` took for it."""
+    def verified(self, draft: Draft, said: Sequence[int]) -> int:
+        """Learn from what a sequence said where a draft stood: the tokens that `verify` took for it.
+
+        Returns how many of the draft were said.
+        """
         judged = min(len(draft.tokens), len(said))
         accepted = sum(token == guess for token, guess in zip(said, draft.tokens, strict=False))
         self._depth.verified(draft.kind, judged, accepted)
-        for at in range(judged):
-            self.judged[at] += 1
-            self.accepted[at] += at < accepted
+        for at in range(len(draft.tokens)):
+            self._drafted[draft.kind][at] += 1
+            self._accepted[draft.kind][at] += at < accepted
+        return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step of so many rows took, the time of drafting aside."""
         self._depth.stepped(rows, seconds)
+        self._followed, self._following = self._following, set()
 
     def observe(self, sequence: Running, tokens: Sequence[int]) -> None:
         """Let the drafters know what a sequence said."""
@@ -98,22 +119,45 @@ class Speculation:
         for drafter in self._drafters:
             drafter.forget(sequence.request.id)
 
+    def rest(self, budget_bytes: int) -> bool:
+        """Use a pause to save so much of what outlives the process; False: nothing is left."""
+        return any(drafter.rest(budget_bytes) for drafter in self._drafters)
+
     @property
     def _drafters(self) -> list[Drafter]:
         return [drafter for drafter in (self._quick, self._slow) if drafter is not None]
 
     def _offers(self, sequences: Sequence[Running]) -> list[_Offer]:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
-        wants = {sequence: want for sequence in sequences if (want := self._want(sequence)).limit > 0}
-        repeated = self._repeated({sequence: want for sequence, want in wants.items() if sequence.may_draft("lookup")})
+        quick, slow = (set(self._served(drafter, sequences)) for drafter in (self._quick, self._slow))
+        if not quick and not slow:
+            return []
+        served = [sequence for sequence in sequences if sequence in quick or sequence in slow]
+        wants = {sequence: want for sequence in served if (want := self._want(sequence)).limit > 0}
+        repeated = self._repeated({sequence: want for sequence, want in wants.items() if sequence in quick})
         offers = []
         for sequence, want in wants.items():
             known = repeated.get(sequence, ())
-            if self._slow is not None and sequence.may_draft(self._slow.kind) and len(known) < _LONG:
+            if self._slow is not None and sequence in slow and len(known) < _LONG:
                 offers.append(_Offer(sequence, self._slow, want))
             elif self._quick is not None and known:
                 offers.append(_Offer(sequence, self._quick, want, known))
         return offers
+
+    def _served(self, drafter: Drafter | None, sequences: Sequence[Running]) -> list[Running]:
+        """Whom a drafter may guess for, and where it seems worth a thought."""
+        if drafter is None:
+            return []
+        rests, kind = self._depth.rests(drafter.kind), drafter.kind
+        return [one for one in sequences if one.may_draft(kind) and (not rests or _settled(one))]
+
+    def _depths(self, offers: Sequence[_Offer], rows: int) -> list[tuple[_Offer, int]]:
+        """Each offer with its depth: what the request says, or else what seems to pay beside those."""
+        settled = [(offer, offer.candidate.limit) for offer in offers if offer.settled]
+        free = [offer for offer in offers if not offer.settled]
+        rows += sum(depth for _, depth in settled)
+        depths = self._depth.choose([offer.candidate for offer in free], rows=rows) if free else []
+        return [*settled, *zip(free, depths, strict=True)]
 
     def _repeated(self, wants: Mapping[Running, Want]) -> dict[Running, tuple[int, ...]]:
         if self._quick is None or not wants:
@@ -122,23 +166,36 @@ class Speculation:
         return {sequence: tuple(draft) for sequence, draft in zip(wants, drafts, strict=True)}
 
     def _want(self, sequence: Running) -> Want:
+        asked = sequence.request.speculation.tokens
         return Want(
             sequence_id=sequence.request.id,
             tokens=sequence.tokens,
             # The row behind the last draft tells one token more, and that is the last one that there is room for.
-            limit=min(sequence.room - 1, self._deepest),
+            limit=min(sequence.room - 1, self._deepest if asked is None else min(asked, self._deepest)),
             draw=sequence.draw(),
             salt=sequence.request.salt,
             prediction=sequence.request.prediction,
         )
 
-    def _drafted(self, offers: Sequence[_Offer], chosen: Mapping[Running, int]) -> list[tuple[_Offer, tuple[int, ...]]]:
+    def _made(self, offers: Sequence[_Offer], chosen: Mapping[Running, int]) -> list[tuple[_Offer, tuple[int, ...]]]:
         """Each offer with its draft, at the chosen depth at most."""
         made = [(offer, offer.known[: chosen[offer.sequence]]) for offer in offers if offer.known is not None]
         slow = [offer for offer in offers if offer.known is None]
         if self._slow is not None and slow:
             began = self._clock()
             drafts = self._slow.propose([replace(offer.want, limit=chosen[offer.sequence]) for offer in slow])
-            self._depth.drafted(self._slow.kind, max(map(len, drafts)), self._clock() - began)
+            self._learn(slow, drafts, self._clock() - began)
             made += [(offer, tuple(draft)) for offer, draft in zip(slow, drafts, strict=True)]
         return made
+
+    def _learn(self, offers: Sequence[_Offer], drafts: Sequence[Sequence[int]], seconds: float) -> None:
+        """Note what the slow drafter took; where it had to read up on a text first, that is another matter."""
+        assert self._slow is not None, "nobody drafted"
+        names = [offer.sequence.request.id for offer in offers]
+        learn = self._depth.drafted if self._followed.issuperset(names) else self._depth.caught_up
+        learn(self._slow.kind, max(map(len, drafts)), seconds)
+        self._following = {name for name, draft in zip(names, drafts, strict=True) if draft}
+
+
+def _settled(sequence: Running) -> bool:
+    return sequence.request.speculation.tokens is not None

@@ -54,6 +54,22 @@ class Tokenizer:
         with self._lock:
             return self._encode(text, special=True)
 
+    def predict(self, text: str) -> list[int]:
+        """The tokens of a text that an answer may hold, without special ones around it.
+
+        Raises InvalidRequest for text that no context can hold.
+        """
+        try:
+            self._check_length(_well_formed(text, "prediction"))
+            with self._lock:
+                tokens = self._encode(text, special=False)
+        except ContextTooLong as error:
+            raise InvalidRequest("prediction", f"the context of this model holds {self._context} tokens") from error
+        if len(tokens) > self._context:
+            reason = f"it has {len(tokens)} tokens, and the context of this model holds {self._context}"
+            raise InvalidRequest("prediction", reason)
+        return tokens
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],

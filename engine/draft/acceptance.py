@@ -31,11 +31,12 @@ class Acceptance:
             self._judged[at] += 1
             self._right[at] += at < accepted
 
-    def fade(self) -> None:
-        """A round passed."""
-        self._round += 1
-        self._right = [count * _KEPT for count in self._right]
-        self._judged = [count * _KEPT for count in self._judged]
+    def fade(self, rounds: int) -> None:
+        """So many rounds passed."""
+        self._round += rounds
+        kept = _KEPT**rounds
+        self._right = [count * kept for count in self._right]
+        self._judged = [count * kept for count in self._judged]
 
     def survival(self, length: int) -> list[float]:
         """Chances that the first 1, 2, ... `length` drafts are all right."""

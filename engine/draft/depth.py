@@ -3,32 +3,40 @@
 What steps cost (cost.py) and how often drafts are right (acceptance.py) is learnt from what happens, and offer.py finds
 the depths that promise most. Nothing here reads a clock or draws a number: equal inputs give equal depths.
 
-Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 132 worlds of eleven
-costs, chances of 0.1 to 0.98 and drafting that is free or costs a quarter of a step: 0.993 of the best fixed depth on
-average, 0.985 at worst. A choice takes 80 us for one sequence and 350 us for 64, at depths of up to 8.
+Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
+costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step: 0.99 of the best fixed depth
+on average, 0.98 at worst. Thinking takes 80 us for one sequence and 350 us for 64, at depths of up to 8, so answers are
+kept (habit.py), and a kind of drafts that does not pay is not even asked for most of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from engine.draft.acceptance import Acceptance
 from engine.draft.cost import Numbers, StepCost
-from engine.draft.offer import Candidate, Offer
+from engine.draft.habit import Habit
+from engine.draft.offer import Candidate, Choice, Offer
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
 # Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
 _CURIOSITY, _PATIENCE = 0.005, 500
-# Weight of a new measurement of drafting.
-_WEIGHT = 0.15
+# Weight of a new measurement of drafting, and how far one may pull.
+_WEIGHT, _CLAMP = 0.15, 0.25
+# Steps for which a kind whose drafts do not pay is not even asked, at most.
+_LONGEST_REST = 31
 
 
 class Depth(Protocol):
     """Chooses depths, and is told what came of it."""
+
+    def rests(self, kind: str) -> bool:
+        """Whether drafts of a kind are not worth being considered in the next step."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
@@ -42,6 +50,9 @@ class Depth(Protocol):
     def drafted(self, kind: str, levels: int, seconds: float) -> None:
         """Drafting up to `levels` tokens for a whole step took so long."""
 
+    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+        """The same, but much of it went into reading a text: that says nothing of the levels to come."""
+
     def stepped(self, rows: int, seconds: float) -> None:
         """A step of so many rows, drafts among them, took so long, without the drafting."""
 
@@ -51,6 +62,10 @@ class FixedDepth:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
+
+    def rests(self, kind: str) -> bool:
+        """Only where nothing is ever drafted."""
+        return self._depth == 0
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The depth, or less where a candidate's limit is less."""
@@ -62,6 +77,9 @@ class FixedDepth:
     def drafted(self, kind: str, levels: int, seconds: float) -> None:
         """Nothing is learnt."""
 
+    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+        """Nothing is learnt."""
+
     def stepped(self, rows: int, seconds: float) -> None:
         """Nothing is learnt."""
 
@@ -70,26 +88,38 @@ class AdaptiveDepth:
     """The depths that promise most tokens a second; implements Depth. One for each model, for as long as it runs.
 
     It starts with no drafts, and goes on to at most twice the rows that were ever measured, if that promises more.
+    Thinking is for steps in which something changed; where nothing does, it is done ever more seldom.
     """
 
     def __init__(self) -> None:
         self._cost = StepCost()
         self._acceptance: dict[str, Acceptance] = {}
         self._level_seconds: dict[str, float] = {}
+        self._habit = Habit()
+        self._rests: dict[str, _Rest] = {}
+        self._steps = self._thought = 0
         self._savings = 0.0
+        # What the choice is expected to lose; None: it is the best that is known.
+        self._trial: float | None = None
+
+    def rests(self, kind: str) -> bool:
+        """Whether drafts of a kind did not pay lately; they are looked at again after 31 steps at most."""
+        rest = self._rests.get(kind)
+        return rest is not None and self._steps < rest.until
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
         room = self._cost.frontier - rows
         if room < 1 or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
-        known = {kind: self._acceptance.setdefault(kind, Acceptance()) for kind in _kinds(candidates)}
-        for acceptance in known.values():
-            acceptance.fade()
-        offer = Offer(candidates, known, self._level_seconds, rows=rows)
-        depths = self._decide(offer, np.arange(rows, rows + min(room, offer.size) + 1))
-        for candidate, depth in zip(candidates, depths, strict=True):
-            known[candidate.kind].tried(depth)
+        question = (tuple(candidates), rows)
+        answer = self._habit.recall(question)
+        if answer is not None:
+            return list(answer)
+        depths = self._think(candidates, rows, room)
+        self._habit.learn(question, depths)
+        if self._trial is not None:
+            self._habit.hold(0)
         return depths
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
@@ -100,22 +130,59 @@ class AdaptiveDepth:
         """Learn what a level of drafting costs."""
         if levels > 0:
             known = self._level_seconds.get(kind, seconds / levels)
-            self._level_seconds[kind] = known + _WEIGHT * (seconds / levels - known)
+            pulled = min(max(seconds / levels, (1 - _CLAMP) * known), (1 + _CLAMP) * known)
+            self._level_seconds[kind] = known + _WEIGHT * (pulled - known)
+
+    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+        """A trial for which the drafter had to read costs more, and goes on for a step: that one tells the price."""
+        if self._trial is not None:
+            self._savings -= self._trial + max(seconds - levels * self._level_seconds.get(kind, 0.0), 0.0)
+            self._habit.hold(1)
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
+        self._steps += 1
         self._cost.observe(rows, seconds)
 
-    def _decide(self, offer: Offer, rows: Numbers) -> list[int]:
+    def _think(self, candidates: Sequence[Candidate], rows: int, room: int) -> list[int]:
+        passed, self._thought = self._steps - self._thought, self._steps
+        known = {kind: self._acceptance.setdefault(kind, Acceptance()) for kind in _kinds(candidates)}
+        for acceptance in known.values():
+            acceptance.fade(passed)
+        offer = Offer(candidates, known, self._level_seconds, rows=rows)
+        depths = offer.depths(self._decide(offer, np.arange(rows, rows + min(room, offer.size) + 1), passed))
+        for kind, acceptance in known.items():
+            deepest = max(depth for one, depth in zip(candidates, depths, strict=True) if one.kind == kind)
+            acceptance.tried(deepest)
+            if self._trial is None:
+                self._rests.setdefault(kind, _Rest()).decide(deepest, self._steps)
+        return depths
+
+    def _decide(self, offer: Offer, rows: Numbers, passed: int) -> Choice:
         """The best choice, or another one once what that is expected to lose was saved up."""
         costs = self._cost.seconds(rows)
         best = offer.best(costs)
-        self._savings = min(self._savings + _CURIOSITY * best.seconds, _PATIENCE * _CURIOSITY * best.seconds)
+        most = _PATIENCE * _CURIOSITY * best.seconds
+        self._savings = min(self._savings + passed * _CURIOSITY * best.seconds, most)
         other = offer.curious(best, costs, self._cost.ages(rows))
-        if other.loss > self._savings:
-            return offer.depths(best)
-        self._savings -= other.loss
-        return offer.depths(other)
+        self._trial = other.loss if other.loss <= self._savings else None
+        if self._trial is None:
+            return best
+        self._savings -= self._trial
+        return other
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay."""
+
+    until: int = 0
+    length: int = 0
+
+    def decide(self, deepest: int, step: int) -> None:
+        """Whether anything was drafted in this step."""
+        self.length = 0 if deepest else min(2 * self.length + 1, _LONGEST_REST)
+        self.until = step + self.length
 
 
 def _kinds(candidates: Sequence[Candidate]) -> list[str]:

@@ -55,3 +55,6 @@ class Drafter(Protocol):
 
     def forget(self, sequence_id: str) -> None:
         """The sequence is over."""
+
+    def rest(self, budget_bytes: int) -> bool:
+        """Use a pause to save so much of what outlives the process; False: nothing is left."""

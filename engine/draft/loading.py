@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from engine.config import EngineConfig
 from engine.draft.depth import AdaptiveDepth, FixedDepth
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
-from engine.errors import ModelUnsupported
-from engine.load import Loaded, load, longest_context, resolve
+from engine.errors import DraftTooLarge, ModelMissing, ModelUnsupported, PlanTooLarge
+from engine.load import Loaded, known_context, load, resolve
 from engine.memory import most_rows
+from engine.shelf import shelf
 from engine.speculation import Speculation
 from kvcache.cache import Cache
 
@@ -29,18 +29,27 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
 
     The bundled model brings its own. A draft is a guess at tokens by their numbers, so both must have one tokenizer.
     """
+    if config.drafter in ("none", "lookup"):
+        return None
     name = config.draft_model or _companion(config, Path(target.info.folder))
-    if name is None or config.drafter in ("none", "lookup"):
+    if name is None and config.drafter == "model":
+        raise ModelMissing("draft", "this installation came without it; name one with --draft-model")
+    if name is None:
         return None
     settings = replace(
         config,
         model=name,
-        context=min(target.capacity, _context(name)),
+        context=min(target.capacity, known_context(name, resolve(name))),
         slots=target.info.slots,
         cells=None,
         threads=torch.get_num_threads(),
     )
-    draft = load(settings, lambda phase: on_phase(f"draft: {phase}"))
+    # The model's cache is planned but not there yet.
+    promised = target.memory.cache_bytes + target.memory.work_bytes
+    try:
+        draft = load(settings, lambda phase: on_phase(f"draft: {phase}"), promised_bytes=promised)
+    except PlanTooLarge as error:
+        raise DraftTooLarge(name, error) from error
     if draft.encoder is not None:
         raise ModelUnsupported(name, "it looks at media; a draft model reads tokens alone")
     _check_language(name, draft, target)
@@ -51,10 +60,6 @@ def _companion(config: EngineConfig, folder: Path) -> str | None:
     """The draft that lies beside the bundled model."""
     beside = folder.parent / "draft"
     return str(beside) if config.model is None and (beside / "config.json").is_file() else None
-
-
-def _context(name: str) -> int:
-    return longest_context(AutoConfig.from_pretrained(resolve(name), trust_remote_code=False).get_text_config())
 
 
 def _check_language(name: str, draft: Loaded, target: Loaded) -> None:
@@ -84,7 +89,10 @@ def _drafter(config: EngineConfig, target: Loaded, draft: Loaded) -> ModelDrafte
         cells=draft.memory.cells,
         rows=most_rows(config, draft.info.slots),
         state_bytes=draft.memory.available_bytes // 16 if draft.recurrent else None,
+        shelf=shelf(config, draft.identity),
         dtype=draft.stored,
         device=config.device,
     )
-    return ModelDrafter(cache, draft.runner, vocabulary=target.info.vocabulary, chunk=config.chunk)
+    return ModelDrafter(
+        cache, draft.runner, vocabulary=target.info.vocabulary, chunk=config.chunk, known=draft.info.vocabulary
+    )

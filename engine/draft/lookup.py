@@ -51,6 +51,10 @@ class LookupDrafter:
         if reader := self._readers.pop(sequence_id, None):
             self._library.remember(reader.salt, output)
 
+    def rest(self, budget_bytes: int) -> bool:
+        """Nothing outlives the process."""
+        return False
+
     def _propose(self, want: Want) -> list[int]:
         reader = self._readers.get(want.sequence_id)
         if reader is None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.draft.drafter import Want
 from engine.gathering import GatheringRunner
@@ -26,12 +28,20 @@ _WORTH_A_LOOK = 16
 
 @dataclass(slots=True)
 class _Seat:
-    """A slot of the drafter's cache. `tokens` are what it holds, `used` when it was wanted last."""
+    """A slot of the drafter's cache.
+
+    used     when it was wanted last
+    tokens   what it holds
+    dropped  tokens that context shifts had taken from the text when it was wanted last
+    checked  leading tokens of the text that were compared then: they are the same until a shift
+    """
 
     slot: int
     salt: bytes
     used: int
     tokens: list[int] = field(default_factory=list)
+    dropped: int = 0
+    checked: int = 0
 
 
 class ModelDrafter:
@@ -39,14 +49,18 @@ class ModelDrafter:
 
     cache       over the smaller model's layers, with a slot for each sequence that runs at once
     vocabulary  tokens that the large model knows; the smaller one's output may be padded to more
+    known       tokens that the smaller one knows, if fewer: the others it reads as its first, and never proposes
     chunk       rows of text that it catches up with in one call; who lags by more gets no draft yet
     """
 
     kind = "model"
 
-    def __init__(self, cache: Cache, runner: Runner | GatheringRunner, *, vocabulary: int, chunk: int) -> None:
+    def __init__(
+        self, cache: Cache, runner: Runner | GatheringRunner, *, vocabulary: int, chunk: int, known: int | None = None
+    ) -> None:
         self._cache, self._runner = cache, runner
         self._vocabulary, self._chunk = vocabulary, chunk
+        self._known = vocabulary if known is None else known
         self._free = list(range(cache.slots - 1, -1, -1))
         self._seats: dict[str, _Seat] = {}
         self._clock = 0
@@ -82,19 +96,30 @@ class ModelDrafter:
             self._cache.clear(seat.slot)
             self._free.append(seat.slot)
 
+    def rest(self, budget_bytes: int) -> bool:
+        """Save what is remembered to the shelf."""
+        return self._cache.save_some(budget_bytes)
+
     def _follow(self, want: Want) -> _Seat:
         """The seat of a sequence, standing at a beginning of its text, before the last token."""
         seat = self._seats.get(want.sequence_id)
         if seat is None:
             seat = self._seats[want.sequence_id] = _Seat(self._slot(), want.salt, self._clock)
         seat.used = self._clock
-        text = list(want.tokens[:-1])
-        common = common_prefix(seat.tokens, text)
+        common = self._common(seat, want)
         standing = self._cache.rewind(seat.slot, common) if common < len(seat.tokens) else common
-        if standing + _WORTH_A_LOOK < len(text):
-            standing = self._cache.recall(seat.slot, text, salt=seat.salt)
-        seat.tokens = text[:standing]
+        del seat.tokens[standing:]
+        if standing + _WORTH_A_LOOK < len(want.tokens) - 1:
+            standing = self._cache.recall(seat.slot, want.tokens[:-1], salt=seat.salt)
+            seat.tokens += want.tokens[len(seat.tokens) : standing]
         return seat
+
+    def _common(self, seat: _Seat, want: Want) -> int:
+        """How much of the text, but for its last token, the seat holds. What was compared before is not again."""
+        dropped, end = want.draw.position - len(want.tokens), len(want.tokens) - 1
+        at = min(seat.checked, len(seat.tokens)) if dropped == seat.dropped else 0
+        seat.dropped, seat.checked = dropped, end
+        return at + common_prefix(seat.tokens[at:end], list(want.tokens[at:end]))
 
     def _slot(self) -> int:
         """A free slot; that of the sequence that was not wanted for longest if there is none."""
@@ -126,7 +151,8 @@ class ModelDrafter:
             last += span.length
             wanted.append(last)
         with self._cache.forward(spans) as forward:
-            logits = self._runner.run(forward, [token for tokens in rows.values() for token in tokens], wanted)
+            read = [token if token < self._known else 0 for tokens in rows.values() for token in tokens]
+            logits = self._runner.run(forward, read, wanted)
         for at, tokens in rows.items():
             seats[at].tokens += tokens
-        return logits[:, : self._vocabulary]
+        return pad(logits, (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)

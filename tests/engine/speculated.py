@@ -88,6 +88,21 @@ def _pairs(values: Sequence[object], places: Iterable[tuple[int, int]]) -> set[t
 
 def differences(case: Case, models: Models) -> list[tuple[str, list[int], list[int]]]:
     """The requests of a case that say something else than alone: their names, what they should say, what they say."""
+    return played(case, models).wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of a case: the requests that said something else than alone, and of all drafts by kind, tokens drafted
+    and said.
+    """
+
+    wrong: list[tuple[str, list[int], list[int]]]
+    drafts: dict[str, tuple[int, int]]
+
+
+def played(case: Case, models: Models) -> Played:
+    """Run all requests of a case together, and each alone."""
     loaded, requests = models(KINDS[case.kind]), _requests(case)
     alone = {request.id: _alone(loaded, request) for request in requests}
     engine = _engine(case, models, requests, {name: answer.tokens for name, answer in alone.items()})
@@ -101,7 +116,8 @@ def differences(case: Case, models: Models) -> list[tuple[str, list[int], list[i
             right = replace(right, tokens=right.tokens[: len(answer.tokens)], text=answer.text)
         if (answer.tokens, answer.text) != (right.tokens, right.text):
             wrong.append((name, right.tokens, answer.tokens))
-    return wrong
+    counts = engine.stats().drafts
+    return Played(wrong, {one.kind: (sum(one.drafted), sum(one.accepted)) for one in counts})
 
 
 def _requests(case: Case) -> list[Request]:

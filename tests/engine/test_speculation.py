@@ -7,15 +7,30 @@ from collections.abc import Callable
 import pytest
 
 from engine.load import Loaded
-from tests.engine.speculated import Case, covering, differences, every
+from tests.engine.speculated import KINDS, Case, covering, differences, every, played
 
 Models = Callable[..., Loaded]
+CASES = ("none", "right", "itself", "wrong")
 
 
 @pytest.mark.parametrize("case", covering(), ids=repr)
 def test_drafts_do_not_change_the_text(loaded: Models, case: Case) -> None:
     """Every request says in float64 what it says alone without drafts; every pair of circumstances is met."""
     assert [] == differences(case, loaded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cases_are_not_empty(loaded: Models, kind: str) -> None:
+    """Of drafts that are right nearly all are said, of the model's own most, of wrong ones none, and none are none."""
+    drafts = {name: played(Case(name, kind, 3, 64, "nothing"), loaded).drafts for name in CASES}
+
+    assert {} == drafts["none"]
+    drafted, said = drafts["right"]["scripted"]
+    assert said > 0.9 * drafted > 30
+    drafted, said = drafts["itself"]["model"]
+    assert said > 0.6 * drafted > 20
+    drafted, said = drafts["wrong"]["scripted"]
+    assert 0 == said < 100 < drafted
 
 
 @pytest.mark.slow

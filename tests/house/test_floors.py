@@ -11,14 +11,15 @@ from tests.house.source import Source, imports, sources
 # Floors from the ground up, separated by "|". A file imports from lower floors only, never from its own.
 FLOORS = {
     "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
-        attention recurrent disk components | shelf | prefix | forward | cache""",
+        attention recurrent disk components | shelf | prefix entries | forward | cache""",
     "engine": """errors types noise kernels.reference kernels.crossing kernels.cpu.build prefix sight
-        draft.automaton draft.acceptance draft.cost |
+        draft.automaton draft.acceptance draft.cost draft.habit |
         config text lineage outline kernels.latent kernels.cpu.native draft.lossless draft.library draft.offer |
-        hooks tokenizer sampling memory draft.depth | plan recurrence sequence encoding draft.drafter |
+        hooks tokenizer sampling memory shelf draft.depth kernels.choice |
+        plan recurrence sequence encoding draft.drafter |
         runner crossing gathering draft.lookup verify | draft.model speculation slots selftest | scheduler load stream |
         draft.loading step | core | engine""",
-    "server": """encoding version settings metrics schemas.policy | errors schemas.common |
+    "server": """encoding version settings metrics schemas.policy | errors schemas.content | schemas.common |
         schemas.errors schemas.chat schemas.completions schemas.models auth limits parsing protocol banner usage |
         service logprobs routes.documented | generation | fold sse | answering chat completions |
         routes.chat routes.completions routes.health routes.metrics routes.models | app | lifecycle | cli""",

@@ -32,6 +32,10 @@ class ScriptedDrafter:
         """Write it down."""
         self.forgotten.append(sequence_id)
 
+    def rest(self, budget_bytes: int) -> bool:
+        """Nothing outlives the process."""
+        return False
+
 
 def always_right(outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> ScriptedDrafter:
     """Knows the outputs, by sequence; `prompts` are the lengths of their prompts."""

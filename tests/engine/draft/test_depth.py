@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -203,11 +204,64 @@ def test_a_single_slow_step_does_not_decide() -> None:
         assert [4] == chosen
 
 
+def test_a_kind_that_does_not_pay_rests() -> None:
+    """Always wrong, it is soon left in peace for most steps; it is tried again, and the other kind never rests."""
+    depth, asked = AdaptiveDepth(), {"good": 0, "bad": 0}
+    for number in range(600):
+        awake = [kind for kind in asked if not depth.rests(kind)]
+        depths = depth.choose([Candidate(kind, 4) for kind in awake], rows=2)
+        for kind, chosen in zip(awake, depths, strict=True):
+            asked[kind] += number >= 100
+            depth.verified(kind, min(chosen, 1) if kind == "bad" else chosen, 0 if kind == "bad" else chosen)
+        depth.stepped(2 + sum(depths), 1 + 0.1 * sum(depths))
+
+    assert 500 == asked["good"]
+    assert 5 < asked["bad"] < 100
+
+
+def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
+    """A drafter that has to read for ten steps' time before each trial is tried ten times as seldom, not forgotten."""
+    trials = {}
+    for reading in (0.0, 10.0):
+        depth, trials[reading] = AdaptiveDepth(), 0
+        for number in range(20_000):
+            chosen = [] if depth.rests(KIND) else depth.choose([Candidate(KIND, 4)], rows=1)
+            if any(chosen):
+                trials[reading] += number > 1000
+                depth.verified(KIND, 1, 0)
+                learn = depth.caught_up if trials[reading] % 2 else depth.drafted
+                learn(KIND, max(chosen), 0.3 * max(chosen) + (reading if trials[reading] % 2 else 0.0))
+            depth.stepped(1 + sum(chosen), 1 + 0.3 * sum(chosen))
+
+    assert 100 < trials[0.0]
+    assert 4 < trials[10.0] < trials[0.0] / 2
+
+
+def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a world that does not change, most choices are those made before."""
+    thoughts = []
+    monkeypatch.setattr(AdaptiveDepth, "_think", _counting(AdaptiveDepth._think, thoughts))
+    play(AdaptiveDepth(), [world(flat, 0.9, 0.1)] * 1000, batch=4, warm=WARM)
+
+    assert 100 < len(thoughts) < 500
+
+
+def _counting(think: Callable[..., list[int]], thoughts: list[int]) -> Callable[..., list[int]]:
+    def counted(*arguments: object) -> list[int]:
+        thoughts.append(1)
+        return think(*arguments)
+
+    return counted
+
+
 def test_a_fixed_depth_is_fixed() -> None:
     """The same for all, less where the limit is less, whatever it is told."""
     depth = FixedDepth(3)
     depth.verified(KIND, 3, 0)
     depth.drafted(KIND, 3, 100.0)
+    depth.caught_up(KIND, 3, 100.0)
     depth.stepped(4, 100.0)
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
+    assert not depth.rests(KIND)
+    assert FixedDepth(0).rests(KIND)

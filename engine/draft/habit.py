@@ -1,0 +1,34 @@
+"""An answer that is not thought over again while the question stays: thinking costs time too."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+# An answer that was right three times in a row is given seven times before it is looked at again.
+_LONGEST = 3
+
+
+class Habit:
+    """The latest answer. The more often in a row it was the same, the longer it is given without asking."""
+
+    def __init__(self) -> None:
+        self._question: Hashable = None
+        self._answer: tuple[int, ...] = ()
+        self._left = self._streak = 0
+
+    def recall(self, question: Hashable) -> tuple[int, ...] | None:
+        """The answer; None: the question is another one, or it is time to think."""
+        if self._left == 0 or question != self._question:
+            return None
+        self._left -= 1
+        return self._answer
+
+    def learn(self, question: Hashable, answer: Sequence[int]) -> None:
+        """What thinking came to."""
+        same = question == self._question and tuple(answer) == self._answer
+        self._streak = min(self._streak + 1, _LONGEST) if same else 0
+        self._question, self._answer, self._left = question, tuple(answer), 2**self._streak - 1
+
+    def hold(self, times: int) -> None:
+        """The latest answer is an exception: it is given so many more times, and what comes next is new."""
+        self._left, self._streak = times, 0

@@ -1,0 +1,51 @@
+"""benchmarks/speculation.py: what it compares, what its script says, and what it writes. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.speculation import Cell, Turn, main, modes, scripted
+from engine.draft.drafter import Want
+from engine.sampling import Draw, History
+from engine.types import SamplingParams
+
+
+def want(name: str, position: int, limit: int) -> Want:
+    """A want of a text that stands at a position."""
+    params = SamplingParams()
+    return Want(name, [0] * position, limit, Draw(params, 0, position, History(params, (), 10)))
+
+
+def test_a_script_is_right_as_often_as_it_should_be() -> None:
+    """Always, never, or at places that are the same whoever asks; in every turn, from where the text stands."""
+    said = list(range(1000))
+    right, wrong, often = (scripted({"0": said}, [(7, 7)], share, 0.0, 5000) for share in (1.0, 0.0, 0.8))
+
+    assert [[10, 11, 12]] == right.propose([want("3 0", 12, 3)]) == right.propose([want("4 0", 12, 3)])
+    assert [[11, 12, 13]] == wrong.propose([want("3 0", 12, 3)])
+    (guesses,) = often.propose([want("0 0", 2, 1000)])
+    assert 750 < sum(guess == token for guess, token in zip(guesses, said, strict=True)) < 850
+    assert often.propose([want("0 0", 502, 9)]) == [guesses[500:509]]
+
+
+def test_ratios_are_of_rounds_side_by_side() -> None:
+    """A machine that is slow for a round is slow for all modes; the best is one that chooses nothing."""
+    turns = {"off": (1.0, 3.0, 1.0), "1": (0.8, 2.4, 0.8), "2": (2.0, 6.0, 2.0), "auto": (0.5, 1.5, 0.5)}
+    cell = Cell("0.5", 1, {mode: [Turn(10, taken, 9.0) for taken in each] for mode, each in turns.items()})
+
+    assert (10.0, 1.25, 2.0) == (cell.rate("off"), cell.ratio("1"), cell.ratio("auto"))
+    assert ("1", 1.6) == (cell.best, cell.ratio("auto", cell.best))
+
+
+def test_figures_are_written(tmp_path: Path) -> None:
+    """A cell for each pair and batch, with the tokens of every mode, and a picture."""
+    assert 0 == main(["--quick", "--out", str(tmp_path)])
+    cells = json.loads((tmp_path / "speculation.json").read_text())["cells"]
+
+    assert [("bundled", 1), ("bundled", 2), ("0.6", 1), ("0.6", 2)] == [(cell["pair"], cell["batch"]) for cell in cells]
+    for cell in cells:
+        assert modes(cell["pair"], [2]) == list(cell["turns"])
+        assert {8 * cell["batch"]} == {turn["tokens"] for turns in cell["turns"].values() for turn in turns}
+        assert len(cell["accepted"]["2"]) == 2
+    assert (tmp_path / "speculation.png").read_bytes().startswith(b"\x89PNG")

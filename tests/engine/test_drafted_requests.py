@@ -1,0 +1,225 @@
+"""Requests that end, break or are asked about in the middle of a draft: they are what they would be without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+
+from engine.core import Core
+from engine.draft.depth import AdaptiveDepth, Depth, FixedDepth
+from engine.draft.drafter import Drafter, Want
+from engine.load import Loaded
+from engine.scheduler import Grant
+from engine.speculation import Speculation
+from engine.step import Said
+from engine.types import Delta, Failed, Finished, TokenLogprob
+from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
+from tests.engine.models import VOCABULARY, core
+from tests.engine.play import Answer, Job, ask, play
+
+Models = Callable[..., Loaded]
+
+PROMPT = (5, 4, 3, 2, 1)
+KINDS = ("llama", "gemma3", "llama4", "mamba2", "qwen3_next", "deepseek_v3")
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def drafted(loaded: Loaded, drafter: Drafter, depth: Depth | None = None) -> Core:
+    """An engine with four drafts at a time, or as the depth says."""
+    return core(loaded, speculation=Speculation(None, drafter, depth or FixedDepth(4), lambda: 0.0))
+
+
+def knowing(outputs: Mapping[str, Sequence[int]], prompt: Sequence[int] = PROMPT) -> ScriptedDrafter:
+    """A drafter that knows what everybody says to a prompt."""
+    return always_right(outputs, dict.fromkeys(outputs, len(prompt)))
+
+
+def alone(loaded: Loaded, prompt: Sequence[int] = PROMPT, count: int = 24) -> Answer:
+    """What is said without drafts."""
+    return play(core(loaded), [Job(ask("one", prompt, count, ignore_eos=True))])["one"]
+
+
+def goes_on(engine: Core, loaded: Loaded, text: Sequence[int]) -> int:
+    """Ask for what follows a text, which must be what it is alone; the tokens of it that were known."""
+    answer = play(engine, [Job(ask("next", text, 8, ignore_eos=True))])["next"]
+    assert alone(loaded, text, 8).tokens == answer.tokens
+    return answer.started[0].cached_tokens
+
+
+@by_kind
+def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
+    """What was accepted behind it is not said, and not remembered; the next turn finds what was."""
+    whole = alone(loaded(kind))
+    stop = next(piece for at in range(6, 20) if (piece := whole.text[at : at + 2]) not in whole.text[: at + 1])
+    plain = play(core(loaded(kind)), [Job(ask("one", PROMPT, 24, ignore_eos=True, stop=(stop,)))])["one"]
+    engine = drafted(loaded(kind), knowing({"one": whole.tokens, "next": ()}))
+    answer = play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True, stop=(stop,)))])["one"]
+
+    assert isinstance(plain.end, Finished)
+    assert isinstance(answer.end, Finished)
+    assert whole.text[: whole.text.index(stop)] == plain.text == answer.text
+    assert ("stop", stop, plain.tokens) == (answer.end.reason, answer.end.stop, answer.tokens)
+    said = plain.end.usage.completion_tokens
+    assert said == answer.end.usage.completion_tokens
+    assert engine.cache.known((*PROMPT, *whole.tokens)) <= len(PROMPT) + said
+    assert goes_on(engine, loaded(kind), (*PROMPT, *whole.tokens[:said], 7, 8)) <= len(PROMPT) + said
+
+
+@by_kind
+def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
+    """At every place of a draft it ends the answer, and nothing behind it is kept."""
+    whole = alone(loaded(kind)).tokens
+    for at in range(1, 6):
+        engine = drafted(loaded(kind), knowing({"one": whole, "next": ()}))
+        answer = play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True, stop_token_ids=(whole[at],)))])["one"]
+        first = whole.index(whole[at])
+
+        assert isinstance(answer.end, Finished)
+        assert ("stop", whole[at], whole[:first]) == (answer.end.reason, answer.end.stop, answer.tokens)
+        assert engine.cache.known((*PROMPT, *whole)) <= len(PROMPT) + first
+        assert goes_on(engine, loaded(kind), (*PROMPT, *whole[: first + 1], 7)) <= len(PROMPT) + first
+
+
+@by_kind
+def test_a_limit_inside_a_draft(loaded: Models, kind: str) -> None:
+    """No request says a token more than it asked for, wherever its limit falls in a draft."""
+    whole = alone(loaded(kind)).tokens
+    for count in range(1, 8):
+        engine = drafted(loaded(kind), knowing({"one": whole}))
+        answer = play(engine, [Job(ask("one", PROMPT, count, ignore_eos=True))])["one"]
+
+        assert isinstance(answer.end, Finished)
+        assert ("length", whole[:count]) == (answer.end.reason, answer.tokens)
+        assert count == answer.end.usage.completion_tokens
+        assert 0 == answer.end.usage.refused_tokens
+        assert -(-count // 5) == count - answer.end.usage.accepted_tokens
+
+
+def entries(engine: Core, count: int) -> list[TokenLogprob]:
+    """The log-probabilities of one answer."""
+    engine.submit(ask("one", PROMPT, count, ignore_eos=True, logprobs=3))
+    found: list[TokenLogprob] = []
+    while engine.busy:
+        for _, event in engine.step():
+            found += event.logprobs if isinstance(event, Delta) else ()
+    return found
+
+
+@by_kind
+def test_logprobs_are_the_same(loaded: Models, kind: str) -> None:
+    """With right and with wrong drafts every token has the entry that it has without."""
+    whole = alone(loaded(kind)).tokens
+    plain = entries(core(loaded(kind)), 24)
+    assert 24 == len(plain)
+    for drafter in (knowing({"one": whole}), always_wrong({"one": whole}, {"one": len(PROMPT)}, VOCABULARY)):
+        guessed = entries(drafted(loaded(kind), drafter), 24)
+
+        assert [one.chosen.token for one in plain] == [one.chosen.token for one in guessed]
+        for one, other in zip(plain, guessed, strict=True):
+            pairs = zip((one.chosen, *one.top), (other.chosen, *other.top), strict=True)
+            assert all(a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-6) for a, b in pairs)
+
+
+def spoilt(loaded: Loaded, drafter: Drafter) -> dict[str, Answer]:
+    """Two requests, drafted for together; of a step with ten rows of logits the eighth says NaN, once."""
+    engine = drafted(loaded, drafter)
+    spoils = iter([7])
+
+    def spoil(_: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        if output.shape[-2] == 10 and (row := next(spoils, None)) is not None:
+            output = output.clone()
+            output[..., row, :] = torch.nan
+        return output
+
+    hook = loaded.model.lm_head.register_forward_hook(spoil)
+    answers = play(engine, [Job(ask(name, PROMPT, 20, ignore_eos=True)) for name in ("first", "second")])
+    hook.remove()
+    assert next(spoils, None) is None, "nothing was spoilt"
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    return answers
+
+
+def test_a_broken_row_behind_right_drafts_fails_its_request(loaded: Models) -> None:
+    """The row is the text's own: its request fails, and the other says what it says alone."""
+    whole = alone(loaded("llama")).tokens
+    answers = spoilt(loaded("llama"), knowing({"first": whole, "second": whole}))
+
+    assert isinstance(answers["second"].end, Failed)
+    assert whole[:20] == answers["first"].tokens
+
+
+def test_a_broken_row_behind_a_wrong_draft_breaks_nobody(loaded: Models) -> None:
+    """Nothing of such a row would have been said."""
+    whole = alone(loaded("llama")).tokens
+    wrong = always_wrong({"first": whole, "second": whole}, {"first": len(PROMPT), "second": len(PROMPT)}, VOCABULARY)
+
+    assert [whole[:20]] * 2 == [answer.tokens for answer in spoilt(loaded("llama"), wrong).values()]
+
+
+class Clock:
+    """Stands still but for what a step or a draft is said to take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+class Timed:
+    """A drafter that takes a time for each level, and counts how often it was asked; implements Drafter."""
+
+    def __init__(self, drafter: ScriptedDrafter, clock: Clock, level_seconds: float) -> None:
+        self._drafter, self._clock, self._level_seconds = drafter, clock, level_seconds
+        self.kind, self.observe, self.forget = drafter.kind, drafter.observe, drafter.forget
+        self.asked = 0
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        """As the drafter does."""
+        self.asked += 1
+        self._clock.now += self._level_seconds * max(want.limit for want in wants)
+        return self._drafter.propose(wants)
+
+
+def paced(loaded: Loaded, drafter: Timed, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
+    """An engine of chosen depths, whose steps take a second, and a tenth more for each row but the first."""
+    engine = core(loaded, speculation=Speculation(None, drafter, AdaptiveDepth(), clock))
+    engine._clock = clock
+    run = engine._stepper.run
+
+    def timed(grants: Sequence[Grant]) -> list[Said]:
+        clock.now += 1 + 0.1 * (sum(grant.rows.length for grant in grants) - 1)
+        return run(grants)
+
+    monkeypatch.setattr(engine._stepper, "run", timed)
+    return engine
+
+
+def test_drafts_that_are_right_are_chosen(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens and more come of a step after a while, and the text is what it is without."""
+    whole, clock = alone(loaded("llama"), count=100).tokens, Clock()
+    engine = paced(loaded("llama"), Timed(knowing({"one": whole}), clock, 0.1), clock, monkeypatch)
+    play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])
+    before = clock.now
+    answer = play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])["one"]
+
+    assert whole == answer.tokens
+    assert clock.now - before < 0.4 * 100
+
+
+def test_drafts_that_are_wrong_cost_next_to_nothing(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is never right is hardly asked any more, and time goes on as if he were not there."""
+    whole, clock = alone(loaded("llama"), count=100).tokens, Clock()
+    drafter = Timed(always_wrong({"one": whole}, {"one": len(PROMPT)}, VOCABULARY), clock, 0.3)
+    engine = paced(loaded("llama"), drafter, clock, monkeypatch)
+    play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])
+    before, asked = clock.now, drafter.asked
+    for _ in range(4):
+        answer = play(engine, [Job(ask("one", PROMPT, 100, ignore_eos=True))])["one"]
+        assert whole == answer.tokens
+
+    assert drafter.asked - asked < 20
+    assert clock.now - before < 1.02 * 4 * 101

@@ -1,0 +1,227 @@
+"""The settings of speculation: who drafts, which draft models are refused and why, what strange tokens come to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.config import EngineConfig
+from engine.draft.loading import load_draft, make_speculation
+from engine.engine import Engine
+from engine.errors import DraftTooLarge, InvalidRequest, ModelMissing, ModelUnsupported
+from engine.load import Loaded
+from engine.types import Delta, Finished, Request, SamplingParams, SpeculationParams
+from tests.engine.models import CONTEXT, core, save_model, save_tokenizer
+from tests.engine.play import Job, ask, play
+
+Models = Callable[..., Loaded]
+Folder = Callable[[str], Path]
+
+
+def config(folder: Path, draft: Path | None, **changes: Any) -> EngineConfig:
+    """A tiny model with a draft model."""
+    name = None if draft is None else str(draft)
+    return EngineConfig(model=str(folder), draft_model=name, **{"context": CONTEXT, "dtype": "float64", **changes})
+
+
+def smaller(folder: Path, **changes: Any) -> Path:
+    """A llama of other sizes."""
+    save_model("llama", folder)
+    settings = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(type(settings)(**{**settings.to_dict(), **changes})).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tokens", [0, 16, None])
+def test_drafts_have_up_to_sixteen_tokens(tokens: int | None) -> None:
+    """0 means that only requests that ask for drafts get some."""
+    assert tokens == EngineConfig(draft_tokens=tokens).draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"draft_tokens": 17}, "between 0 and 16, not 17"),
+        ({"draft_tokens": -1}, "between 0 and 16, not -1"),
+        ({"drafter": "lookup", "draft_model": "small"}, "drafter lookup does not use the draft model small"),
+        ({"drafter": "none", "draft_model": "small"}, "drafter none does not use the draft model small"),
+        ({"drafter": "model", "model": "large"}, "name it with --draft-model"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], word: str) -> None:
+    """ValueError says which."""
+    with pytest.raises(ValueError, match=word):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({}, ("lookup",)),
+        ({"drafter": "lookup"}, ("lookup",)),
+        ({"drafter": "none"}, ()),
+        ({"draft": True}, ("lookup", "model")),
+        ({"draft": True, "drafter": "model"}, ("model",)),
+    ],
+)
+def test_the_settings_say_who_drafts(
+    loaded: Models, folder: Folder, settings: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    """Repetitions cost nothing, so they are drafted from unless somebody says otherwise."""
+    target, small = loaded("llama"), folder("gemma3")
+    fields = {key: value for key, value in settings.items() if key != "draft"}
+    asked = config(folder("llama"), small if settings.get("draft") else None, slots=2, **fields)
+
+    draft = load_draft(asked, target, lambda phase: None)
+
+    assert kinds == make_speculation(asked, target, draft, lambda: 0.0).kinds
+
+
+def test_a_draft_with_another_tokenizer_is_refused_by_a_token(tmp_path: Path, loaded: Models, folder: Folder) -> None:
+    """The first token that means something else is named."""
+    small = smaller(tmp_path / "small")
+    file = small / "tokenizer.json"
+    content = json.loads(Tokenizer.from_file(str(file)).to_str())
+    words = content["model"]["vocab"]
+    words["A"], words["B"] = words["B"], words["A"]
+    file.write_text(json.dumps(content))
+
+    with pytest.raises(
+        ModelUnsupported, match=r"must share the tokenizer of the model: token \d+ is 'B' to it and 'A'"
+    ):
+        load_draft(config(folder("llama"), small), loaded("llama"), lambda phase: None)
+
+
+def test_a_draft_that_does_not_fit_beside_the_model_is_refused(
+    loaded: Models, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model's own cache will take is not there for the draft, and the answer says whom it is about."""
+    target = loaded("llama")
+    promised = target.memory.cache_bytes + target.memory.work_bytes
+    asked = config(folder("llama"), folder("llama"))
+    monkeypatch.setattr("engine.load.available_bytes", lambda: promised + 2**18)
+
+    with pytest.raises(
+        DraftTooLarge, match=r"draft model .*llama' does not fit beside the model: .*--slots.*--drafter lookup"
+    ):
+        load_draft(asked, target, lambda phase: None)
+    monkeypatch.setattr("engine.load.available_bytes", lambda: promised + 2**30)
+    assert load_draft(asked, target, lambda phase: None) is not None
+
+
+def test_a_draft_that_is_not_there_or_broken_is_told_in_one_sentence(
+    tmp_path: Path, loaded: Models, folder: Folder
+) -> None:
+    """As for the model itself."""
+    with pytest.raises(ModelMissing, match="no such folder"):
+        load_draft(config(folder("llama"), tmp_path / "absent"), loaded("llama"), lambda phase: None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelUnsupported, match="cannot serve the model"):
+        load_draft(config(folder("llama"), tmp_path), loaded("llama"), lambda phase: None)
+
+
+def test_a_missing_companion_is_missed_only_where_it_was_asked_for(loaded: Models) -> None:
+    """The folder of this model has no draft beside it."""
+    target = loaded("llama")
+
+    assert load_draft(EngineConfig(), target, lambda phase: None) is None
+    with pytest.raises(ModelMissing, match="--draft-model"):
+        load_draft(EngineConfig(drafter="model"), target, lambda phase: None)
+
+
+@pytest.mark.parametrize("vocabulary", [262, 300])
+def test_tokens_that_only_one_of_them_knows_do_no_harm(
+    tmp_path: Path, loaded: Models, folder: Folder, vocabulary: int
+) -> None:
+    """Families pad their vocabularies to different sizes; a prompt may hold tokens behind the draft's."""
+    small = smaller(tmp_path / "small", vocab_size=vocabulary)
+    save_tokenizer(small)
+    target, asked = loaded("llama"), config(folder("llama"), small, drafter="model", draft_tokens=4, slots=2)
+    params = SamplingParams(temperature=1.0, seed=3, frequency_penalty=0.5, logit_bias=((270, 5.0),))
+    job = Job(ask("a", (5, 270, 6, 271, 7), 24, sampling=params, ignore_eos=True))
+    speculation = make_speculation(asked, target, load_draft(asked, target, lambda phase: None), lambda: 0.0)
+
+    alone, drafted = play(core(target), [job])["a"], play(core(target, speculation=speculation), [job])["a"]
+
+    assert isinstance(drafted.end, Finished)
+    assert drafted.end.usage.accepted_tokens + drafted.end.usage.refused_tokens > 0
+    assert alone.tokens == drafted.tokens
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_request_says_how_many_tokens_to_draft(loaded: Models, folder: Folder, tokens: int) -> None:
+    """Whatever the server would do of its own: here nothing."""
+    target, asked = loaded("llama"), config(folder("llama"), folder("llama"), drafter="model", draft_tokens=0, slots=2)
+    speculation = make_speculation(asked, target, load_draft(asked, target, lambda phase: None), lambda: 0.0)
+    engine = core(target, speculation=speculation)
+    plain = ask("plain", (5, 6, 7), 13, ignore_eos=True)
+    drafted = ask("drafted", (5, 6, 7), 13, ignore_eos=True, speculation=SpeculationParams(tokens=tokens))
+
+    answers = play(engine, [Job(plain), Job(drafted)])
+
+    counts = engine.stats().drafts[0]
+    assert answers["plain"].tokens == answers["drafted"].tokens
+    assert [rounds > 0 for rounds in counts.drafted] == [position < tokens for position in range(16)]
+    assert counts.accepted == counts.drafted, "the model is its own draft"
+    assert sum(counts.accepted) == answers["drafted"].end.usage.accepted_tokens  # type: ignore[union-attr]
+    assert 0 == answers["plain"].end.usage.accepted_tokens  # type: ignore[union-attr]
+
+
+def test_the_engine_tells_who_drafts_and_refuses_others(folder: Folder) -> None:
+    """The phases of the draft are told while it loads; a drafter that is not there is refused by name."""
+    phases: list[str] = []
+
+    async def scene() -> None:
+        engine = Engine(config(folder("llama"), folder("gemma3"), drafter="model", slots=2), phases.append)
+        engine.start()
+        try:
+            await engine.wait_ready()
+            assert ("model",) == engine.drafting.kinds
+            assert engine.drafting.model is not None
+            assert str(folder("gemma3")) == engine.drafting.model.name
+            async with engine.open(_request("fine", "model")) as stream:
+                assert any([isinstance(event, Delta) async for event in stream])
+            with pytest.raises(InvalidRequest, match="has no drafter 'lookup', it has model") as raised:
+                async with engine.open(_request("wrong", "lookup")):
+                    pass
+            assert "speculation.drafter" == raised.value.field
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(scene())
+
+    assert "draft: weights" in phases
+    assert phases.index("self-test") < phases.index("draft: resolve") < phases.index("ready")
+
+
+def _request(name: str, drafter: Any) -> Request:
+    return ask(name, (5, 6, 7), 4, ignore_eos=True, speculation=SpeculationParams(drafter))
+
+
+def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: Models, tmp_path: Path) -> None:
+    """With a shelf, the next process's draft model need not read a text again; both texts are the same."""
+    settings = config(folder("llama"), folder("llama"), drafter="model", draft_tokens=4, shelf=str(tmp_path))
+    target, prompt = loaded("llama"), tuple(range(60))
+    texts, read = [], []
+    for _ in range(2):
+        draft = load_draft(settings, target, lambda phase: None)
+        assert draft is not None
+        speculation = make_speculation(settings, target, draft, lambda: 0.0)
+        engine = core(target, speculation=speculation)
+        before = sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors"))
+        texts.append(play(engine, [Job(ask("one", prompt, 12))])["one"].tokens)
+        while engine.rest():
+            pass
+        read.append(sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors")) - before)
+
+    assert texts[0] == texts[1]
+    # The second process found all of it: there was nothing new to be written.
+    assert read[0] > 0
+    assert read[1] == 0
