@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.types import MemoryPlan, ModelInfo
+from engine.types import Drafting, MemoryPlan, ModelInfo
 from server.settings import Settings
 from server.version import version
 
 GIB = 2**30
 
 
-def banner(info: ModelInfo, memory: MemoryPlan, settings: Settings, url: str) -> str:
+def banner(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Settings, url: str) -> str:
     """The first screen, once the model answers."""
     return "\n".join(
         [
             f"Cellar {version()} serves {', '.join(settings.names)}",
-            *(f"  {name:<9} {text}" for name, text in _rows(info, memory, settings)),
+            *(f"  {name:<9} {text}" for name, text in _rows(info, memory, drafting, settings)),
             *_addresses(settings, url),
         ]
     )
 
 
-def _rows(info: ModelInfo, memory: MemoryPlan, settings: Settings) -> Iterator[tuple[str, str]]:
+def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Settings) -> Iterator[tuple[str, str]]:
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     yield "context", f"{info.context} tokens a sequence, {info.slots} slots, overflow: {settings.overflow}"
     yield "queue", f"{settings.max_waiting} requests may wait"
@@ -34,9 +34,25 @@ def _rows(info: ModelInfo, memory: MemoryPlan, settings: Settings) -> Iterator[t
         f"= {_size(memory.weights_bytes + memory.cache_bytes + memory.work_bytes)} "
         f"of {_size(memory.available_bytes)} free",
     )
+    yield "drafts", _drafts(drafting, settings.draft_tokens)
     if settings.shelf is not None:
         yield "shelf", f"{settings.shelf}, {_size(settings.shelf_bytes)} at most"
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
+
+
+def _drafts(drafting: Drafting, tokens: int | None) -> str:
+    """Who guesses ahead, how far, and what the model among them takes."""
+    if not drafting.kinds:
+        return "none"
+    far = "as many tokens as pay" if tokens is None else f"{tokens} tokens"
+    text = f"{' and '.join(drafting.kinds)}, {far} at a time"
+    if drafting.model is None or drafting.memory is None:
+        return text
+    model, memory = drafting.model, drafting.memory
+    return (
+        f"{text}; {model.architecture}, {_count(model.parameters)} parameters, from {model.folder}: "
+        f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)}"
+    )
 
 
 def _addresses(settings: Settings, url: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import anyio.to_thread
 from engine.types import Delta, Finished, Rendering, Request, TokenLogprob
 from server.errors import INVALID_VALUE, ApiError
 from server.fold import Choice, fold
-from server.generation import Events, request
+from server.generation import Events, prediction, request
 from server.logprobs import chat_logprobs
 from server.schemas.chat import (
     ChatChoice,
@@ -25,6 +25,7 @@ from server.schemas.chat import (
     Message,
     ToolCall,
 )
+from server.schemas.content import text_of
 from server.service import Service
 from server.usage import timings, usage
 
@@ -126,7 +127,8 @@ async def chat_request(service: Service, body: ChatRequest, id: str) -> Request:
     max_tokens = _max_tokens(body)
     prompt = await _render(service, body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return request(service, body, prompt, id=id, max_tokens=max_tokens, logprobs=logprobs)
+    expected = await prediction(service, body)
+    return request(service, body, prompt, id=id, max_tokens=max_tokens, logprobs=logprobs, prediction=expected)
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -170,9 +172,7 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def _text(message: Message) -> str:
-    if isinstance(message.content, list):
-        return "\n".join(part.text for part in message.content)
-    return message.content or ""
+    return "" if message.content is None else text_of(message.content, "\n")
 
 
 def _arguments(call: ToolCall) -> object:

@@ -7,13 +7,13 @@ import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.config import Env
 
 from engine.config import Dtype, KvDtype
-from engine.types import MlaMode, Overflow
+from engine.types import DrafterChoice, MlaMode, Overflow
 from server.settings import LogLevel, Settings, read_keys, split_keys
 from server.version import version
 
@@ -56,6 +56,12 @@ class Options:
         Threads to compute with. Default: all.
     mla
         Latent attention: absorb the projections, expand the latents, or auto: what costs less.
+    drafter
+        Who guesses ahead: lookup (repetitions), model (a draft model), auto (both) or none. Never changes a text.
+    draft_model
+        Folder or hub id of a smaller model with the same tokenizer. The bundled model brings its own.
+    draft_tokens
+        Tokens guessed at a time, 0 to 16; auto: as many as pay.
     shelf
         Folder where computed prompts are kept for the next start. Default: they end with the process.
     shelf_bytes
@@ -85,6 +91,9 @@ class Options:
     max_waiting: int = 64
     threads: int | None = None
     mla: MlaMode = "auto"
+    drafter: DrafterChoice = "auto"
+    draft_model: str | None = None
+    draft_tokens: Literal["auto"] | int = "auto"
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
@@ -108,6 +117,9 @@ class Options:
             max_waiting=self.max_waiting,
             threads=self.threads,
             mla=self.mla,
+            drafter=self.drafter,
+            draft_model=self.draft_model or None,
+            draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
             shelf=self.shelf or None,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,

@@ -10,7 +10,7 @@ import anyio.to_thread
 from engine.types import Delta, Finished, Rendering, Request, TokenLogprob
 from server.errors import INVALID_VALUE, ApiError
 from server.fold import Choice, fold
-from server.generation import Events, request
+from server.generation import Events, prediction, request
 from server.logprobs import length, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 from server.service import Service
@@ -103,9 +103,10 @@ class CompletionAnswer:
 async def completion_requests(service: Service, body: CompletionRequest, id: str) -> list[Request]:
     """One request a prompt; raises what the client did wrong."""
     prompts = [await _tokens(service, prompt) for prompt in body.prompt]
+    most, logprobs, expected = body.max_tokens, body.logprobs, await prediction(service, body)
     return [
-        request(service, body, prompt, id=f"{id}-{index}", max_tokens=body.max_tokens, logprobs=body.logprobs)
-        for index, prompt in enumerate(prompts)
+        request(service, body, prompt, id=f"{id}-{at}", max_tokens=most, logprobs=logprobs, prediction=expected)
+        for at, prompt in enumerate(prompts)
     ]
 
 

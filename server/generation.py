@@ -9,10 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TypeVar
 
-from engine.types import Event, Rendering, Request, SamplingParams
+import anyio.to_thread
+
+from engine.types import Event, Rendering, Request, SamplingParams, SpeculationParams
 from server.errors import INVALID_VALUE, ApiError
 from server.metrics import Endpoint
 from server.schemas.common import Generation
+from server.schemas.content import text_of
 from server.service import Service
 
 Events = AsyncIterator[tuple[int, Event]]
@@ -45,8 +48,23 @@ def sampling(body: Generation, vocabulary: int) -> SamplingParams:
     )
 
 
+async def prediction(service: Service, body: Generation) -> tuple[int, ...]:
+    """The tokens that the client expects; raises what is wrong with its text."""
+    if body.prediction is None:
+        return ()
+    text = text_of(body.prediction.content, "")
+    return tuple(await anyio.to_thread.run_sync(service.engine.tokenizer.predict, text))
+
+
 def request(
-    service: Service, body: Generation, prompt: Rendering, *, id: str, max_tokens: int | None, logprobs: int | None
+    service: Service,
+    body: Generation,
+    prompt: Rendering,
+    *,
+    id: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prediction: tuple[int, ...],
 ) -> Request:
     """The engine's request for one prompt of the body. ApiError at token ids that the model does not have."""
     info = service.engine.info
@@ -74,6 +92,8 @@ def request(
         recurrent_shift=body.recurrent_shift or "rebuild",
         marks=prompt.marks,
         salt=_salt(body.cache_salt),
+        speculation=_speculation(body),
+        prediction=prediction,
     )
 
 
@@ -108,6 +128,11 @@ async def _cancel(tasks: dict[asyncio.Task[Event | None], int]) -> None:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _speculation(body: Generation) -> SpeculationParams:
+    asked = body.speculation
+    return SpeculationParams() if asked is None else SpeculationParams(asked.drafter or "auto", asked.tokens)
 
 
 def _salt(text: str | None) -> bytes:

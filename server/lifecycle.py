@@ -94,7 +94,8 @@ class Lifecycle:
         """Wait for the model, then for the engine's death."""
         try:
             await self.engine.wait_ready()
-            self.say(banner(self.engine.info, self.engine.memory, self.settings, url))
+            engine = self.engine
+            self.say(banner(engine.info, engine.memory, engine.drafting, self.settings, url))
             while self.engine.alive:
                 await asyncio.sleep(PULSE_SECONDS)
             logger.critical("the engine ended: %s", self.engine.phase)

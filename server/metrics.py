@@ -7,14 +7,14 @@ Counts of requests and their times are observed here, as events pass; totals of 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import Delta, Event, Failed, Finished, Started, Stats
+from engine.types import Delta, DraftCounts, Event, Failed, Finished, Started, Stats
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -96,6 +96,7 @@ class EngineCollector(Collector):
         yield _gauge("engine_ready", "1 while requests are taken.", float(self._engine.ready))
         yield from _gauges(stats)
         yield from _counters(stats)
+        yield from _drafts(stats.drafts)
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:
@@ -122,6 +123,18 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
     yield _counter("prefix_copies", "Prefixes shared between sequences.", stats.prefix_copies_total)
     yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
+
+
+def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
+    """By the kind of drafter and the position in a draft, 1 to LONGEST_DRAFT."""
+    labels = ("drafter", "position")
+    drafted = CounterMetricFamily("cellar_draft_tokens", "Tokens guessed.", labels=labels)
+    accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Tokens guessed and then generated.", labels=labels)
+    for each in counts:
+        for position, (some, right) in enumerate(zip(each.drafted, each.accepted, strict=True), start=1):
+            drafted.add_metric((each.kind, str(position)), some)
+            accepted.add_metric((each.kind, str(position)), right)
+    yield from (drafted, accepted)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import BUNDLED_NAME, Dtype, EngineConfig, KvDtype
-from engine.types import MlaMode, Overflow
+from engine.types import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -60,6 +60,9 @@ class Settings:
     max_waiting: int = 64
     threads: int | None = None
     mla: MlaMode = "auto"
+    drafter: DrafterChoice = "auto"
+    draft_model: str | None = None
+    draft_tokens: int | None = None
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
@@ -112,6 +115,9 @@ class Settings:
             max_waiting=self.max_waiting,
             threads=self.threads,
             mla=self.mla,
+            drafter=self.drafter,
+            draft_model=self.draft_model,
+            draft_tokens=self.draft_tokens,
             shelf=self.shelf,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,

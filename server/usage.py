@@ -19,8 +19,8 @@ def usage(finished: Sequence[Finished]) -> UsageBody:
         prompt_tokens_details={"cached_tokens": sum(event.usage.cached_tokens for event in finished)},
         completion_tokens_details={
             "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(event.usage.accepted_tokens for event in finished),
+            "rejected_prediction_tokens": sum(event.usage.refused_tokens for event in finished),
         },
     )
     shifts = sum(event.usage.context_shifts for event in finished)
@@ -45,6 +45,8 @@ def timings(finished: Finished) -> TimingsBody:
         predicted_ms=_milliseconds(times.generation_seconds),
         predicted_per_token_ms=_milliseconds(_ratio(times.generation_seconds, cost.completion_tokens)),
         predicted_per_second=round(_ratio(cost.completion_tokens, times.generation_seconds), 3),
+        draft_n=cost.accepted_tokens + cost.refused_tokens,
+        draft_n_accepted=cost.accepted_tokens,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from server.schemas import policy
-from server.schemas.common import Count, FinishReason, Generation, Label, Strict, TimingsBody, UsageBody
+from server.schemas.common import Count, FinishReason, Generation, Label, TimingsBody, UsageBody
+from server.schemas.content import Content, Strict
 
 # Names that the renderer passes to the template itself.
 _RESERVED = (
@@ -23,16 +24,6 @@ RESERVED_ARGUMENTS = frozenset(_RESERVED.split())
 LONGEST_ARGUMENT = 1024
 
 
-def _only_text(kind: object) -> object:
-    if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError("unsupported_value", "this server reads text only, no images, audio or files")
-    return kind
-
-
-def _shape(content: object) -> str:
-    return "parts" if isinstance(content, list) else "string"
-
-
 def _own(name: str) -> str:
     if name in RESERVED_ARGUMENTS:
         raise PydanticCustomError("invalid_value", "this name belongs to the template itself")
@@ -43,13 +34,6 @@ def _scalar(value: object) -> object:
     if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > LONGEST_ARGUMENT):
         raise PydanticCustomError("invalid_value", "it must be a number, a boolean, null or a short string")
     return value
-
-
-class TextPart(Strict):
-    """A piece of a message."""
-
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
-    text: str
 
 
 class CalledFunction(Strict):
@@ -68,10 +52,6 @@ class ToolCall(Strict):
     index: int | None = None
 
 
-Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
-    Discriminator(_shape),
-]
 ArgumentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$"), BeforeValidator(_own)]
 ArgumentValue = Annotated[bool | int | float | str | None, BeforeValidator(_scalar)]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints
 from typing_extensions import TypedDict
 
-from engine.types import Overflow, RecurrentShift
+from engine.types import LONGEST_DRAFT, DrafterChoice, Overflow, RecurrentShift
 from server.schemas import policy
+from server.schemas.content import Content, Strict
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -34,23 +35,25 @@ Stops = Annotated[
 ]
 
 
-class Strict(BaseModel):
-    """No coercion, no unknown fields, and immutable once made."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _strip(cls, body: Any) -> Any:
-        return policy.strip(body, cls.documented)
-
-
 class StreamOptions(Strict):
     """What a stream holds besides the text. Obfuscation is accepted and not applied."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class Prediction(Strict):
+    """A text that much of the answer is expected to repeat; it makes answers faster, never different."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class Speculation(Strict):
+    """Who may guess at the answer, and how many tokens at a time; null is what the server was told."""
+
+    drafter: DrafterChoice | None = None
+    tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)] | None = None
 
 
 class Generation(Strict):
@@ -81,6 +84,8 @@ class Generation(Strict):
     keep: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     recurrent_shift: RecurrentShift | None = None
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    prediction: Prediction | None = None
+    speculation: Speculation | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -95,7 +100,7 @@ class PromptDetails(TypedDict):
 
 
 class CompletionDetails(TypedDict):
-    """Of the tokens generated, those of each kind. This version makes none of them."""
+    """Tokens of each kind. Accepted are all that were guessed and said, whoever guessed; rejected those not said."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -115,7 +120,10 @@ class UsageBody(TypedDict):
 
 
 class TimingsBody(TypedDict):
-    """Where the time went, under llama.cpp's names; `prompt_n` counts what was computed, `cache_n` what was not."""
+    """Where the time went, under llama.cpp's names; `prompt_n` counts what was computed, `cache_n` what was not.
+
+    `draft_n` counts tokens that were guessed, `draft_n_accepted` those of them that were said.
+    """
 
     queue_ms: float
     cache_n: int
@@ -127,6 +135,8 @@ class TimingsBody(TypedDict):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
 
 
 FinishReason = Literal["stop", "length"]

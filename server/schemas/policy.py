@@ -18,7 +18,6 @@ CHAT: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -138,6 +139,75 @@ def test_a_seed_repeats_a_sample(client: openai.OpenAI) -> None:
     }
 
     assert 1 == len(texts)
+
+
+COPY = "Cellar is a server for language models. It keeps what it computed."
+SAMPLINGS = (
+    {"temperature": 0},
+    {"temperature": 1, "seed": 5},
+    {"temperature": 1, "seed": 6, "frequency_penalty": 0.7, "extra_body": {"repetition_penalty": 1.1}},
+)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_drafts_make_answers_faster_and_never_different(client: openai.OpenAI, sampling: dict[str, Any]) -> None:
+    """With a prediction, with drafts of the small model, with any: the text is the one without, and usage counts."""
+    prediction = {"type": "content", "content": COPY}
+    asked = {"model": "cellar-tiny", "messages": [{"role": "user", "content": f"Repeat: {COPY}"}], "max_tokens": 32}
+
+    def answer(**changes: Any) -> Any:
+        extra = {**sampling.get("extra_body", {}), **changes.pop("extra_body", {})}
+        return client.chat.completions.create(**{**asked, **sampling, **changes, "extra_body": extra})  # type: ignore[call-overload]
+
+    off = answer(extra_body={"speculation": {"drafter": "none"}})
+    ways = [
+        answer(),
+        answer(prediction=prediction, extra_body={"speculation": {"drafter": "lookup", "tokens": 8}}),
+        answer(extra_body={"speculation": {"drafter": "model", "tokens": 4}}),
+    ]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(answer(**options, prediction=prediction, extra_body={"speculation": {"tokens": 4}}))
+
+    assert {off.choices[0].message.content} == {way.choices[0].message.content for way in ways}
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert off.choices[0].message.content == streamed
+    details = off.usage.completion_tokens_details
+    assert (0, 0) == (details.accepted_prediction_tokens, details.rejected_prediction_tokens)
+    for usage in (*(way.usage for way in ways[1:]), chunks[-1].usage):
+        details = usage.completion_tokens_details
+        assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
+        assert details.accepted_prediction_tokens <= usage.completion_tokens == off.usage.completion_tokens
+    assert ways[2].usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
+def test_drafts_are_on_the_metrics(client: openai.OpenAI, url: str) -> None:
+    """Both drafters, sixteen positions, and no more accepted than drafted."""
+    client.completions.create(
+        model="cellar-tiny", prompt="One", max_tokens=8, extra_body={"speculation": {"drafter": "model", "tokens": 2}}
+    )
+    text = _metrics(url)
+
+    counts = {
+        name: {
+            (drafter, int(position)): float(value)
+            for drafter, position, value in re.findall(
+                rf'cellar_draft_{name}_total{{drafter="(\w+)",position="(\d+)"}} (\S+)', text
+            )
+        }
+        for name in ("tokens", "accepted_tokens")
+    }
+    assert counts["tokens"].keys() == {(drafter, at) for drafter in ("lookup", "model") for at in range(1, 17)}
+    assert counts["tokens"]["model", 2] > 0
+    assert all(counts["accepted_tokens"][place] <= drafted for place, drafted in counts["tokens"].items())
+
+
+def test_a_prediction_longer_than_the_context_is_refused(client: openai.OpenAI) -> None:
+    """By its own name."""
+    prediction = {"type": "content", "content": "word " * 300}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="cellar-tiny", messages=MESSAGES, prediction=prediction)  # type: ignore[arg-type]
+
+    assert ("invalid_value", "prediction") == (raised.value.code, raised.value.param)
 
 
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:

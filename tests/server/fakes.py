@@ -19,6 +19,7 @@ from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest,
 from engine.types import (
     Alternative,
     Delta,
+    Drafting,
     Event,
     Failed,
     Finished,
@@ -106,6 +107,9 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def predict(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> Rendering:
         self.rendered.append({"messages": list(messages), **options})
         if any(message["content"] == "refuse me" for message in messages):
@@ -129,6 +133,7 @@ class FakeEngine:
     left: threading.Event = field(default_factory=threading.Event)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     memory: MemoryPlan = MEMORY
+    drafting: Drafting = Drafting()
     cut: set[asyncio.Event] = field(default_factory=set)
 
     def start(self) -> None:

@@ -37,6 +37,8 @@ TIMINGS = {
     "predicted_ms": 125.0,
     "predicted_per_token_ms": 41.667,
     "predicted_per_second": 24.0,
+    "draft_n": 0,
+    "draft_n_accepted": 0,
 }
 
 

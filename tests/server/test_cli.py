@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import ModelInfo
+from engine.types import Drafting, ModelInfo
 from server import cli
 from server.banner import banner
 from server.settings import Settings
@@ -84,6 +84,12 @@ def test_every_option(parsed: Any) -> None:
         "1000",
         "--shelf-memory-bytes",
         "10",
+        "--drafter",
+        "model",
+        "--draft-model",
+        "small/model",
+        "--draft-tokens",
+        "4",
     )
 
     assert (
@@ -107,6 +113,9 @@ def test_every_option(parsed: Any) -> None:
             shelf="kept",
             shelf_bytes=1000,
             shelf_memory_bytes=10,
+            drafter="model",
+            draft_model="small/model",
+            draft_tokens=4,
         )
         == settings
     )
@@ -136,6 +145,7 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
         settings.served_names,
     )
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
+    assert (None, None) == (parsed(CELLAR_DRAFT_MODEL="").draft_model, parsed("--draft-tokens", "auto").draft_tokens)
     assert (None, "x") == (parsed(CELLAR_SHELF="").shelf, parsed(CELLAR_SHELF="x").shelf)
 
 
@@ -152,8 +162,10 @@ def test_the_settings_reach_the_engine() -> None:
         mla="expand",
         kv_dtype="bfloat16",
     ).engine_config()
+    drafted = Settings(drafter="model", draft_model="small", draft_tokens=0).engine_config()
     shelved = Settings(shelf="kept", shelf_bytes=5, shelf_memory_bytes=6).engine_config()
 
+    assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
     assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
     assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16") == (
         config.model,
@@ -177,6 +189,10 @@ def test_the_settings_reach_the_engine() -> None:
         (["--slots", "0"], "slots"),
         (["--context", "4"], "context"),
         (["--api-key-file", "/nonexistent/key"], "/nonexistent/key"),
+        (["--draft-tokens", "17"], "draft_tokens must be between 0 and 16"),
+        (["--draft-tokens", "-1"], "draft_tokens must be between 0 and 16"),
+        (["some/model", "--drafter", "model"], "--draft-model"),
+        (["--drafter", "lookup", "--draft-model", "small"], "small"),
     ],
 )
 def test_settings_that_cannot_work_are_one_line_and_code_2(
@@ -217,7 +233,7 @@ def test_the_server_never_imports_torch() -> None:
 
 def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
     """Model, context, queue, memory plan, keys, addresses, and a line to copy."""
-    text = banner(INFO, MEMORY, Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
+    text = banner(INFO, MEMORY, Drafting(), Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
 
     assert isinstance(INFO, ModelInfo)
     for part in (
@@ -227,10 +243,24 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         "64 requests may wait",
         "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
         "of 1.0 GiB free",
+        "drafts    none",
         "1 API key",
         "http://127.0.0.1:8000/v1",
         "Authorization: Bearer YOUR_KEY",
     ):
         assert part in text
     assert "shelf" not in text
-    assert "/kept, 8.0 GiB at most" in banner(INFO, MEMORY, Settings(shelf="/kept"), "http://127.0.0.1:8000")
+    assert "/kept, 8.0 GiB at most" in banner(
+        INFO, MEMORY, Drafting(), Settings(shelf="/kept"), "http://127.0.0.1:8000"
+    )
+
+
+def test_the_first_screen_says_who_drafts() -> None:
+    """The kinds, how far they go, and what the model among them takes."""
+    url, small = "http://127.0.0.1:8000", Drafting(("lookup", "model"), INFO, MEMORY)
+
+    assert "lookup, as many tokens as pay at a time\n" in banner(INFO, MEMORY, Drafting(("lookup",)), Settings(), url)
+    assert (
+        "lookup and model, 4 tokens at a time; FakeForCausalLM, 1.2k parameters, from /models/fake: "
+        "weights 4.0 MiB + cache 128.0 KiB\n"
+    ) in banner(INFO, MEMORY, small, Settings(draft_tokens=4), url)

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import Delta, Failed, Request, Started, Stats
+from engine.types import Delta, DraftCounts, Failed, Request, Started, Stats
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 
@@ -78,6 +78,20 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         for (name, labels), value in samples.items()
         if not labels and "seconds_" not in name or name == "cellar_step_seconds_total"
     }
+
+
+def test_drafts_are_counted_by_drafter_and_position() -> None:
+    """Drafted and accepted tokens; positions count from 1."""
+    counts = (DraftCounts("lookup", (5, 3), (4, 1)), DraftCounts("model", (9, 8), (7, 6)))
+
+    samples = scrape(create_app(FakeEngine(numbers=Stats(drafts=counts)), settings()))  # type: ignore[arg-type]
+
+    for kind, numbers in (("lookup", (5, 4, 3, 1)), ("model", (9, 7, 8, 6))):
+        assert numbers == tuple(
+            samples[f"cellar_draft_{name}_total", (("drafter", kind), ("position", position))]
+            for position in ("1", "2")
+            for name in ("tokens", "accepted_tokens")
+        )
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:
