@@ -69,7 +69,7 @@ class Core:
         )
         self._loaded, self._config, self._clock = loaded, config, clock
         self._stepper = Stepper(loaded, self.cache)
-        self._speculation = speculation or Speculation(None, None, FixedDepth(0), clock)
+        self._speculation = speculation or self._silent()
         self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
         files = EntryFiles(shelf(config, loaded.identity), torch.device(config.device))
         self.crossing = Crossing(loaded.encoder, files)
@@ -190,10 +190,19 @@ class Core:
         """The grants with drafts, as far as these seem to pay and there are cells that nobody else has."""
         rows = sum(grant.span.length for grant in grants)
         complete = [grant.sequence for grant in grants if grant.complete]
-        drafts = self._speculation.draft(complete, rows=rows, room=self.cache.free_cells - rows)
+        try:
+            drafts = self._speculation.draft(complete, rows=rows, room=self.cache.free_cells - rows)
+        except Exception:
+            # Nobody's text depends on a guess: it is given up, and no request is.
+            log.exception("a drafter failed, and drafts no more")
+            self._speculation = self._silent()
+            return grants
         longer = [replace(grant, draft=drafts.get(grant.sequence)) for grant in grants]
         # Layers that see little have few cells: there the rows may not fit though tokens would.
         return longer if drafts and not self.cache.make_room([grant.rows for grant in longer]) else grants
+
+    def _silent(self) -> Speculation:
+        return Speculation(None, None, FixedDepth(0), self._clock)
 
     def _hear(self, said: Said) -> None:
         """Take what a sequence said, up to its end."""

@@ -223,3 +223,21 @@ def test_drafts_that_are_wrong_cost_next_to_nothing(loaded: Models, monkeypatch:
 
     assert drafter.asked - asked < 20
     assert clock.now - before < 1.02 * 4 * 101
+
+
+def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> None:
+    """It is asked no more, and the texts are those that are said without drafts."""
+    asked = []
+
+    def broken(want: Want) -> list[int]:
+        asked.append(want.sequence_id)
+        raise RuntimeError("no idea")
+
+    engine = drafted(loaded("llama"), ScriptedDrafter(broken))
+    answers = play(engine, [Job(ask(name, PROMPT, 24)) for name in "ab"])
+
+    assert 1 == len(asked)
+    assert {"a": alone(loaded("llama")).tokens, "b": alone(loaded("llama")).tokens} == {
+        name: answer.tokens for name, answer in answers.items()
+    }
+    assert all(isinstance(answer.end, Finished) for answer in answers.values())
