@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,11 @@ from engine import selftest
 from engine.errors import ModelUnsupported
 from engine.gathering import GatheringRunner
 from engine.kernels import reference
-from engine.load import Loaded
 from engine.plan import LayerPlan, plan_layers
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner
 from kvcache.spec import Reach
-from tests.engine.models import VOCABULARY
+from tests.engine.models import VOCABULARY, load_model
 
 FACTS = Facts(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
 
@@ -44,23 +44,29 @@ WRONG = {
 }
 
 
+@pytest.fixture
+def own(folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A family's tiny model for one test: the check leaves a model as it is to be run, right or wrong."""
+    return lambda family: load_model(folder(family)).model
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_mask_is_not_served(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     """A window that is off by one is seen, though it is far longer than a few tokens; the right way is taken, aloud."""
     family, change = WRONG[wrong]
     monkeypatch.setattr(selftest, "plan_layers", plan_with(change))
 
     with caplog.at_level(logging.WARNING):
-        runner = find_runner(family, loaded(family).model, FACTS)
+        runner = find_runner(family, own(family), FACTS)
 
     assert isinstance(runner, GatheringRunner)
     assert "its logits differ" in caplog.text
 
 
 def test_a_wrong_mask_without_another_way_is_refused(
-    loaded: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no way is right the model is refused, with what differs."""
     monkeypatch.setattr(selftest, "plan_layers", plan_with(lambda reach: Reach("window", reach.size + 1)))
@@ -68,10 +74,10 @@ def test_a_wrong_mask_without_another_way_is_refused(
     monkeypatch.setattr(GatheringRunner, "run", lambda *args: 1.1 * run(*args))
 
     with pytest.raises(ModelUnsupported, match="its logits differ"):
-        find_runner("mistral", loaded("mistral").model, FACTS)
+        find_runner("mistral", own("mistral"), FACTS)
 
 
-def test_a_wrong_kernel_is_not_used(loaded: Callable[..., Loaded], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_kernel_is_not_used(own: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
     """A kernel that sees no more than a dozen cells gives way to the one that does not."""
 
     def forgetful(query: Tensor, keys: Any, values: Any, segments: Any, reach: Reach, **others: Any) -> Tensor:
@@ -79,7 +85,7 @@ def test_a_wrong_kernel_is_not_used(loaded: Callable[..., Loaded], caplog: pytes
         return reference.attend(query, keys, values, segments, shorter, **others)
 
     with caplog.at_level(logging.WARNING):
-        runner = find_runner("gemma3", loaded("gemma3").model, replace(FACTS, attend=forgetful))
+        runner = find_runner("gemma3", own("gemma3"), replace(FACTS, attend=forgetful))
 
     assert isinstance(runner, Runner)
     assert "attends in torch operations" in caplog.text
