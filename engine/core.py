@@ -54,7 +54,7 @@ class Core:
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        info = loaded.info
+        info, kept = loaded.info, shelf(config, loaded.identity)
         self.capacity = loaded.capacity
         self.cache = Cache(
             [plan.spec for plan in loaded.layers],
@@ -63,7 +63,7 @@ class Core:
             cells=loaded.memory.cells,
             rows=most_rows(config, info.slots),
             state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
-            shelf=shelf(config, loaded.identity),
+            shelf=kept,
             dtype=loaded.stored,
             device=config.device,
         )
@@ -71,8 +71,7 @@ class Core:
         self._stepper = Stepper(loaded, self.cache)
         self._speculation = speculation or self._silent()
         self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
-        files = EntryFiles(shelf(config, loaded.identity), torch.device(config.device))
-        self.crossing = Crossing(loaded.encoder, files)
+        self.crossing = Crossing(loaded.encoder, EntryFiles(kept, torch.device(config.device)))
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -197,9 +196,11 @@ class Core:
             log.exception("a drafter failed, and drafts no more")
             self._speculation = self._silent()
             return grants
+        if not drafts:
+            return grants
         longer = [replace(grant, draft=drafts.get(grant.sequence)) for grant in grants]
         # Layers that see little have few cells: there the rows may not fit though tokens would.
-        return longer if drafts and not self.cache.make_room([grant.rows for grant in longer]) else grants
+        return longer if not self.cache.make_room([grant.rows for grant in longer]) else grants
 
     def _silent(self) -> Speculation:
         return Speculation(None, None, FixedDepth(0), self._clock)
@@ -216,8 +217,9 @@ class Core:
             sequence.refused += len(draft.tokens) - accepted
         for token, entry in zip(tokens, said.logprobs, strict=True):
             if sequence.request.id in self._sequences:
+                # Before the sequence may end: drafters forget it then, and must not hear of it again.
+                self._speculation.observe(sequence, [token])
                 self._advance(sequence, token, entry)
-        self._speculation.observe(sequence, tokens)
 
     def _advance(self, sequence: Sequence, token: int, entry: TokenLogprob | None) -> None:
         """Take a new token: text for the client, or the end. The only place that decides that a sequence is over."""

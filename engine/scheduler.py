@@ -42,6 +42,8 @@ class Grant:
     @property
     def rows(self) -> Span:
         """The span with the rows of the draft."""
+        if self.draft is None:
+            return self.span
         count = len(self.guesses)
         return replace(self.span, length=self.span.length + count, guessed=count)
 

@@ -241,3 +241,33 @@ def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> 
         name: answer.tokens for name, answer in answers.items()
     }
     assert all(isinstance(answer.end, Finished) for answer in answers.values())
+
+
+@pytest.mark.parametrize("stop", [(), ("a", "e", "i", "o", "u", " ")])
+def test_drafters_hear_what_was_said_and_nothing_of_a_request_that_is_over(
+    loaded: Models, stop: tuple[str, ...]
+) -> None:
+    """Each token that was said once, none behind the end, and then that it is over, as the last word."""
+    calls: list[tuple[str, list[int]]] = []
+
+    class Listening(ScriptedDrafter):
+        """Writes down in which order it is told what."""
+
+        def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
+            """Write it down."""
+            calls.append(("said", list(tokens)))
+
+        def forget(self, sequence_id: str) -> None:
+            """Write it down."""
+            calls.append(("over", []))
+
+    said = alone(loaded("llama")).tokens
+    drafter = Listening(lambda want: said[want.draw.position - len(PROMPT) :])
+    answer = play(drafted(loaded("llama"), drafter), [Job(ask("a", PROMPT, 24, stop=stop))])["a"]
+
+    assert isinstance(answer.end, Finished)
+    assert ("over", []) == calls[-1]
+    assert ["over"] == [what for what, _ in calls if what == "over"]
+    heard = [token for _, tokens in calls for token in tokens]
+    assert said[: len(heard)] == heard
+    assert answer.end.usage.completion_tokens == len(heard)
