@@ -23,18 +23,9 @@ from engine.scheduler import Grant, Scheduler
 from engine.sequence import Sequence
 from engine.shelf import shelf
 from engine.speculation import Speculation
+from engine.status import Stats
 from engine.step import Said, Stepper
-from engine.types import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    Started,
-    Stats,
-    TokenLogprob,
-)
+from engine.types import Delta, Event, Failed, Finished, FinishReason, Request, Started, TokenLogprob
 from kvcache.cache import Cache
 from kvcache.entries import EntryFiles
 

@@ -29,9 +29,10 @@ from engine.errors import (
 )
 from engine.load import Loaded, load
 from engine.runner import Runner
+from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
-from engine.types import Drafting, Event, Failed, MemoryPlan, ModelInfo, Request, Stats
+from engine.types import Event, Failed, Request
 
 log = logging.getLogger("cellar.engine")
 

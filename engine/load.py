@@ -45,8 +45,8 @@ from engine.memory import Sizes, available_bytes, plan_memory
 from engine.plan import LayerPlan
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner
+from engine.status import MemoryPlan, ModelInfo
 from engine.tokenizer import Tokenizer
-from engine.types import MemoryPlan, ModelInfo
 
 # What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
 _BROKEN = (

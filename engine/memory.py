@@ -10,7 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
-from engine.types import MemoryPlan
+from engine.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 
 _LONGEST_DEFAULT_CONTEXT = 8192

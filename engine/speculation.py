@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from engine.draft.depth import Candidate, Depth
 from engine.draft.drafter import Draft, Drafter, Want
 from engine.sequence import Sequence as Running
-from engine.types import LONGEST_DRAFT, DraftCounts
+from engine.status import DraftCounts
+from engine.types import LONGEST_DRAFT
 
 # A repetition of so many tokens is likelier right than what a small model says.
 _LONG = 4

@@ -10,11 +10,62 @@ from typing import Literal
 Overflow = Literal["length", "shift"]
 RecurrentShift = Literal["rebuild", "carry"]
 DrafterChoice = Literal["auto", "none", "lookup", "model"]
+Pooling = Literal["last", "mean"]
+# Who is served first: all of "priority" before "default" before "flex".
+Tier = Literal["priority", "default", "flex"]
 FinishReason = Literal["stop", "length"]
 # Tokens of a draft at most. A longer one pays in copied text alone, and there the next one follows at once.
 LONGEST_DRAFT = 16
 # How latent attention is computed (engine/kernels/latent.py): always one way, or the cheaper one.
 MlaMode = Literal["auto", "absorb", "expand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dry:
+    """Don't repeat yourself: what would repeat a long sequence of earlier tokens is made less likely.
+
+    A token that would make the last n tokens repeat, n >= allowed_length, loses multiplier x base^(n - allowed_length).
+
+    last      earlier tokens that are looked at; -1: all
+    breakers  tokens that no repeated sequence goes across
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last: int = -1
+    breakers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Xtc:
+    """Exclude top choices: with `probability`, of the tokens above `threshold` only the least likely one stays."""
+
+    probability: float
+    threshold: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What all generated tokens together must follow, in llguidance's dialect of Lark, from the rule `start` on.
+
+    Special tokens are terminals of their own, `<name>` or `<[id]>`. Where the grammar may end, so may the text.
+    """
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """A limit to what a model says before its answer.
+
+    opens   the token that begins it; None: the prompt has begun it already
+    closes  the tokens that end it, which are forced when `budget` tokens have been said in it
+    """
+
+    opens: int | None
+    closes: tuple[int, ...]
+    budget: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +79,11 @@ class SamplingParams:
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1 is off
     logit_bias          (token, bias) pairs, added before everything else
     seed                any 64-bit integer; None draws one
+    typical_p           locally typical sampling (arXiv 2202.00666): the share that is kept; 1 is off
+    top_n_sigma         tokens more than this many standard deviations below the best logit go; 0 is off
+    dry, xtc            None is off
+    allowed_tokens      nothing else is ever said; None: anything may be
+    bad_words           sequences of tokens that are never completed
     """
 
     temperature: float = 1.0
@@ -39,6 +95,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    dry: Dry | None = None
+    xtc: Xtc | None = None
+    allowed_tokens: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +169,16 @@ class Request:
     media       what the model's encoder is to look at; None where it has no encoder, or may do without
     speculation  who may guess at the text; it never changes the text
     prediction  tokens that the client expects the answer to be made of, to guess from
+    grammar     what the answer must follow
+    thinking    a limit to what is said before the answer
+    min_tokens  before so many tokens nothing ends the text, neither its end nor a stop
+    special     whether special tokens are part of the text
+    score_from  the prompt's tokens from this position on are scored (`Scored`); what stands before may be reused
+    labels      tokens whose log-probability is reported wherever one is, beside the likeliest
+    pooling     how the last layer's states of the prompt become one vector (`Embedded`); nothing is generated
+    tier        who is served first
+    timeout_seconds  after this long the answer ends with "length" and the stop "deadline", wherever it is
+    progress    whether `Progress` events tell how far the prompt is
     """
 
     id: str
@@ -127,19 +199,31 @@ class Request:
     media: Media | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     prediction: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    thinking: Thinking | None = None
+    min_tokens: int = 0
+    special: bool = False
+    score_from: int | None = None
+    labels: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    tier: Tier = "default"
+    timeout_seconds: float | None = None
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """A conversation as the tokens of a prompt, and what `Request` should know of it.
 
-    keep  tokens of the leading system messages; None: there are none
+    keep    tokens of the leading system messages; None: there are none
+    opened  what the template wrote behind the last message, where the answer goes on
     """
 
     tokens: tuple[int, ...]
     keep: int | None = None
     marks: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
+    opened: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +240,14 @@ class Alternative:
 class TokenLogprob:
     """A chosen token and the likeliest ones at its place, best first (the chosen one may be absent there).
 
+    labels  those of `Request.labels`, in their order
+
     Log-probabilities are those of the raw logits: before temperature, penalties, bias and filters.
     """
 
     chosen: Alternative
     top: tuple[Alternative, ...]
+    labels: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +285,32 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Of the prompt's tokens, those that are computed or reused by now."""
+
+    computed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities of the prompt's tokens from `Request.score_from` on. None is that of the very first token.
+
+    They come with the logits of a forward, never from what was remembered.
+    """
+
+    tokens: tuple[int, ...]
+    entries: tuple[TokenLogprob | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The prompt as one vector, little-endian float32, not normalised."""
+
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New text. `tokens` and `logprobs` belong to the text released here; held-back ones come with a later delta."""
 
@@ -223,93 +336,4 @@ class Failed:
     reason: str
 
 
-Event = Started | Delta | Finished | Failed
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
-
-    start  tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
-    """
-
-    name: str
-    folder: str
-    fingerprint: str
-    architecture: str
-    parameters: int
-    dtype: str
-    vocabulary: int
-    context: int
-    slots: int
-    start: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What the memory is used for. The cache is allocated once, at the start.
-
-    weights_bytes    of the model as loaded
-    cells            tokens that the shared cache holds
-    cell_bytes       one token's keys and values in every layer that sees the whole text
-    window_bytes     what layers that see a window or chunk of it hold besides, however long it is
-    cache_bytes      cells x cell_bytes + window_bytes
-    work_bytes       an upper estimate of what one step needs for a while
-    available_bytes  what the machine had free before the model was loaded
-    """
-
-    weights_bytes: int
-    cells: int
-    cell_bytes: int
-    cache_bytes: int
-    work_bytes: int
-    available_bytes: int
-    window_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Who guesses at text: the kinds of drafters, and the model that drafts with its own memory, where one does."""
-
-    kinds: tuple[str, ...] = ()
-    model: ModelInfo | None = None
-    memory: MemoryPlan | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
-    """What became of the drafts of one kind of drafter, by the position in the draft: tokens drafted, and said."""
-
-    kind: str
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """The state of the engine after its latest step. Totals count since the start.
-
-    cells_used        cells of running sequences
-    cells_remembered  further cells, kept for prompts to come and given up for running ones
-    shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
-    """
-
-    running: int = 0
-    waiting: int = 0
-    slots: int = 0
-    cells_used: int = 0
-    cells_remembered: int = 0
-    cells_total: int = 0
-    shelf_memory_bytes: int = 0
-    shelf_disk_bytes: int = 0
-    steps_total: int = 0
-    step_seconds_total: float = 0.0
-    rows_total: int = 0
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    generated_tokens_total: int = 0
-    context_shifts_total: int = 0
-    preemptions_total: int = 0
-    prefix_copies_total: int = 0
-    failed_total: int = 0
-    drafts: tuple[DraftCounts, ...] = ()
+Event = Started | Progress | Scored | Embedded | Delta | Finished | Failed

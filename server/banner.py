@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.types import Drafting, MemoryPlan, ModelInfo
+from engine.status import Drafting, MemoryPlan, ModelInfo
 from server.settings import Settings
 from server.version import version
 

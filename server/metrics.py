@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import Delta, DraftCounts, Event, Failed, Finished, Started, Stats
+from engine.status import DraftCounts, Stats
+from engine.types import Delta, Event, Failed, Finished, Started
 
 if TYPE_CHECKING:
     from engine.engine import Engine

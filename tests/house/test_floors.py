@@ -12,7 +12,7 @@ from tests.house.source import Source, imports, sources
 FLOORS = {
     "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
         attention recurrent disk components | shelf | prefix entries | forward | cache""",
-    "engine": """errors types noise kernels.reference kernels.crossing kernels.cpu.build prefix sight
+    "engine": """errors status types message noise kernels.reference kernels.crossing kernels.cpu.build prefix sight
         draft.automaton draft.acceptance draft.cost draft.habit |
         config text lineage outline kernels.latent kernels.cpu.native draft.lossless draft.library draft.offer |
         hooks tokenizer sampling memory shelf draft.depth kernels.choice |

@@ -16,19 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading
+from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
 from engine.types import (
     Alternative,
     Delta,
-    Drafting,
     Event,
     Failed,
     Finished,
-    MemoryPlan,
-    ModelInfo,
     Rendering,
     Request,
     Started,
-    Stats,
     Timings,
     TokenLogprob,
     Usage,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import Drafting, ModelInfo
+from engine.status import Drafting, ModelInfo
 from server import cli
 from server.banner import banner
 from server.settings import Settings

@@ -6,7 +6,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import Delta, DraftCounts, Failed, Request, Started, Stats
+from engine.status import DraftCounts, Stats
+from engine.types import Delta, Failed, Request, Started
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 

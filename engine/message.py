@@ -1,0 +1,64 @@
+"""An answer as its reader takes it: text, reasoning and tool calls, in pieces as they come; and the tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    parameters  a JSON schema, as JSON text
+    strict      whether arguments must follow the schema exactly
+    """
+
+    name: str
+    description: str = ""
+    parameters: str = '{"type": "object", "properties": {}}'
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether tools must be called, and which may be; no names: all. `parallel`: more than one in an answer."""
+
+    mode: ToolMode = "auto"
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what is said before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpened:
+    """The call number `index` of this answer begins."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of the arguments of call number `index`."""
+
+    index: int
+    text: str
+
+
+Piece = Text | Reasoning | CallOpened | CallArguments

@@ -1,0 +1,94 @@
+"""What the engine says of itself across its border: the model, its memory, who drafts, and the state after a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
+
+    start  tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
+    """
+
+    name: str
+    folder: str
+    fingerprint: str
+    architecture: str
+    parameters: int
+    dtype: str
+    vocabulary: int
+    context: int
+    slots: int
+    start: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the memory is used for. The cache is allocated once, at the start.
+
+    weights_bytes    of the model as loaded
+    cells            tokens that the shared cache holds
+    cell_bytes       one token's keys and values in every layer that sees the whole text
+    window_bytes     what layers that see a window or chunk of it hold besides, however long it is
+    cache_bytes      cells x cell_bytes + window_bytes
+    work_bytes       an upper estimate of what one step needs for a while
+    available_bytes  what the machine had free before the model was loaded
+    """
+
+    weights_bytes: int
+    cells: int
+    cell_bytes: int
+    cache_bytes: int
+    work_bytes: int
+    available_bytes: int
+    window_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who guesses at text: the kinds of drafters, and the model that drafts with its own memory, where one does."""
+
+    kinds: tuple[str, ...] = ()
+    model: ModelInfo | None = None
+    memory: MemoryPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What became of the drafts of one kind of drafter, by the position in the draft: tokens drafted, and said."""
+
+    kind: str
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The state of the engine after its latest step. Totals count since the start.
+
+    cells_used        cells of running sequences
+    cells_remembered  further cells, kept for prompts to come and given up for running ones
+    shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
+    """
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    cells_used: int = 0
+    cells_remembered: int = 0
+    cells_total: int = 0
+    shelf_memory_bytes: int = 0
+    shelf_disk_bytes: int = 0
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    rows_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    context_shifts_total: int = 0
+    preemptions_total: int = 0
+    prefix_copies_total: int = 0
+    failed_total: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
