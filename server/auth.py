@@ -29,7 +29,7 @@ class Auth:
             return
         message = "Incorrect API key provided." if any(_presented(scope)) else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
-        await reply(error)(scope, receive, send)
+        await reply(error, scope["path"])(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
         if not self._digests or scope["path"] in OPEN_PATHS:

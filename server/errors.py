@@ -2,7 +2,8 @@
 
 A `Kind` is a row of the table in docs/errors.md: status, type and code. An `ApiError` is one of them with a message.
 Whoever finds the fault raises; the handlers here, and `reply` for what happens outside FastAPI, write the envelope
-{"error": {"message", "type", "param", "code"}}. Input is never echoed but for short names of fields.
+{"error": {"message", "type", "param", "code"}}, or the one that clients of another API know. Input is never echoed but
+for short names of fields.
 """
 
 from __future__ import annotations
@@ -54,6 +55,23 @@ MODEL_LOADING = Kind(503, "unavailable_error", "model_loading")
 SERVER_DRAINING = Kind(503, "unavailable_error", "server_draining")
 ENGINE_DEAD = Kind(503, "unavailable_error", "engine_dead")
 
+# Paths whose clients read errors in another shape.
+MESSAGES = "/v1/messages"
+OLLAMA = "/api/"
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+}
+
 # The client has gone and nobody reads the answer; nginx's number, seen in the log only.
 CLIENT_CLOSED = 499
 
@@ -83,9 +101,19 @@ class ApiError(HTTPException):
         return {"error": {**named, **self.details}}
 
 
-def reply(error: ApiError) -> Response:
-    """The error as an answer."""
-    return Json(error.body, error.kind.status, error.headers)
+def reply(error: ApiError, path: str) -> Response:
+    """The error as an answer, in the shape that clients of `path` know."""
+    return Json(envelope(error, path), error.kind.status, error.headers)
+
+
+def envelope(error: ApiError, path: str) -> dict[str, object]:
+    """The body of an error: Anthropic's and Ollama's clients read other shapes than OpenAI's."""
+    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
+        kind = _ANTHROPIC.get(error.kind.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    if path.startswith(OLLAMA):
+        return {"error": error.message}
+    return error.body
 
 
 def translate(error: engine_errors.EngineError, path: str) -> ApiError:
@@ -142,23 +170,25 @@ def _unavailable(error: engine_errors.Unavailable) -> ApiError:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path: str = request.scope["path"]
     if isinstance(error, ApiError):
-        return reply(error)
+        return reply(error, path)
     if error.status_code == UNKNOWN_URL.status:
-        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."))
+        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
     if error.status_code == METHOD_NOT_ALLOWED.status:
-        return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers))
-    return reply(internal())
+        return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path)
+    return reply(internal(), path)
 
 
 async def _on_engine(request: Request, error: Exception) -> Response:
     assert isinstance(error, engine_errors.EngineError)
-    return reply(translate(error, request.scope["path"]))
+    path: str = request.scope["path"]
+    return reply(translate(error, path), path)
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return reply(_invalid(error.errors()[0], error.body))
+    return reply(_invalid(error.errors()[0], error.body), request.scope["path"])
 
 
 def _invalid(fault: Mapping[str, Any], body: object) -> ApiError:

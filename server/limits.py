@@ -49,13 +49,13 @@ class Border:
             self._check(scope)
             await self.app(scope, receive, answer.send)
         except ApiError as error:
-            await reply(error)(scope, receive, answer.send)
+            await reply(error, scope["path"])(scope, receive, answer.send)
         except Exception:
             # The border of the HTTP side: a bug costs its own request, with an id to find it in the log.
             logger.exception("request %s failed", answer.id)
             if answer.status is not None:
                 raise
-            await reply(internal())(scope, receive, answer.send)
+            await reply(internal(), scope["path"])(scope, receive, answer.send)
         finally:
             answer.log(self.metrics)
 

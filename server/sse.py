@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError
 from server.encoding import dumps
-from server.errors import internal, translate
+from server.errors import envelope, internal, translate
 from server.generation import Events
 from server.settings import Caps
 
@@ -64,12 +64,12 @@ async def _frames(chunks: AsyncGenerator[Mapping[str, object], None], path: str)
             async for chunk in chunks:
                 yield frame(chunk)
         except EngineError as error:
-            yield frame(translate(error, path).body)
+            yield frame(envelope(translate(error, path), path))
             return
         except Exception:
             # The status has gone out: the border of the HTTP side is here.
             logger.exception("a stream failed")
-            yield frame(internal().body)
+            yield frame(envelope(internal(), path))
             return
     yield DONE
 
