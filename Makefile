@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 FAST := not slow and not gpu and not container
 
-.PHONY: help serve test test-all test-container check bench train clean
+.PHONY: help serve test test-all test-container test-clients check bench train clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -22,6 +22,9 @@ test-all: .venv/test  ## all tests, the slow ones too (the image has its own: ma
 
 test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
+
+test-clients: .venv/test .venv/clients-current/done .venv/clients-older/done  ## run other people's clients against a server
+	$(BIN)/python -m tests.clients current=.venv/clients-current older=.venv/clients-older
 
 check: .venv/dev  ## lint, types, floors, Dockerfile and compose file
 	$(BIN)/ruff check .
@@ -53,6 +56,11 @@ clean:  ## remove the environment and all that was built
 	@touch $@
 .venv/dev: .venv/test
 	$(PIP) -e ".[test,dev]"
+	@touch $@
+# Clients whose requirements exclude each other live apart.
+.venv/clients-%/done: tests/clients/%.txt .venv/bin/python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
 	@touch $@
 .venv/train: .venv/serve
 	$(PIP) -e ".[train]"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-ROOT = Path(__file__).parents[2]
-START_SECONDS = 120
+from tests.e2e.serving import serving
+
 KEY = "e2e-key"
 
 
@@ -28,45 +26,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(log: Path) -> Iterator[str]:
     """A server process with the bundled model, once it is ready."""
-    command = [
-        sys.executable,
-        "-c",
-        "from server.cli import main; main()",
-        "serve",
-        "--port",
-        "0",
-        "--api-key",
-        KEY,
-        "--context",
-        "256",
-        "--slots",
-        "2",
-        "--max-waiting",
-        "4",
-        "--log-level",
-        "debug",
-    ]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
-    ):
-        try:
-            yield _address(server)
-        finally:
-            server.terminate()
-            assert 0 == server.wait(30)
-
-
-def _address(server: subprocess.Popen[str]) -> str:
-    """Read the start-up lines up to the one with the address."""
-    assert server.stdout is not None
-    said: list[str] = []
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and (line := server.stdout.readline()):
-        said.append(line)
-        if found := re.search(r"API +(http://\S+)/v1", line):
-            return found.group(1)
-    raise AssertionError("the server did not start:\n" + "".join(said))
+    flags = ["--api-key", KEY, "--context", "256", "--slots", "2", "--max-waiting", "4", "--log-level", "debug"]
+    with log.open("w") as errors, serving(flags, errors) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,110 @@
+"""Start a server, run each environment's tests against it, and write docs/compatibility.md from what came out.
+
+python -m tests.clients current=.venv/clients-current older=.venv/clients-older
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as xml
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.serving import serving
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+PAGE = ROOT / "docs" / "compatibility.md"
+KEY = "clients-key"
+MODEL = "cellar"
+# What each file tests, by the name of its package.
+PACKAGES = {
+    "test_agents": "openai-agents",
+    "test_anthropic": "anthropic",
+    "test_instructor": "instructor",
+    "test_langchain": "langchain-openai",
+    "test_litellm": "litellm",
+    "test_ollama": "ollama",
+    "test_openai": "openai",
+    "test_pydantic_ai": "pydantic-ai-slim",
+}
+HEAD = """# Clients
+
+Other people's clients against a server with the bundled model. `make test-clients` runs them and writes this page; each
+number is the tests that passed, of those there are.
+
+| client | version | {features} |
+| --- | --- |{lines}
+"""
+
+
+def main(environments: Mapping[str, Path]) -> int:
+    """Run all; the number of tests that failed."""
+    rows: dict[tuple[str, str], dict[str, list[bool]]] = {}
+    with _server() as url:
+        for name, folder in environments.items():
+            for file, features in _results(url, name, folder).items():
+                package = PACKAGES[file]
+                rows[package, _version(folder, package)] = features
+    PAGE.write_text(_page(rows))
+    return sum(not passed for features in rows.values() for some in features.values() for passed in some)
+
+
+@contextmanager
+def _server() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--shelf", "none"]
+        with log.open("w") as errors, serving(flags, errors) as url:
+            yield url
+
+
+def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool]]]:
+    """By file and by feature, whether each test passed."""
+    environment = {
+        **os.environ,
+        "CELLAR_CLIENTS_URL": url,
+        "CELLAR_CLIENTS_KEY": KEY,
+        "CELLAR_CLIENTS_MODEL": MODEL,
+        "PYTHONPATH": str(HERE),
+    }
+    with tempfile.TemporaryDirectory() as report:
+        path = Path(report) / "report.xml"
+        config = ["-c", str(HERE / "pytest.ini"), "--rootdir", str(HERE), f"--junitxml={path}"]
+        command = [str(folder / "bin" / "python"), "-m", "pytest", *config, str(HERE / name)]
+        subprocess.run(command, env=environment, cwd=HERE, check=False)
+        found: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+        for case in xml.parse(path).iter("testcase"):
+            file = case.attrib["classname"].rpartition(".")[2]
+            feature = case.attrib["name"].partition("[")[0].removeprefix("test_").replace("_", " ")
+            found[file][feature].append(all(child.tag not in ("failure", "error") for child in case))
+        return found
+
+
+def _version(folder: Path, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return subprocess.run(
+        [str(folder / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _page(rows: Mapping[tuple[str, str], Mapping[str, list[bool]]]) -> str:
+    features = list(dict.fromkeys(feature for row in rows.values() for feature in row))
+    lines = [
+        f"| {package} | {version} | " + " | ".join(_cell(row.get(feature, [])) for feature in features) + " |"
+        for (package, version), row in sorted(rows.items())
+    ]
+    return HEAD.format(features=" | ".join(features), lines=" --- |" * len(features)) + "\n".join(lines) + "\n"
+
+
+def _cell(passed: list[bool]) -> str:
+    return f"{sum(passed)}/{len(passed)}" if passed else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main({name: Path(folder) for name, _, folder in (word.partition("=") for word in sys.argv[1:])}))

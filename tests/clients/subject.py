@@ -1,0 +1,16 @@
+"""What all clients are tried on. Found by PYTHONPATH, for the environments of the clients do not know this project."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server under test, and things that its model was taught."""
+
+    url: str
+    key: str
+    model: str
+    question: str = "Hello"
+    weather: str = "What is the weather in Paris?"

@@ -1,0 +1,39 @@
+"""A server process on the bundled model, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 120
+
+
+@contextmanager
+def serving(flags: Sequence[str], errors: IO[str]) -> Iterator[str]:
+    """The address of a server with these flags, once it is ready. It must end well when it is asked to."""
+    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
+        try:
+            yield _address(server)
+        finally:
+            server.terminate()
+            assert 0 == server.wait(30)
+
+
+def _address(server: subprocess.Popen[str]) -> str:
+    """Read the start-up lines up to the one with the address."""
+    assert server.stdout is not None
+    said: list[str] = []
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and (line := server.stdout.readline()):
+        said.append(line)
+        if found := re.search(r"API +(http://\S+)/v1", line):
+            return found.group(1)
+    raise AssertionError("the server did not start:\n" + "".join(said))
