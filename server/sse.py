@@ -40,38 +40,50 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end."""
         async with self._opening as events:
-            response = EventSourceResponse(
-                _frames(self._chunks(events), scope["path"]),
-                headers=HEADERS,
-                media_type="text/event-stream",
-                sep="\n",
-                ping=self._caps.ping_seconds,
-                ping_message_factory=_keep_alive,
-                send_timeout=self._caps.write_seconds,
+            await send_frames(
+                guarded(self._chunks(events), scope["path"], frame, DONE), self._caps, scope, receive, send
             )
-            # Whether the connection stays open is between uvicorn and the client.
-            del response.headers["connection"]
-            try:
-                await response(scope, receive, send)
-            except SendTimeoutError:
-                logger.info("%s reader stood still, stream cut", scope["state"]["request_id"])
 
 
-async def _frames(chunks: AsyncGenerator[Mapping[str, object], None], path: str) -> AsyncIterator[bytes]:
-    """The chunks as events. A fault after the first byte is an event too, and no [DONE] follows it."""
+async def send_frames(frames: AsyncIterator[bytes], caps: Caps, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with events, and comments in silence. A client that leaves or stands still ends it early."""
+    response = EventSourceResponse(
+        frames,
+        headers=HEADERS,
+        media_type="text/event-stream",
+        sep="\n",
+        ping=caps.ping_seconds,
+        ping_message_factory=_keep_alive,
+        send_timeout=caps.write_seconds,
+    )
+    # Whether the connection stays open is between uvicorn and the client.
+    del response.headers["connection"]
+    try:
+        await response(scope, receive, send)
+    except SendTimeoutError:
+        logger.info("%s reader stood still, stream cut", scope["state"]["request_id"])
+
+
+async def guarded(
+    chunks: AsyncGenerator[Mapping[str, object], None],
+    path: str,
+    write: Callable[[Mapping[str, object]], bytes],
+    end: bytes,
+) -> AsyncIterator[bytes]:
+    """The chunks as written, then `end`. A fault after the first byte is a chunk too, and no `end` follows it."""
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
-                yield frame(chunk)
+                yield write(chunk)
         except EngineError as error:
-            yield frame(envelope(translate(error, path), path))
+            yield write(envelope(translate(error, path), path))
             return
         except Exception:
             # The status has gone out: the border of the HTTP side is here.
             logger.exception("a stream failed")
-            yield frame(envelope(internal(), path))
+            yield write(envelope(internal(), path))
             return
-    yield DONE
+    yield end
 
 
 def frame(value: Mapping[str, object]) -> bytes:

@@ -13,7 +13,9 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.get("/metrics", responses=RESPONSES)
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get("/metrics", responses={**RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All numbers of this server."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

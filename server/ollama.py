@@ -1,0 +1,227 @@
+"""Ollama's chat and generate: its bodies become a chat turn like any other, and pieces become its lines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from server.generation import Events
+from server.schemas.chat import ChatRequest
+from server.schemas.ollama import (
+    AnswerMessage,
+    Asking,
+    Call,
+    GenerateRequest,
+    Line,
+    Message,
+    OllamaChatRequest,
+    Options,
+)
+from server.turn import Ended, Said, Turn, said
+
+_NANOSECONDS = 10**9
+# Names of options whose meaning is that of a field of ours.
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
+
+
+def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
+    """The chat that the body asks for, under the name that its answer shall have."""
+    fields: dict[str, Any] = {"model": model, "messages": list(_messages(body.messages)), **_common(body)}
+    if body.tools:
+        fields["tools"] = body.tools
+    return ChatRequest.model_validate(fields)
+
+
+def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
+    """A prompt as a chat of one message, behind the system's."""
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    return ChatRequest.model_validate({"model": model, "messages": messages, **_common(body)})
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of an answer, put together from their pieces: Ollama's clients get each one whole."""
+
+    names: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+
+    def take(self, piece: CallOpened | CallArguments) -> None:
+        if isinstance(piece, CallOpened):
+            self.names.append(piece.name)
+            self.arguments.append("")
+        else:
+            self.arguments[piece.index] += piece.text
+
+    def whole(self, turn: Turn) -> list[Call]:
+        return [
+            Call(id=turn.call_id(0, at), function={"index": at, "name": name, "arguments": _object(text)})
+            for at, (name, text) in enumerate(zip(self.names, self.arguments, strict=True))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaAnswer:
+    """The answer to a chat or, with `plain`, to a prompt, in one piece or line by line."""
+
+    turn: Turn
+    plain: bool
+    begun: float = field(default_factory=time.monotonic)
+
+    async def whole(self, events: Events) -> Line:
+        """All lines as one."""
+        text, thinking, calls = "", "", list[Call]()
+        line: Line | None = None
+        async for line in self.lines(events):
+            message = line.get("message")
+            text += line.get("response", "") if message is None else message["content"]
+            thinking += line.get("thinking", "") if message is None else message.get("thinking", "")
+            calls += [] if message is None else message.get("tool_calls", [])
+        assert line is not None, "a turn ends with the line of its costs"
+        return self._say(line, text, thinking, calls)
+
+    async def lines(self, events: Events) -> AsyncGenerator[Line, None]:
+        """Text as it comes, calls when they are complete, then the costs."""
+        calls = _Calls()
+        async for _, event in said(self.turn, events):
+            if isinstance(event, Said):
+                text, thinking = _texts(event.pieces, calls)
+                if text or thinking:
+                    yield self._say(self._line(), text, thinking)
+            elif isinstance(event, Ended):
+                if calls.names:
+                    yield self._say(self._line(), "", "", calls.whole(self.turn))
+                yield self._last(event)
+
+    def _line(self) -> Line:
+        return Line(model=self.turn.model, created_at=now(), done=False)
+
+    def _last(self, ended: Ended) -> Line:
+        usage, times = ended.finished.usage, ended.finished.timings
+        line = Line(
+            model=self.turn.model,
+            created_at=now(),
+            done=True,
+            done_reason="length" if ended.reason == "length" else "stop",
+            total_duration=_duration(time.monotonic() - self.begun),
+            load_duration=0,
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=_duration(times.prompt_seconds),
+            eval_count=usage.completion_tokens,
+            eval_duration=_duration(times.generation_seconds),
+        )
+        return self._say(line, "", "")
+
+    def _say(self, line: Line, text: str, thinking: str, calls: Sequence[Call] = ()) -> Line:
+        """The line with what is said in it, where clients of its kind look."""
+        line = line.copy()
+        if self.plain:
+            line["response"] = text
+            if thinking:
+                line["thinking"] = thinking
+            return line
+        message = line["message"] = AnswerMessage(role="assistant", content=text)
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = list(calls)
+        return line
+
+
+def _texts(pieces: Sequence[Piece], calls: _Calls) -> tuple[str, str]:
+    text = thinking = ""
+    for piece in pieces:
+        match piece:
+            case Text():
+                text += piece.text
+            case Reasoning():
+                thinking += piece.text
+            case CallOpened() | CallArguments():
+                calls.take(piece)
+    return text, thinking
+
+
+def _common(body: Asking) -> dict[str, Any]:
+    fields: dict[str, Any] = {"stream": body.stream is not False, **_options(body.options or Options())}
+    match body.format:
+        case None | "":
+            pass
+        case "json":
+            fields["response_format"] = {"type": "json_object"}
+        case schema:
+            named = {"name": "format", "schema": schema, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+    match body.think:
+        case None:
+            pass
+        case bool():
+            fields["chat_template_kwargs"] = {"enable_thinking": body.think}
+        case effort:
+            fields["reasoning_effort"] = effort
+    return fields
+
+
+def _options(options: Options) -> dict[str, Any]:
+    fields = {name: getattr(options, name) for name in _SAME}
+    fields["repetition_penalty"] = options.repeat_penalty
+    # -1 is as many as the context leaves, -2 as many as fill it.
+    fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
+    fields["keep"] = options.num_keep if (options.num_keep or -1) >= 0 else None
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Messages as OpenAI writes them. Ollama's calls need no ids: a result belongs to the next call that has none."""
+    open_calls: list[str] = []
+    for place, message in enumerate(messages):
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [call.id or f"call_{place}_{at}" for at, call in enumerate(message.tool_calls)]
+            open_calls += ids
+            plain["tool_calls"] = [
+                {"id": id, "type": "function", "function": _written(call.function.name, call.function.arguments)}
+                for id, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        if message.role == "tool":
+            plain["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else f"call_{place}")
+            if message.tool_name:
+                plain["name"] = message.tool_name
+        yield plain
+
+
+def _written(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def _object(text: str) -> object:
+    # An answer that ended inside a call has no whole object: then its text is what there is.
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {"": text}
+
+
+def _duration(seconds: float) -> int:
+    return round(seconds * _NANOSECONDS)
+
+
+def now() -> str:
+    """The time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

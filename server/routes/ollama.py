@@ -1,0 +1,179 @@
+"""Ollama's own API under /api: chat, generate, embeddings, and what there is to know of the model."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from server.answering import unless_gone
+from server.encoding import Json
+from server.errors import INVALID_VALUE, ApiError
+from server.generation import generate
+from server.ndjson import LineStream
+from server.ollama import OllamaAnswer, chat_body, generate_body, now
+from server.routes.documented import RESPONSES
+from server.schemas.chat import ChatRequest
+from server.schemas.ollama import Asking, GenerateRequest, Line, OllamaChatRequest, ShowRequest
+from server.service import Service
+from server.turn import chat_turn
+from server.version import version
+
+# Clients write a tag behind every name; here a name has one model.
+_TAG = ":latest"
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    _add_chats(app, service)
+    _add_cards(app, service)
+
+
+def _add_chats(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", responses={**RESPONSES, 200: {"model": Line}})
+    async def chat(body: OllamaChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        model = _ready(service, body)
+        if not body.messages:
+            return Json({**_loaded(model), "message": {"role": "assistant", "content": ""}})
+        return await _answer(service, request, chat_body(body, model), plain=False)
+
+    @app.post("/api/generate", responses={**RESPONSES, 200: {"model": Line}})
+    async def complete(body: GenerateRequest, request: Request) -> Response:
+        """Answer a prompt."""
+        model = _ready(service, body)
+        if body.raw:
+            message = "Invalid value for 'raw': prompts without the model's template go to /v1/completions."
+            raise ApiError(INVALID_VALUE, message, param="raw")
+        if not body.prompt:
+            return Json({**_loaded(model), "response": ""})
+        return await _answer(service, request, generate_body(body, model), plain=True)
+
+
+def _add_cards(app: FastAPI, service: Service) -> None:
+    @app.get("/api/version", responses=RESPONSES)
+    async def tell_version() -> Response:
+        """The version of this server."""
+        return Json({"version": version()})
+
+    @app.get("/api/tags", responses=RESPONSES)
+    async def tags() -> Response:
+        """The names that the model answers to."""
+        service.check_ready()
+        return Json({"models": [_entry(service, name) for name in service.settings.names]})
+
+    @app.get("/api/ps", responses=RESPONSES)
+    async def running() -> Response:
+        """The same names: the model is loaded as long as the server runs."""
+        service.check_ready()
+        memory, info = service.engine.memory, service.engine.info
+        more = {
+            "expires_at": "9999-12-31T23:59:59Z",
+            "size_vram": 0 if info.device == "cpu" else memory.weights_bytes + memory.cache_bytes,
+            "context_length": info.context,
+        }
+        return Json({"models": [{**_entry(service, name), **more} for name in service.settings.names]})
+
+    @app.post("/api/show", responses=RESPONSES)
+    async def show(body: ShowRequest) -> Response:
+        """What there is to know of the model."""
+        name = body.model or body.name
+        if name is None:
+            raise ApiError(INVALID_VALUE, "Missing required parameter: 'model'.", param="model")
+        _resolve(service, name)
+        service.check_ready()
+        return Json(_card(service))
+
+
+def _loaded(model: str) -> Line:
+    """The answer to a body without a prompt, which asks for the model to be loaded: it always is."""
+    return Line(model=model, created_at=now(), done=True, done_reason="load")
+
+
+def _resolve(service: Service, name: str) -> str:
+    return service.resolve(name if name in service.settings.names else name.removesuffix(_TAG))
+
+
+def _ready(service: Service, body: Asking) -> str:
+    """The name to answer under; raises what is wrong with the model that was asked for."""
+    model = _resolve(service, body.model)
+    service.check_ready()
+    context, asked = service.engine.info.context, body.options and body.options.num_ctx
+    if asked and asked > context:
+        message = f"Invalid value for 'options.num_ctx': this server was started with a context of {context} tokens."
+        raise ApiError(INVALID_VALUE, message, param="options.num_ctx")
+    return model
+
+
+async def _answer(service: Service, request: Request, body: ChatRequest, *, plain: bool) -> Response:
+    turn = await chat_turn(service, body, uuid.uuid4().hex)
+    answer = OllamaAnswer(turn, plain)
+    opening = generate(service, turn.requests, "ollama")
+    if body.stream:
+        return LineStream(opening, answer.lines, service.settings.caps)
+
+    async def whole() -> Response:
+        async with opening as events:
+            return Json(await answer.whole(events))
+
+    return await unless_gone(request, whole())
+
+
+def _entry(service: Service, name: str) -> dict[str, Any]:
+    info, memory = service.engine.info, service.engine.memory
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": memory.weights_bytes,
+        "digest": info.fingerprint,
+        "details": _details(service),
+    }
+
+
+def _details(service: Service) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": info.architecture,
+        "families": [info.architecture],
+        "parameter_size": _short(info.parameters),
+        "quantization_level": info.dtype,
+    }
+
+
+def _card(service: Service) -> dict[str, Any]:
+    info, tokenizer = service.engine.info, service.engine.tokenizer
+    chats = tokenizer.has_chat_template
+    abilities = {
+        "completion": True,
+        "tools": chats and tokenizer.dialect.calls,
+        "thinking": chats and tokenizer.dialect.reasons,
+        "embedding": True,
+    }
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": tokenizer.template,
+        "details": _details(service),
+        "model_info": {
+            "general.architecture": info.architecture,
+            "general.parameter_count": info.parameters,
+            f"{info.architecture}.context_length": info.context,
+            f"{info.architecture}.vocab_size": info.vocabulary,
+        },
+        "capabilities": [name for name, there in abilities.items() if there],
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+def _short(parameters: int) -> str:
+    """A count as Ollama writes it: 7.6B, 134.52M, 12.3K."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.1f}{letter}" if letter == "B" else f"{parameters / size:.2f}{letter}"
+    return str(parameters)

@@ -1,0 +1,176 @@
+"""Ollama's own API, /api/...: what its clients send, and what they read, one JSON object a line.
+
+Options that say how a model is loaded (num_gpu, num_thread, ...) mean nothing here and are accepted: clients send them
+with every request. Fields that would change the answer and are not here are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from server.schemas.common import Count, Label, Stops
+from server.schemas.content import Strict
+
+_Any = Annotated[Any, Field()]
+
+
+class Options(Strict):
+    """How tokens are chosen, under llama.cpp's names."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    num_ctx: Count | None = None
+    num_keep: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    f16_kv: _Any = None
+    low_vram: _Any = None
+    main_gpu: _Any = None
+    num_batch: _Any = None
+    num_gpu: _Any = None
+    num_thread: _Any = None
+    numa: _Any = None
+    use_mlock: _Any = None
+    use_mmap: _Any = None
+    vocab_only: _Any = None
+    logits_all: _Any = None
+    embedding_only: _Any = None
+
+
+class CalledFunction(Strict):
+    """A function as the model called it, its arguments as an object."""
+
+    name: Label
+    arguments: dict[str, Any] = {}
+    index: int | None = None
+    description: str | None = None
+
+
+class ToolCall(Strict):
+    """A call in the history."""
+
+    id: Label | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Message(Strict):
+    """One message. Images are refused by name: this server reads text."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {"images": ([],)}
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_name: Label | None = None
+    tool_call_id: Label | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+
+
+class Asking(Strict):
+    """What chat and generate share. `keep_alive` is accepted: the model of this server is always loaded."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "images": ([],),
+        "truncate": (True, False),
+        "shift": (True, False),
+        "template": ("",),
+        "context": ([],),
+        "suffix": ("",),
+    }
+
+    model: str
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    stream: bool | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: str | float | int | None = None
+
+
+class OllamaChatRequest(Asking):
+    """POST /api/chat. No messages: the client only wants the model to be there."""
+
+    messages: Annotated[list[Message], Field(max_length=2048)] = []
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+
+
+class GenerateRequest(Asking):
+    """POST /api/generate. `raw` takes the prompt as it is, without the model's template."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+
+
+class EmbedRequest(Strict):
+    """POST /api/embed."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (True, False)}
+
+    model: str
+    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    dimensions: Count | None = None
+    options: Options | None = None
+    keep_alive: str | float | int | None = None
+
+
+class EmbeddingRequest(Strict):
+    """POST /api/embeddings, the older one."""
+
+    model: str
+    prompt: str
+    options: Options | None = None
+    keep_alive: str | float | int | None = None
+
+
+class ShowRequest(Strict):
+    """POST /api/show; older clients say `name`."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+class Call(TypedDict):
+    """A call in an answer."""
+
+    id: str
+    function: dict[str, Any]
+
+
+class AnswerMessage(TypedDict):
+    """What a line of a chat adds."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[Call]]
+
+
+class Line(TypedDict):
+    """One line, or the answer in one piece; the last one has the costs."""
+
+    model: str
+    created_at: str
+    done: bool
+    message: NotRequired[AnswerMessage]
+    response: NotRequired[str]
+    thinking: NotRequired[str]
+    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]

@@ -1,0 +1,185 @@
+"""Ollama's API: bodies become chat turns, pieces become lines, and names are found with or without a tag."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.types import Delta, Event, Request, Started
+from server.app import create_app
+from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def says(text: str) -> Any:
+    """An engine whose model says this text letter by letter."""
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 0, 7)
+        for letter in text:
+            yield Delta(letter, (ord(letter),))
+        yield finished(request)
+
+    return FakeEngine(script, tokenizer=FakeTokenizer(HERMES))
+
+
+def post(engine: Any, path: str, **body: Any) -> Answer:
+    """One request for the model `fake`."""
+    return ask(create_app(engine, settings()), "POST", f"/api/{path}", json_body={"model": "fake", **body})
+
+
+def lines(answer: Answer) -> list[Any]:
+    """The lines of a stream."""
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def test_lines_add_up_to_the_answer_in_one_piece() -> None:
+    """Streams are the default; both say the same."""
+    streamed = post(says("Hello you"), "chat", messages=MESSAGES)
+    whole = post(says("Hello you"), "chat", messages=MESSAGES, stream=False).json
+
+    assert "application/x-ndjson" == streamed.headers["content-type"]
+    assert "Hello you" == "".join(line["message"]["content"] for line in lines(streamed)) == whole["message"]["content"]
+    assert [False] * (len(lines(streamed)) - 1) + [True] == [line["done"] for line in lines(streamed)]
+    assert ("stop", 3, True) == (whole["done_reason"], whole["eval_count"], whole["done"])
+
+
+def test_generate_says_it_beside_the_line() -> None:
+    """A prompt is a chat of one message, behind the system's."""
+    engine = says("yes")
+    whole = post(engine, "generate", prompt="hi", system="be short", stream=False).json
+
+    assert "yes" == whole["response"]
+    assert "message" not in whole
+    assert ["be short", "hi"] == [message["content"] for message in engine.tokenizer.rendered[-1]["messages"]]
+
+
+def test_reasoning_and_calls_have_fields_of_their_own() -> None:
+    """What stands in markers is thinking or a call with its arguments as an object."""
+    told = post(says(f"<think>\nhm\n</think>\n\n{CALL}"), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json
+
+    assert ("hm", "") == (told["message"]["thinking"], told["message"]["content"])
+    assert [("add", {"a": 1})] == [
+        (call["function"]["name"], call["function"]["arguments"]) for call in told["message"]["tool_calls"]
+    ]
+
+
+def test_history_finds_the_call_that_a_result_belongs_to() -> None:
+    """Ollama's results name no id: they belong to the calls in their order."""
+    engine = says("fine")
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "tool_name": "add", "content": "1"},
+        {"role": "tool", "tool_name": "add", "content": "2"},
+    ]
+
+    post(engine, "chat", messages=history, tools=[TOOL], stream=False)
+
+    rendered = engine.tokenizer.rendered[-1]["messages"]
+    assert [call["id"] for call in rendered[1]["tool_calls"]] == [each["tool_call_id"] for each in rendered[2:]]
+
+
+def test_options_reach_the_engine() -> None:
+    """llama.cpp's names, the engine's fields."""
+    engine = says("x")
+    options = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "typical_p": 0.5,
+        "repeat_penalty": 1.5,
+        "presence_penalty": 1,
+        "frequency_penalty": 0.5,
+        "seed": 3,
+        "stop": ["."],
+        "num_predict": 9,
+        "num_keep": 2,
+        "num_ctx": 64,
+        "num_gpu": 1,
+    }
+
+    post(engine, "chat", messages=MESSAGES, options=options, stream=False)
+
+    request = engine.requests[-1]
+    sampling = request.sampling
+    assert (0.5, 7, 0.5, 0.25, 0.5) == (
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.typical_p,
+    )
+    assert (1.5, 1, 0.5, 3) == (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.seed,
+    )
+    assert ((".",), 9, 2) == (request.stop, request.max_tokens, request.keep)
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])
+def test_a_format_is_a_grammar(form: Any) -> None:
+    """Any JSON, or JSON of a schema."""
+    engine = says("{}")
+
+    post(engine, "chat", messages=MESSAGES, format=form, stream=False)
+
+    assert engine.requests[-1].grammar is not None
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat", {"messages": []}), ("generate", {"prompt": ""})])
+def test_nothing_to_say_is_a_load(path: str, body: Any) -> None:
+    """Clients warm a model up with an empty body."""
+    engine = says("x")
+
+    assert ("load", True) == tuple(post(engine, path, **body).json[key] for key in ("done_reason", "done"))
+    assert [] == engine.requests
+
+
+def test_names_have_a_tag() -> None:
+    """`name:latest` is `name`; another model is not there, in Ollama's words."""
+    assert 200 == post(says("x"), "chat", model="fake:latest", messages=MESSAGES).status
+    unknown = post(says("x"), "chat", model="other", messages=MESSAGES)
+
+    assert (404, str) == (unknown.status, type(unknown.json["error"]))
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"options": {"mirostat": 1}}, "options.mirostat"),
+        ({"options": {"num_ctx": 65}}, "options.num_ctx"),
+        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "images"),
+        ({"template": "{{ .Prompt }}"}, "template"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(body: Any, named: str) -> None:
+    """Nothing that would change the answer is ignored."""
+    answer = post(says("x"), "chat", **{"messages": MESSAGES, **body})
+
+    assert 400 == answer.status
+    assert named in answer.json["error"]
+
+
+def test_the_model_has_a_card() -> None:
+    """Listed, running, and described."""
+    app = create_app(says("x"), settings())
+
+    names = {
+        path: [model["model"] for model in ask(app, "GET", f"/api/{path}").json["models"]] for path in ("tags", "ps")
+    }
+    card = post(says("x"), "show").json
+
+    assert {"tags": ["fake", "org/alias"], "ps": ["fake", "org/alias"]} == names
+    assert {"completion", "tools", "thinking", "embedding"} == set(card["capabilities"])
+    assert 64 == card["model_info"]["FakeForCausalLM.context_length"]
