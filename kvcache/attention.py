@@ -177,6 +177,10 @@ class AttentionGroup:
         if needed > self.pool.free:
             raise OutOfCells(needed, self.pool.free)
 
+    def outline(self, content: Content, length: int) -> Cells:
+        """Holes where nothing was saved, and nobody's cells where something was."""
+        return np.where(content["present"].numpy(), 0, HOLE)
+
     def load(self, content: Content, start: int, stop: int) -> Cells:
         """The tokens [start, stop) of a saved stretch in fresh cells. Raises OutOfCells, and then takes none."""
         present = content["present"].numpy()

@@ -19,7 +19,7 @@ from kvcache.attention import AttentionGroup
 from kvcache.component import Component
 from kvcache.errors import BadSpan, CacheError, OutOfCells
 from kvcache.forward import Forward
-from kvcache.prefix import PrefixTree
+from kvcache.prefix import Counts, PrefixTree
 from kvcache.recurrent import RecurrentStates
 from kvcache.shelf import ShelfConfig
 from kvcache.spec import LayerSpec, Span, group_layers
@@ -187,6 +187,11 @@ class Cache:
         """What the shelf takes in memory and on disk."""
         return self._tree.shelf.memory_bytes, self._tree.shelf.disk_bytes
 
+    @property
+    def counts(self) -> Counts:
+        """What became of remembered tokens, since the start."""
+        return self._tree.counts
+
     def idle_cells(self) -> int:
         """By how much `free_cells` would grow if all were forgotten that belongs to no slot."""
         used = (group.pool.cells - group.pool.free - group.used_by_slots() for group in self._growing)
@@ -263,10 +268,10 @@ class Cache:
         seen: set[int] = set()
         for span in spans:
             standing = self.length(span.slot)
-            if span.slot in seen or span.length < 1 or span.start != standing or span.stop > self.capacity:
+            if span.slot in seen or span.start != standing or span.stop > self.capacity:
                 raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
             if not 0 <= span.guessed < span.length:
-                raise BadSpan(f"{span} guesses more than what follows its first row")
+                raise BadSpan(f"{span} has no row that is not guessed")
             if not all(span.start <= start < stop <= span.stop for start, stop in span.mutual):
                 raise BadSpan(f"{span} has a mutual range that is not wholly among its rows")
             seen.add(span.slot)

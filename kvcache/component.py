@@ -124,6 +124,10 @@ class Component(Protocol[Held]):
         """Raise OutOfCells if that share of a saved stretch does not fit."""
         ...
 
+    def outline(self, content: Content, length: int) -> Held:
+        """What `load` would give of a saved stretch of `length` tokens, as far as `reach` sees it; it holds nothing."""
+        ...
+
     def load(self, content: Content, start: int, stop: int) -> Held:
         """The tokens [start, stop) of a saved stretch, counted from its begin, in fresh cells referenced once.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.component import Component, Content
 from kvcache.errors import OutOfCells
-from kvcache.node import Holdings, Node
+from kvcache.node import Holdings
 
 
 class Components:
@@ -47,16 +47,16 @@ class Components:
         """Whether the slot's content could go on at `length`."""
         return all(component.standing(slot, length) == length for component in self._components)
 
-    def reach(self, path: Sequence[Node], standing: int, depth: int) -> int:
-        """The deepest position on a path of resident nodes where all could go on: each may lower it, until none does.
+    def reach(self, stretches: Sequence[tuple[int, Holdings]], standing: int, depth: int) -> int:
+        """The deepest position up to `depth` where all could go on: each may lower it, until none does.
 
-        depth  how far the path is wanted
+        stretches  what is held of a path from its start on, each with the position where it begins
         """
         goal, before = max(standing, depth), -1
         while goal != before:
             before = goal
             for at, component in enumerate(self._components):
-                goal = component.reach([(node.start, node.held[at]) for node in path], standing, goal)
+                goal = component.reach([(start, held[at]) for start, held in stretches], standing, goal)
         return goal
 
     def thin(self, held: Holdings, start: int) -> Holdings:
@@ -84,6 +84,10 @@ class Components:
     def save(self, held: Holdings) -> list[Content]:
         """A stretch's content in host memory."""
         return [component.save(part) for component, part in zip(self._components, held, strict=True)]
+
+    def outline(self, content: Sequence[Content], length: int) -> Holdings:
+        """What `load` would give of a whole stretch, as far as `reach` sees it."""
+        return [component.outline(part, length) for component, part in zip(self._components, content, strict=True)]
 
     def load(self, content: Sequence[Content], start: int, stop: int) -> Holdings:
         """The tokens [start, stop) of a saved stretch in fresh cells, which are there: nothing is `lacking`."""

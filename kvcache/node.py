@@ -24,16 +24,18 @@ class Entry:
     """A saved stretch of a path: `tokens` from position `start` on.
 
     content  what each component saved, while it is in memory
+    outline  of what was saved (kvcache/component.py); None as long as nobody has looked into the file
     file     the name of the file that has it too, or alone
     nodes    those whose edges it covers
     used     when it was wanted last; larger is later
     """
 
-    __slots__ = ("content", "file", "file_bytes", "nodes", "start", "tokens", "used")
+    __slots__ = ("content", "file", "file_bytes", "nodes", "outline", "start", "tokens", "used")
 
     def __init__(self, start: int, tokens: Tokens) -> None:
         self.start, self.tokens = start, tokens
         self.content: Sequence[Content] | None = None
+        self.outline: Holdings | None = None
         self.file: str | None = None
         self.file_bytes = self.used = 0
         self.nodes: set[Node] = set()
@@ -99,6 +101,11 @@ class Node:
     def shelved(self) -> int:
         """Tokens of the edge that lie on the shelf."""
         return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def stretch(self) -> tuple[int, Holdings]:
+        """What a resident node holds, and where that begins."""
+        return self.start, self.held
 
     @property
     def filed(self) -> list[Piece]:

@@ -189,6 +189,10 @@ class RecurrentStates:
     def check_load(self, content: Content, start: int, stop: int) -> None:
         """States need no room in advance."""
 
+    def outline(self, content: Content, length: int) -> Marks:
+        """Where a saved stretch has states."""
+        return Marks(length, {at: {} for at in {int(key.partition(":")[0]) for key in content}})
+
     def load(self, content: Content, start: int, stop: int) -> Marks:
         """The states in (start, stop] of a saved stretch."""
         states: dict[int, State] = {}

@@ -23,6 +23,8 @@ from kvcache.node import Entry, Node, Piece
 # Long edges are saved in pieces, so that the engine is never busy with one for long: with this much, measured on one
 # core, for 80 ms to write it and 85 ms to load it, digests included.
 PIECE_BYTES = 16 * 2**20
+# What is given up before it is in a file waits in memory, whatever the budget: so much of it.
+WAITING_BYTES = 64 * 2**20
 
 
 def _ignore(message: str) -> None:
@@ -33,7 +35,7 @@ def _ignore(message: str) -> None:
 class ShelfConfig:
     """Where content goes for which there are no cells.
 
-    memory_bytes  of host memory; 0: what is evicted and in no file is lost
+    memory_bytes  of host memory; 0: what is evicted stays there only until it is written, if there is a folder
     folder        of the files; None: nothing survives the process
     disk_bytes    of all files together; what other identities left in the folder counts at the start only
     identity      all that the content depends on besides tokens: weights, model configuration, types, cache layout
@@ -64,6 +66,8 @@ class Shelf:
     ) -> None:
         self._config, self._all, self._lose = config, components, lose
         self._disk = None if config.folder is None else Disk(config.folder, config.identity)
+        waiting = 0 if self._disk is None else min(WAITING_BYTES, config.disk_bytes)
+        self.memory_budget = max(config.memory_bytes, waiting)
         self.piece_tokens = max(PIECE_BYTES // max(token_bytes, 1), 1)
         self._memory: OrderedDict[Entry, None] = OrderedDict()
         self._files: set[Entry] = set()
@@ -72,12 +76,14 @@ class Shelf:
         self._clock = 0
         # At this time there was no room for what is wanted most; until something else is wanted there is none.
         self._full = -1
+        # Tokens that were written to files, since the start.
+        self.saved = 0
         self.memory_bytes = self.disk_bytes = 0
 
     @property
     def keeps(self) -> bool:
         """Whether evicted content is saved."""
-        return self._config.memory_bytes > 0
+        return self.memory_budget > 0
 
     def scan(self) -> Iterator[tuple[Found, Entry]]:
         """What earlier processes left: beginnings first, to be linked to nodes or dropped."""
@@ -95,7 +101,7 @@ class Shelf:
 
     def fit(self) -> None:
         """Give up what exceeds the budgets, longest unused first."""
-        while self.memory_bytes > self._config.memory_bytes:
+        while self.memory_bytes > self.memory_budget:
             self._empty(next(iter(self._memory)))
         if self.disk_bytes > self._config.disk_bytes:
             self._delete_oldest(self.disk_bytes - self._config.disk_bytes)
@@ -132,7 +138,7 @@ class Shelf:
 
     def put(self, node: Node) -> None:
         """Save what of a resident node is not on the shelf, as far as the memory may hold it at all."""
-        room, pieces = self._config.memory_bytes, list(node.pieces)
+        room, pieces = self.memory_budget, list(node.pieces)
         for start in range(node.shelved, len(node.tokens), self.piece_tokens):
             entry = self._saved(node, start)
             if (room := room - entry.memory_bytes) < 0:
@@ -152,7 +158,9 @@ class Shelf:
         if entry.content is not None or entry.file is None or self._disk is None:
             return entry.content
         try:
-            return self._disk.read(entry.file)
+            content = self._disk.read(entry.file)
+            entry.outline = self._all.outline(content, len(entry.tokens))
+            return content
         except Refused as error:
             self._config.report(f"a file of the shelf is refused and deleted: {error}")
         except OSError as error:
@@ -205,9 +213,12 @@ class Shelf:
         entry.used = node.used
         self._files.add(entry)
         self.disk_bytes += entry.file_bytes
+        self.saved += len(entry.tokens)
         if fresh:
             entry.content = None
             node.link([*node.pieces, Piece(entry, 0, len(entry.tokens))])
+        elif self.memory_bytes > self._config.memory_bytes:
+            self._empty(entry)
         for each in tuple(entry.nodes):
             self.note(each)
         return entry.file_bytes
@@ -235,6 +246,7 @@ class Shelf:
         stop = min(start + self.piece_tokens, len(node.tokens))
         entry = Entry(node.start + start, node.tokens[start:stop].copy())
         entry.content = self._all.save(self._all.part(node.held, start, stop))
+        entry.outline = self._all.outline(entry.content, stop - start)
         return entry
 
     def _empty(self, entry: Entry) -> None:

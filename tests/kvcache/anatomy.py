@@ -24,7 +24,7 @@ def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
 def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
     """What the prefix tree holds: under all tokens up to a position, the cell of each group."""
     found: dict[tuple[int, ...], list[int]] = {}
-    open_nodes = [((), root) for root in cache._tree._roots.values()]
+    open_nodes = [((), root) for root in cache._tree._radix.roots.values()]
     while open_nodes:
         before, node = open_nodes.pop()
         for at in range(len(node.tokens)):

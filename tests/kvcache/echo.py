@@ -105,7 +105,7 @@ def recalled(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
 
 def no_leak(cache: Cache) -> None:
     """Check that every reference belongs to a slot or to a node of the tree."""
-    nodes = [child for root in cache._tree._roots.values() for child in root.children.values()]
+    nodes = [child for root in cache._tree._radix.roots.values() for child in root.children.values()]
     for node in nodes:
         nodes.extend(node.children.values())
     assert len(nodes) == cache._tree.nodes

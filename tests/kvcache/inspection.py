@@ -51,7 +51,7 @@ def stands(cache: Cache, slot: int, length: int) -> int:
 def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int:
     """How deep a slot could stand with what the tree has in cells of the tokens, of which it holds the first ones."""
     path: list[Node] = []
-    node, depth = cache._tree._roots.get(salt), 0
+    node, depth = cache._tree._radix.roots.get(salt), 0
     while node is not None and depth < len(tokens):
         node = node.children.get(int(tokens[depth]))
         if node is None or not node.resident:
@@ -72,9 +72,9 @@ def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int
 def check_tree(cache: Cache, content: Content) -> None:
     """Check that every node holds its edge, every reference belongs to somebody, and ends are the first to go."""
     no_leak(cache)
-    order = {node: at for at, node in enumerate(cache._tree._resident)}
+    order = {node: at for at, node in enumerate(cache._tree._radix.resident)}
     states = 0
-    for salt, root in cache._tree._roots.items():
+    for salt, root in cache._tree._radix.roots.items():
         assert root.children
         for node, before in _walk(root, ()):
             tokens = (*before, *node.tokens.tolist())
@@ -89,6 +89,7 @@ def check_tree(cache: Cache, content: Content) -> None:
                 _check_cells(group, held, content.marks(salt, tokens)[node.start :], node.start)
             if cache.states is not None and node.resident:
                 for at, state in node.held[-1].states.items():
+                    assert 0 < at <= len(node.tokens)
                     assert content.state(salt, tokens[: node.start + at]) == float(state[STATE])
                 states += node.held[-1].bytes
     assert cache.states is None or states == cache.states._held <= max(cache.states._budget, 0)
@@ -97,10 +98,10 @@ def check_tree(cache: Cache, content: Content) -> None:
 def check_shelf(cache: Cache, config: ShelfConfig) -> None:
     """Check that budgets are kept, what is counted is there, and every piece belongs to its edge."""
     here = cache._tree.shelf
-    assert here.memory_bytes == sum(entry.memory_bytes for entry in here._memory) <= config.memory_bytes
+    assert here.memory_bytes == sum(entry.memory_bytes for entry in here._memory) <= here.memory_budget
     assert here.disk_bytes == sum(entry.file_bytes for entry in here._files) <= config.disk_bytes
     found = set()
-    for root in cache._tree._roots.values():
+    for root in cache._tree._radix.roots.values():
         for node, _ in _walk(root, ()):
             at = 0
             for piece in node.pieces:

@@ -25,6 +25,8 @@ SLOTS = {
     "a following cell is taken without asking": Mutant(
         "cells.py", "run = len(window) if window.all() else int(window.argmin())", "run = len(window)"
     ),
+    "the smallest runs are broken up": Mutant("cells.py", "np.argpartition(-lengths", "np.argpartition(lengths"),
+    "runs are taken from the smallest on": Mutant("cells.py", "np.argsort(-lengths", "np.argsort(lengths"),
     "free is not counted down": Mutant("cells.py", "self.free -= count", "self.free -= max(count - 1, 0)"),
     "a shared cell counts as free": Mutant(
         "cells.py", "self.references[cells] == 0))", "self.references[cells] <= 1))"
@@ -154,7 +156,6 @@ SLOTS = {
     "a span may exceed the capacity by one": Mutant(
         "cache.py", "span.stop > self.capacity", "span.stop > self.capacity + 1"
     ),
-    "an empty span is fine": Mutant("cache.py", "span.length < 1 or ", ""),
     "the first group alone is checked": Mutant(
         "cache.py", "            component.check_shift(slot, keep, drop)\n", "            break\n"
     ),
@@ -179,15 +180,15 @@ SLOTS = {
     "a recall takes the whole edge": Mutant(
         "prefix.py", "min(goal - node.start, len(node.tokens))", "len(node.tokens)"
     ),
-    "a split end keeps all cells": Mutant("prefix.py", "self._all.part(node.held, at, len(node.tokens))", "node.held"),
-    "a split beginning keeps all cells": Mutant("prefix.py", "self._all.part(node.held, 0, at)", "node.held"),
+    "a split end keeps all cells": Mutant("radix.py", "self._all.part(node.held, at, len(node.tokens))", "node.held"),
+    "a split beginning keeps all cells": Mutant("radix.py", "self._all.part(node.held, 0, at)", "node.held"),
     "a split end keeps its tokens": Mutant(
-        "prefix.py",
+        "radix.py",
         "node.tokens, node.parent, node.start = node.tokens[at:], upper, node.start + at",
         "node.parent, node.start = upper, node.start + at",
     ),
     "a grown end forgets the new cells": Mutant("prefix.py", "node.held = self._all.joined(node.held, held)", "pass"),
-    "a match ends one early": Mutant("prefix.py", "int(same.argmin())", "max(int(same.argmin()) - 1, 0)"),
+    "a match ends one early": Mutant("radix.py", "int(same.argmin())", "max(int(same.argmin()) - 1, 0)"),
     "what is remembered is not referenced": Mutant(
         "attention.py", "self.pool.share(self._present(cells))\n        return cells", "return cells"
     ),

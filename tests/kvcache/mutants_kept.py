@@ -113,50 +113,46 @@ KEPT = {
     ),
     "an entry keeps nodes that left it": Mutant("node.py", "piece.entry.nodes.discard(self)", "pass"),
     "tenants meet": Mutant(
-        "prefix.py",
-        "node, depth = self._roots.get(salt), 0",
-        'node, depth = self._roots.get(salt, self._roots.get(b"")), 0',
+        "radix.py",
+        "node, depth = self.roots.get(salt), 0",
+        'node, depth = self.roots.get(salt, self.roots.get(b"")), 0',
     ),
-    "sealed ends grow": Mutant("prefix.py", " and not above.sealed", ""),
+    "sealed ends grow": Mutant("radix.py", " and not above.sealed", ""),
     "nothing is sealed": Mutant("prefix.py", "path[-1].sealed = True", "pass"),
     "what was wanted last is thinned first": Mutant(
         "prefix.py", "thick.popitem(last=False)", "thick.popitem(last=True)"
     ),
     "what was wanted last goes first": Mutant(
-        "prefix.py", "leaf = next(iter(self._resident))", "leaf = next(reversed(self._resident))"
+        "prefix.py", "leaf = next(iter(self._radix.resident))", "leaf = next(reversed(self._radix.resident))"
     ),
     "beginnings are wanted less": Mutant(
-        "prefix.py",
+        "radix.py",
         "for node in reversed(path):\n            self.shelf.touch(node)",
         "for node in path:\n            self.shelf.touch(node)",
     ),
     "what is promoted makes room in its own path": Mutant(
-        "prefix.py", "        for node in path[:first]:\n            del self._resident[node]\n", ""
+        "prefix.py", "        for node in path[:first]:\n            del self._radix.resident[node]\n", ""
     ),
     "gaps stay": Mutant("prefix.py", "self._heal(slot, path, depth)", "pass"),
     "a healed gap stays on the shelf": Mutant(
         "prefix.py",
-        "            self.shelf.link(node, [])\n            self._enter(node)",
-        "            self._enter(node)",
+        "            self.shelf.link(node, [])\n            self._radix.enter(node)",
+        "            self._radix.enter(node)",
     ),
     "a shelved end is not taken from the slot": Mutant(
         "prefix.py", "if not node.resident and node.stop <= depth:", "if not node.resident and node.stop < depth:"
     ),
-    "twins are kept": Mutant(
-        "prefix.py",
-        "return next((node for node in self._resident if not node.warm and self._all.idles(node.held, need)), None)",
-        "return None",
-    ),
+    "twins are kept": Mutant("prefix.py", "if not node.warm and self._all.idles(node.held, need)", "if False"),
     "what is evicted is not shelved": Mutant("prefix.py", "            self.shelf.put(node)\n", "            pass\n"),
     "the shelf is cut while content comes": Mutant(
         "prefix.py",
         "        self._make_room(self._all.lacking(content, piece.start, piece.stop))\n",
         "        self._make_room(self._all.lacking(content, piece.start, piece.stop))\n        self.shelf.fit()\n",
     ),
-    "pruned nodes count": Mutant("prefix.py", "            self.nodes -= 1\n", "            pass\n"),
-    "children stay warm": Mutant("prefix.py", "node.parent.warm -= 1", "pass"),
+    "pruned nodes count": Mutant("radix.py", "            self.nodes -= 1\n", "            pass\n"),
+    "children stay warm": Mutant("radix.py", "node.parent.warm -= 1", "pass"),
     "a lost piece leaves its node": Mutant(
-        "prefix.py", "            if not node.resident:\n                self._prune(node)", "            pass"
+        "radix.py", "            if not node.resident:\n                self.prune(node)", "            pass"
     ),
     "every cut survives the process": Mutant("prefix.py", "node.sealed = file.stretch.ends", "node.sealed = True"),
     "no end survives the process": Mutant("prefix.py", "node.sealed = file.stretch.ends", "node.sealed = False"),
@@ -169,8 +165,19 @@ KEPT = {
     "few tokens are loaded": Mutant(
         "prefix.py", "if depth - max(standing, path[first].start) < LEAST_LOADED:", "if False:"
     ),
+    "what helps nobody is loaded": Mutant("prefix.py", "depth = self._promised(path, standing, depth)", "pass"),
+    "what lies on the shelf has no holes": Mutant("attention.py", ".numpy(), 0, HOLE)", ".numpy(), 0, 0)"),
+    "what lies on the shelf has no states": Mutant("recurrent.py", "for at in {int(key", "for at in {-1 * int(key"),
+    "files are looked into again and again": Mutant(
+        "shelf.py", "entry.outline = self._all.outline(content, len(entry.tokens))", "pass"
+    ),
+    "nothing waits to be written": Mutant("shelf.py", "max(config.memory_bytes, waiting)", "config.memory_bytes"),
+    "what is written waits on": Mutant(
+        "shelf.py", "            self._empty(entry)\n        for each", "            pass\n        for each"
+    ),
+    "what waits has no end": Mutant("shelf.py", "min(WAITING_BYTES, config.disk_bytes)", "config.disk_bytes"),
     "the shelf's memory has no end": Mutant(
-        "shelf.py", "while self.memory_bytes > self._config.memory_bytes:", "while False:"
+        "shelf.py", "while self.memory_bytes > self.memory_budget:", "while False:"
     ),
     "what was shelved last goes first": Mutant(
         "shelf.py", "self._empty(next(iter(self._memory)))", "self._empty(next(reversed(self._memory)))"
@@ -197,6 +204,9 @@ KEPT = {
         "shelf.py",
         "for found in sorted(every, key=lambda found: (found.stretch.start, len(found.stretch.tokens))):",
         "for found in every:",
+    ),
+    "ends are written before their beginnings": Mutant(
+        "shelf.py", "return next(node for node in wanted.path() if node in self._unwritten)", "return wanted"
     ),
     "a file's size does not count": Mutant("shelf.py", "self.disk_bytes += entry.file_bytes", "pass"),
     "a piece is written from the begin of its edge": Mutant(

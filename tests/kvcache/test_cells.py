@@ -77,6 +77,15 @@ def test_pieces_are_gathered_when_no_run_is_long_enough() -> None:
     assert 0 == some.free
 
 
+def test_pieces_are_the_largest_that_there_are() -> None:
+    """As few runs as can be are broken up, and the last of them from its begin."""
+    some = pool_with_free(14, [0, 2, 3, 5, 6, 7, 9, 11, 12])
+
+    assert [5, 6, 7] == some.allocate(3).tolist()
+    assert [11, 12, 3] == some.allocate(3, after=10).tolist()
+    assert {0, 2, 9} == set(some.allocate(3).tolist())
+
+
 def test_a_new_sequence_leaves_room_to_grow_into() -> None:
     """Two sequences that start in an empty pool can both grow as one run."""
     some = pool(100)

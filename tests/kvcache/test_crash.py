@@ -82,7 +82,7 @@ def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
         reports: list[str] = []
         config = ShelfConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
         cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
-        ends = [end for root in cache._tree._roots.values() for end in paths(root, [])]
+        ends = [end for root in cache._tree._radix.roots.values() for end in paths(root, [])]
         for path, whole in ends[-20:]:
             length = recalled(cache, path)
             assert length == len(path) or not whole

@@ -192,6 +192,17 @@ def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
     assert 0 == recalled(cache, TEXT)
 
 
+@pytest.mark.parametrize("start", [-5, -1, 5, 6])
+def test_a_file_that_says_it_holds_no_tokens_is_deleted(start: int, tmp_path: Path) -> None:
+    """A stretch begins within its path, whoever wrote the file."""
+    single = Disk(tmp_path, "model")
+    for begin in (start, 4):
+        single.write(single.encode(Stretch(b"", begin, np.arange(5), True), [{}]))
+
+    assert [4] == [found.stretch.start for found in single.scan()]
+    assert 1 == len(files(tmp_path))
+
+
 def starts_at_zero(file: Path) -> bool:
     """Whether a file holds the beginning of its path."""
     return b'\\"start\\": 0,' in file.read_bytes()

@@ -67,6 +67,7 @@ def small_parts() -> Iterator[None]:
         patch.setattr(prefix, "LEAST_LOADED", 2)
         patch.setattr(prefix, "LEAST_SHELVED", 3)
         patch.setattr(shelf, "PIECE_BYTES", 240)
+        patch.setattr(shelf, "WAITING_BYTES", 1000)
         patch.setattr(disk.os, "fsync", lambda descriptor: None)
         yield
 

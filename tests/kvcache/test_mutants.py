@@ -27,7 +27,14 @@ JUDGES = (
     *("cells", "rotary", "hadamard", "planes", "spec", "encoder", "shift", "recurrent", "forward"),
     *("window", "prefix", "disk", "shelf", "shelf_order", "everything", "laws"),
 )
-OWN = {"attention": "window", "cache": "forward", "node": "shelf", "components": "recurrent", "holes": "window"}
+OWN = {
+    "attention": "window",
+    "cache": "forward",
+    "node": "shelf",
+    "components": "recurrent",
+    "holes": "window",
+    "radix": "prefix",
+}
 # What pytest says where a test failed, and what a process says that took too long.
 NOTICED = (1, -14)
 # Imports what is slow to import, but nothing of ours, and plays each line's tests in a fork.

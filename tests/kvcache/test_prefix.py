@@ -49,7 +49,7 @@ def as_far_as_held(cells: Cells, tokens: list[int]) -> list[int]:
 
 def nodes(cache: Cache) -> list[Node]:
     """Every node of the tree but the roots."""
-    found = [child for root in cache._tree._roots.values() for child in root.children.values()]
+    found = [child for root in cache._tree._radix.roots.values() for child in root.children.values()]
     for node in found:
         found.extend(node.children.values())
     return found
@@ -234,7 +234,7 @@ def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:
         cache.clear(1)
     cache.clear(0)
 
-    assert len(cache._tree._resident) == 1
+    assert len(cache._tree._radix.resident) == 1
     assert 3 == cache.evict(3)
 
 
@@ -340,7 +340,7 @@ def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
     for salt in (b"one", b"two"):
         remember(cache, range(10), salt=salt)
     cache.evict(10)
-    assert [b"two"] == list(cache._tree._roots)
+    assert [b"two"] == list(cache._tree._radix.roots)
     cache.evict(10)
 
-    assert {} == cache._tree._roots
+    assert {} == cache._tree._radix.roots

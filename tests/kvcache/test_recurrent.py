@@ -8,7 +8,7 @@ import torch
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan
 from kvcache.recurrent import Marks, RecurrentStates, State
-from kvcache.spec import LayerSpec, Span
+from kvcache.spec import LayerSpec, Reach, Span
 
 LAYERS = (LayerSpec(1, 2, 2),)
 BYTES = 8
@@ -133,6 +133,36 @@ def test_a_copy_shares_the_state_of_its_length() -> None:
     assert (7, 12) == (count(cache, 1), count(cache, 0))
 
 
+@pytest.mark.parametrize("layers", [LAYERS, ()], ids=["hybrid", "recurrent"])
+def test_a_copy_has_no_state_of_what_it_did_not_copy(layers: tuple[LayerSpec, ...]) -> None:
+    """What its source did behind the copied length is another text: the copy can never stand in it."""
+    cache = make(layers=layers)
+    for length in (5, 6, 4):
+        feed(cache, 0, length)
+    other = [0, 1, 2, 3, 4, *range(20, 30)]
+    feed(cache, 2, len(other))
+    cache.remember(2, other)
+
+    assert 5 == cache.copy_prefix(0, 1, 5)
+    assert 5 == cache.rewind(1, 11)
+    assert 15 == cache.recall(1, other)
+    assert 5 == cache.rewind(1, 12)
+
+
+def test_a_slot_goes_back_into_what_it_recalled() -> None:
+    """States that came from the tree are places to stand at as if the slot had computed them, after a forward too."""
+    cache = make()
+    tokens = list(range(20))
+    for length in (5, 6, 9):
+        feed(cache, 0, length)
+        cache.remember(0, tokens[: cache.length(0)])
+    assert 20 == cache.recall(1, tokens)
+    feed(cache, 1, 3)
+
+    assert 11 == cache.rewind(1, 15)
+    assert 11 == count(cache, 1)
+
+
 def test_the_tree_resumes_where_cells_and_states_meet() -> None:
     """A recall stands at the deepest remembered state, though the cells would reach further."""
     cache = make()
@@ -145,6 +175,37 @@ def test_the_tree_resumes_where_cells_and_states_meet() -> None:
     assert 11 == cache.recall(1, [*tokens[:15], 99])
     assert 11 == count(cache, 1)
     assert 20 == cache.recall(2, [*tokens, 99])
+
+
+def test_what_one_kind_of_memory_lowers_the_others_are_asked_again() -> None:
+    """A window has its end at 26, but the last state before it is at 20, where the window was released: so 10."""
+    cache = make(layers=(LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, Reach("window", 4))))
+    tokens = list(range(30))
+    for length in (10, 10, 10):
+        feed(cache, 0, length)
+        cache.remember(0, tokens[: min(cache.length(0), 26)], seal=cache.length(0) == 10)
+    cache.clear(0)
+    cache._tree.evict([0, cache.groups[1].pool.cells - cache.groups[1].pool.free - 2 * 3, 0])
+
+    assert [10, 10] == [cache.recall(slot, tokens[:stop]) for slot, stop in ((1, 26), (2, 25))]
+    assert 10 == count(cache, 1)
+
+
+def test_a_state_where_an_edge_is_cut_belongs_to_the_upper_part() -> None:
+    """A cut shares out the states of an edge; each stays counted once."""
+    cache = make()
+    tokens = list(range(20))
+    for length in (5, 6, 9):
+        feed(cache, 0, length)
+        cache.remember(0, tokens[: cache.length(0)])
+    cache.remember(0, tokens[:11], seal=True)
+    assert cache.states is not None
+    upper, lower = cache._tree._radix.resident
+
+    assert [{5, 11}, {9}] == sorted((set(node.held[-1].states) for node in (upper, lower)), key=len, reverse=True)
+    assert 3 * BYTES == cache.states._held
+    cache.forget()
+    assert 0 == cache.states._held
 
 
 def test_states_shift_by_being_computed_anew() -> None:
@@ -222,3 +283,13 @@ def test_states_are_saved_with_their_names() -> None:
         assert list(tensors) == list(state)
         assert all(torch.equal(tensors[name], state[name]) for name in tensors)
         assert all(tensors[name].dtype == state[name].dtype for name in tensors)
+    assert {5} == set(states.load(states.save(held), 3, 8).states)
+
+
+def test_what_is_saved_keeps_nothing_else_alive() -> None:
+    """A state may be a view of a whole batch's, or the same at two positions: what is saved is a tensor of its own."""
+    batch = torch.ones(100, 4)
+    saved = RecurrentStates(1, 10**6).save(Marks(8, {3: {"conv": batch[7]}, 8: {"conv": batch[7]}}))
+
+    assert [16, 16] == [tensor.untyped_storage().nbytes() for tensor in saved.values()]
+    assert 2 == len({tensor.data_ptr() for tensor in saved.values()})

@@ -11,6 +11,8 @@ import pytest
 
 from kvcache import prefix, shelf
 from kvcache.cache import Cache
+from kvcache.disk import Disk
+from kvcache.prefix import Counts
 from kvcache.shelf import Shelf, ShelfConfig
 from kvcache.spec import LayerSpec
 from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember
@@ -87,6 +89,23 @@ def test_what_was_saved_survives_the_process(
     no_leak(again)
 
 
+def test_what_becomes_of_remembered_tokens_is_counted(tmp_path: Path) -> None:
+    """Thinned where only the end of a window stayed, evicted, written, and loaded as far as that is wanted."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    for length in (20, 60):
+        remember(cache, TEXT[:length], seal=True)
+    assert Counts() == cache.counts
+    cache._tree.evict([0, 5])
+    assert Counts(thinned=40) == cache.counts
+    cache.forget()
+    save(cache)
+    assert Counts(thinned=40, evicted=60, saved=60) == cache.counts
+    for _ in range(2):
+        assert 20 == recalled(cache, TEXT[:30])
+
+    assert Counts(thinned=40, evicted=60, saved=60, loaded=20) == cache.counts
+
+
 @pytest.mark.parametrize("at", range(1, 60, 7))
 def test_a_text_that_leaves_a_shelved_one_is_served_as_far_as_they_agree(at: int, tmp_path: Path) -> None:
     """With full attention a restart serves any beginning, to the token."""
@@ -137,6 +156,32 @@ def test_a_text_larger_than_the_shelf_leaves_its_beginning_there(monkeypatch: py
     assert 0 < max(seen) <= 500
     assert 0 < recalled(cache, TEXT) < len(TEXT)
     assert cache.shelf_bytes[0] <= 500
+
+
+def test_what_is_given_up_before_it_is_written_waits_for_it(tmp_path: Path) -> None:
+    """Without a budget of memory, what has to leave the cells stays there until it is in a file, and no longer."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    remember(cache, TEXT)
+    cache.forget()
+
+    assert (True, 0) == (cache.shelf_bytes[0] > 0, cache.shelf_bytes[1])
+    save(cache)
+    assert (0, True) == (cache.shelf_bytes[0], cache.shelf_bytes[1] > 0)
+    assert len(TEXT) == recalled(cache, TEXT)
+    assert len(TEXT) == recalled(make(FULL, shelf=on_disk(tmp_path)), TEXT)
+
+
+def test_what_waits_to_be_written_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing is written for long, what was wanted longest ago is lost; a budget of memory is kept if it is more."""
+    monkeypatch.setattr(shelf, "WAITING_BYTES", 500)
+    for memory in (0, 800):
+        cache = make(FULL, shelf=ShelfConfig(memory, tmp_path, 10**7, "model"))
+        for first in (1, 2):
+            remember(cache, (first, *TEXT))
+        cache.forget()
+
+        assert 0 < cache.shelf_bytes[0] <= max(memory, 500)
+        assert [0, True] == [recalled(cache, (1, *TEXT)), recalled(cache, (2, *TEXT)) > 0]
 
 
 def test_files_keep_to_their_budget(tmp_path: Path) -> None:
@@ -220,6 +265,43 @@ def test_few_tokens_are_not_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert 0 == recalled(cache, TEXT[:15])
     assert 16 == recalled(cache, TEXT[:16])
+
+
+@pytest.mark.parametrize("kind", ["windows", "hybrid", "recurrent"])
+def test_what_nobody_could_go_on_from_stays_on_the_shelf(kind: str) -> None:
+    """An end is of no use to who wants less: it is not loaded, and nothing makes room for it."""
+    cache = build(*KINDS[kind], in_memory())
+    remember(cache, TEXT[:30], seal=True)
+    remember(cache, TEXT, seal=True)
+    cache.forget()
+    shelved = cache.shelf_bytes
+
+    assert 0 == recalled(cache, TEXT[:29])
+    assert (cache.cells, shelved) == (cache.free_cells, cache.shelf_bytes)
+    assert 30 == recalled(cache, TEXT[:59])
+    assert cache.free_cells == (cache.cells - 30 if cache.groups else cache.cells)
+    assert 60 == recalled(cache, TEXT)
+    no_leak(cache)
+
+
+def test_a_file_is_looked_into_once_to_see_that_it_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file has inside is known when it was read, and then it is read only if it helps."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    remember(cache, TEXT, seal=True)
+    cache.forget()
+    save(cache)
+    again, read, names = make(FULL, WINDOW, shelf=on_disk(tmp_path)), Disk.read, list[str]()
+    monkeypatch.setattr(Disk, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    asked = []
+    for length in (59, 59, 60):
+        assert (60 if length == 60 else 0) == recalled(again, TEXT[:length])
+        again.forget()
+        asked.append(len(names))
+
+    assert [True, True] == [asked[0] > 0, asked[2] > asked[1]]
+    assert asked[0] == asked[1]
 
 
 def test_what_a_slot_computes_anew_takes_the_place_of_what_is_shelved(tmp_path: Path) -> None:

@@ -123,6 +123,18 @@ def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: 
     assert [21, 0] == [cache._tree.known(np.asarray(text), b"") for text in texts[:2]]
 
 
+def test_a_beginning_that_was_cut_off_waits_for_its_own_beginning(tmp_path: Path) -> None:
+    """An end that had to be shortened is new to the shelf, but what it stands behind is written before it."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    for length in (20, 40, 60):
+        remember(cache, TEXT[:length], seal=True)
+    assert 5 == cache.evict(5)
+    while cache.save_some(1):
+        again = make(FULL, shelf=on_disk(tmp_path))
+
+        assert again.shelf_bytes[1] == cache.shelf_bytes[1]
+
+
 def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Content that was pushed off the disk and stayed in memory takes its place back."""
     texts = [(first, *TEXT[:20]) for first in (1, 2)]
@@ -139,12 +151,14 @@ def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, m
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    """A file of the right name that lies elsewhere is none of ours."""
+    """A file of the right name that lies elsewhere is none of ours, found at the start or looked for later."""
     cache = make(FULL, shelf=on_disk(tmp_path / "here"))
     remember(cache, TEXT[:20])
     save(cache)
+    found = make(FULL, shelf=on_disk(tmp_path / "here"))
     for file in list((tmp_path / "here").rglob("*.safetensors")):
         file.rename(tmp_path / file.name)
         file.symlink_to(tmp_path / file.name)
 
+    assert 0 == recalled(found, TEXT[:20])
     assert 0 == recalled(make(FULL, shelf=on_disk(tmp_path / "here")), TEXT[:20])

@@ -79,6 +79,20 @@ def test_a_resume_copies_nothing() -> None:
         assert torch.equal(rows, group.pool.values.tensors["rows"])
 
 
+@pytest.mark.parametrize("reach", [WINDOW, CHUNK, Reach("window", 1)])
+def test_a_slot_that_had_another_text_keeps_no_more_of_a_recalled_one(reach: Reach) -> None:
+    """What the next row does not see of a recalled text is released, however long the slot's last text was."""
+    cache = make(reach)
+    seer.run(cache, [reach], 0, TEXT)
+    cache.remember(0, TEXT)
+    slow(cache, [reach], TEXT[:20], slot=1)
+    cache.clear(1)
+    assert 24 == cache.recall(1, TEXT)
+    seer.run(cache, [reach], 1, [1])
+
+    assert list(range(reach.oldest(24), 25)) == there(cache.groups[0], 1)
+
+
 @pytest.mark.parametrize("parts", [(24,), (5, 7, 1, 1, 10), (1,) * 24])
 def test_a_resume_anywhere_equals_computing_all(parts: tuple[int, ...]) -> None:
     """What was remembered after every forward can be resumed at every position, for a model of all kinds of layers."""
