@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ToolMode = Literal["none", "auto", "required"]
+BodyKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,20 @@ class ToolChoice:
     mode: ToolMode = "auto"
     names: tuple[str, ...] = ()
     parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What the text of an answer must be, behind its reasoning.
+
+    source   of "json_schema" the schema as JSON text, of "regex" the expression (without lookaround), of "grammar" Lark
+             in llguidance's dialect, or GBNF
+    choices  of "choices": the answer is one of these
+    """
+
+    kind: BodyKind
+    source: str = ""
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,16 @@ The HTTP side encodes in worker threads, the engine thread decodes. A fast token
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
+from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.message import Tool
 from engine.outline import REFUSALS, Messages, outline
 from engine.text import Decoder
 from engine.types import Alternative, Rendering
@@ -23,6 +26,7 @@ class Tokenizer:
     """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back.
 
     context  tokens that a sequence may hold: text that is certain to have more is refused unread
+    dialect  how the model writes reasoning and tool calls
     """
 
     def __init__(self, tokenizer: Any, *, vocabulary: int, context: int) -> None:
@@ -35,24 +39,59 @@ class Tokenizer:
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special = frozenset(tokenizer.all_special_ids)
         self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+        self.dialect = find_dialect(_template(tokenizer), self._lexicon())
 
     def pieces(self) -> dict[int, str]:
         """Every token by its id, as the vocabulary writes it."""
         return {number: piece for piece, number in self._tokenizer.get_vocab().items()}
+
+    def serialised(self) -> str | None:
+        """All of it, as the tokenizers library writes it; None for a tokenizer that is not of that library."""
+        if not self._tokenizer.is_fast:
+            return None
+        with self._lock:
+            bare = copy.deepcopy(self._tokenizer.backend_tokenizer)
+        # What pads or cuts prompts is of no use to who asks.
+        bare.no_padding()
+        bare.no_truncation()
+        return str(bare.to_str())
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model came with a template for conversations."""
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with the special tokens that the model expects around it.
+    @property
+    def template(self) -> str:
+        """The text of that template; empty: there is none."""
+        return _template(self._tokenizer) or ""
+
+    def token(self, text: str) -> int | None:
+        """The one token that the whole text is, if it is one."""
+        if not text:
+            return None
+        with self._lock:
+            tokens = self._encode(_well_formed(text, "prompt"), special=False)
+        return tokens[0] if len(tokens) == 1 else None
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the model expects around it or without.
 
         Raises InvalidRequest, or ContextTooLong for text that cannot fit.
         """
         self._check_length(_well_formed(text, "prompt"))
         with self._lock:
-            return self._encode(text, special=True)
+            return self._encode(text, special=add_special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones too; raises InvalidRequest for numbers that are none."""
+        with self._lock:
+            return str(self._tokenizer.decode(self._known(tokens, "tokens"), skip_special_tokens=False))
+
+    def pieces_of(self, tokens: Sequence[int]) -> list[Alternative]:
+        """Each token by itself, with its text and its bytes; raises InvalidRequest for numbers that are none."""
+        with self._lock:
+            return [_alternative(self._tokenizer, token, 0.0) for token in self._known(tokens, "tokens")]
 
     def predict(self, text: str) -> list[int]:
         """The tokens of a text that an answer may hold, without special ones around it.
@@ -74,41 +113,51 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, object]],
         *,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
+        breakpoints: Sequence[tuple[int, int]] = (),
     ) -> Rendering:
         """A conversation in the model's template; `arguments` are handed to the template.
 
         A special token that stands in a message is read as plain text, so that no message can end its own turn.
+        breakpoints  (message, letters): behind so many letters of the content of a message the prompt is marked
         Raises InvalidRequest where the model has no template, or its template refuses the conversation, and
         ContextTooLong for text that cannot fit.
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-        self._check_length(*(_well_formed(text, "messages") for text in _strings(messages)))
+        offers = [_offer(tool) for tool in tools]
+        self._check_length(*(_well_formed(text, "messages") for text in _strings([messages, offers])))
         options: dict[str, Any] = {
             **(arguments or {}),
+            **({"tools": offers} if offers else {}),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
         }
         with self._lock:
             try:
-                return self._render([dict(message) for message in messages], options)
+                return self._render([dict(message) for message in messages], options, breakpoints)
             except REFUSALS as error:
                 raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
 
-    def decoder(self, prompt: Sequence[int]) -> Decoder:
-        """For the engine thread: turns the tokens that follow `prompt` into text."""
-        return WindowDecoder(self._reader, prompt)
+    def decoder(self, prompt: Sequence[int], *, special: bool = False) -> Decoder:
+        """For the engine thread: turns the tokens that follow `prompt` into text, special ones too or without them."""
+        return WindowDecoder(self._reader, prompt, special=special)
 
     def alternative(self, token: int, logprob: float) -> Alternative:
         """For the engine thread: a token with its own text and bytes, as log-probabilities report it."""
-        piece = self._reader.convert_ids_to_tokens(token)
-        text = str(self._reader.decode([token], skip_special_tokens=False))
-        if isinstance(piece, str) and piece.startswith("\u2581"):
-            text = piece.replace("\u2581", " ")  # SentencePiece: decoding a lone token loses its leading space
-        return Alternative(token, text, _bytes(piece, text), logprob)
+        return _alternative(self._reader, token, logprob)
+
+    def _lexicon(self) -> Lexicon:
+        added = self._tokenizer.added_tokens_decoder
+        special = (str(token) for number, token in added.items() if token.special or number in self.special)
+        return Lexicon(
+            added={str(token): number for number, token in added.items()},
+            special=frozenset(special),
+            encode=lambda text: self._encode(text, special=False),
+        )
 
     def _check_length(self, *texts: str) -> None:
         """Refuse text that has too many tokens however it is cut: to read megabytes takes seconds, for all who wait.
@@ -119,23 +168,29 @@ class Tokenizer:
         if least >= self._context:
             raise ContextTooLong(least, self._context, exact=False)
 
-    def _render(self, messages: list[dict[str, object]], options: dict[str, Any]) -> Rendering:
+    def _render(
+        self, messages: list[dict[str, object]], options: dict[str, Any], breakpoints: Sequence[tuple[int, int]]
+    ) -> Rendering:
         first = {**options, "add_generation_prompt": False, "continue_final_message": False}
-        if not self._tokenizer.is_fast or any(token in text for text in _strings(messages) for token in self._added):
+        finished = len(messages) - bool(options["continue_final_message"])
+        find = functools.partial(outline, messages, finished=finished, breakpoints=breakpoints)
+        strings = _strings([messages, options.get("tools")])
+        if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added):
             tokens = self._known(self._apply(messages, options))
-            found = outline(messages, tokens, lambda some: list(self._apply(some, first)))
-            return Rendering(tuple(tokens), found.system or None, found.ends, _ranges(found.last_user))
+            places = find(tokens, lambda some: list(self._apply(some, first)))
+            opened = str(self._tokenizer.decode(places.opened, skip_special_tokens=False))
+            return Rendering(tuple(tokens), places.system or None, places.ends, _ranges(places.last_user), opened)
         template = self._tokenizer.apply_chat_template
         text = str(template(messages, tokenize=False, **options))
         read = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        found = outline(messages, text, lambda some: str(template(some, tokenize=False, **first)))
+        found = find(text, lambda some: str(template(some, tokenize=False, **first)))
         starts, stops = zip(*read["offset_mapping"], strict=True) if text else ((), ())
         marks = tuple(bisect_right(stops, end) for end in found.ends)
         protected = [
             (bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in _ranges(found.last_user)
         ]
         keep = bisect_right(stops, found.system) if found.system else None
-        return Rendering(tuple(self._known(read["input_ids"])), keep, marks, tuple(protected))
+        return Rendering(tuple(self._known(read["input_ids"])), keep, marks, tuple(protected), found.opened)
 
     def _apply(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         """The tokens of a conversation that holds special tokens, which are read as plain text."""
@@ -149,10 +204,10 @@ class Tokenizer:
         # would hold the interpreter for seconds (measured 4.5 s for 2 M characters).
         return self._known(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
+    def _known(self, tokens: Sequence[int], field: str = "prompt") -> list[int]:
         """The tokens, checked: an embedding row must exist for each, or the whole batch would break."""
         if any(not 0 <= token < self._vocabulary for token in tokens):
-            raise InvalidRequest("prompt", "the tokenizer knows tokens that the model does not")
+            raise InvalidRequest(field, f"a token of this model is a number from 0 to {self._vocabulary - 1}")
         return list(tokens)
 
 
@@ -167,8 +222,9 @@ class WindowDecoder:
     # A window of nothing but broken bytes moves on after this many, or each token would cost more than the last.
     _LONGEST = 64
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, special: bool) -> None:
         self._tokenizer = tokenizer
+        self._skips = not special
         self._tokens = list(prompt[-self._LEFT :])
         self._start, self._read = 0, len(self._tokens)
         self._sent = len(self._text())
@@ -199,7 +255,30 @@ class WindowDecoder:
         return released
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template, or all of them where there are several."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
+
+
+def _offer(tool: Tool) -> dict[str, object]:
+    """A tool as templates expect it."""
+    function: dict[str, object] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = json.loads(tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _alternative(tokenizer: Any, token: int, logprob: float) -> Alternative:
+    piece = tokenizer.convert_ids_to_tokens(token)
+    text = str(tokenizer.decode([token], skip_special_tokens=False))
+    if isinstance(piece, str) and piece.startswith("\u2581"):
+        text = piece.replace("\u2581", " ")  # SentencePiece: decoding a lone token loses its leading space
+    return Alternative(token, text, _bytes(piece, text), logprob)
 
 
 def _ranges(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
@@ -237,7 +316,7 @@ def _bytes(piece: object, text: str) -> bytes:
     return bytes(table[letter] for letter in piece) if all(letter in table for letter in piece) else text.encode()
 
 
-@cache
+@functools.cache
 def _byte_letters() -> dict[str, int]:
     """The letters in which byte-level BPE (GPT-2) writes bytes: printable ones as themselves, others from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,0 +1,205 @@
+"""One tool call as JSON writes it: an object that names the function, or a name and its arguments behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.dialect.json_text import read_json
+from engine.dialect.lark import Lark, regex
+from engine.dialect.source import Source, Steps, Unlike
+from engine.dialect.speech import Speech
+from engine.message import Tool
+
+_NAME = re.compile(r"""[^\s<>\[\]{}()"'`|,=]+""")
+_NUMBER = re.compile(r":[0-9]+$")
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+
+
+class Notation(Protocol):
+    """How one call is written."""
+
+    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+        """Read one call; whether its arguments were whole and valid.
+
+        The source is on trial: raises Unlike where there is no call, and releases the source once there is one.
+        known  names that a call may have
+        """
+        ...
+
+    def write(self, lark: Lark, tool: Tool) -> str:
+        """A call of this tool as an expression of the grammar."""
+        ...
+
+
+class AnyName:
+    """Every name: where a marker says that this is a call, the model means it."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCall:
+    """A JSON object that holds the name and the arguments, by these keys."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+
+    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+        """Read the members up to the arguments on trial, then pass those on as they come."""
+        yield from source.expect("{")
+        name, early = "", "{}"
+        while True:
+            key = yield from _key(source)
+            if key == self.name:
+                name = _text((yield from _captured(source)))
+            elif key in _ARGUMENTS and not name:
+                early = _object((yield from _captured(source)))
+            elif key in _ARGUMENTS and (yield from source.peek()) == "{":
+                return (yield from self._stream(source, speech, _checked(name, known)))
+            elif key in _ARGUMENTS:
+                early = _object((yield from _captured(source)))
+            else:
+                yield from _captured(source)
+            yield from source.skip_space()
+            if not (yield from source.accept(",")):
+                break
+        yield from source.expect("}")
+        _begin(source, speech, _checked(name, known))
+        speech.arguments(early)
+        return True
+
+    def write(self, lark: Lark, tool: Tool) -> str:
+        """The name first, then arguments that follow the tool's schema."""
+        head = f"{{{json.dumps(self.name)}: {json.dumps(tool.name)}, {json.dumps(self.arguments)}: "
+        return f"{lark.literal(head)} {arguments(lark, tool)} {lark.literal('}')}"
+
+    def _stream(self, source: Source, speech: Speech, name: str) -> Steps[bool]:
+        _begin(source, speech, name)
+        if not (yield from read_json(source, speech.arguments)):
+            return False
+        source.hold()
+        try:
+            yield from source.skip_space()
+            while (yield from source.accept(",")):
+                yield from _key(source)
+                yield from _captured(source)
+                yield from source.skip_space()
+            yield from source.expect("}")
+        except Unlike:
+            source.rewind()
+        else:
+            source.release()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """A name, and the arguments as a JSON object behind it.
+
+    before, after  what stands before and behind the name
+    prefix         of the name, which is not part of it
+    numbered       whether ":" and a number follow the name
+    identity       what may stand before an identity behind the name
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    prefix: str = ""
+    numbered: bool = False
+    identity: str = ""
+
+    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+        """Read the name on trial, then pass the arguments on as they come; there may be none."""
+        yield from source.expect(*self.before)
+        yield from source.skip_space()
+        name = (yield from source.run(_NAME)).removeprefix(self.prefix)
+        if self.numbered:
+            name = _NUMBER.sub("", name)
+        yield from source.skip_space()
+        if self.identity and (yield from source.accept(self.identity)):
+            yield from source.run(_NAME)
+            yield from source.skip_space()
+        yield from source.expect(*self.after)
+        yield from source.skip_space()
+        _begin(source, speech, _checked(name, known))
+        return (yield from source.peek()) == "{" and (yield from read_json(source, speech.arguments))
+
+    def write(self, lark: Lark, tool: Tool) -> str:
+        """The name with what belongs to it, then arguments that follow the tool's schema."""
+        parts = [lark.literals(*self.before), lark.literal(self.prefix + tool.name)]
+        if self.numbered:
+            parts.append(lark.pattern(regex(":[0-9]{1,3}")))
+        if self.identity:
+            parts += [lark.literal(self.identity), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
+        parts += [lark.literals(*self.after), arguments(lark, tool)]
+        return f" {lark.space()} ".join(filter(None, parts))
+
+
+def arguments(lark: Lark, tool: Tool) -> str:
+    """The arguments of a tool as JSON; a schema that is not strict is kept as far as it can be."""
+    return lark.json({"type": "object", **schema_of(tool)}, lenient=not tool.strict)
+
+
+def schema_of(tool: Tool) -> dict[str, object]:
+    """The schema of a tool's arguments."""
+    schema = json.loads(tool.parameters)
+    return schema if isinstance(schema, dict) else {}
+
+
+def _begin(source: Source, speech: Speech, name: str) -> None:
+    """It is a call: its name is sent, and nothing is read again."""
+    source.release()
+    speech.call(name)
+
+
+def _checked(name: str, known: Container[str]) -> str:
+    if not name or name not in known:
+        raise Unlike
+    return name
+
+
+def _key(source: Source) -> Steps[str]:
+    """A key of an object, up to its value."""
+    yield from source.skip_space()
+    if (yield from source.peek()) != '"':
+        raise Unlike
+    key = _text((yield from _captured(source)))
+    yield from source.skip_space()
+    yield from source.expect(":")
+    yield from source.skip_space()
+    return key
+
+
+def _captured(source: Source) -> Steps[str]:
+    """A JSON value as text; raises Unlike where there is none."""
+    parts: list[str] = []
+    if not (yield from read_json(source, parts.append)):
+        raise Unlike
+    return "".join(parts)
+
+
+def _text(value: str) -> str:
+    """The string that a JSON value is; raises Unlike where it is none."""
+    text = json.loads(value)
+    if not isinstance(text, str):
+        raise Unlike
+    return text
+
+
+def _object(value: str) -> str:
+    """Arguments as JSON text: an object, an object inside a string, or none at all; raises Unlike for others."""
+    if value == "null":
+        return "{}"
+    inner = _text(value) if value.startswith('"') else value
+    try:
+        there = isinstance(json.loads(inner), dict)
+    except ValueError:
+        there = False
+    if not there:
+        raise Unlike
+    return inner

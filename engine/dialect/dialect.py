@@ -1,0 +1,73 @@
+"""How one model writes what it means: its reasoning, its calls of tools and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llguidance.gbnf_to_lark import GbnfToLarkError
+
+from engine.dialect.lark import Lark
+from engine.dialect.reader import Reader
+from engine.dialect.source import Source
+from engine.dialect.speech import Speech
+from engine.dialect.tagged import Tagged
+from engine.errors import InvalidRequest
+from engine.message import Body, Tool, ToolChoice
+from engine.types import Grammar, Thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Found once for a model, by `find_dialect`.
+
+    style    where reasoning, calls and text stand in an answer
+    tokens   the markers that are one token
+    special  whether its markers are special tokens: then requests must keep those in their text (`Request.special`)
+    """
+
+    style: Tagged
+    tokens: Mapping[str, int]
+    special: bool = False
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model may reason before it answers."""
+        return self.style.thoughts is not None
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has a way to call tools."""
+        return self.style.frame is not None
+
+    def reader(self, tools: Sequence[Tool], opened: str) -> Reader:
+        """For one answer. Without tools, calls are text.
+
+        opened  what the prompt ended with (`Rendering.opened`)
+        """
+        source, speech = Source(), Speech()
+        return Reader(source, speech, self.style.read(source, speech, {tool.name: tool for tool in tools}, opened))
+
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> Grammar | None:
+        """What an answer must follow, from its first token on; None: anything goes.
+
+        With "auto" only strict tools bind, unless calls are restricted otherwise. A body is for answers without calls.
+        Raises InvalidRequest where the model has no way to do what is asked.
+        """
+        chosen = [tool for tool in tools if not choice.names or tool.name in choice.names]
+        if choice.mode == "required" and not (chosen and self.calls):
+            raise InvalidRequest(
+                "tool_choice", "there is no tool to call" if self.calls else "this model calls no tools"
+            )
+        free = choice.mode == "auto" and choice.parallel and not choice.names and not any(tool.strict for tool in tools)
+        if body is None and (not chosen or not self.calls or free):
+            return None
+        lark = Lark(self.tokens)
+        try:
+            return lark.grammar(self.style.write(lark, chosen, choice, body, opened))
+        except GbnfToLarkError as error:
+            raise InvalidRequest("response_format", f"the grammar is neither Lark nor GBNF: {error}") from error
+
+    def thinking(self, budget: int, opened: str) -> Thinking | None:
+        """A limit to the reasoning in tokens; None: there is none to limit."""
+        return None if self.style.thoughts is None else self.style.thoughts.limit(budget, opened)

@@ -1,0 +1,161 @@
+"""Text that comes in pieces, for readers that are written as if it were whole.
+
+A reader is a generator: it yields where it needs more text than there is. So what it reads cannot depend on how the
+text was cut. What may turn out to be no call after all is read on trial (`hold`), and rewound where it was none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+# A reader's work; it yields where it waits for text.
+Steps = Generator[None, None, Result]
+Emit = Callable[[str], None]
+
+# What is read on trial is at most so long, so that text full of openings costs no more than its length times this.
+LONGEST_TRIAL = 4096
+
+SPACE = re.compile(r"[ \t\r\n]+")
+
+
+class Unlike(Exception):
+    """What was read on trial is no call."""
+
+
+class Literals:
+    """Strings that are looked for together: the one that begins first wins, then the longest."""
+
+    def __init__(self, literals: Iterable[str]) -> None:
+        ordered = sorted({*literals} - {""}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._beginnings = frozenset(literal[:length] for literal in ordered for length in range(1, len(literal)))
+        self._longest = max((len(beginning) for beginning in self._beginnings), default=0)
+
+    def find(self, text: str, at: int, *, ended: bool) -> tuple[int, str]:
+        """Where the first one begins, and which; "" with the place up to which there is certainly none."""
+        found = self._pattern.search(text, at)
+        safe = len(text) if ended else self._unfinished(text, at)
+        if found is not None and (found.start() < safe or ended):
+            return found.start(), found.group()
+        return safe, ""
+
+    def _unfinished(self, text: str, at: int) -> int:
+        """Where the longest end of the text begins that may yet become one of them."""
+        for start in range(max(at, len(text) - self._longest), len(text)):
+            if text[start:] in self._beginnings:
+                return start
+        return len(text)
+
+
+class Source:
+    """What has come and is not read yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._held: int | None = None
+        self._ended = False
+
+    def push(self, text: str) -> None:
+        """More text has come."""
+        cut = self._at if self._held is None else self._held
+        self._text = self._text[cut:] + text
+        self._at -= cut
+        if self._held is not None:
+            self._held = 0
+
+    def end(self) -> None:
+        """No more will come."""
+        self._ended = True
+
+    def hold(self) -> None:
+        """From here on the text is read on trial."""
+        self._held = self._at
+
+    def rewind(self) -> None:
+        """The trial failed: the text is read again from where it began."""
+        assert self._held is not None
+        self._at, self._held = self._held, None
+
+    def release(self) -> None:
+        """The trial succeeded."""
+        self._held = None
+
+    def unread(self, literal: str) -> None:
+        """Take back what was read last."""
+        self._at -= len(literal)
+
+    def peek(self) -> Steps[str]:
+        """The next letter; "" at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def take(self, count: int) -> Steps[str]:
+        """The next letters, fewer at the end."""
+        while len(self._text) < self._at + count and not self._ended:
+            yield
+        return self._advance(min(self._at + count, len(self._text)))
+
+    def run(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Steps[str]:
+        """The letters that come and match `pattern`, a repeated class of letters; with `emit` they go there instead."""
+        taken = []
+        while True:
+            found = pattern.match(self._text, self._at)
+            if found is not None:
+                text = self._advance(found.end())
+                if emit is None:
+                    taken.append(text)
+                else:
+                    emit(text)
+            if self._at < len(self._text) or self._ended:
+                return "".join(taken)
+            yield
+
+    def skip_space(self) -> Steps[None]:
+        """Read whitespace away."""
+        yield from self.run(SPACE, lambda _: None)
+
+    def accept(self, literal: str) -> Steps[bool]:
+        """Read this literal if it comes next."""
+        while True:
+            there = self._text[self._at : self._at + len(literal)]
+            if there == literal:
+                self._advance(self._at + len(literal))
+                return True
+            if not literal.startswith(there) or self._ended:
+                return False
+            yield
+
+    def expect(self, *literals: str) -> Steps[None]:
+        """Read these literals, with whitespace before each but the first; raises Unlike where another text comes."""
+        for number, literal in enumerate(literals):
+            if number:
+                yield from self.skip_space()
+            if not (yield from self.accept(literal)):
+                raise Unlike
+
+    def until(self, literals: Literals, emit: Emit) -> Steps[str]:
+        """Pass on the text before the first of the literals, and read that; "" where the text ends before one."""
+        while True:
+            stop, literal = literals.find(self._text, self._at, ended=self._ended)
+            if stop > self._at:
+                emit(self._advance(stop))
+            if literal:
+                self._advance(stop + len(literal))
+                return literal
+            if self._ended:
+                return ""
+            yield
+
+    def _advance(self, stop: int) -> str:
+        text = self._text[self._at : stop]
+        self._at = stop
+        if self._held is not None and stop - self._held > LONGEST_TRIAL:
+            raise Unlike
+        return text

@@ -1,0 +1,95 @@
+"""Answers in which reasoning and calls stand between markers, and everything else is text."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from engine.dialect.calls import AnyName
+from engine.dialect.frame import Frame
+from engine.dialect.lark import ANYTHING, Lark
+from engine.dialect.source import Literals, Source, Steps
+from engine.dialect.speech import Speech
+from engine.dialect.thoughts import Thoughts
+from engine.message import Body, Tool, ToolChoice
+
+_SOMETHING = "(?s:.)+"
+# Where a call may be a bare object, no text begins like one.
+_NO_OBJECT = r"\s*[^{\s](?s:.)*"
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """How such an answer is read.
+
+    silent  special tokens that are part of no text
+    """
+
+    thoughts: Thoughts | None = None
+    frame: Frame | None = None
+    silent: frozenset[str] = frozenset()
+    _closing: Literals = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        closes = () if self.thoughts is None else (self.thoughts.closes,)
+        object.__setattr__(self, "_closing", Literals((*closes, *self.silent)))
+
+    def read(self, source: Source, speech: Speech, tools: dict[str, Tool], opened: str) -> Steps[None]:
+        """Read an answer behind what the prompt ended with."""
+        if self.thoughts is not None:
+            yield from self._reasoning(self.thoughts, source, speech, opened)
+        if self.frame is not None and tools:
+            yield from self._calls(self.frame, source, speech, tools)
+        else:
+            yield from self._text(Literals(self.silent), source, speech)
+        speech.finish()
+
+    def write(self, lark: Lark, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> str:
+        """An answer as an expression of the grammar."""
+        thoughts = "" if self.thoughts is None else self.thoughts.write(lark, opened)
+        if self.frame is None or not tools:
+            return f"{thoughts} {lark.body(body) if body else lark.text(inside=ANYTHING)}"
+        return f"{thoughts} {self._answer(lark, self.frame, tools, choice, body)}"
+
+    def _answer(self, lark: Lark, frame: Frame, tools: Sequence[Tool], choice: ToolChoice, body: Body | None) -> str:
+        text = f"{lark.text(frame.opening[:1], _NO_OBJECT if frame.bare else _SOMETHING)}?"
+        calls = frame.write(lark, tools, parallel=choice.parallel)
+        if choice.mode == "required":
+            return calls
+        if body is not None:
+            return lark.body(body) if choice.mode == "none" else f"({lark.body(body)} | {calls})"
+        if choice.mode == "none":
+            return text
+        rest = frame.write_rest(lark, tools, parallel=choice.parallel)
+        later = f"({lark.until(frame.opening[0])} {rest} {lark.space()}){'*' if choice.parallel else '?'} {text}"
+        return f"({calls} | {later})" if frame.bare else later
+
+    def _reasoning(self, thoughts: Thoughts, source: Source, speech: Speech, opened: str) -> Steps[None]:
+        if not thoughts.begun(opened):
+            if thoughts.over(opened):
+                return
+            source.hold()
+            yield from source.skip_space()
+            if not (yield from source.accept(thoughts.opens)):
+                source.rewind()
+                return
+            source.release()
+        while (found := (yield from source.until(self._closing, speech.think))) in self.silent:
+            if found == thoughts.closes:
+                break
+        if found:
+            speech.part()
+
+    def _text(self, literals: Literals, source: Source, speech: Speech) -> Steps[None]:
+        while (yield from source.until(literals, speech.say)):
+            pass
+
+    def _calls(self, frame: Frame, source: Source, speech: Speech, tools: dict[str, Tool]) -> Steps[None]:
+        opening = frame.opening[0]
+        known: Container[str] = tools if frame.bare else AnyName()
+        if frame.bare:
+            yield from frame.read_bare(source, speech, known)
+        literals = Literals((opening, *self.silent))
+        while found := (yield from source.until(literals, speech.say)):
+            if found == opening and not (yield from frame.read(source, speech, known)) and found not in self.silent:
+                speech.say(found)
