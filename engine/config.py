@@ -13,6 +13,7 @@ BUNDLED_NAME = "cellar-tiny"
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "float64", "bfloat16", "float16", "int8"]
 Kernels = Literal["auto", "torch"]
+Quantize = Literal["none", "int8", "int4", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class EngineConfig:
     model        a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
     dtype        of weights and computation; "auto" takes what this machine computes fastest
     kv_dtype     of the keys and values in the cache (kvcache/planes.py); "auto": the same
+    quantize     what the weights of linear layers become at load, on a CPU; "auto": int8 or int4 where that is faster
     context      tokens a sequence may hold; None: what the model and the memory allow
     slots        sequences that run at once; None: what the memory allows, 8 at most
     cells        tokens that the shared cache holds; None: slots x context, so that no sequence ever waits for cells
@@ -45,6 +47,7 @@ class EngineConfig:
     model: str | None = None
     dtype: Dtype = "auto"
     kv_dtype: KvDtype = "auto"
+    quantize: Quantize = "none"
     context: int | None = None
     slots: int | None = None
     cells: int | None = None
@@ -74,12 +77,14 @@ class EngineConfig:
         for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        if self.quantize in ("int8", "int4") and self.device != "cpu":
+            raise ValueError(f"quantize {self.quantize} is for the device cpu, not {self.device}")
         self._check_drafts()
 
     def _check_drafts(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= LONGEST_DRAFT:
             raise ValueError(f"draft_tokens must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
-        if self.draft_model is not None and self.drafter in ("none", "lookup"):
+        if self.draft_model is not None and self.drafter not in ("auto", "model"):
             raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
         if self.drafter == "model" and self.draft_model is None and self.model is not None:
             raise ValueError("drafter model needs a draft model: name it with --draft-model")

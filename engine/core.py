@@ -17,6 +17,7 @@ import torch
 from engine.config import EngineConfig
 from engine.crossing import Crossing
 from engine.draft.depth import FixedDepth
+from engine.grammar import Matcher
 from engine.load import Loaded
 from engine.memory import most_rows
 from engine.scheduler import Grant, Scheduler
@@ -25,7 +26,7 @@ from engine.shelf import shelf
 from engine.speculation import Speculation
 from engine.status import Stats
 from engine.step import Said, Stepper
-from engine.types import Delta, Event, Failed, Finished, FinishReason, Request, Started, TokenLogprob
+from engine.types import Delta, Event, Failed, Finished, FinishReason, Progress, Request, Started, TokenLogprob
 from kvcache.cache import Cache
 from kvcache.entries import EntryFiles
 
@@ -33,6 +34,8 @@ log = logging.getLogger("cellar.engine")
 
 # What a pause saves at a time: a request that arrives meanwhile waits for it, some 10 to 50 ms.
 _REST_BYTES = 16 * 2**20
+# Scores need a row of logits each: of a large vocabulary, not all rows of a step have one.
+_SCORED_BYTES, _FEWEST_SCORED = 64 * 2**20, 16
 
 
 class Core:
@@ -61,7 +64,8 @@ class Core:
         self._loaded, self._config, self._clock = loaded, config, clock
         self._stepper = Stepper(loaded, self.cache)
         self._speculation = speculation or self._silent()
-        self._scheduler = Scheduler(self.cache, chunk=config.chunk, on_start=self._start)
+        scored = max(_SCORED_BYTES // (4 * info.vocabulary), _FEWEST_SCORED)
+        self._scheduler = Scheduler(self.cache, chunk=config.chunk, scored=scored, on_start=self._start)
         self.crossing = Crossing(loaded.encoder, EntryFiles(kept, torch.device(config.device)))
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
@@ -75,8 +79,10 @@ class Core:
         """Whether a step has anything to do."""
         return self._scheduler.busy or bool(self._events)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; its first event is Started."""
+    def submit(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request, with what follows its grammar if that is compiled already; its first event is Started."""
+        if request.grammar is not None and matcher is None:
+            matcher = self._loaded.grammars.matcher(request.grammar)
         sequence = Sequence(
             request,
             self._loaded.tokenizer,
@@ -85,6 +91,8 @@ class Core:
             overflow=self._config.overflow,
             checkpoint=self._config.checkpoint if self._loaded.recurrent else None,
             now=self._clock(),
+            ends=self._loaded.eos,
+            matcher=matcher,
         )
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
@@ -100,6 +108,7 @@ class Core:
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; the events of the requests that it moved on, in order."""
         began = self._clock()
+        self._expire(began)
         self._encode()
         grants = self._scheduler.plan()
         if grants:
@@ -118,7 +127,7 @@ class Core:
     def stats(self) -> Stats:
         """The state now."""
         totals, remembered = self._totals, self.cache.idle_cells()
-        memory_bytes, disk_bytes = self.cache.shelf_bytes
+        (memory_bytes, disk_bytes), counts = self.cache.shelf_bytes, self.cache.counts
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -138,6 +147,10 @@ class Core:
             preemptions_total=self._scheduler.preemptions,
             prefix_copies_total=totals["reused"],
             failed_total=totals["failed"],
+            evicted_tokens_total=counts.evicted,
+            thinned_tokens_total=counts.thinned,
+            loaded_tokens_total=counts.loaded,
+            saved_tokens_total=counts.saved,
             drafts=self._speculation.counts(),
         )
 
@@ -145,8 +158,14 @@ class Core:
         if not sequence.start(standing, self._clock()):
             return
         self._say(sequence, Started(len(sequence.request.prompt), standing, sequence.seed))
-        if sequence.limit == 0:
+        if sequence.limit == 0 and sequence.scores is None and sequence.pool is None:
             self._finish(sequence, "length", None)
+
+    def _expire(self, now: float) -> None:
+        """End those whose time is up, wherever they are."""
+        for sequence in tuple(self._sequences.values()):
+            if sequence.deadline is not None and sequence.deadline <= now:
+                self._finish(sequence, "length", "deadline")
 
     def _encode(self) -> None:
         """Let those next in line have what they look at; media that break the encoder fail their request alone."""
@@ -165,12 +184,14 @@ class Core:
             said = self._stepper.run(grants)
             self._speculation.stepped(sum(grant.rows.length for grant in grants), self._clock() - began)
             for each in said:
-                if None in each.tokens:
+                if each.broken:
                     # Ended before anything of it is remembered.
-                    self._fail(each.grant.sequence, "the model's output has no finite value here")
+                    reason = each.grant.sequence.deadlock(each.tokens)
+                    self._fail(each.grant.sequence, reason or "the model's output has no finite value here")
             self._scheduler.computed(grants)
             for each in said:
                 self._hear(each)
+            self._show(said)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:
@@ -179,7 +200,7 @@ class Core:
     def _guess(self, grants: Rows[Grant]) -> Rows[Grant]:
         """The grants with drafts, as far as these seem to pay and there are cells that nobody else has."""
         rows = sum(grant.span.length for grant in grants)
-        complete = [grant.sequence for grant in grants if grant.complete]
+        complete = [grant.sequence for grant in grants if grant.speaks]
         try:
             drafts = self._speculation.draft(complete, rows=rows, room=self.cache.free_cells - rows)
         except Exception:
@@ -193,24 +214,62 @@ class Core:
         # Layers that see little have few cells: there the rows may not fit though tokens would.
         return longer if not self.cache.make_room([grant.rows for grant in longer]) else grants
 
+    def _show(self, said: Rows[Said]) -> None:
+        """Let a drafter read what the step computed for those who go on, without the rows of refused guesses."""
+        row = 0
+        try:
+            for each in said:
+                sequence, span = each.grant.sequence, each.grant.span
+                if sequence.request.id in self._sequences:
+                    kept = span.length + max(len(each.tokens) - 1, 0)
+                    self._speculation.computed(sequence, span.start, row, kept)
+                row += each.grant.rows.length
+        except Exception:
+            log.exception("a drafter failed, and drafts no more")
+            self._speculation = self._silent()
+
     def _silent(self) -> Speculation:
         return Speculation(None, None, FixedDepth(0), self._clock)
 
     def _hear(self, said: Said) -> None:
-        """Take what a sequence said, up to its end."""
+        """Take what became known of a sequence, up to its end."""
         sequence, draft = said.grant.sequence, said.grant.draft
-        tokens = [token for token in said.tokens if token is not None]
-        if len(tokens) < len(said.tokens):
+        if said.broken:
             return  # it has failed
+        self._hear_prompt(said)
+        tokens = [token for token in said.tokens if token is not None]
+        accepted = 0
         if draft is not None:
             accepted = self._speculation.verified(draft, tokens)
-            sequence.accepted += accepted
-            sequence.refused += len(draft.tokens) - accepted
-        for token, entry in zip(tokens, said.logprobs, strict=True):
+            sequence.refused += len(draft.tokens)
+        for at, (token, entry) in enumerate(zip(tokens, said.logprobs, strict=True)):
             if sequence.request.id in self._sequences:
+                # A stop string may end the text inside a draft: what is right behind it is not said either.
+                sequence.accepted += at < accepted
+                sequence.refused -= at < accepted
                 # Before the sequence may end: drafters forget it then, and must not hear of it again.
                 self._speculation.observe(sequence, [token])
                 self._advance(sequence, token, entry)
+
+    def _hear_prompt(self, said: Said) -> None:
+        """Take what became known of a prompt; what was asked about it is told when the prompt is whole."""
+        sequence, stop = said.grant.sequence, said.grant.span.stop
+        if sequence.output:
+            return
+        if sequence.request.progress:
+            self._say(sequence, Progress(stop, len(sequence.request.prompt)))
+        if sequence.scores is not None:
+            sequence.scores.take([entry for entry in said.scores if entry is not None])
+        if sequence.pool is not None and said.states is not None:
+            sequence.pool.take(said.states)
+        if not said.grant.complete:
+            return
+        for gathered in (sequence.scores, sequence.pool):
+            if gathered is not None:
+                self._say(sequence, gathered.event())
+        sequence.scores = sequence.pool = None
+        if sequence.limit == 0:
+            self._finish(sequence, "length", None)
 
     def _advance(self, sequence: Sequence, token: int, entry: TokenLogprob | None) -> None:
         """Take a new token: text for the client, or the end. The only place that decides that a sequence is over."""
@@ -219,7 +278,7 @@ class Core:
         request = sequence.request
         if token in request.stop_token_ids:
             return self._finish(sequence, "stop", token)
-        if token in self._loaded.eos and not request.ignore_eos:
+        if sequence.ends(token):
             return self._finish(sequence, "stop", None)
         self._deliver(sequence, sequence.text.push(token, entry))
         if sequence.text.stop is not None:

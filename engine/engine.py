@@ -27,12 +27,15 @@ from engine.errors import (
     ModelError,
     Overloaded,
 )
+from engine.grammar import Matcher
+from engine.grammars import Grammars
 from engine.load import Loaded, load
 from engine.runner import Runner
 from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 from engine.types import Event, Failed, Request
+from engine.validity import check_rules
 
 log = logging.getLogger("cellar.engine")
 
@@ -46,6 +49,7 @@ _STATS_SECONDS = 0.1
 @dataclass(frozen=True, slots=True)
 class _Submit:
     request: Request
+    matcher: Matcher | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,11 @@ class Engine:
         """For worker threads of the server: its methods block. Raises Loading until there is one."""
         return self._ready_model().tokenizer
 
+    @property
+    def grammars(self) -> Grammars:
+        """For worker threads of the server: its methods block. Raises Loading until there is a model."""
+        return self._ready_model().grammars
+
     def stats(self) -> Stats:
         """The state after the latest step."""
         return self._stats
@@ -140,9 +149,14 @@ class Engine:
         Raises before anything is computed: Loading, Draining, EngineDead, Overloaded, ContextTooLong, InvalidRequest.
         """
         self._check(request)
+        matcher = None
+        if request.grammar is not None:
+            matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
+            # Others came meanwhile.
+            self._check(request)
         stream = self._streams[request.id] = RequestStream(request.id)
         began = time.monotonic()
-        self._inbox.put(_Submit(request))
+        self._inbox.put(_Submit(request, matcher))
         try:
             yield stream
         finally:
@@ -192,13 +206,13 @@ class Engine:
         image = None if loaded.encoder is None else loaded.encoder.image_token
         if not all(0 <= token < info.vocabulary or token == image for token in request.prompt):
             raise InvalidRequest("prompt", f"token ids lie in [0, {info.vocabulary})")
-        if not all(0 <= token < info.vocabulary for token, _ in request.sampling.logit_bias):
-            raise InvalidRequest("logit_bias", f"token ids lie in [0, {info.vocabulary})")
+        check_rules(request, info.vocabulary)
         if loaded.encoder is not None:
             loaded.encoder.check(request.media, request.prompt)
         elif request.media is not None:
             raise InvalidRequest("media", "this model has no encoder that could look at media")
         self._check_mutual(request, loaded)
+        self._check_scores(request, loaded)
         drafter, kinds = request.speculation.drafter, self._drafting.kinds
         if drafter not in ("auto", "none", *kinds):
             others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
@@ -222,6 +236,17 @@ class Engine:
                 most = self._config.chunk
                 raise InvalidRequest("mutual", f"the range [{start}, {stop}) has more tokens than a step ({most})")
             before = stop
+
+    def _check_scores(self, request: Request, loaded: Loaded) -> None:
+        vocabulary, start = loaded.info.vocabulary, request.score_from
+        if start is not None and not 0 <= start <= len(request.prompt):
+            raise InvalidRequest("score_from", f"position {start} is not in the prompt's {len(request.prompt)} tokens")
+        if start is not None and not all(token < vocabulary for token in request.prompt[start:]):
+            raise InvalidRequest("score_from", "the place of an image is no token that could be scored")
+        if not all(0 <= token < vocabulary for token in request.labels):
+            raise InvalidRequest("labels", f"token ids lie in [0, {vocabulary})")
+        if request.pooling is not None and not loaded.runner.has_states:
+            raise InvalidRequest("pooling", "this model does not show the states that a vector is made of")
 
     def _ready_model(self) -> Loaded:
         if self._failure is not None:
@@ -266,7 +291,7 @@ class Engine:
             speculation = make_speculation(self._config, loaded, draft, time.monotonic)
             core = Core(loaded, self._config, speculation)
             drafting = Drafting(speculation.kinds)
-            if draft is not None:
+            if isinstance(draft, Loaded):
                 drafting = replace(drafting, model=draft.info, memory=draft.memory)
             self._enter("ready")
             self._tell(self._settle, loaded, drafting, None)
@@ -298,8 +323,8 @@ class Engine:
                 return True
             wait = False
             match command:
-                case _Submit(request):
-                    core.submit(request)
+                case _Submit(request, matcher):
+                    core.submit(request, matcher)
                 case _Cancel(request_id):
                     core.cancel(request_id)
                 case _Stop():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from engine import hooks
 from engine.plan import LayerPlan
 from engine.sight import Sight
 from kvcache.forward import Forward
@@ -57,7 +58,7 @@ class GatheringRunner:
         self._device = next(model.parameters()).device
         self._known = frozenset(inspect.signature(type(model).forward).parameters)
         memory = DynamicCache(config=model.config)
-        self._run(memory, Span(0, 0, 2), [0, 1], [1])
+        self._run(memory, Span(0, 0, 2), [0, 1], self._tensor([1]))
         stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
         self._kept = {at: _kept(layer) for at, layer in stored.items()}
         self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
@@ -73,14 +74,35 @@ class GatheringRunner:
         wanted  the rows of the batch to know the logits of, ascending
         sights  as at Runner; models with encoders are not run this way
         """
+        return self.run_with_states(forward, tokens, wanted, (), sights)[0]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether `run_with_states` can be called with rows to pool."""
+        return hooks.has_states(self._model)
+
+    def run_with_states(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        pooled: Sequence[int],
+        sights: Sequence[Sight | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
         if any(span.mutual for span in forward.spans):
             raise ValueError("the masks are the model's own: no ranges of tokens see each other")
-        logits, memories, row = [], [], 0
+        logits, states, memories, row = [], [], [], 0
         for number, span in enumerate(forward.spans):
             stop = row + span.length
             memory = self._filled(forward, number)
-            own = [at - row for at in wanted if row <= at < stop]
-            logits.append(self._run(memory, span, tokens[row:stop], own))
+            own, others = ([at - row for at in rows if row <= at < stop] for rows in (wanted, pooled))
+            if others:
+                with hooks.tapped(self._model, self._tensor(own), self._tensor(others)) as tap:
+                    logits.append(self._run(memory, span, tokens[row:stop], tap.kept))
+                states.append(tap.states)
+            else:
+                logits.append(self._run(memory, span, tokens[row:stop], self._tensor(own)))
             memories.append(memory)
             row = stop
         for index, plan in enumerate(self.layers):
@@ -89,7 +111,7 @@ class GatheringRunner:
                 for memory, span in zip(memories, forward.spans, strict=True)
             ]
             forward.write(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
-        return torch.cat(logits)
+        return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
 
     def _filled(self, forward: Forward, number: int) -> Memory:
         """A cache of transformers that holds what the slot of the span `number` holds before it."""
@@ -110,19 +132,19 @@ class GatheringRunner:
                 layer.update_indexer(values[:, 0, :, width:])
         return memory
 
-    def _run(self, memory: Memory, span: Span, tokens: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    def _run(self, memory: Memory, span: Span, tokens: Sequence[int], wanted: Tensor) -> Tensor:
         inputs = {
             "input_ids": self._tensor(tokens)[None],
             "position_ids": torch.arange(span.start, span.stop, device=self._device)[None],
             "attention_mask": torch.ones(1, span.stop, dtype=torch.long, device=self._device),
             "past_key_values": memory,
             "use_cache": True,
-            "logits_to_keep": self._tensor(wanted),
+            "logits_to_keep": wanted,
         }
         with torch.inference_mode():
             made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
         logits: Tensor = made.logits[0]
-        return logits if logits.shape[0] == len(wanted) else logits[self._tensor(wanted)]
+        return logits if logits.shape[0] <= len(wanted) else logits[wanted]
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)

@@ -103,8 +103,45 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor, *, lo
             facade.layers = _Encoded(positions.device)
             inputs["cross_attention_mask"] = looking.long()[None, :, None, None]
     logits: Tensor = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
-    # A model that ignores logits_to_keep returns every row.
-    return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+    # A model that ignores logits_to_keep returns every row; where states are tapped, fewer come than were wanted.
+    return logits if logits.shape[0] <= wanted.shape[0] else logits[wanted]
+
+
+def has_states(model: Any) -> bool:
+    """Whether the states that enter the model's output layer can be had."""
+    return model.get_output_embeddings() is not None
+
+
+@dataclass(slots=True)
+class Tap:
+    """States on their way into a model's output layer.
+
+    kept    the rows to be asked for in a forward
+    states  those that were wanted [pooled, width], after it
+    """
+
+    kept: Tensor
+    states: Tensor
+
+
+@contextmanager
+def tapped(model: Any, wanted: Tensor, pooled: Tensor) -> Iterator[Tap]:
+    """Inside the block, a forward asked for the rows `kept` leaves the states of `pooled` and gives logits of `wanted`.
+
+    Both are ascending. The states are those behind the last norm, before the vocabulary: most of a row's memory.
+    """
+    tap = Tap(torch.unique(torch.cat((wanted, pooled))), torch.empty(0))
+
+    def narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows = inputs[0][0]
+        # A model that ignores logits_to_keep brings every row.
+        whole = rows.shape[0] != tap.kept.shape[0]
+        of_wanted, of_pooled = (some if whole else torch.searchsorted(tap.kept, some) for some in (wanted, pooled))
+        tap.states = rows[of_pooled]
+        return rows[of_wanted][None], *inputs[1:]
+
+    with model.get_output_embeddings().register_forward_pre_hook(narrow):
+        yield tap
 
 
 def encode(model: Any, media: Mapping[str, Tensor], start: int) -> dict[int, tuple[Tensor, Tensor]]:

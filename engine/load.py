@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,16 @@ from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelMissing, ModelUnsupported
 from engine.gathering import GatheringRunner
+from engine.grammars import Grammars
 from engine.kernels import choice, reference
+from engine.kernels.choice import multiplies
+from engine.kernels.packing import Bits
 from engine.kernels.reference import Attend
 from engine.memory import Sizes, available_bytes, plan_memory
 from engine.plan import LayerPlan
+from engine.quantize.store import Store
+from engine.quantize.surgery import bits_for, bytes_of, quantize
+from engine.quantize.survey import Survey
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner
 from engine.status import MemoryPlan, ModelInfo
@@ -79,6 +85,7 @@ class Loaded:
     dtype: torch.dtype
     stored: torch.dtype
     eos: frozenset[int]
+    grammars: Grammars
     encoder: Encoder | None = None
     identity: str = ""
 
@@ -104,27 +111,25 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     torch.set_num_threads(config.threads or _threads(folder))
     on_phase("weights")
     model, dtype = _read(name, folder, config)
-    text = model.config.get_text_config()
+    text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
     if config.context is not None and config.context > longest_context(text):
         raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
     on_phase("calibrate")
     _freeze_rotation(model, config.context or longest_context(text))
+    survey = None if config.quantize == "none" or config.device != "cpu" else Survey(model)
     recurrent = _install(model)
     on_phase("kernels")
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     attend = _attend(config, dtype, stored)
+    facts = Facts(
+        vocabulary=text.vocab_size, recurrent=recurrent, dtype=dtype, stored=stored, mla=config.mla, attend=attend
+    )
     on_phase("self-test")
     encoder = _encoder(name, model, budget_bytes=available // 8)
-    facts = Facts(
-        vocabulary=text.vocab_size,
-        recurrent=recurrent,
-        dtype=dtype,
-        stored=stored,
-        mla=config.mla,
-        attend=attend,
-        encoder=encoder,
-    )
-    runner = find_runner(name, model, facts)
+    runner = find_runner(name, model, replace(facts, encoder=encoder))
+    if survey is not None:
+        on_phase("quantize")
+    bits = None if survey is None else _quantize(config, model, survey, f"{_fingerprint(folder)} {dtype}", available)
     sizes = _sizes(model, runner.layers, dtype, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
@@ -134,15 +139,36 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
         folder=str(folder),
         fingerprint=_fingerprint(folder),
         architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dtype=str(dtype).removeprefix("torch."),
+        parameters=parameters,
+        dtype=_format(dtype, bits),
         vocabulary=text.vocab_size,
         context=context,
         slots=slots,
         start=_start_tokens(model),
+        device=config.device,
     )
     ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
-    return Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, encoder, identity)
+    grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)
+    return Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder, identity)
+
+
+def _quantize(config: EngineConfig, model: Any, survey: Survey, identity: str, available: int) -> Bits | None:
+    """Quantise what the survey has found, as far as the settings want it; how many bits a weight got."""
+    choice = survey.close()
+    bits = bits_for(config.quantize, choice, available)
+    if bits is None:
+        return None
+    try:
+        quantize(model, choice, Store(identity, bits), multiplies())
+    except ValueError as error:
+        raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
+    return bits
+
+
+def _format(dtype: torch.dtype, bits: Bits | None) -> str:
+    """The number format, as people read it."""
+    name = str(dtype).removeprefix("torch.")
+    return name if bits is None else f"{name}, int{bits} weights"
 
 
 def resolve(model: str | None) -> Path:
@@ -324,8 +350,8 @@ def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype, stored
     element = torch.finfo(dtype).bits // 8
     # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     specs = tuple(plan.spec for plan in layers)
+    weights = bytes_of(model)
     return Sizes(weights_bytes=weights, layers=specs, stored=stored, row_bytes=row, longest=longest_context(text))
 
 

@@ -47,8 +47,29 @@ class Runner:
         wanted  the rows of the packed batch to know the logits of, in order
         sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
         """
+        return self._run(forward, tokens, self._tensor(wanted), sights)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether `run_with_states` can be called."""
+        return hooks.has_states(self._model)
+
+    def run_with_states(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        pooled: Sequence[int],
+        sights: Sequence[Sight | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
+        with hooks.tapped(self._model, self._tensor(wanted), self._tensor(pooled)) as tap:
+            logits = self._run(forward, tokens, tap.kept, sights)
+        return logits, tap.states
+
+    def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        rows = (self._tensor(tokens), self._tensor(positions), self._tensor(wanted))
+        rows = (self._tensor(tokens), self._tensor(positions), wanted)
         with torch.inference_mode(), hooks.listening(self._step(forward, sights)):
             return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
 

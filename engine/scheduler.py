@@ -1,13 +1,15 @@
 """Decides what the next step computes. There is no prefill and no decode: a sequence has tokens, its slot stands at a
 length, and a step grants it a span of what is missing.
 
-Owns the queues. Cells are the only gate: what the cache remembers is evicted for them, then the youngest sequence goes
-back to the queue; it resumes later with the same text, for a token depends on nothing but its own past (sampling.py).
+Owns the queues. Cells are the only gate: what the cache remembers is evicted for them, then the youngest sequence of
+the last tier goes back to the queue; it resumes later with the same text, for a token depends on nothing but its own
+past (sampling.py).
 Prompts that begin alike are computed once: the younger one waits while an older one computes what it needs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -33,6 +35,23 @@ class Grant:
     def complete(self) -> bool:
         """Whether nothing is missing afterwards, so that the last row's logits give the next token."""
         return self.span.stop == len(self.sequence.tokens)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the last row's logits are to give the next token."""
+        return self.complete and self.sequence.limit > 0
+
+    @property
+    def scored(self) -> range:
+        """The positions of the span whose logits score a token of the prompt."""
+        scores = self.sequence.scores
+        return range(0) if scores is None else scores.rows(self.span.start, self.span.stop)
+
+    @property
+    def pooled(self) -> range:
+        """The positions of the span whose states become part of a vector."""
+        pool = self.sequence.pool
+        return range(0) if pool is None else pool.rows(self.span.start, self.span.stop)
 
     @property
     def guesses(self) -> tuple[int, ...]:
@@ -64,12 +83,13 @@ class _Lead:
 class Scheduler:
     """The waiting and the running sequences over one cache.
 
-    chunk  rows of prompt a step at most, over all sequences; the oldest prompt goes first
+    chunk   rows of prompt a step at most, over all sequences; the oldest prompt goes first
+    scored  of them those that score a token, at most: each has logits
     """
 
-    def __init__(self, cache: Cache, *, chunk: int, on_start: Callable[[Sequence, int], None]) -> None:
+    def __init__(self, cache: Cache, *, chunk: int, scored: int, on_start: Callable[[Sequence, int], None]) -> None:
         self._cache = cache
-        self._chunk = chunk
+        self._chunk, self._scored = chunk, scored
         self._on_start = on_start
         self._slots = Slots(cache)
         self._leads: dict[Sequence, _Lead] = {}
@@ -83,8 +103,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self.waiting.append(sequence)
+        """Queue a sequence, behind all that are served before it or as soon."""
+        ranks = [other.rank for other in self.waiting]
+        self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
@@ -173,7 +194,7 @@ class Scheduler:
             return
         at, best = len(sequence.tokens) - self._missing(sequence), None
         for other in self.running[: self.running.index(sequence)]:
-            common = sequence.lineage.whole(min(self._offered(other, sequence), len(sequence.tokens) - 1))
+            common = sequence.lineage.whole(min(self._offered(other, sequence), sequence.reusable))
             if common > max(at, best.common if best else 0):
                 best = _Lead(other, common)
         if best is not None:
@@ -190,36 +211,45 @@ class Scheduler:
 
     def _grants(self) -> list[Grant]:
         """A row for everyone who lacks just one, and the chunk's rows of prompt, oldest sequence first."""
-        grants, left = [], self._chunk
+        grants, left, scored = [], self._chunk, self._scored
         for sequence in self.running:
             missing = self._missing(sequence)
             start = len(sequence.tokens) - missing
-            length = 1 if missing == 1 else self._rows(sequence, start, left)
+            length = 1 if missing == 1 else self._rows(sequence, start, left, scored)
             if sequence.slot is None or length == 0 or self._holds(sequence):
                 continue
             left -= length if missing > 1 else 0
             mutual = sequence.lineage.mutual(start, start + length)
             grants.append(Grant(sequence, Span(sequence.slot, start, length, mutual)))
+            scored = max(scored - len(grants[-1].scored), 0)
         return grants
 
-    def _rows(self, sequence: Sequence, start: int, most: int) -> int:
+    def _rows(self, sequence: Sequence, start: int, most: int, scored: int) -> int:
         """Rows that one forward may bring, up to `most`: not past the capacity, nor past a mark that needs a state.
 
+        scored  of them, those that score a token at most
         A mutual range comes whole, or not yet.
         """
+        if sequence.scores is not None and not sequence.request.mutual:
+            most = min(most, max(sequence.scores.next - start, 0) + scored)
         stop = sequence.lineage.whole(min(start + most, len(sequence.tokens), self._cache.capacity))
         # A recurrent state exists only where a span ends.
         marks = sequence.marks(start, stop) if self._cache.states is not None else []
         return (marks[0] if marks else stop) - start
 
     def _preempt(self) -> None:
-        """Send the youngest sequence back in line. What it computed is remembered, until somebody needs its cells."""
+        """Send the youngest sequence that is served last back in line, before its like.
+
+        What it computed is remembered, until somebody needs its cells.
+        """
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        youngest = self.running[-1]
-        self._slots.remember(youngest)
-        self._unseat(youngest)
-        self.waiting.appendleft(youngest)
+        last = max(reversed(self.running), key=lambda sequence: sequence.rank)
+        self._slots.remember(last)
+        self._unseat(last)
+        self.waiting.insert(bisect_left([other.rank for other in self.waiting], last.rank), last)
         self.preemptions += 1
+        # Younger ones may have waited for it. They do not any more: it may come back behind them, and wait for them.
+        self._follow()
 
     def _shift(self, sequence: Sequence) -> None:
         """Drop what the sequence drops at a full context, in the cache and in the sequence."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from typing import get_args
 
+from engine.grammar import Matcher
+from engine.history import History
 from engine.lineage import Lineage
-from engine.sampling import Draw, History
+from engine.pooling import Pool
+from engine.rules import Rules
+from engine.sampling import Draw
+from engine.scoring import Scores
 from engine.sight import Sight
 from engine.text import TextStream
 from engine.tokenizer import Tokenizer
-from engine.types import Overflow, Request, Timings, Usage
+from engine.types import Overflow, Request, Tier, Timings, Usage
 
 # Attention leans on the first tokens whatever they are (StreamingLLM, arXiv 2309.17453): a shift spares four.
 _SINKS = 4
@@ -22,6 +29,9 @@ class Sequence:
     accepted, refused  drafted tokens that were said, and that were not
     lineage  what the slot is about: the prompt and the output, less what shifts dropped
     sight    what its rows see of its media; it gets no slot without (`ready`)
+    scores, pool  what is gathered of the prompt's rows; None where nothing is asked for, or all has been told
+    rank     who is served first: lower ones
+    deadline when it ends, wherever it is; None: when it is done
     """
 
     def __init__(
@@ -34,6 +44,8 @@ class Sequence:
         overflow: Overflow,
         now: float,
         checkpoint: int | None = None,
+        ends: frozenset[int] = frozenset(),
+        matcher: Matcher | None = None,
     ) -> None:
         self.request = request
         self.output: list[int] = []
@@ -41,10 +53,15 @@ class Sequence:
         self.sight: Sight | None = None
         self.overflow = request.overflow or overflow
         self.seed = int.from_bytes(os.urandom(8)) >> 1 if request.sampling.seed is None else request.sampling.seed
-        self.text = TextStream(tokenizer.decoder(request.prompt), request.stop)
+        decoder = tokenizer.decoder(request.prompt, special=request.special)
+        self.text = TextStream(decoder, request.stop, least=request.min_tokens)
         self.cached: int | None = None
         self._capacity = capacity
         self.accepted = self.refused = 0
+        self.scores = None if request.score_from is None else Scores(request.prompt, request.score_from)
+        self.pool = None if request.pooling is None else Pool(request.pooling, len(request.prompt))
+        self.rank = get_args(Tier).index(request.tier)
+        self.deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
         self.lineage = Lineage(
             request.prompt,
             capacity=capacity,
@@ -59,11 +76,13 @@ class Sequence:
         length = len(request.prompt)
         # The same prompt again needs a row for its logits: so it is taken up before its last token.
         regular = range(checkpoint, length, checkpoint) if checkpoint else ()
-        for position in (*request.marks, length - 1, *regular):
+        for position in (*request.marks, self.reusable, length - 1, *regular):
             self.mark(position)
         # The token of an image may lie behind the vocabulary.
         said = [token for token in request.prompt if token < vocabulary]
         self._history = History(request.sampling, said, vocabulary)
+        self._rules = Rules.of(request, said, vocabulary=vocabulary, ends=ends, matcher=matcher)
+        self._vocabulary, self._ends = vocabulary, ends
         self._arrived, self._started, self._first = now, now, now
 
     @property
@@ -72,8 +91,19 @@ class Sequence:
         return self.request.media is None or self.sight is not None
 
     @property
+    def reusable(self) -> int:
+        """Tokens that need not be computed if others were before: no row behind them is needed.
+
+        At least one token stays, for without a row there are no logits.
+        """
+        needed = [gathered.next for gathered in (self.scores, self.pool) if gathered is not None]
+        return min([len(self.tokens) - 1, *needed])
+
+    @property
     def limit(self) -> int:
         """New tokens at most."""
+        if self.request.pooling is not None:
+            return 0
         room = self._capacity if self.overflow == "shift" else self._capacity - len(self.request.prompt)
         asked = self.request.max_tokens
         if asked is None:
@@ -127,11 +157,24 @@ class Sequence:
         self.tokens.append(token)
         self.output.append(token)
         self._history.append(token)
+        if self._rules is not None:
+            self._rules.append(token)
 
     def draw(self) -> Draw:
         """How the next token is to be drawn. Its position is that in the text, which no shift changes."""
         position = len(self.request.prompt) + len(self.output)
-        return Draw(self.request.sampling, self.seed, position, self._history)
+        return Draw(self.request.sampling, self.seed, position, self._history, self._rules)
+
+    def ends(self, token: int) -> bool:
+        """Whether a token is an end of this text. A grammar says itself where its text ends, so that is not ignored."""
+        return token in self._ends and (not self.request.ignore_eos or self.request.grammar is not None)
+
+    def deadlock(self, said: Collection[int | None]) -> str | None:
+        """Why nothing can follow what a step said, up to a None; None: it is not for the request's own rules."""
+        if self._rules is None or None not in said:
+            return None
+        known = [token for token in said if token is not None]
+        return self._rules.after(known).deadlock(self._vocabulary)
 
     def usage(self) -> Usage:
         """What the request cost so far."""
@@ -148,8 +191,9 @@ class Sequence:
 
     def timings(self, now: float) -> Timings:
         """Where its time went so far."""
+        started = now if self.cached is None else self._started
         first = self._first if self.output else now
-        return Timings(self._started - self._arrived, first - self._started, now - first)
+        return Timings(started - self._arrived, first - started, now - first)
 
     def _keep(self, special: frozenset[int]) -> int:
         """Tokens at the start that a shift does not drop; at least one behind them can always go."""

@@ -36,11 +36,11 @@ class Slots:
     def recall(self, sequence: Sequence) -> int:
         """Take over what the cache remembers by now of the sequence's tokens; the length at which it stands then.
 
-        At least one token stays to be computed, for without a row there are no logits. Where tokens are known farther
-        than the slot can stand, others left there before: the sequence makes that a place to resume at.
+        What stands behind rows that the sequence needs stays to be computed, one token at least. Where tokens are known
+        farther than the slot can stand, others left there before: the sequence makes that a place to resume at.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        keys = sequence.lineage.keys(min(len(sequence.tokens) - 1, self._cache.capacity))
+        keys = sequence.lineage.keys(min(sequence.reusable, self._cache.capacity))
         salt = sequence.lineage.salt
         standing = self._cache.recall(sequence.slot, keys, salt=salt)
         sequence.mark(self._cache.known(keys, salt=salt))

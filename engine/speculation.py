@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.draft.depth import Candidate, Depth
-from engine.draft.drafter import Draft, Drafter, Want
+from engine.draft.drafter import Computed, Draft, Drafter, Reader, Want
 from engine.sequence import Sequence as Running
 from engine.status import DraftCounts
 from engine.types import LONGEST_DRAFT
@@ -45,6 +45,7 @@ class Speculation:
     quick    drafts at next to no cost, so it is asked before the depth is chosen; None: there is none
     slow     pays for each token of a draft, so it drafts what was chosen; None: there is none
     deepest  tokens of a draft at most
+    reader   the one of them that guesses from what the model computes; None: nobody does
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Speculation:
         clock: Callable[[], float],
         *,
         deepest: int = LONGEST_DRAFT,
+        reader: Reader | None = None,
     ) -> None:
-        self._quick, self._slow = quick, slow
+        self._quick, self._slow, self._reader = quick, slow, reader
         self._depth, self._clock, self._deepest = depth, clock, deepest
         self._drafted = {kind: [0] * deepest for kind in self.kinds}
         self._accepted = {kind: [0] * deepest for kind in self.kinds}
@@ -109,6 +111,11 @@ class Speculation:
         """Learn what a step of so many rows took, the time of drafting aside."""
         self._depth.stepped(rows, seconds)
         self._followed, self._following = self._following, set()
+
+    def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
+        """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
+        if self._reader is not None and sequence.may_draft(self._reader.kind):
+            self._reader.computed([Computed(self._want(sequence), start, row, length)])
 
     def observe(self, sequence: Running, tokens: Sequence[int]) -> None:
         """Let the drafters know what a sequence said."""

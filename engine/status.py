@@ -22,6 +22,7 @@ class ModelInfo:
     context: int
     slots: int
     start: tuple[int, ...] = ()
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Stats:
     cells_used        cells of running sequences
     cells_remembered  further cells, kept for prompts to come and given up for running ones
     shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
+    evicted_tokens_total, thinned_tokens_total, loaded_tokens_total, saved_tokens_total  see kvcache.prefix.Counts
     """
 
     running: int = 0
@@ -91,4 +93,8 @@ class Stats:
     preemptions_total: int = 0
     prefix_copies_total: int = 0
     failed_total: int = 0
+    evicted_tokens_total: int = 0
+    thinned_tokens_total: int = 0
+    loaded_tokens_total: int = 0
+    saved_tokens_total: int = 0
     drafts: tuple[DraftCounts, ...] = ()

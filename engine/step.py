@@ -1,4 +1,4 @@
-"""One forward over what a plan grants, and what the sequences say after it.
+"""One forward over what a plan grants, and what becomes known after it: what sequences say, scores, states.
 
 The rows of a grant are its span of the sequence and, behind it, a draft. Of the draft the cache keeps what was said.
 """
@@ -11,23 +11,66 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.load import Loaded
-from engine.sampling import logprobs
 from engine.scheduler import Grant
+from engine.scoring import Ask, logprobs
 from engine.types import TokenLogprob
 from engine.verify import Trial, verify
 from kvcache.cache import Cache
+from kvcache.forward import Forward
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one sequence says after a step: tokens, one of them at least; None is where its output was not finite.
+    """What is known of one sequence after a step; None is where its output was not finite.
 
-    logprobs  of the tokens before that, if the request asked for them
+    tokens    what it says; none where its prompt is not computed yet, or nothing is to follow it
+    logprobs  of these before a None, if the request asked for them
+    scores    of further tokens of the prompt, in order
+    states    [rows, width] of further tokens of the prompt; None where none are asked for
     """
 
     grant: Grant
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprob | None, ...]
+    scores: tuple[TokenLogprob | None, ...]
+    states: Tensor | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether some of its output was not finite."""
+        sound = self.states is None or bool(self.states.isfinite().all())
+        return None in self.tokens or None in self.scores or not sound
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one grant has of a batch: its first row, and where its own begin among the logits and states that are asked.
+
+    Its logits are those of rows that score a token, then those behind which something is said.
+    """
+
+    grant: Grant
+    row: int
+    logits: int
+    states: int
+
+    @property
+    def wanted(self) -> list[int]:
+        """The rows whose logits are asked for: those that score, the last of a complete span, and all drafts."""
+        scored = [self.row + position - self.grant.span.start for position in self.grant.scored]
+        last = self.row + self.grant.span.length - 1
+        return scored + [last + behind for behind in range(len(self.said))]
+
+    @property
+    def pooled(self) -> list[int]:
+        """The rows whose states are asked for."""
+        return [self.row + position - self.grant.span.start for position in self.grant.pooled]
+
+    @property
+    def said(self) -> range:
+        """Of the logits those behind which something is said."""
+        first = self.logits + len(self.grant.scored)
+        return range(first, first + (1 + len(self.grant.guesses) if self.grant.speaks else 0))
 
 
 class Stepper:
@@ -35,62 +78,80 @@ class Stepper:
 
     def __init__(self, loaded: Loaded, cache: Cache) -> None:
         self._runner, self._cache = loaded.runner, cache
-        self._ends, self._describe = loaded.eos, loaded.tokenizer.alternative
+        self._describe = loaded.tokenizer.alternative
 
     def run(self, grants: Sequence[Grant]) -> list[Said]:
-        """What the complete ones among the grants say, in order. What raises keeps no row of the step."""
-        complete = [grant for grant in grants if grant.complete]
+        """What becomes known of each grant, in order. What raises keeps no row of the step."""
+        shares = list(_shares(grants))
         with self._cache.forward([grant.rows for grant in grants]) as forward:
-            tokens = [token for grant in grants for token in grant.tokens]
-            sights = [grant.sequence.sight for grant in grants]
-            logits = self._runner.run(forward, tokens, list(_wanted(grants)), sights)
-            said = verify(logits, [self._trial(grant) for grant in complete])
-            for grant, own in zip(complete, said, strict=True):
-                # The last token that was said has no row yet, and neither has anything that was drafted behind it.
-                forward.keep(grant.span.slot, grant.span.stop + len(own) - 1)
-        entries = self._logprobs(complete, said, logits)
-        return [Said(grant, tuple(own), tuple(some)) for grant, own, some in zip(complete, said, entries, strict=True)]
+            logits, states = self._compute(forward, shares)
+            tokens = self._verify(shares, logits)
+            for grant, own in zip(grants, tokens, strict=True):
+                if own:
+                    # The last token that was said has no row yet, and neither has anything drafted behind it.
+                    forward.keep(grant.span.slot, grant.span.stop + len(own) - 1)
+        return list(self._told(shares, tokens, logits, states))
+
+    def _compute(self, forward: Forward, shares: Sequence[_Share]) -> tuple[Tensor, Tensor | None]:
+        """The logits and the states that are asked for."""
+        tokens = [token for share in shares for token in share.grant.tokens]
+        wanted = [row for share in shares for row in share.wanted]
+        pooled = [row for share in shares for row in share.pooled]
+        sights = [share.grant.sequence.sight for share in shares]
+        if pooled:
+            return self._runner.run_with_states(forward, tokens, wanted, pooled, sights)
+        return self._runner.run(forward, tokens, wanted, sights), None
+
+    def _verify(self, shares: Sequence[_Share], logits: Tensor) -> list[list[int | None]]:
+        """What each grant says; nothing where nothing is to be said."""
+        rows = [row for share in shares for row in share.said]
+        if len(rows) < logits.shape[0]:
+            logits = logits[rows]
+        said = iter(verify(logits, [self._trial(share.grant) for share in shares if share.said]))
+        return [next(said) if share.said else [] for share in shares]
 
     def _trial(self, grant: Grant) -> Trial:
         request = grant.sequence.request
 
         def ends(token: int) -> bool:
-            return token in request.stop_token_ids or (token in self._ends and not request.ignore_eos)
+            return token in request.stop_token_ids or grant.sequence.ends(token)
 
         return Trial(grant.guesses, grant.sequence.draw(), ends)
 
-    def _logprobs(
-        self, grants: Sequence[Grant], said: Sequence[Sequence[int | None]], logits: Tensor
-    ) -> list[list[TokenLogprob | None]]:
-        """For every token that was said what its request wants to know of it; computed for all at once."""
-        asked: list[int] = []
-        tokens: list[int] = []
-        row = 0
-        for grant, own in zip(grants, said, strict=True):
-            if grant.sequence.request.logprobs is not None:
-                known = [token for token in own if token is not None]
-                asked += range(row, row + len(known))
-                tokens += known
-            row += 1 + len(grant.guesses)
-        if not asked:
-            return [[None] * len(own) for own in said]
-        most = max(grant.sequence.request.logprobs or 0 for grant in grants)
-        chosen, top = logprobs(logits[asked], tokens, most)
-        found = zip(tokens, chosen, top, strict=True)
-        return [
-            [self._entry(count, *next(found)) if count is not None and token is not None else None for token in own]
-            for count, own in ((grant.sequence.request.logprobs, own) for grant, own in zip(grants, said, strict=True))
-        ]
-
-    def _entry(self, count: int, token: int, value: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-        return TokenLogprob(self._describe(token, value), tuple(self._describe(*other) for other in top[:count]))
+    def _told(
+        self, shares: Sequence[_Share], tokens: Sequence[Sequence[int | None]], logits: Tensor, states: Tensor | None
+    ) -> Iterator[Said]:
+        """Everything by grant; log-probabilities are computed for all at once."""
+        asked = [(_scores(share), _said(share, own)) for share, own in zip(shares, tokens, strict=True)]
+        entries = logprobs(logits, [ask for some in asked for asks in some for ask in asks], self._describe)
+        for share, own, (scores, said) in zip(shares, tokens, asked, strict=True):
+            scored = tuple(next(entries) for _ in scores)
+            described = tuple(next(entries) for _ in said) if said else (None,) * len(own)
+            pooled = None if states is None else states[share.states : share.states + len(share.grant.pooled)]
+            yield Said(share.grant, tuple(own), described, scored, pooled)
 
 
-def _wanted(grants: Sequence[Grant]) -> Iterator[int]:
-    """The rows of the packed batch behind which something is said: the last of a complete span, and all drafts."""
-    row = 0
+def _shares(grants: Sequence[Grant]) -> Iterator[_Share]:
+    """How the grants share a batch, one after the other."""
+    row = logits = states = 0
     for grant in grants:
-        row += grant.span.length
-        if grant.complete:
-            yield from range(row - 1, row + len(grant.guesses))
-        row += len(grant.guesses)
+        share = _Share(grant, row, logits, states)
+        yield share
+        row += grant.rows.length
+        logits += len(share.wanted)
+        states += len(share.pooled)
+
+
+def _scores(share: _Share) -> list[Ask]:
+    """What is asked of the rows that score a token of the prompt: each tells of the one behind it."""
+    request = share.grant.sequence.request
+    scored = enumerate(share.grant.scored, share.logits)
+    return [Ask.of(request, row, request.prompt[position + 1]) for row, position in scored]
+
+
+def _said(share: _Share, tokens: Sequence[int | None]) -> list[Ask]:
+    """What is asked of the rows behind which something was said."""
+    request = share.grant.sequence.request
+    if request.logprobs is None:
+        return []
+    return [Ask.of(request, row, token) for row, token in zip(share.said, tokens, strict=False) if token is not None]

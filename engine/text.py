@@ -33,6 +33,8 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(sorted(filter(None, stops), key=len, reverse=True))
         self._held = ""
+        # How much of what is held no stop string may end in.
+        self._passed = 0
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that can be released, and the stop string if one is complete: then what follows it is dropped."""
@@ -44,20 +46,33 @@ class StopMatcher:
             stop, start = found
             released, self._held = self._held[:start], ""
             return released, stop
-        safe = len(self._held) - self._longest_beginning()
-        released, self._held = self._held[:safe], self._held[safe:]
-        return released, None
+        return self._release(), None
+
+    def skip(self, text: str) -> str:
+        """The text that can be released, where no stop string counts that is complete by now."""
+        if not self._stops:
+            return text
+        self._held += text
+        self._passed = len(self._held)
+        return self._release()
 
     def flush(self) -> str:
         """The text still held when no more will come: it did not become a stop string."""
         released, self._held = self._held, ""
         return released
 
+    def _release(self) -> str:
+        """All but what may yet become a stop string."""
+        safe = len(self._held) - self._longest_beginning()
+        released, self._held = self._held[:safe], self._held[safe:]
+        self._passed = max(self._passed - safe, 0)
+        return released
+
     def _first(self) -> tuple[str, int] | None:
         found = [
             (start + len(stop), -len(stop), stop, start)
             for stop in self._stops
-            if (start := self._held.find(stop)) >= 0
+            if (start := self._held.find(stop, max(self._passed + 1 - len(stop), 0))) >= 0
         ]
         return min(found)[2:] if found else None
 
@@ -72,11 +87,15 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one sequence, and which tokens belong to what has been released."""
+    """The text of one sequence, and which tokens belong to what has been released.
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
+    least  tokens before which no stop string counts
+    """
+
+    def __init__(self, decoder: Decoder, stops: Sequence[str], *, least: int = 0) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stops)
+        self._missing = least
         self._decoded = 0
         self._released = 0
         self._pending: deque[tuple[int, int, TokenLogprob | None]] = deque()
@@ -88,6 +107,9 @@ class TextStream:
         # A token belongs to the first character that it completes: it is released together with it.
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
+        self._missing -= 1
+        if self._missing > 0:
+            return self._release(self._matcher.skip(text), everything=False)
         released, self.stop = self._matcher.push(text)
         return self._release(released, everything=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import threading
 from bisect import bisect_left, bisect_right
@@ -39,7 +40,8 @@ class Tokenizer:
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special = frozenset(tokenizer.all_special_ids)
         self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-        self.dialect = find_dialect(_template(tokenizer), self._lexicon())
+        response = getattr(tokenizer, "response_template", None)
+        self.dialect = find_dialect(_template(tokenizer), self._lexicon(), response)
 
     def pieces(self) -> dict[int, str]:
         """Every token by its id, as the vocabulary writes it."""
@@ -151,11 +153,13 @@ class Tokenizer:
         return _alternative(self._reader, token, logprob)
 
     def _lexicon(self) -> Lexicon:
-        added = self._tokenizer.added_tokens_decoder
-        special = (str(token) for number, token in added.items() if token.special or number in self.special)
+        """What markers are made of; read once, before anybody else uses the tokenizer."""
+        known = {str(token): number for token, number in self._tokenizer.get_added_vocab().items()}
+        marked = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = (number in self.special or getattr(marked.get(number), "special", False) for number in known.values())
         return Lexicon(
-            added={str(token): number for number, token in added.items()},
-            special=frozenset(special),
+            added=known,
+            special=frozenset(itertools.compress(known, special)),
             encode=lambda text: self._encode(text, special=False),
         )
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 Overflow = Literal["length", "shift"]
 RecurrentShift = Literal["rebuild", "carry"]
-DrafterChoice = Literal["auto", "none", "lookup", "model"]
+DrafterChoice = Literal["auto", "none", "lookup", "model", "mtp"]
 Pooling = Literal["last", "mean"]
 # Who is served first: all of "priority" before "default" before "flex".
 Tier = Literal["priority", "default", "flex"]
@@ -24,7 +24,8 @@ MlaMode = Literal["auto", "absorb", "expand"]
 class Dry:
     """Don't repeat yourself: what would repeat a long sequence of earlier tokens is made less likely.
 
-    A token that would make the last n tokens repeat, n >= allowed_length, loses multiplier x base^(n - allowed_length).
+    A token that would go on as after n tokens that are said again, n >= allowed_length, loses
+    multiplier x base^(n - allowed_length). Longer repetitions than allowed_length + 64 cost no more.
 
     last      earlier tokens that are looked at; -1: all
     breakers  tokens that no repeated sequence goes across
@@ -60,7 +61,8 @@ class Thinking:
     """A limit to what a model says before its answer.
 
     opens   the token that begins it; None: the prompt has begun it already
-    closes  the tokens that end it, which are forced when `budget` tokens have been said in it
+    closes  the tokens that end it, which are forced when `budget` tokens have been said in it, as soon as the grammar
+            allows them; where it begins again, tokens of before count
     """
 
     opens: int | None
@@ -70,20 +72,24 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen (algorithm: sampling.emit).
+    """How the next token is chosen (algorithm: sampling.emit), in this order: logit_bias; repetition, frequency and
+    presence penalty; dry; what the request's rules forbid (rules.py); temperature; top_n_sigma; top_k; typical_p;
+    top_p; min_p; xtc. Each filter sees what those before it left. They mean what llama.cpp means by them, but behind
+    the temperature, as in transformers; at temperature 0 none of them matters.
 
     temperature         0 takes the likeliest token; else logits are divided by it
-    top_k, top_p, min_p the usual filters, applied in this order after the temperature; 0, 1 and 0 switch them off
+    top_k, top_p, min_p the usual filters; 0, 1 and 0 switch them off
     frequency_penalty   subtracted once per occurrence in the output so far
     presence_penalty    subtracted once if the token is in the output so far
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1 is off
-    logit_bias          (token, bias) pairs, added before everything else
+    logit_bias          (token, bias) pairs
     seed                any 64-bit integer; None draws one
     typical_p           locally typical sampling (arXiv 2202.00666): the share that is kept; 1 is off
-    top_n_sigma         tokens more than this many standard deviations below the best logit go; 0 is off
+    top_n_sigma         tokens more than this many standard deviations below the best logit go (arXiv 2411.07641); 0 is
+                        off
     dry, xtc            None is off
     allowed_tokens      nothing else is ever said; None: anything may be
-    bad_words           sequences of tokens that are never completed
+    bad_words           sequences of tokens that are never completed; they may begin in the prompt
     """
 
     temperature: float = 1.0
@@ -169,7 +175,8 @@ class Request:
     media       what the model's encoder is to look at; None where it has no encoder, or may do without
     speculation  who may guess at the text; it never changes the text
     prediction  tokens that the client expects the answer to be made of, to guess from
-    grammar     what the answer must follow
+    grammar     what the answer must follow. Where it is complete the text ends, whatever ignore_eos, min_tokens,
+                allowed_tokens and bad_words say
     thinking    a limit to what is said before the answer
     min_tokens  before so many tokens nothing ends the text, neither its end nor a stop
     special     whether special tokens are part of the text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.dialect.json_text import read_json
 from engine.dialect.lark import Lark, regex
+from engine.dialect.schema import Schema, schema_of
 from engine.dialect.source import Source, Steps, Unlike
 from engine.dialect.speech import Speech
 from engine.message import Tool
@@ -19,27 +20,40 @@ _NUMBER = re.compile(r":[0-9]+$")
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools that an answer may call.
+
+    only  whether a call of anything else is no call, since no marker says that it is one
+    """
+
+    tools: Mapping[str, Tool]
+    only: bool = False
+
+    def checked(self, name: str) -> str:
+        """A name itself; raises Unlike where it is none."""
+        if not name or (self.only and name not in self.tools):
+            raise Unlike
+        return name
+
+    def schema(self, name: str) -> Schema:
+        """What the arguments of a function should follow."""
+        return schema_of(self.tools[name]) if name in self.tools else {}
+
+
 class Notation(Protocol):
     """How one call is written."""
 
-    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+    def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read one call; whether its arguments were whole and valid.
 
         The source is on trial: raises Unlike where there is no call, and releases the source once there is one.
-        known  names that a call may have
         """
         ...
 
     def write(self, lark: Lark, tool: Tool) -> str:
         """A call of this tool as an expression of the grammar."""
         ...
-
-
-class AnyName:
-    """Every name: where a marker says that this is a call, the model means it."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +63,7 @@ class ObjectCall:
     name: str = "name"
     arguments: str = "arguments"
 
-    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+    def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the members up to the arguments on trial, then pass those on as they come."""
         yield from source.expect("{")
         name, early = "", "{}"
@@ -60,7 +74,7 @@ class ObjectCall:
             elif key in _ARGUMENTS and not name:
                 early = _object((yield from _captured(source)))
             elif key in _ARGUMENTS and (yield from source.peek()) == "{":
-                return (yield from self._stream(source, speech, _checked(name, known)))
+                return (yield from self._stream(source, speech, offer.checked(name)))
             elif key in _ARGUMENTS:
                 early = _object((yield from _captured(source)))
             else:
@@ -69,7 +83,7 @@ class ObjectCall:
             if not (yield from source.accept(",")):
                 break
         yield from source.expect("}")
-        _begin(source, speech, _checked(name, known))
+        begin(source, speech, offer.checked(name))
         speech.arguments(early)
         return True
 
@@ -79,7 +93,7 @@ class ObjectCall:
         return f"{lark.literal(head)} {arguments(lark, tool)} {lark.literal('}')}"
 
     def _stream(self, source: Source, speech: Speech, name: str) -> Steps[bool]:
-        _begin(source, speech, name)
+        begin(source, speech, name)
         if not (yield from read_json(source, speech.arguments)):
             return False
         source.hold()
@@ -113,20 +127,20 @@ class NamedCall:
     numbered: bool = False
     identity: str = ""
 
-    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+    def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the name on trial, then pass the arguments on as they come; there may be none."""
         yield from source.expect(*self.before)
         yield from source.skip_space()
-        name = (yield from source.run(_NAME)).removeprefix(self.prefix)
+        name = (yield from read_name(source)).removeprefix(self.prefix)
         if self.numbered:
             name = _NUMBER.sub("", name)
         yield from source.skip_space()
         if self.identity and (yield from source.accept(self.identity)):
-            yield from source.run(_NAME)
+            yield from read_name(source)
             yield from source.skip_space()
         yield from source.expect(*self.after)
         yield from source.skip_space()
-        _begin(source, speech, _checked(name, known))
+        begin(source, speech, offer.checked(name))
         return (yield from source.peek()) == "{" and (yield from read_json(source, speech.arguments))
 
     def write(self, lark: Lark, tool: Tool) -> str:
@@ -145,22 +159,15 @@ def arguments(lark: Lark, tool: Tool) -> str:
     return lark.json({"type": "object", **schema_of(tool)}, lenient=not tool.strict)
 
 
-def schema_of(tool: Tool) -> dict[str, object]:
-    """The schema of a tool's arguments."""
-    schema = json.loads(tool.parameters)
-    return schema if isinstance(schema, dict) else {}
+def read_name(source: Source) -> Steps[str]:
+    """The bare name of a function; "" where there is none."""
+    return (yield from source.run(_NAME))
 
 
-def _begin(source: Source, speech: Speech, name: str) -> None:
+def begin(source: Source, speech: Speech, name: str) -> None:
     """It is a call: its name is sent, and nothing is read again."""
     source.release()
     speech.call(name)
-
-
-def _checked(name: str, known: Container[str]) -> str:
-    if not name or name not in known:
-        raise Unlike
-    return name
 
 
 def _key(source: Source) -> Steps[str]:

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from llguidance.gbnf_to_lark import GbnfToLarkError
 
 from engine.dialect.lark import Lark
 from engine.dialect.reader import Reader
-from engine.dialect.source import Source
+from engine.dialect.source import Source, Steps
 from engine.dialect.speech import Speech
-from engine.dialect.tagged import Tagged
 from engine.errors import InvalidRequest
 from engine.message import Body, Tool, ToolChoice
 from engine.types import Grammar, Thinking
+
+
+class Style(Protocol):
+    """Where reasoning, calls and text stand in an answer."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model may reason before it answers."""
+        ...
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has a way to call tools."""
+        ...
+
+    def read(self, source: Source, speech: Speech, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
+        """Read an answer behind what the prompt ended with."""
+        ...
+
+    def write(self, lark: Lark, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> str:
+        """An answer as an expression of the grammar."""
+        ...
+
+    def limit(self, budget: int, opened: str) -> Thinking | None:
+        """A limit to the reasoning in tokens; None: there is none to limit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +52,19 @@ class Dialect:
     special  whether its markers are special tokens: then requests must keep those in their text (`Request.special`)
     """
 
-    style: Tagged
+    style: Style
     tokens: Mapping[str, int]
     special: bool = False
 
     @property
     def reasons(self) -> bool:
         """Whether the model may reason before it answers."""
-        return self.style.thoughts is not None
+        return self.style.reasons
 
     @property
     def calls(self) -> bool:
         """Whether it has a way to call tools."""
-        return self.style.frame is not None
+        return self.style.calls
 
     def reader(self, tools: Sequence[Tool], opened: str) -> Reader:
         """For one answer. Without tools, calls are text.
@@ -70,4 +96,4 @@ class Dialect:
 
     def thinking(self, budget: int, opened: str) -> Thinking | None:
         """A limit to the reasoning in tokens; None: there is none to limit."""
-        return None if self.style.thoughts is None else self.style.thoughts.limit(budget, opened)
+        return self.style.limit(budget, opened)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.dialect.calls import Notation
+from engine.dialect.calls import Notation, Offer
 from engine.dialect.lark import Lark, alternatives
 from engine.dialect.source import Literals, Source, Steps, Unlike
 from engine.dialect.speech import Speech
@@ -40,13 +40,13 @@ class Frame:
         """All literals."""
         return frozenset((*self.opens, *self.call, *self.ends, *self.closes))
 
-    def read(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+    def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read calls behind the first literal of the opening; False where there is none, and nothing was read."""
-        return (yield from self._read(source, speech, known, self.opening[1:]))
+        return (yield from self._read(source, speech, offer, self.opening[1:]))
 
-    def read_bare(self, source: Source, speech: Speech, known: Container[str]) -> Steps[bool]:
+    def read_bare(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read calls that nothing opens."""
-        return (yield from self._read(source, speech, known, ()))
+        return (yield from self._read(source, speech, offer, ()))
 
     def write(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Calls of these tools and nothing else, at least one."""
@@ -68,23 +68,23 @@ class Frame:
             one += f" ({space} {before} {space} {one})*"
         return f"{one} {space} {lark.literals(*self.closes)}" if self.closes else one
 
-    def _read(self, source: Source, speech: Speech, known: Container[str], rest: tuple[str, ...]) -> Steps[bool]:
-        if not (yield from self._call(source, speech, known, ("", *rest))):
+    def _read(self, source: Source, speech: Speech, offer: Offer, rest: tuple[str, ...]) -> Steps[bool]:
+        if not (yield from self._call(source, speech, offer, ("", *rest))):
             return False
         # Without an opening for all of them, each call opens and closes for itself.
-        while self.opens and (yield from self._call(source, speech, known, (self.between, *self.call))):
+        while self.opens and (yield from self._call(source, speech, offer, (self.between, *self.call))):
             pass
         yield from _pass(source, self.closes)
         return True
 
-    def _call(self, source: Source, speech: Speech, known: Container[str], before: tuple[str, ...]) -> Steps[bool]:
+    def _call(self, source: Source, speech: Speech, offer: Offer, before: tuple[str, ...]) -> Steps[bool]:
         """Read one call on trial; whether there was one."""
         source.hold()
         try:
             yield from source.skip_space()
             yield from source.expect(*before)
             yield from source.skip_space()
-            whole = yield from self.notation.read(source, speech, known)
+            whole = yield from self.notation.read(source, speech, offer)
         except Unlike:
             source.rewind()
             return False

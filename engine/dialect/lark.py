@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -56,16 +56,18 @@ class Lark:
         """Such texts behind each other, with whitespace between."""
         return f" {self.space()} ".join(self.literal(text) for text in texts if text)
 
-    def text(self, without: Iterable[str] = (), inside: str = "(?s:.)+") -> str:
-        """Text of the expression `inside` that holds none of these literals."""
+    def text(self, *without: str, like: Sequence[str] = (ANYTHING,)) -> str:
+        """Text that holds none of these literals and follows all of these expressions."""
         barred = "|".join(map(escaped, without))
-        return self.pattern(regex(inside) + (f" & ~{regex(f'{ANYTHING}({barred}){ANYTHING}')}" if barred else ""))
+        parts = [*map(regex, like), *([f"~{regex(f'{ANYTHING}({barred}){ANYTHING}')}"] if barred else [])]
+        return self.pattern(" & ".join(parts))
 
-    def until(self, literal: str) -> str:
-        """Any text up to a literal, and that."""
+    def until(self, literal: str, *, like: Sequence[str] = (ANYTHING,), before: str = "") -> str:
+        """Such text up to a literal, and that; `before` stands before it, where the text is no such token's."""
+        text = self.text(literal, like=like)
         if literal in self._tokens:
-            return f"{self.text([literal])}? {self.literal(literal)}"
-        return self.rule(regex(ANYTHING + escaped(literal)), options="[lazy]")
+            return f"{text} {self.literal(literal)}"
+        return self.rule(f"{text} {self.literal(before + literal)}", options="[lazy]")
 
     def json(self, schema: Mapping[str, object], *, lenient: bool = False) -> str:
         """JSON that follows a schema; lenient: as far as it can be kept."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.dialect.calls import AnyName
+from engine.dialect.calls import Offer
 from engine.dialect.frame import Frame
 from engine.dialect.lark import ANYTHING, Lark
 from engine.dialect.source import Literals, Source, Steps
 from engine.dialect.speech import Speech
 from engine.dialect.thoughts import Thoughts
 from engine.message import Body, Tool, ToolChoice
+from engine.types import Thinking
 
-_SOMETHING = "(?s:.)+"
 # Where a call may be a bare object, no text begins like one.
-_NO_OBJECT = r"\s*[^{\s](?s:.)*"
+_NO_OBJECT = r"(\s*[^{\s](?s:.)*)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,21 @@ class Tagged:
         closes = () if self.thoughts is None else (self.thoughts.closes,)
         object.__setattr__(self, "_closing", Literals((*closes, *self.silent)))
 
-    def read(self, source: Source, speech: Speech, tools: dict[str, Tool], opened: str) -> Steps[None]:
+    @property
+    def reasons(self) -> bool:
+        """Whether the model may reason before it answers."""
+        return self.thoughts is not None
+
+    @property
+    def calls(self) -> bool:
+        """Whether it has a way to call tools."""
+        return self.frame is not None
+
+    def limit(self, budget: int, opened: str) -> Thinking | None:
+        """A limit to the reasoning in tokens; None: there is none to limit."""
+        return None if self.thoughts is None else self.thoughts.limit(budget, opened)
+
+    def read(self, source: Source, speech: Speech, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
         """Read an answer behind what the prompt ended with."""
         if self.thoughts is not None:
             yield from self._reasoning(self.thoughts, source, speech, opened)
@@ -48,11 +62,11 @@ class Tagged:
         """An answer as an expression of the grammar."""
         thoughts = "" if self.thoughts is None else self.thoughts.write(lark, opened)
         if self.frame is None or not tools:
-            return f"{thoughts} {lark.body(body) if body else lark.text(inside=ANYTHING)}"
+            return f"{thoughts} {lark.body(body) if body else lark.text()}"
         return f"{thoughts} {self._answer(lark, self.frame, tools, choice, body)}"
 
     def _answer(self, lark: Lark, frame: Frame, tools: Sequence[Tool], choice: ToolChoice, body: Body | None) -> str:
-        text = f"{lark.text(frame.opening[:1], _NO_OBJECT if frame.bare else _SOMETHING)}?"
+        text = lark.text(frame.opening[0], like=(_NO_OBJECT if frame.bare else ANYTHING,))
         calls = frame.write(lark, tools, parallel=choice.parallel)
         if choice.mode == "required":
             return calls
@@ -74,6 +88,7 @@ class Tagged:
                 source.rewind()
                 return
             source.release()
+            yield from source.accept(thoughts.label)
         while (found := (yield from source.until(self._closing, speech.think))) in self.silent:
             if found == thoughts.closes:
                 break
@@ -84,12 +99,12 @@ class Tagged:
         while (yield from source.until(literals, speech.say)):
             pass
 
-    def _calls(self, frame: Frame, source: Source, speech: Speech, tools: dict[str, Tool]) -> Steps[None]:
+    def _calls(self, frame: Frame, source: Source, speech: Speech, tools: Mapping[str, Tool]) -> Steps[None]:
         opening = frame.opening[0]
-        known: Container[str] = tools if frame.bare else AnyName()
+        offer = Offer(tools, only=frame.bare)
         if frame.bare:
-            yield from frame.read_bare(source, speech, known)
+            yield from frame.read_bare(source, speech, offer)
         literals = Literals((opening, *self.silent))
         while found := (yield from source.until(literals, speech.say)):
-            if found == opening and not (yield from frame.read(source, speech, known)) and found not in self.silent:
+            if found == opening and not (yield from frame.read(source, speech, offer)) and found not in self.silent:
                 speech.say(found)

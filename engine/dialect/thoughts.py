@@ -12,12 +12,14 @@ from engine.types import Thinking
 class Thoughts:
     """The markers around what a model says before its answer.
 
+    label  what stands behind what opens it
     first  the token that opens it, where that is one
     last   the tokens that close it
     """
 
     opens: str
     closes: str
+    label: str = ""
     first: int | None = None
     last: tuple[int, ...] = ()
 
@@ -41,4 +43,4 @@ class Thoughts:
             return f"{lark.until(self.closes)} {lark.space()}"
         if self.over(opened):
             return ""
-        return f"({lark.space()} {lark.literal(self.opens)} {lark.until(self.closes)} {lark.space()})?"
+        return f"({lark.space()} {lark.literals(self.opens, self.label)} {lark.until(self.closes)} {lark.space()})?"

@@ -33,6 +33,19 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step computed of the text of a want: `length` rows from the token `start` on.
+
+    row  the first of them in the batch
+    """
+
+    want: Want
+    start: int
+    row: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Tokens that may come next, and the kind of drafter that says so."""
 
@@ -58,3 +71,10 @@ class Drafter(Protocol):
 
     def rest(self, budget_bytes: int) -> bool:
         """Use a pause to save so much of what outlives the process; False: nothing is left."""
+
+
+class Reader(Drafter, Protocol):
+    """A drafter that guesses from what the model computes."""
+
+    def computed(self, rows: Sequence[Computed]) -> None:
+        """A step was computed. What was refused of drafts is not among the rows."""

@@ -1,7 +1,8 @@
-"""The smaller model that drafts: found, loaded like any other, and refused where it speaks another language."""
+"""What drafts beside the lookup: a smaller model, refused where it speaks another language, or the model's own head."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,28 +11,35 @@ import torch
 
 from engine.config import EngineConfig
 from engine.draft.depth import AdaptiveDepth, FixedDepth
+from engine.draft.head import HeadDrafter
+from engine.draft.heads import Heads, has_heads, load_heads
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
-from engine.errors import DraftTooLarge, ModelMissing, ModelUnsupported, PlanTooLarge
+from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load import Loaded, known_context, load, resolve
-from engine.memory import most_rows
+from engine.memory import available_bytes, most_rows
 from engine.shelf import shelf
 from engine.speculation import Speculation
 from kvcache.cache import Cache
+from kvcache.spec import group_layers
+
+log = logging.getLogger("cellar.engine")
 
 # What finished requests said, to be looked up: 115 bytes a token.
 _LIBRARY_TOKENS = 2**18
 
 
-def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Loaded | None:
-    """The model that drafts for `target`; None where there is none. Raises ModelError kinds.
+def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Loaded | Heads | None:
+    """What drafts for `target` beside the lookup: a model, or its own head; None: neither. Raises ModelError kinds.
 
     The bundled model brings its own. A draft is a guess at tokens by their numbers, so both must have one tokenizer.
     """
     if config.drafter in ("none", "lookup"):
         return None
     name = config.draft_model or _companion(config, Path(target.info.folder))
+    if config.drafter == "mtp" or (config.drafter == "auto" and name is None):
+        return _head(config, target, on_phase)
     if name is None and config.drafter == "model":
         raise ModelMissing("draft", "this installation came without it; name one with --draft-model")
     if name is None:
@@ -56,6 +64,34 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
     return draft
 
 
+def _head(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Heads | None:
+    """The model's own head; where nobody asked for it, there may be none, and it may be of no use."""
+    if not has_heads(target):
+        if config.drafter == "mtp":
+            raise ModelUnsupported(target.info.name, "its files have no head that guesses; choose another --drafter")
+        return None
+    on_phase("draft: weights")
+    try:
+        heads = load_heads(target)
+        _check_room(config, target, heads)
+        return heads
+    except ModelError as error:
+        if config.drafter == "mtp":
+            raise
+        log.warning("the model's own head drafts nothing: %s", error)
+        return None
+
+
+def _check_room(config: EngineConfig, target: Loaded, heads: Heads) -> None:
+    """Raises DraftTooLarge where the cells of a head, as many as the model has, do not fit beside the model."""
+    groups = group_layers([plan.spec.within(target.capacity) for plan in heads.runner.layers])
+    needed = target.memory.cells * sum(group.cell_bytes(target.stored) for group in groups)
+    left = available_bytes() - target.memory.cache_bytes - target.memory.work_bytes
+    if needed > left:
+        plan = PlanTooLarge(needed, max(left, 0), f"lower --context ({target.info.context}) or --slots")
+        raise DraftTooLarge(target.info.name, plan)
+
+
 def _companion(config: EngineConfig, folder: Path) -> str | None:
     """The draft that lies beside the bundled model."""
     beside = folder.parent / "draft"
@@ -72,13 +108,29 @@ def _check_language(name: str, draft: Loaded, target: Loaded) -> None:
 
 
 def make_speculation(
-    config: EngineConfig, target: Loaded, draft: Loaded | None, clock: Callable[[], float]
+    config: EngineConfig, target: Loaded, draft: Loaded | Heads | None, clock: Callable[[], float]
 ) -> Speculation:
     """The drafters that the settings ask for, over caches of their own."""
     quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
-    slow = None if draft is None else _drafter(config, target, draft)
     depth = AdaptiveDepth() if config.draft_tokens is None else FixedDepth(config.draft_tokens)
-    return Speculation(quick, slow, depth, clock)
+    if isinstance(draft, Heads):
+        head = _head_drafter(config, target, draft)
+        return Speculation(quick, head, depth, clock, reader=head)
+    return Speculation(quick, None if draft is None else _drafter(config, target, draft), depth, clock)
+
+
+def _head_drafter(config: EngineConfig, target: Loaded, heads: Heads) -> HeadDrafter:
+    cache = Cache(
+        [plan.spec for plan in heads.runner.layers],
+        slots=target.info.slots,
+        capacity=target.capacity,
+        cells=target.memory.cells,
+        rows=most_rows(config, target.info.slots),
+        shelf=shelf(config, f"{target.identity}-mtp"),
+        dtype=target.stored,
+        device=config.device,
+    )
+    return HeadDrafter(cache, heads.runner, heads.states, chunk=config.chunk)
 
 
 def _drafter(config: EngineConfig, target: Loaded, draft: Loaded) -> ModelDrafter:

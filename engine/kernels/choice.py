@@ -1,4 +1,4 @@
-"""Who computes attention on a CPU: the C++ kernel where this machine can run or build it, else torch."""
+"""Who computes attention and quantised weights: C++ kernels where this machine can run or build them, else torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cache
 
 import torch
 
-from engine.kernels import reference
+from engine.kernels import linear, reference
 from engine.kernels.cpu import build
+from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.cpu.native import FORMATS, Native
+from engine.kernels.linear import Multiply
 from engine.kernels.reference import Attend
 
 log = logging.getLogger("cellar.engine")
@@ -37,12 +39,34 @@ def chosen() -> Attend:
 
 def native() -> Attend:
     """The C++ kernel. Raises NoLibrary."""
-    variant = build.variants()[0]
+    variant = build.variants("attention")[0]
     if variant == "generic":
         # Measured: without wide vectors it takes longer than torch.
         raise build.NoLibrary("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
-    library = build.library(variant)
+    library = build.library("attention", variant)
     try:
         return Native(library).attend
+    except OSError as error:
+        raise build.NoLibrary(f"the library cannot be loaded: {error}") from error
+
+
+@cache
+def multiplies() -> Multiply:
+    """Who multiplies by quantised matrices; without a kernel torch, and one line in the log, however many ask."""
+    try:
+        return native_linear()
+    except build.NoLibrary as error:
+        log.warning(
+            "quantised weights take several times the processor time of float32 ones, in torch instead of C++: %s",
+            error.reason,
+        )
+        return linear.multiply
+
+
+def native_linear() -> Multiply:
+    """The C++ kernel for quantised matrices. Raises NoLibrary."""
+    library = build.library("linear")
+    try:
+        return NativeLinear(library).multiply
     except OSError as error:
         raise build.NoLibrary(f"the library cannot be loaded: {error}") from error

@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core import Core
-from engine.types import Delta, Failed, Finished, Request, SamplingParams, Started
+from engine.types import (
+    Delta,
+    Embedded,
+    Failed,
+    Finished,
+    Progress,
+    Request,
+    SamplingParams,
+    Scored,
+    Started,
+    TokenLogprob,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -27,6 +38,10 @@ class Answer:
     started: list[Started] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    embedded: list[Embedded] = field(default_factory=list)
     end: Finished | Failed | None = None
 
 
@@ -56,8 +71,14 @@ def take(answer: Answer, event: object) -> None:
     match event:
         case Started():
             answer.started.append(event)
+        case Progress():
+            answer.progress.append(event)
+        case Scored() | Embedded():
+            assert not answer.tokens, "what a prompt tells comes before the answer"
+            (answer.scored if isinstance(event, Scored) else answer.embedded).append(event)
         case Delta():
             answer.tokens += event.tokens
+            answer.logprobs += event.logprobs
             answer.text += event.text
         case Finished() | Failed():
             answer.end = event

@@ -197,7 +197,7 @@ class Talk:
 
 def _resident(cache: Cache, tokens: Sequence[int]) -> Iterator[Node]:
     """The nodes of a conversation that the tree has in cells, as far as all their tokens are of it."""
-    node, depth = cache._tree._roots.get(b""), 0
+    node, depth = cache._tree._radix.roots.get(b""), 0
     while node is not None and depth < len(tokens):
         node = node.children.get(tokens[depth])
         if node is None or not node.resident or node.tokens.tolist() != list(tokens[depth : node.stop]):

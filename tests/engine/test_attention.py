@@ -188,7 +188,7 @@ def test_without_a_compiler_torch_serves(
     """A bare machine answers all the same, and one line tells why it is slower, however many models are loaded."""
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build, "variants", lambda: ("avx2", "generic"))
+    monkeypatch.setattr(build, "variants", lambda kernel: ("avx2", "generic"))
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = [load_model(folder("llama"), "float32") for _ in range(2)][-1]
 
@@ -211,8 +211,8 @@ def test_a_kernel_that_does_not_fit_is_not_used(
     """A processor without wide vectors, and a file that the system refuses."""
     file = tmp_path / "library.so"
     file.write_bytes(library)
-    monkeypatch.setattr(build, "variants", lambda: variants)
-    monkeypatch.setattr(build, "library", lambda variant: file)
+    monkeypatch.setattr(build, "variants", lambda kernel: variants)
+    monkeypatch.setattr(build, "library", lambda kernel, variant: file)
 
     with pytest.raises(build.NoLibrary, match=reason):
         choice.native()

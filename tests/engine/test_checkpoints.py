@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,22 @@ def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: 
     assert held < 2 * len(PROMPT)
     assert 40 == cached(engine, (*PROMPT[:40], 251), "at the second mark")
     assert 13 == cached(engine, (*PROMPT[:13], 251), "at the first")
+
+
+def test_what_became_of_remembered_tokens_is_among_the_numbers(loaded: Models, tmp_path: Path) -> None:
+    """Thinned while memory was short, evicted, written in a pause, and loaded for the next who asked."""
+    engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, shelf=str(tmp_path))
+    cached(engine, PROMPT, "first", marks=(13, 40))
+    cached(engine, tuple(reversed(PROMPT)), "other")
+    engine.cache.forget()
+    while engine.rest():
+        pass
+    cached(engine, PROMPT, "again")
+    counts, stats = engine.cache.counts, engine.stats()
+
+    assert 0 < min(counts.evicted, counts.thinned, counts.loaded, counts.saved)
+    assert (counts.evicted, counts.thinned) == (stats.evicted_tokens_total, stats.thinned_tokens_total)
+    assert (counts.loaded, counts.saved) == (stats.loaded_tokens_total, stats.saved_tokens_total)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])

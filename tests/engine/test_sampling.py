@@ -17,7 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampling import Draw, History, emit, logprobs
+from engine.history import History
+from engine.sampling import Draw, emit
 from engine.types import SamplingParams
 
 VOCABULARY = 24
@@ -294,30 +295,3 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
     assert [2] == emit(row, [draw(SamplingParams(temperature=0.0, repetition_penalty=2.0), **in_prompt)])
     assert [1] == emit(row, [draw(SamplingParams(temperature=0.0, presence_penalty=0.4), **in_output)])
     assert [2] == emit(row, [draw(SamplingParams(temperature=0.0, frequency_penalty=0.4), **in_output)])
-
-
-def test_logprobs_are_those_of_the_raw_logits() -> None:
-    """The chosen token's and the likeliest ones' log-softmax, best first."""
-    logits = random_logits(7, rows=3)
-    chosen, top = logprobs(logits, [4, 5, 6], 5)
-    spread = logits.double().log_softmax(-1)
-
-    assert pytest.approx(spread[range(3), [4, 5, 6]].tolist(), abs=1e-6) == chosen
-    assert spread[0].topk(5).indices.tolist() == [token for token, _ in top[0]]
-    assert pytest.approx(spread[0].topk(5).values.tolist(), abs=1e-6) == [value for _, value in top[0]]
-
-
-def test_equal_logprobs_come_by_id() -> None:
-    """Of equally likely tokens the lowest ids are told, in order: the first is the one that greedy rows take."""
-    _, top = logprobs(torch.zeros(1, VOCABULARY), [0], 5)
-
-    assert [0, 1, 2, 3, 4] == [token for token, _ in top[0]]
-
-
-def test_logprobs_of_more_tokens_than_there_are() -> None:
-    """The whole vocabulary sums to one; no alternatives are fine too."""
-    _, top = logprobs(random_logits(7), [4], 1000)
-    _, none = logprobs(random_logits(7), [4], 0)
-
-    assert pytest.approx(1.0, abs=1e-6) == sum(math.exp(value) for _, value in top[0])
-    assert [[]] == none

@@ -1,4 +1,4 @@
-"""Finds the library of one instruction set: the wheel's own, or one that the system's compiler builds once and caches.
+"""Finds a kernel's library of one instruction set: the wheel's own, or one that the system's compiler builds once.
 
     python -m engine.kernels.cpu.build FOLDER     builds every variant into FOLDER, as a wheel or an image carries them
 
@@ -24,13 +24,13 @@ import torch
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
 COMPILERS = ("g++", "clang++", "c++")
-# What each variant may use beyond the base of the machine. torch's names of the same capabilities stand in _CAPABLE.
-VARIANTS = {
-    "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mavx2", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
-    "generic": (),
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
+# A kernel is the source file of its name. What its variants may use beyond the base of the machine, fastest first.
+KERNELS = {
+    "attention": {"avx512": _AVX512, "avx2": _AVX2, "generic": ()},
+    "linear": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "generic": ()},
 }
-_CAPABLE = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -47,48 +47,62 @@ class NoLibrary(Exception):
         self.reason = reason
 
 
-def variants() -> tuple[str, ...]:
+def variants(kernel: str) -> tuple[str, ...]:
     """Those that this processor can run, fastest first."""
-    return _CAPABLE.get(torch.backends.cpu.get_cpu_capability(), ("generic",))
+    return tuple(variant for variant in KERNELS[kernel] if variant in _capable())
+
+
+def _capable() -> set[str]:
+    """What of all variants this processor can run, by torch's names of the same capabilities."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    wide, vnni = capability == "AVX512", torch.cpu._is_vnni_supported()
+    found = {"avx512": wide, "vnni": wide and vnni, "avx2": capability in ("AVX2", "AVX512"), "generic": True}
+    return {variant for variant, can in found.items() if can}
 
 
 def library(
-    variant: str | None = None, *, prebuilt: Path = PREBUILT, cache: Path | None = None, path: str | None = None
+    kernel: str,
+    variant: str | None = None,
+    *,
+    prebuilt: Path = PREBUILT,
+    cache: Path | None = None,
+    path: str | None = None,
 ) -> Path:
-    """The file of a variant, by default of the fastest. Raises NoLibrary.
+    """The file of a kernel's variant, by default of the fastest. Raises NoLibrary.
 
     prebuilt  where a wheel or image has put libraries
     cache     where built ones are kept, by default under the user's; made if need be, refused if others may write there
     path      where compilers are looked for, PATH by default
     """
-    variant = variant or variants()[0]
-    ready = prebuilt / _name(variant, "prebuilt", ())
+    variant = variant or variants(kernel)[0]
+    ready = prebuilt / _name(kernel, variant, "prebuilt", ())
     if _is_sound(ready):
         return ready
     compiler = _compiler(path)
-    target = _private(cache or _users_cache()) / _name(variant, _version(compiler), VARIANTS[variant])
+    target = _private(cache or _users_cache()) / _name(kernel, variant, _version(compiler), KERNELS[kernel][variant])
     if not _is_sound(target):
-        _build(compiler, variant, target)
+        _build(compiler, kernel, variant, target)
     return target
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Build every variant into a folder, under the names that `library` looks for."""
+    """Build every variant of every kernel into a folder, under the names that `library` looks for."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = _compiler(None)
-    names = {variant: folder / _name(variant, "prebuilt", ()) for variant in VARIANTS}
-    for variant, target in names.items():
-        _build(compiler, variant, target)
-    return list(names.values())
+    all_of = [(kernel, variant) for kernel, variants in KERNELS.items() for variant in variants]
+    made = [folder / _name(kernel, variant, "prebuilt", ()) for kernel, variant in all_of]
+    for (kernel, variant), target in zip(all_of, made, strict=True):
+        _build(compiler, kernel, variant, target)
+    return made
 
 
-def _name(variant: str, builder: str, flags: tuple[str, ...]) -> str:
+def _name(kernel: str, variant: str, builder: str, flags: tuple[str, ...]) -> str:
     """A file name that changes with the sources and all that they are built with."""
     key = hashlib.sha256()
     for source in _sources():
         key.update(source.read_bytes())
     key.update("\0".join((builder, *_FLAGS, *flags)).encode())
-    return f"attention-{variant}-{platform.machine()}-{key.hexdigest()[:16]}.so"
+    return f"{kernel}-{variant}-{platform.machine()}-{key.hexdigest()[:16]}.so"
 
 
 def _sources() -> list[Path]:
@@ -108,10 +122,11 @@ def _version(compiler: str) -> str:
     return compiler + _run([compiler, "--version"])
 
 
-def _build(compiler: str, variant: str, target: Path) -> None:
+def _build(compiler: str, kernel: str, variant: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         product = Path(folder, "library.so")
-        _run([compiler, *_FLAGS, *VARIANTS[variant], str(SOURCE / "attention.cpp"), "-o", str(product), "-lm"])
+        source = str(SOURCE / f"{kernel}.cpp")
+        _run([compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"])
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(product, target)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import Draw, History, emit
+from engine.history import History
+from engine.sampling import Draw, emit
 from engine.types import SamplingParams
 from tests.engine.draft.test_lossless import z_score
 

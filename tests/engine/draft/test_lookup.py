@@ -10,7 +10,8 @@ import pytest
 from engine.draft.drafter import Drafter, Want
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
-from engine.sampling import Draw, History
+from engine.history import History
+from engine.sampling import Draw
 from engine.types import SamplingParams
 from tests.engine.draft.drafters import always_right, always_wrong, of_random_length, partly_right, says_the_end
 

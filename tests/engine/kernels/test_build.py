@@ -37,7 +37,7 @@ class Bench:
 
     def library(self) -> Path:
         """What is asked for."""
-        return build.library("generic", prebuilt=self.prebuilt, cache=self.cache, path=str(self.path))
+        return build.library("attention", "generic", prebuilt=self.prebuilt, cache=self.cache, path=str(self.path))
 
     @property
     def builds(self) -> int:
@@ -109,7 +109,7 @@ def test_a_wheels_library_comes_first(bench: Bench) -> None:
     """What the wheel carries is used as it is, without a compiler."""
     built = bench.library()
     bench.prebuilt.mkdir()
-    ready = bench.prebuilt / build._name("generic", "prebuilt", ())
+    ready = bench.prebuilt / build._name("attention", "generic", "prebuilt", ())
     ready.write_bytes(built.read_bytes())
     (bench.path / "g++").unlink()
 
@@ -148,22 +148,23 @@ def test_several_may_build_at_once(bench: Bench) -> None:
     assert [bench.library()] == list(bench.cache.iterdir())
 
 
-def test_the_real_source_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernel", "function"), [("attention", "cellar_attend"), ("linear", "cellar_multiply")])
+def test_the_real_source_compiles(kernel: str, function: str) -> None:
     """With the system's compiler, if there is one."""
     try:
-        library = build.library("generic")
+        library = build.library(kernel, "generic")
     except build.NoLibrary as error:
         pytest.skip(error.reason)
 
-    assert ctypes.CDLL(str(library)).cellar_attend
+    assert hasattr(ctypes.CDLL(str(library)), function)
 
 
 def test_every_variant_can_be_prebuilt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel's folder holds one library a variant, under the names that are looked for."""
+    """A wheel's folder holds one library a kernel and variant, under the names that are looked for."""
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
 
     made = build.prebuild(bench.prebuilt)
 
     assert sorted(made) == sorted(bench.prebuilt.iterdir())
     assert bench.library() in made
-    assert len(build.VARIANTS) == bench.builds
+    assert sum(len(variants) for variants in build.KERNELS.values()) == bench.builds

@@ -46,11 +46,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=build.variants())
+@pytest.fixture(scope="module", params=build.variants("attention"))
 def native(request: pytest.FixtureRequest) -> Native:
     """The kernel of each variant."""
     try:
-        return Native(build.library(request.param))
+        return Native(build.library("attention", request.param))
     except build.NoLibrary as error:
         pytest.skip(error.reason)
 

@@ -1,0 +1,106 @@
+"""The formats of tool calls and of reasoning, each with the markers by which a chat template gives it away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.dialect.braces import BraceCall
+from engine.dialect.calls import NamedCall, ObjectCall
+from engine.dialect.frame import Frame
+from engine.dialect.parameters import ParameterCall
+from engine.dialect.thoughts import Thoughts
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How calls are written by templates that hold all of these markers; `token`: one that the vocabulary must hold."""
+
+    frame: Frame
+    markers: tuple[str, ...]
+    token: str = ""
+
+
+_KIMI = Frame(
+    NamedCall(after=("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
+    opens=("<|tool_calls_section_begin|>",),
+    call=("<|tool_call_begin|>",),
+    ends=("<|tool_call_end|>",),
+    closes=("<|tool_calls_section_end|>",),
+)
+_DEEPSEEK_3 = Frame(
+    NamedCall(before=("function", "<｜tool▁sep｜>"), after=("```json",)),
+    opens=("<｜tool▁calls▁begin｜>",),
+    call=("<｜tool▁call▁begin｜>",),
+    ends=("```", "<｜tool▁call▁end｜>"),
+    closes=("<｜tool▁calls▁end｜>",),
+)
+_DEEPSEEK_3_1 = Frame(
+    NamedCall(after=("<｜tool▁sep｜>",)),
+    opens=("<｜tool▁calls▁begin｜>",),
+    call=("<｜tool▁call▁begin｜>",),
+    ends=("<｜tool▁call▁end｜>",),
+    closes=("<｜tool▁calls▁end｜>",),
+)
+_GLM = Frame(
+    ParameterCall(
+        name=("", ""), key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), close="</tool_call>"
+    ),
+    call=("<tool_call>",),
+)
+_QWEN_XML = Frame(
+    ParameterCall(
+        name=("<function=", ">"), key=("<parameter=", ">"), value=("", "</parameter>"), close="</function>", lines=True
+    ),
+    call=("<tool_call>",),
+    ends=("</tool_call>",),
+)
+_MINIMAX = Frame(
+    ParameterCall(
+        name=('<invoke name="', '">'), key=('<parameter name="', '">'), value=("", "</parameter>"), close="</invoke>"
+    ),
+    opens=("<minimax:tool_call>",),
+    closes=("</minimax:tool_call>",),
+)
+_GEMMA = Frame(BraceCall('<|"|>'), call=("<|tool_call>", "call:"), ends=("<tool_call|>",))
+_FUNCTION_GEMMA = Frame(BraceCall("<escape>"), call=("<start_function_call>", "call:"), ends=("<end_function_call>",))
+_MISTRAL = Frame(NamedCall(after=("[ARGS]",)), call=("[TOOL_CALLS]",))
+_MISTRAL_NUMBERED = Frame(NamedCall(after=("[ARGS]",), identity="[CALL_ID]"), call=("[TOOL_CALLS]",))
+_MISTRAL_LIST = Frame(ObjectCall(), opens=("[TOOL_CALLS]", "["), between=",", closes=("]",))
+_COHERE = Frame(
+    ObjectCall(name="tool_name", arguments="parameters"),
+    opens=("<|START_ACTION|>", "["),
+    between=",",
+    closes=("]", "<|END_ACTION|>"),
+)
+_PHI = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]", "<|/tool_call|>"))
+_GRANITE = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]",))
+_HERMES = Frame(ObjectCall(), call=("<tool_call>",), ends=("</tool_call>",))
+_LLAMA = Frame(ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), between=";", bare=True)
+
+# The first whose markers are there: so those with more of them stand before those with some of the same.
+FORMATS = (
+    Format(_KIMI, ("<|tool_calls_section_begin|>",)),
+    Format(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
+    Format(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
+    Format(_GLM, ("<tool_call>", "<arg_key>")),
+    Format(_QWEN_XML, ("<tool_call>", "<function=")),
+    Format(_MINIMAX, ("<minimax:tool_call>",)),
+    Format(_GEMMA, ("<|tool_call>",)),
+    Format(_FUNCTION_GEMMA, ("<start_function_call>",)),
+    Format(_MISTRAL_NUMBERED, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    Format(_MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    Format(_MISTRAL_LIST, ("[TOOL_CALLS]",)),
+    Format(_COHERE, ("<|START_ACTION|>",)),
+    Format(_PHI, ("<|tool_call|>", "<|/tool_call|>")),
+    Format(_GRANITE, ("<|tool_call|>",)),
+    Format(_HERMES, ("<tool_call>",)),
+    Format(_LLAMA, ('{"name": ', '"parameters": '), token="<|python_tag|>"),
+)
+
+THOUGHTS = (
+    Thoughts("<think>", "</think>"),
+    Thoughts("[THINK]", "[/THINK]"),
+    Thoughts("<|channel>", "<channel|>", label="thought"),
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
+    Thoughts("<seed:think>", "</seed:think>"),
+)

@@ -1,0 +1,129 @@
+"""A tool call whose arguments stand one by one between markers, as XML-like formats write them; they become JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from engine.dialect.calls import Offer, begin, read_name
+from engine.dialect.json_text import quoted
+from engine.dialect.lark import Lark, alternatives
+from engine.dialect.schema import (
+    Schema,
+    defined_in,
+    expressions_of,
+    json_of,
+    properties_of,
+    required_of,
+    schema_of,
+    types_of,
+    values_of,
+)
+from engine.dialect.source import Emit, Literals, Source, Steps
+from engine.dialect.speech import Speech
+from engine.message import Tool
+
+_STRING = frozenset(("string",))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCall:
+    """A name, then keys and values, each between two markers, then the end.
+
+    lines  whether a value stands on lines of its own
+    A string stands as it is; any other value is JSON. What a value is, the tool's schema says.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    close: str
+    lines: bool = False
+    _next: Literals = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_next", Literals((self.key[0], self.close)))
+
+    def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
+        """Read the name on trial, then one argument after the other; a string goes on as it comes, others whole."""
+        yield from source.expect(self.name[0])
+        name = offer.checked((yield from read_name(source)))
+        yield from source.expect(self.name[1])
+        begin(source, speech, name)
+        schema = offer.schema(name)
+        described = properties_of(schema, schema)
+        before = "{"
+        while (found := (yield from source.until(self._next, _drop))) == self.key[0]:
+            key: list[str] = []
+            if not (yield from source.until(Literals((self.key[1],)), key.append)):
+                return False
+            text = "".join(key)
+            speech.arguments(f"{before}{json.dumps(text, ensure_ascii=False)}: ")
+            types = types_of(described.get(text, {}), schema)
+            if not (yield from self._value(source, speech.arguments, types)):
+                return False
+            before = ", "
+        if found:
+            speech.arguments("{}" if before == "{" else "}")
+        return bool(found)
+
+    def _value(self, source: Source, emit: Emit, types: frozenset[str]) -> Steps[bool]:
+        if self.value[0]:
+            yield from source.skip_space()
+            yield from source.accept(self.value[0])
+        close = Literals((self.value[1],))
+        if types != _STRING:
+            parts: list[str] = []
+            found = yield from source.until(close, parts.append)
+            emit(json_of("".join(parts), types) if found else "".join(parts))
+            return bool(found)
+        emit('"')
+        lines = _Lines(emit) if self.lines else None
+        found = yield from source.until(close, lines.push if lines else lambda text: emit(quoted(text)))
+        if found:
+            emit('"')
+        return bool(found)
+
+    def write(self, lark: Lark, tool: Tool) -> str:
+        """The arguments in the order of the schema, at least those that are required."""
+        schema, space = schema_of(tool), lark.space()
+        required = required_of(schema)
+        parts = [f"{lark.literals(self.name[0])} {lark.literal(tool.name)} {lark.literals(self.name[1])}"]
+        for key, part in properties_of(schema, schema).items():
+            head = f"{lark.literal(self.key[0])} {lark.literal(key)} {lark.literal(self.key[1])}"
+            value = self._write_value(lark, part, schema, lenient=not tool.strict)
+            argument = f"{head} {space} {lark.literals(self.value[0])} {value} {space}"
+            parts.append(argument if key in required else f"({argument})?")
+        return f" {space} ".join([*parts, lark.literal(self.close)])
+
+    def _write_value(self, lark: Lark, schema: Schema, root: Schema, *, lenient: bool) -> str:
+        close = lark.literal(self.value[1])
+        if types_of(schema, root) != _STRING:
+            break_ = f"{lark.space()} " if self.lines else ""
+            return f"{break_}{lark.json({**schema, **defined_in(root)}, lenient=lenient)} {break_}{close}"
+        line = "\n" if self.lines else ""
+        before = lark.literals(line)
+        if values := values_of(schema):
+            return f"{before} {alternatives(lark.literal(str(value)) for value in values)} {before} {close}"
+        return f"{before} {lark.until(self.value[1], like=expressions_of(schema), before=line)}"
+
+
+class _Lines:
+    """A text without the line breaks that set it apart: one in front, one behind."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._held = ""
+        self._begun = False
+
+    def push(self, text: str) -> None:
+        """More of the text."""
+        if not self._begun:
+            self._begun, text = True, text.removeprefix("\n")
+        text = self._held + text
+        self._held = "\n" if text.endswith("\n") else ""
+        self._emit(quoted(text.removesuffix("\n")))
+
+
+def _drop(_: str) -> None:
+    """Text between arguments is nobody's."""

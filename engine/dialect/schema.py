@@ -1,0 +1,119 @@
+"""What a JSON schema says about types, for formats that write values in their own way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from engine.dialect.lark import ANYTHING
+from engine.message import Tool
+
+Schema = Mapping[str, object]
+
+_OF_PYTHON: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+# Whatever this file does not know is followed so many times at most, or a schema could lead in a circle.
+_DEEPEST = 16
+
+
+def schema_of(tool: Tool) -> Schema:
+    """The schema of a tool's arguments."""
+    return as_schema(json.loads(tool.parameters))
+
+
+def as_schema(value: object) -> Schema:
+    """A part of a schema; one that says nothing where it is none, such as `true`."""
+    return value if isinstance(value, dict) else {}
+
+
+def properties_of(schema: Schema, root: Schema) -> dict[str, Schema]:
+    """The members of an object, what they refer to in their place; required ones that nothing describes too."""
+    described = as_schema(schema.get("properties"))
+    required: dict[str, object] = {name: {} for name in required_of(schema) if name not in described}
+    return {name: resolved(as_schema(part), root) for name, part in {**described, **required}.items()}
+
+
+def required_of(schema: Schema) -> list[str]:
+    """The members that an object must have."""
+    required = schema.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def resolved(schema: Schema, root: Schema) -> Schema:
+    """The schema that is meant where one refers to another part of the whole."""
+    for _ in range(_DEEPEST):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            break
+        target: object = root
+        for part in reference[1:].split("/")[1:]:
+            target = as_schema(target).get(part.replace("~1", "/").replace("~0", "~"))
+        schema = {**as_schema(target), **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
+def types_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
+    """The types that a value may have, as far as they are told; none: any."""
+    schema = resolved(schema, root)
+    told = schema.get("type")
+    if isinstance(told, str):
+        return frozenset((told,))
+    if isinstance(told, list):
+        return frozenset(name for name in told if isinstance(name, str))
+    if values := values_of(schema):
+        return frozenset(name for value in values for name in _OF_PYTHON[type(value)])
+    choices = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(choices, list) and choices and depth < _DEEPEST:
+        found = [types_of(as_schema(choice), root, depth + 1) for choice in choices]
+        return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def defined_in(root: Schema) -> dict[str, object]:
+    """What parts of a schema may refer to."""
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def values_of(schema: Schema) -> list[object]:
+    """The only values that there may be; none: others too."""
+    values = schema.get("enum")
+    if isinstance(values, list):
+        return values
+    return [schema["const"]] if "const" in schema else []
+
+
+def expressions_of(schema: Schema) -> tuple[str, ...]:
+    """Regular expressions that a string must follow, all of them."""
+    least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
+    bounds = f"(?s:.){{{least or 0},{'' if most is None else most}}}"
+    found = [ANYTHING] if least is None and most is None else [bounds]
+    if isinstance(pattern, str):
+        before = "" if pattern.startswith("^") else ANYTHING
+        behind = "" if pattern.endswith("$") else ANYTHING
+        found.append(f"{before}({pattern.removeprefix('^').removesuffix('$')}){behind}")
+    return tuple(found)
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """A value that a model wrote bare, as JSON of one of these types if it is that, else as a string."""
+    text = text.strip()
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        value = text
+        text = json.dumps(text, ensure_ascii=False)
+    if types and not types.intersection(_OF_PYTHON[type(value)]) and "string" in types:
+        return json.dumps(text, ensure_ascii=False)
+    return text
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(name)

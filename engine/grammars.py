@@ -1,0 +1,157 @@
+"""From the source of a grammar to one that can be followed: compiled once, within limits, off the engine thread."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from llguidance import LLTokenizer
+
+from engine.errors import InvalidRequest, Overloaded
+from engine.grammar import Compiled, Matcher
+from engine.tokenizer import Tokenizer
+from engine.types import Grammar
+
+_LONGEST_BYTES = 256 * 2**10
+# Half of them are a schema's levels. llguidance has limits of its own, but what recurses too deeply ends the process.
+_DEEPEST = 128
+# Compiled, a grammar takes 30 to 400 times its source (measured).
+_KEPT, _KEPT_BYTES = 64, 512 * 2**10
+_PATIENCE_SECONDS = 10.0
+_LONGEST_REASON = 500
+
+# Strings, regular expressions and comments of Lark and of the JSON inside it: their brackets nest nothing.
+_OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+_EXCERPT = re.compile(r"\n\s+\d+ \| ")
+_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
+
+
+class Grammars:
+    """The grammars of one model. For worker threads: all methods block.
+
+    size  tokens that the model knows
+    ends  those that end a text
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, size: int, ends: Iterable[int]) -> None:
+        self._tokenizer, self._size, self._ends = tokenizer, size, sorted(ends)
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """The grammar, ready to be followed. Raises InvalidRequest, and Overloaded where too many are to be compiled.
+
+        One is compiled at a time, so that they take one core at most from those who compute.
+        """
+        digest = _checked(grammar.source)
+        compiled = self._known(digest)
+        if compiled is None:
+            if not self._compiling.acquire(timeout=_PATIENCE_SECONDS):
+                raise Overloaded(1, _PATIENCE_SECONDS)
+            try:
+                compiled = self._known(digest) or self._compile(grammar.source)
+            finally:
+                self._compiling.release()
+            self._keep(digest, compiled)
+        if compiled.error:
+            raise InvalidRequest("grammar", readable(compiled.error))
+        return compiled
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Follows a text from its beginning. Raises as `compile` does."""
+        return Matcher(self.compile(grammar), self._size)
+
+    def _compile(self, source: str) -> Compiled:
+        compiled = Compiled(self._tokens(), source)
+        if not compiled.error:
+            # The first mask builds most of the lexer, and finds what no limit found before.
+            matcher = Matcher(compiled, self._size)
+            first = matcher.allowed(())
+            empty = first is None or not first.any()
+            compiled.error = matcher.error or ("NoExtension" if empty else "")
+        return compiled
+
+    def _tokens(self) -> LLTokenizer:
+        """The vocabulary as llguidance has it: 0.2 seconds and 20 MB for 32,000 tokens, spent where one is needed."""
+        if self._vocabulary is None:
+            if not self._ends:
+                raise InvalidRequest("grammar", "this model has no token that ends a text, and a grammar needs one")
+            serialised = self._tokenizer.serialised()
+            if serialised is None:
+                raise InvalidRequest("grammar", "grammars need a fast tokenizer, which this model does not have")
+            # What has no text is never allowed, on either side.
+            size = max(self._size, 1 + max(self._tokenizer.pieces(), default=0))
+            try:
+                self._vocabulary = LLTokenizer(serialised, n_vocab=size, eos_token=self._ends)
+            except ValueError as error:
+                raise InvalidRequest("grammar", f"grammars cannot read this model's tokenizer: {error}") from error
+        return self._vocabulary
+
+    def _known(self, digest: bytes) -> Compiled | None:
+        with self._lock:
+            compiled = self._kept.get(digest)
+            if compiled is not None:
+                self._kept.move_to_end(digest)
+            return compiled
+
+    def _keep(self, digest: bytes, compiled: Compiled) -> None:
+        """Keep it, and let go of those that were not asked for for longest."""
+        with self._lock:
+            self._kept[digest] = compiled
+            while len(self._kept) > _KEPT or sum(len(one.source) for one in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+
+def relaxed(schema: str) -> str:
+    """A JSON schema, as text, whose keywords that cannot be enforced are left out of account instead of refused.
+
+    Raises InvalidRequest for text that is no JSON.
+    """
+    try:
+        known = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("grammar", f"the schema is no JSON: {error}") from error
+    if not isinstance(known, dict):
+        return schema
+    asked = known.get("x-guidance")
+    options = {**(asked if isinstance(asked, dict) else {}), "lenient": True, "coerce_one_of": True}
+    return json.dumps({**known, "x-guidance": options}, ensure_ascii=False)
+
+
+def readable(error: str) -> str:
+    """What llguidance says, in one line: without the excerpt of the source, and where in it."""
+    if error.startswith("NoExtension"):
+        return "no text follows this grammar"
+    said = _PLACE.sub("", _EXCERPT.split(error.replace("<non-verbose/>", ""))[0].strip())
+    _, expression, wrong = said.partition("regex parse error:")
+    if expression:
+        said = f"invalid regular expression: {wrong.split('error: ')[-1]}"
+    return " ".join(said.split())[:_LONGEST_REASON]
+
+
+def nesting(source: str) -> int:
+    """How deeply brackets stand inside brackets."""
+    depth = deepest = 0
+    for letter in re.findall(r"[()\[\]{}]", _OPAQUE.sub("", source)):
+        depth = depth + 1 if letter in "([{" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _checked(source: str) -> bytes:
+    """The digest of a source that may be compiled."""
+    try:
+        encoded = source.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("grammar", "the grammar holds half of a surrogate pair, which is no character") from error
+    if len(encoded) > _LONGEST_BYTES:
+        raise InvalidRequest("grammar", f"it has {len(encoded)} bytes, and may have {_LONGEST_BYTES}")
+    if (deepest := nesting(source)) > _DEEPEST:
+        raise InvalidRequest("grammar", f"it nests {deepest} levels deep, and may nest {_DEEPEST}")
+    return hashlib.sha256(encoded).digest()

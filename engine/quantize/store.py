@@ -1,0 +1,77 @@
+"""Quantised weights on disk, so that a model is quantised once: one safetensors file a model and format.
+
+A file is named after all that its content depends on, written beside its place and moved there in one step: it is
+whole, or it is not there. A file that cannot be read, or does not fit, is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.kernels.packing import Bits, Packed, empty
+
+log = logging.getLogger("cellar.engine")
+
+# Of the order of codes and of how scales are chosen (engine/kernels/packing.py): files of others are not read.
+FORMAT = 1
+# What is smaller is made as fast as it is read.
+LEAST_BYTES = 64 * 2**20
+
+
+class Store:
+    """The quantised layers of one model in one file."""
+
+    def __init__(self, identity: str, bits: Bits, folder: Path | None = None) -> None:
+        """`identity` is that of the weights that are quantised; `folder` the user's cache unless it is named."""
+        key = hashlib.sha256(repr((FORMAT, identity, bits)).encode()).hexdigest()
+        self.file = (folder or _users_cache()) / f"int{bits}-{key[:32]}.safetensors"
+        self.bits = bits
+
+    def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Packed] | None:
+        """The layers [outputs, columns] of these names; None where they are not all there."""
+        try:
+            with safe_open(self.file, framework="pt") as content:
+                return {name: self._read(content, name, *shape) for name, shape in shapes.items()}
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, RuntimeError) as error:
+            log.warning("%s is not read (%s)", self.file, error)
+            return None
+
+    def write(self, layers: Mapping[str, Packed]) -> None:
+        """Keep the layers for the next start; where that fails, a warning is all."""
+        tensors: dict[str, Tensor] = {}
+        for name, packed in layers.items():
+            tensors |= {f"{name}.codes": packed.codes, f"{name}.scales": packed.scales}
+        if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
+            return
+        try:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.file.parent) as folder:
+                beside = Path(folder, self.file.name)
+                save_file(tensors, beside)
+                os.replace(beside, self.file)
+        except (OSError, SafetensorError) as error:
+            log.warning("the quantised weights are not kept for the next start: %s", error)
+
+    def _read(self, content: safe_open, name: str, outputs: int, columns: int) -> Packed:
+        packed = empty(outputs, columns, self.bits)
+        for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
+            stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
+            if stored.shape != own.shape or stored.dtype != own.dtype:
+                raise SafetensorError(f"{name}.{kind} is of another shape")
+            own.copy_(stored)
+        return packed
+
+
+def _users_cache() -> Path:
+    return Path.home() / ".cache" / "kvcellar" / "weights"

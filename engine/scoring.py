@@ -1,0 +1,96 @@
+"""Log-probabilities of tokens: of those that are said, and of a prompt's own, gathered while the prompt is computed.
+
+They are those of the raw logits, before temperature, penalties, bias, filters and grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.types import Alternative, Request, Scored, TokenLogprob
+
+# Rows of a vocabulary that are spread out at a time: in float32, 32 rows of 150,000 are 20 MB.
+_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is wanted of one row of logits: of `token`, of the `count` likeliest, and of `labels`."""
+
+    row: int
+    token: int
+    count: int
+    labels: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, row: int, token: int) -> Ask:
+        """What a request wants to know wherever it is told of a token."""
+        return cls(row, token, request.logprobs or 0, request.labels)
+
+
+class Scores:
+    """The scores of a prompt's tokens from `start` on, as far as they are known: they come with rows of logits.
+
+    The row of the token before tells of a token; nothing tells of the very first one, whose entry is None.
+    """
+
+    def __init__(self, prompt: Sequence[int], start: int) -> None:
+        self._prompt, self._start = prompt, start
+        self._entries: list[TokenLogprob | None] = [None] if start == 0 else []
+
+    @property
+    def next(self) -> int:
+        """The first position whose row is still needed; that of the last token where none is."""
+        return self._start + len(self._entries) - 1
+
+    def rows(self, start: int, stop: int) -> range:
+        """The positions in [start, stop) whose rows are needed, in order."""
+        return range(max(start, self.next), min(stop, len(self._prompt) - 1))
+
+    def take(self, entries: Sequence[TokenLogprob]) -> None:
+        """Take what the next rows told."""
+        self._entries += entries
+
+    def event(self) -> Scored:
+        """All of it, once it is whole."""
+        return Scored(tuple(self._prompt[self._start :]), tuple(self._entries))
+
+
+def logprobs(
+    logits: Tensor, asks: Sequence[Ask], describe: Callable[[int, float], Alternative]
+) -> Iterator[TokenLogprob | None]:
+    """What is asked of the rows of logits [rows, vocabulary], in order; None where a row has no finite maximum.
+
+    describe  makes a token and its log-probability presentable
+    """
+    for at in range(0, len(asks), _BLOCK):
+        block = asks[at : at + _BLOCK]
+        spread = exact(logits[[ask.row for ask in block]]).log_softmax(-1)
+        sound = spread.amax(-1).isfinite().tolist()
+        for ask, row, fine in zip(block, spread, sound, strict=True):
+            yield _entry(ask, row, describe) if fine else None
+
+
+def exact(logits: Tensor) -> Tensor:
+    """The logits in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def likeliest(values: Tensor, count: int) -> list[tuple[int, float]]:
+    """The `count` largest of one row and their values, equal ones by id: topk alone gives those in no order."""
+    count = min(count, len(values))
+    if count == 0:
+        return []
+    tokens = (values >= values.topk(count).values[-1]).nonzero()[:, 0]
+    order = values[tokens].argsort(descending=True, stable=True)[:count]
+    return list(zip(tokens[order].tolist(), values[tokens[order]].tolist(), strict=True))
+
+
+def _entry(ask: Ask, row: Tensor, describe: Callable[[int, float], Alternative]) -> TokenLogprob:
+    named = (ask.token, *ask.labels)
+    chosen, *labels = (describe(*pair) for pair in zip(named, row[list(named)].tolist(), strict=True))
+    return TokenLogprob(chosen, tuple(describe(*pair) for pair in likeliest(row, ask.count)), tuple(labels))

@@ -1,0 +1,109 @@
+"""Codes and scales stand for the weights they were made from, as nearly as their bits allow, wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.packing import BLOCK, GROUP, Bits, aligned, empty, pack
+
+SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (1500, 200))
+
+
+def weights(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random ones, of very different sizes from row to row."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** torch.randint(-6, 3, (shape[0], 1), generator=generator)
+    return torch.randn(*shape, generator=generator) * sizes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_is_off_by_part_of_its_groups_greatest(bits: Bits, shape: tuple[int, int]) -> None:
+    """Half a step of 127 with 8 bits, and what rounding the scale costs; with 4 a step of 8 at most, for 8 is no code."""
+    weight = weights(*shape)
+    unpacked = pack(weight, bits).unpack(torch.float32)
+
+    groups = [slice(start, start + GROUP) for start in range(0, shape[1], GROUP)]
+    greatest = torch.cat([weight[:, own].abs().amax(1, keepdim=True).expand_as(weight[:, own]) for own in groups], 1)
+    assert shape == unpacked.shape
+    assert bool(((unpacked - weight).abs() <= greatest * (1.01 / 254 if bits == 8 else 1.02 / 8)).all())
+
+
+def test_four_bits_are_better_than_the_plain_rule() -> None:
+    """Of several scales the best is taken: less squared error than with the greatest weight at the code -8, or at 7."""
+    weight = weights(64, 512)
+    error = (pack(weight, 4).unpack(torch.float32) - weight).square().sum()
+    for code in (-8.0, 7.0):
+        grouped = weight.view(64, -1, GROUP)
+        scale = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)) / code
+        plain = ((grouped / scale).round().clamp(-8, 7) * scale - grouped).square().sum()
+
+        assert error < 0.97 * plain
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_are_unpacked_alone(bits: Bits) -> None:
+    """Any blocks of a matrix are those rows of it, the last block as short as it is."""
+    packed = pack(weights(70, 40), bits)
+    whole = packed.unpack(torch.float64)
+
+    assert torch.equal(whole[2 * BLOCK : 4 * BLOCK], packed.unpack(torch.float64, slice(2, 4)))
+    assert torch.equal(whole[4 * BLOCK :], packed.unpack(torch.float64, slice(4, 9)))
+
+
+def test_codes_lie_where_the_kernel_reads_them() -> None:
+    """The drawing of linear.h: a word holds 4 columns of all outputs, and with 4 bits the next 4 in the upper halves."""
+    weight = torch.zeros(32, 96)
+    weight[19, 32 + 13] = 127.0
+
+    eight, four = pack(weight, 8), pack(weight / 127, 4)
+
+    assert 255 == eight.codes[1, 1, 3, 3, 1]
+    assert [[1, 1, 3, 3, 1]] == (eight.codes != 128).nonzero().tolist()
+    # Column 13 is byte 1 of the upper half of word 1; the code is -8 + 8, with a scale of -1/8.
+    assert [[1, 1, 1, 3, 1]] == (four.codes != 0x88).nonzero().tolist()
+    assert 0x08 == four.codes[1, 1, 1, 3, 1]
+    assert -0.125 == float(four.scales[1, 1, 3])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_and_the_smallest_numbers_are_zero(bits: Bits) -> None:
+    """No division by nothing."""
+    weight = torch.full((3, 64), 1e-42)
+    weight[1] = 0
+
+    assert torch.equal(torch.zeros(3, 64), pack(weight, bits).unpack(torch.float32).round(decimals=30))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_is_refused(bits: Bits, wrong: float) -> None:
+    """A broken checkpoint is not made into one that looks sound."""
+    weight = weights(20, 40)
+    weight[17, 3] = wrong
+
+    with pytest.raises(ValueError, match="no number"):
+        pack(weight, bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_types_and_layouts_are_packed_as_well(bits: Bits, dtype: torch.dtype) -> None:
+    """A transposed matrix of any floating type is packed as its copy in float32 is."""
+    weight = (torch.randn(40, 24, generator=torch.Generator().manual_seed(1)) / 8).to(dtype)
+    expected = pack(weight.T.float().contiguous(), bits)
+
+    assert torch.equal(expected.codes, pack(weight.T, bits).codes)
+    assert torch.equal(expected.scales, pack(weight.T, bits).scales)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_a_weight_takes(bits: Bits) -> None:
+    """Half a bit beside its code, where nothing is padded."""
+    assert (bits + 0.5) / 8 * 256 * 512 == empty(256, 512, bits).bytes
+
+
+def test_tensors_are_aligned() -> None:
+    """The kernel loads 64 bytes at a time."""
+    assert [0] * 20 == [aligned((size, 3), torch.bfloat16).data_ptr() % 64 for size in range(1, 21)]

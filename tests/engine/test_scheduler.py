@@ -1,0 +1,108 @@
+"""Who is served first, who gives way, and what a deadline and a long prompt tell: by hand, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load import Loaded
+from engine.types import Finished, Progress, Started, Tier
+from tests.engine.mixes import prompts
+from tests.engine.models import Reference, core
+from tests.engine.play import Answer, Job, ask, play
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+PROMPT = tuple(range(40))
+
+
+def started(engine: Core) -> list[str]:
+    """Step to the end; the requests in the order in which they got a slot."""
+    names = []
+    while engine.busy:
+        names += [name for name, event in engine.step() if isinstance(event, Started)]
+    return names
+
+
+def test_tiers_are_served_one_after_the_other(loaded: Models) -> None:
+    """Of those who wait all of a tier go first, each tier by arrival; who runs already is not interrupted."""
+    engine = core(loaded("llama"), slots=1)
+    tiers: list[Tier] = ["flex", "flex", "default", "priority", "default", "priority"]
+    engine.submit(ask("runs", (7, 8), 3, tier="flex"))
+    engine.step()
+    for number, tier in enumerate(tiers):
+        engine.submit(ask(f"{tier} {number}", (number, 9), 3, tier=tier))
+
+    assert ["priority 3", "priority 5", "default 2", "default 4", "flex 0", "flex 1"] == started(engine)
+    assert 0 == engine.stats().preemptions_total
+
+
+def test_the_last_tier_gives_way_first(loaded: Models) -> None:
+    """Where cells run out the youngest of the last tier goes back to the queue, however old it is."""
+    engine = core(loaded("llama"), slots=3, cells=128, chunk=256)
+    for name, tier in (("flex", "flex"), ("old", "default"), ("young", "default")):
+        engine.submit(ask(name, [len(name), *range(36)], 20, ignore_eos=True, tier=tier))
+    while not engine.stats().preemptions_total:
+        engine.step()
+
+    assert ["old", "young"] == [sequence.request.id for sequence in engine._scheduler.running]
+    assert ["flex"] == [sequence.request.id for sequence in engine._scheduler.waiting]
+
+
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_tiers_change_no_text(loaded: Models, reference: References, chunk: int) -> None:
+    """With too few cells, and old sequences that give way to those that wait for them, everybody says the same."""
+    tiers: list[Tier] = ["flex", "default", "priority"]
+    pool = prompts(3)
+    preempted = 0
+    for seed in range(6):
+        engine = core(loaded("llama"), slots=4, cells=130, chunk=chunk)
+        asked = [pool[(seed * 7 + at) % 9 + 20] for at in range(8)]
+        jobs = [
+            Job(ask(str(at), prompt, 12, ignore_eos=True, tier=tiers[at % 3]), at) for at, prompt in enumerate(asked)
+        ]
+        answers = play(engine, jobs)
+        for at, prompt in enumerate(asked):
+            expected = reference("llama").greedy(prompt, 12)
+            assert list(expected) == answers[str(at)].tokens[: len(expected)]
+        preempted += engine.stats().preemptions_total
+
+    assert 5 < preempted
+
+
+def test_a_deadline_ends_an_answer_wherever_it_is(loaded: Models) -> None:
+    """One runs, one waits, one has time: the first keeps what it said, the second never started."""
+    engine, now = core(loaded("llama"), slots=1), [0.0]
+    engine._clock = lambda: now[0]
+    engine.submit(ask("runs", PROMPT, 50, ignore_eos=True, timeout_seconds=5.0))
+    engine.submit(ask("waits", PROMPT, 50, ignore_eos=True, timeout_seconds=4.0))
+    engine.submit(ask("lasts", (9, 8), 3, ignore_eos=True, timeout_seconds=500.0))
+    answers = {name: Answer() for name in ("runs", "waits", "lasts")}
+    for step in range(20):
+        now[0] = float(step)
+        for name, event in engine.step():
+            if isinstance(event, Finished):
+                answers[name].end = event
+            elif isinstance(event, Started):
+                answers[name].started.append(event)
+
+    ends = {name: answer.end for name, answer in answers.items()}
+    assert all(isinstance(end, Finished) for end in ends.values())
+    told = {name: (end.reason, end.stop, end.usage.completion_tokens) for name, end in ends.items() if end}
+    assert {"runs": ("length", "deadline", 5), "waits": ("length", "deadline", 0), "lasts": ("length", None, 3)} == told
+    assert [] == answers["waits"].started
+    assert ends["waits"].timings.queue_seconds == 4.0
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+
+
+def test_progress_tells_how_far_a_prompt_is(loaded: Models) -> None:
+    """Once a step while the prompt is computed, reused tokens counted; nothing for those who did not ask."""
+    engine = core(loaded("llama"), chunk=16)
+    play(engine, [Job(ask("before", PROMPT[:11], 1))])
+    answers = play(engine, [Job(ask("tells", PROMPT, 3, progress=True)), Job(ask("silent", (9, 8, 7), 3))])
+
+    assert [Progress(27, 40), Progress(40, 40)] == answers["tells"].progress
+    assert [] == answers["silent"].progress
