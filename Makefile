@@ -3,6 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CLIENTS := current older evaluation
 FAST := not slow and not gpu and not container
 
 .PHONY: help serve test test-all test-container test-clients check bench train clean
@@ -23,8 +24,8 @@ test-all: .venv/test  ## all tests, the slow ones too (the image has its own: ma
 test-container: .venv/test  ## build and run the image with buildah (Debian: apt-get install buildah crun mmdebstrap)
 	$(BIN)/python -m pytest -q -m container tests/container $(ARGS)
 
-test-clients: .venv/test .venv/clients-current/done .venv/clients-older/done  ## run other people's clients against a server
-	$(BIN)/python -m tests.clients current=.venv/clients-current older=.venv/clients-older
+test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
+	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))
 
 check: .venv/dev  ## lint, types, floors, Dockerfile and compose file
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ async def answer(
     opening = generate(service, requests, endpoint)
     if shape.body.stream:
         return EventStream(opening, shape.chunks, service.settings.caps)
-    return await _unless_gone(http, _whole(opening, shape))
+    return await unless_gone(http, _whole(opening, shape))
 
 
 async def _whole(opening: AbstractAsyncContextManager[Events], shape: Shape) -> Response:
@@ -49,7 +49,8 @@ async def _whole(opening: AbstractAsyncContextManager[Events], shape: Shape) -> 
         return Json(await shape.whole(events))
 
 
-async def _unless_gone(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
+async def unless_gone(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
+    """What `work` answers; it is cancelled as soon as the client has gone."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(http))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

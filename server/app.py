@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 from server import errors
 from server.auth import Auth
+from server.lenient import LenientRoute
 from server.limits import BodyLimit, Border
 from server.metrics import Metrics
 from server.parsing import StrictRoute
-from server.routes import chat, completions, documented, health, metrics, models
+from server.routes import (
+    capabilities,
+    chat,
+    completions,
+    decisions,
+    documented,
+    embeddings,
+    health,
+    metrics,
+    models,
+    ollama,
+    rerank,
+    responses,
+    score,
+    tokens,
+)
 from server.service import Service
 from server.settings import Settings
 from server.version import version
@@ -22,6 +40,13 @@ if TYPE_CHECKING:
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application. From the outside in: Border, Auth, BodyLimit, then the routes."""
+    closing = AsyncExitStack()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        async with closing:
+            yield
+
     # The pages of Swagger and ReDoc load scripts from elsewhere, so there are none; telemetry is /metrics.
     app = FastAPI(
         title="Cellar",
@@ -30,11 +55,26 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False},
+        lifespan=lifespan,
     )
     service = Service(engine, settings, Metrics(engine))
-    app.router.route_class = StrictRoute
-    for routes in (chat, completions, models, health, metrics):
+    app.router.route_class = LenientRoute if settings.lenient else StrictRoute
+    for routes in (
+        capabilities,
+        chat,
+        completions,
+        embeddings,
+        rerank,
+        score,
+        decisions,
+        tokens,
+        models,
+        ollama,
+        health,
+        metrics,
+    ):
         routes.add(app, service)
+    closing.push_async_callback(responses.add(app, service).close)
     documented.install(app)
     errors.install(app)
     # The last one added is the outermost.

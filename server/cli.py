@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 from cyclopts.config import Env
 
-from engine.config import Dtype, KvDtype
+from engine.config import Dtype, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
 from server.settings import LogLevel, Settings, read_keys, split_keys
 from server.version import version
@@ -38,6 +38,8 @@ class Options:
         Number format of weights and computation; auto takes what this machine computes fastest.
     kv_dtype
         Number format of the cached keys and values. Default: that of the computation.
+    quantize
+        Bits of the weights of linear layers on a CPU: int8, int4, or auto, which takes what fits where it is faster.
     context
         Tokens that a sequence may hold. Default: what the model and the memory allow.
     slots
@@ -68,10 +70,14 @@ class Options:
         Bytes that the files in the folder may take.
     shelf_memory_bytes
         Bytes of host memory for prompts that had to leave the cache; on a CPU better given to --slots.
+    store
+        Where /v1/responses are kept: a file, postgresql://..., memory or none. Default: a file in your folder for data.
     allowed_host
         Host header to answer besides localhost and --host. Repeatable; * allows all.
     grace
         Seconds that running requests get after SIGTERM.
+    lenient
+        Answer with a list of warnings where a parameter is not honoured, in place of an error.
     log_level
         How much to log.
     insecure_no_auth
@@ -82,6 +88,7 @@ class Options:
     port: int = 8000
     dtype: Dtype = "auto"
     kv_dtype: KvDtype = "auto"
+    quantize: Quantize = "none"
     context: int | None = None
     slots: int | None = None
     served_model_name: list[str] | None = None
@@ -97,8 +104,10 @@ class Options:
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
+    store: str | None = None
     allowed_host: list[str] | None = None
     grace: float = 30.0
+    lenient: bool = False
     log_level: LogLevel = "info"
     insecure_no_auth: bool = False
 
@@ -111,6 +120,7 @@ class Options:
             port=self.port,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            quantize=self.quantize,
             context=self.context,
             slots=self.slots,
             overflow=self.overflow,
@@ -123,10 +133,12 @@ class Options:
             shelf=self.shelf or None,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,
+            store=self.store or None,
             served_names=tuple(self.served_model_name or ()),
             keys=(*split_keys(self.api_key or ""), *from_file),
             allowed_hosts=tuple(self.allowed_host or ()),
             grace_seconds=self.grace,
+            lenient=self.lenient,
             log_level=self.log_level,
             insecure_no_auth=self.insecure_no_auth,
         )

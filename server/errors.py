@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine import errors as engine_errors
+from engine.types import Finished
 from server.encoding import Json
 from server.schemas.policy import DOCUMENTED
 
@@ -38,12 +39,15 @@ INVALID_HTTP = Kind(400, "invalid_request_error", "invalid_http")
 UNKNOWN_PARAMETER = Kind(400, "invalid_request_error", "unknown_parameter")
 UNSUPPORTED_PARAMETER = Kind(400, "invalid_request_error", "unsupported_parameter")
 UNSUPPORTED_VALUE = Kind(400, "invalid_request_error", "unsupported_value")
+PREVIOUS_RESPONSE_NOT_FOUND = Kind(400, "invalid_request_error", "previous_response_not_found")
 CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
+RESPONSE_NOT_FOUND = Kind(404, "invalid_request_error", "response_not_found")
 UNKNOWN_URL = Kind(404, "invalid_request_error", "unknown_url")
 METHOD_NOT_ALLOWED = Kind(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMEOUT = Kind(408, "invalid_request_error", "request_timeout")
+DEADLINE_EXCEEDED = Kind(408, "invalid_request_error", "deadline_exceeded")
 BODY_TOO_LARGE = Kind(413, "invalid_request_error", "body_too_large")
 UNSUPPORTED_MEDIA_TYPE = Kind(415, "invalid_request_error", "unsupported_media_type")
 HOST_NOT_ALLOWED = Kind(421, "invalid_request_error", "host_not_allowed")
@@ -70,6 +74,14 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     431: "invalid_request_error",
     503: "overloaded_error",
+}
+
+# What the prompt is made of, by the ends of paths; others call it so.
+_PROMPTS = {
+    "/chat/completions": "messages",
+    "/embeddings": "input",
+    "/decisions": "input",
+    "/rerank": "documents",
 }
 
 # The client has gone and nobody reads the answer; nginx's number, seen in the log only.
@@ -120,7 +132,7 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
     """What an error of the engine means to a client that asked for `path`."""
     match error:
         case engine_errors.ContextTooLong():
-            return _too_long(error, "messages" if path.endswith("/chat/completions") else "prompt")
+            return _too_long(error, next((name for end, name in _PROMPTS.items() if path.endswith(end)), "prompt"))
         case engine_errors.InvalidRequest():
             return ApiError(INVALID_VALUE, f"Invalid value for '{error.field}': {error.reason}.", param=error.field)
         case engine_errors.Unavailable():
@@ -136,11 +148,22 @@ def internal() -> ApiError:
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
 
 
+def check_deadline(finished: Sequence[Finished]) -> None:
+    """ApiError where the time of all choices ran out before the first token: then there is no part of an answer."""
+    if all(_nothing_in_time(event) for event in finished):
+        message = "The time that 'timeout' allows ran out before the first token."
+        raise ApiError(DEADLINE_EXCEEDED, message, param="timeout", headers={"x-should-retry": "false"})
+
+
 def install(app: FastAPI) -> None:
     """Let every error of the app leave in the envelope."""
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(engine_errors.EngineError, _on_engine)
+
+
+def _nothing_in_time(event: Finished) -> bool:
+    return event.reason == "length" and event.stop == "deadline" and not event.usage.completion_tokens
 
 
 def _too_long(error: engine_errors.ContextTooLong, param: str) -> ApiError:
@@ -188,12 +211,13 @@ async def _on_engine(request: Request, error: Exception) -> Response:
 
 async def _on_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return reply(_invalid(error.errors()[0], error.body), request.scope["path"])
+    return reply(invalid_field(error.errors()[0], error.body), request.scope["path"])
 
 
-def _invalid(fault: Mapping[str, Any], body: object) -> ApiError:
-    """The first fault that pydantic found, in OpenAI's words. Its message never holds the input."""
-    param = _path(fault["loc"][1:], body)
+def invalid_field(fault: Mapping[str, Any], body: object) -> ApiError:
+    """A fault that pydantic found, in OpenAI's words. Its message never holds the input."""
+    where, *way = fault["loc"]
+    param = _path(way, body) if where == "body" else str(way[0])[:64]
     if fault["type"] == "missing":
         message = f"Missing required parameter: '{param}'." if param else "The request needs a body."
         return ApiError(INVALID_VALUE, message, param=param)

@@ -1,27 +1,36 @@
-"""From events to whole choices: what an answer in one piece is made of, and what a stream adds up to."""
+"""From events to whole choices: what a completion in one piece is made of, and what a stream adds up to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.types import Delta, Finished, TokenLogprob
+from engine.types import Delta, Finished, Scored, TokenLogprob
 from server.generation import Events
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generation that ended well."""
+    """One generation that ended well. `scored` is its prompt's, where it was asked for."""
 
     text: str
+    tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finished: Finished
+    scored: Scored | None
+
+    @property
+    def likelihood(self) -> float:
+        """The mean log-probability of its tokens."""
+        return sum(token.chosen.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
 
 
 @dataclass(slots=True)
 class _Growing:
     text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finished: Finished | None = None
+    scored: Scored | None = None
 
 
 async def fold(events: Events, choices: int) -> list[Choice]:
@@ -31,12 +40,16 @@ async def fold(events: Events, choices: int) -> list[Choice]:
         match event:
             case Delta():
                 growing[index].text.append(event.text)
+                growing[index].tokens.extend(event.tokens)
                 growing[index].logprobs.extend(event.logprobs)
             case Finished():
                 growing[index].finished = event
+            case Scored():
+                growing[index].scored = event
     return [_whole(choice) for choice in growing]
 
 
 def _whole(choice: _Growing) -> Choice:
     assert choice.finished is not None, "the engine ends every stream with Finished or Failed"
-    return Choice("".join(choice.text), tuple(choice.logprobs), choice.finished)
+    text, tokens, logprobs = "".join(choice.text), tuple(choice.tokens), tuple(choice.logprobs)
+    return Choice(text, tokens, logprobs, choice.finished, choice.scored)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import TypeVar
+from dataclasses import replace
 
 import anyio.to_thread
 
-from engine.types import Event, Rendering, Request, SamplingParams, SpeculationParams
+from engine.types import Event, Overflow, Rendering, Request, SpeculationParams, Tier
 from server.errors import INVALID_VALUE, ApiError
 from server.metrics import Endpoint
+from server.sampling import check_ids, sampling
 from server.schemas.common import Generation
 from server.schemas.content import text_of
 from server.service import Service
 
 Events = AsyncIterator[tuple[int, Event]]
-Value = TypeVar("Value")
 
 
 @asynccontextmanager
@@ -31,23 +32,6 @@ async def generate(service: Service, requests: Sequence[Request], endpoint: Endp
             yield events
 
 
-def sampling(body: Generation, vocabulary: int) -> SamplingParams:
-    """How the body wants its tokens chosen; null is the default of OpenAI."""
-    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    _check_ids("logit_bias", [token for token, _ in bias], vocabulary)
-    return SamplingParams(
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(_or(body.top_k, 0), 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        logit_bias=bias,
-        seed=body.seed,
-    )
-
-
 async def prediction(service: Service, body: Generation) -> tuple[int, ...]:
     """The tokens that the client expects; raises what is wrong with its text."""
     if body.prediction is None:
@@ -56,45 +40,106 @@ async def prediction(service: Service, body: Generation) -> tuple[int, ...]:
     return tuple(await anyio.to_thread.run_sync(service.engine.tokenizer.predict, text))
 
 
-def request(
-    service: Service,
-    body: Generation,
-    prompt: Rendering,
-    *,
-    id: str,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prediction: tuple[int, ...],
+async def request(
+    service: Service, body: Generation, prompt: Rendering, *, id: str, max_tokens: int | None, logprobs: int | None
 ) -> Request:
-    """The engine's request for one prompt of the body. ApiError at token ids that the model does not have."""
+    """The engine's request for one prompt of the body, without what only one API has.
+
+    ApiError at what the body contradicts itself in, and at token ids that the model does not have.
+    """
     info = service.engine.info
-    if body.stream_options is not None and not body.stream:
-        message = "Invalid value for 'stream_options': it means nothing unless 'stream' is true."
-        raise ApiError(INVALID_VALUE, message, param="stream_options")
-    _check_ids("prompt", prompt.tokens, info.vocabulary)
-    _check_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)
-    overflow = body.overflow or service.settings.overflow
-    if max_tokens is not None and max_tokens > info.context and overflow != "shift":
-        message = f"Invalid value for 'max_tokens': the context of this model holds {info.context} tokens."
-        raise ApiError(INVALID_VALUE, message, param="max_tokens")
+    _check(body, info.context, max_tokens, body.overflow or service.settings.overflow)
+    check_ids("prompt", prompt.tokens, info.vocabulary)
+    check_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)
+    check_ids("logprob_token_ids", body.logprob_token_ids or (), info.vocabulary)
+    keep = body.n_keep if body.keep is None else body.keep
     return Request(
         id=id,
         prompt=prompt.tokens,
-        sampling=sampling(body, info.vocabulary),
+        sampling=await sampling(service, body),
         max_tokens=max_tokens,
         stop=tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
+        logprobs=_most(logprobs, body.prompt_logprobs),
         overflow=body.overflow,
-        keep=prompt.keep if body.keep is None else body.keep,
+        keep=prompt.keep if keep is None else keep,
         protected=prompt.protected,
         recurrent_shift=body.recurrent_shift or "rebuild",
         marks=prompt.marks,
-        salt=_salt(body.cache_salt),
+        salt=_salt(body),
         speculation=_speculation(body),
-        prediction=prediction,
+        prediction=await prediction(service, body),
+        min_tokens=body.min_tokens or 0,
+        special=body.skip_special_tokens is False,
+        score_from=None if body.prompt_logprobs is None else 0,
+        labels=tuple(body.logprob_token_ids or ()),
+        tier=tier(body),
+        timeout_seconds=body.timeout,
+        progress=bool(body.return_progress),
     )
+
+
+def spread(request: Request, choices: int) -> tuple[Request, ...]:
+    """The request as often as its prompt has choices. The prompt is computed once, and scored in the first one."""
+    if choices == 1:
+        return (request,)
+    return tuple(
+        replace(
+            request,
+            id=f"{request.id}-{choice}",
+            sampling=replace(request.sampling, seed=_seed(request.sampling.seed, choice)),
+            score_from=None if choice else request.score_from,
+            progress=request.progress and not choice,
+        )
+        for choice in range(choices)
+    )
+
+
+def check_room(service: Service, requests: Sequence[Request]) -> None:
+    """ApiError where an answer has more choices than the server ever takes at once: to wait would not help."""
+    most = service.engine.info.slots + service.settings.max_waiting
+    if len(requests) > most:
+        raise _invalid("n", f"it makes {len(requests)} choices, and this server takes {most} at once")
+
+
+def tier(body: Generation) -> Tier:
+    """Who is served first, in OpenAI's words or, as vLLM has it, by a number that is lower for the more urgent."""
+    match body.service_tier:
+        case "priority" | "fast":
+            return "priority"
+        case "flex":
+            return "flex"
+        case "default":
+            return "default"
+    urgency = body.priority or 0
+    return "priority" if urgency < 0 else "flex" if urgency > 0 else "default"
+
+
+def _check(body: Generation, context: int, max_tokens: int | None, overflow: Overflow) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise _invalid("stream_options", "it means nothing unless 'stream' is true")
+    if body.return_progress and not body.stream:
+        raise _invalid("return_progress", "it means nothing unless 'stream' is true")
+    if body.timings_per_token and not body.stream:
+        raise _invalid("timings_per_token", "it means nothing unless 'stream' is true")
+    if max_tokens is not None and max_tokens > context and overflow != "shift":
+        raise _invalid("max_tokens", f"the context of this model holds {context} tokens")
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        raise _invalid("min_tokens", f"the answer has {max_tokens} tokens at most")
+    if body.priority and body.service_tier is not None:
+        raise _invalid("priority", "'service_tier' says who is served first; give one of them")
+    if body.keep is not None and body.n_keep is not None and body.keep != body.n_keep:
+        raise _invalid("n_keep", "it is another name of 'keep' and differs from it")
+
+
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _seed(seed: int | None, choice: int) -> int | None:
+    # Back into the 64 bits that a seed has.
+    return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
 
 
 async def _merge(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
@@ -135,17 +180,13 @@ def _speculation(body: Generation) -> SpeculationParams:
     return SpeculationParams() if asked is None else SpeculationParams(asked.drafter or "auto", asked.tokens)
 
 
-def _salt(text: str | None) -> bytes:
+def _salt(body: Generation) -> bytes:
+    if body.cache_prompt is False:
+        # Nobody else has this salt, so nothing is found under it.
+        return secrets.token_bytes(32)
     # As a digest: what tells tenants apart may be a secret, and the cache writes salts to disk.
-    return b"" if text is None else hashlib.sha256(text.encode()).digest()
+    return b"" if body.cache_salt is None else hashlib.sha256(body.cache_salt.encode()).digest()
 
 
-def _check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
-    worst = max(ids, default=0)
-    if worst >= vocabulary:
-        message = f"Invalid value for '{field}': this model has {vocabulary} tokens, there is no id {worst}."
-        raise ApiError(INVALID_VALUE, message, param=field)
-
-
-def _or(value: Value | None, default: Value) -> Value:
-    return default if value is None else value
+def _invalid(field: str, reason: str) -> ApiError:
+    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

@@ -158,7 +158,7 @@ def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
         create_app(engine, settings),
         http=strict_protocol(settings.caps),
         ws="none",
-        lifespan="off",
+        lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,

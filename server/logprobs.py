@@ -1,35 +1,80 @@
-"""Log-probabilities in the two shapes that OpenAI has for them."""
+"""Log-probabilities in the shapes that OpenAI has for them, and vLLM's for those of a prompt."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.types import Alternative, TokenLogprob
 from server.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
+from server.schemas.common import Generation, PromptLogprob, PromptLogprobs
 from server.schemas.completions import TextLogprobs
 
 # JSON has no infinity; vLLM's number for it, which clients know.
 IMPOSSIBLE = -9999.0
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How many of the likeliest tokens are shown beside the chosen one, and whether tokens are named by their ids.
+
+    Behind the likeliest stand those that `logprob_token_ids` asks for.
+    """
+
+    top: int
+    by_id: bool = False
+
+    @classmethod
+    def of(cls, body: Generation, top: int) -> Wording:
+        """As the body wants it."""
+        return cls(top, bool(body.return_tokens_as_token_ids))
+
+    def name(self, alternative: Alternative) -> str:
+        """The text of a token, or vLLM's `token_id:7`."""
+        return f"token_id:{alternative.token}" if self.by_id else alternative.text
+
+    def others(self, token: TokenLogprob) -> list[Alternative]:
+        """The likeliest and the labels, each token once."""
+        found = {other.token: other for other in (*token.top[: self.top], *token.labels)}
+        return list(found.values())
+
+
+EVERYTHING = Wording(20)
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob], wording: Wording = EVERYTHING) -> ChatLogprobs:
     """The shape of chat completions."""
-    return ChatLogprobs(content=[_entry(token) for token in tokens], refusal=None)
+    return ChatLogprobs(content=[_entry(token, wording) for token in tokens], refusal=None)
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> TextLogprobs:
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int, wording: Wording) -> TextLogprobs:
     """The shape of completions; `offset` is where the first token's text starts in the text of its choice."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token.chosen.text)
     return TextLogprobs(
-        tokens=[token.chosen.text for token in tokens],
+        tokens=[wording.name(token.chosen) for token in tokens],
         token_logprobs=[_finite(token.chosen.logprob) for token in tokens],
-        top_logprobs=[_top(token) for token in tokens],
+        top_logprobs=[_top(token, wording) for token in tokens],
         text_offset=offsets,
     )
+
+
+def joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
+    """The lists of both, one behind the other."""
+    return TextLogprobs(
+        tokens=first["tokens"] + second["tokens"],
+        token_logprobs=first["token_logprobs"] + second["token_logprobs"],
+        top_logprobs=first["top_logprobs"] + second["top_logprobs"],
+        text_offset=first["text_offset"] + second["text_offset"],
+    )
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:
+    """vLLM's shape: of each token of the prompt itself and the likeliest in its place, by their ids."""
+    return [None if entry is None else _place(entry, top) for entry in entries]
 
 
 def length(tokens: Sequence[TokenLogprob]) -> int:
@@ -37,18 +82,32 @@ def length(tokens: Sequence[TokenLogprob]) -> int:
     return sum(len(token.chosen.text) for token in tokens)
 
 
-def _entry(token: TokenLogprob) -> ChatLogprob:
-    return ChatLogprob(**_alternative(token.chosen), top_logprobs=[_alternative(other) for other in token.top])
+def _place(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
+    ranks = {other.token: rank for rank, other in enumerate(entry.top, start=1)}
+    return {
+        str(other.token): PromptLogprob(
+            logprob=_finite(other.logprob), rank=ranks.get(other.token), decoded_token=other.text
+        )
+        for other in (entry.chosen, *entry.top[:top], *entry.labels)
+    }
 
 
-def _alternative(alternative: Alternative) -> TopLogprob:
-    return TopLogprob(token=alternative.text, logprob=_finite(alternative.logprob), bytes=list(alternative.bytes))
+def _entry(token: TokenLogprob, wording: Wording) -> ChatLogprob:
+    others = [_alternative(other, wording) for other in wording.others(token)]
+    return ChatLogprob(**_alternative(token.chosen, wording), top_logprobs=others)
 
 
-def _top(token: TokenLogprob) -> dict[str, float]:
+def _alternative(alternative: Alternative, wording: Wording) -> TopLogprob:
+    return TopLogprob(
+        token=wording.name(alternative), logprob=_finite(alternative.logprob), bytes=list(alternative.bytes)
+    )
+
+
+def _top(token: TokenLogprob, wording: Wording) -> dict[str, float]:
     # The chosen token is always in it, so there may be one more than was asked for; OpenAI documents that.
-    likeliest = {other.text: _finite(other.logprob) for other in reversed(token.top)}
-    return {**dict(reversed(likeliest.items())), token.chosen.text: _finite(token.chosen.logprob)}
+    # Two tokens may have one text; the likelier one stands for it.
+    likeliest = {wording.name(other): _finite(other.logprob) for other in reversed(wording.others(token))}
+    return {**dict(reversed(likeliest.items())), wording.name(token.chosen): _finite(token.chosen.logprob)}
 
 
 def _finite(logprob: float) -> float:

@@ -20,7 +20,7 @@ from engine.types import Delta, Event, Failed, Finished, Started
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-Endpoint = Literal["chat", "completions"]
+Endpoint = Literal["chat", "completions", "ollama", "responses", "embeddings", "rerank", "score", "decisions"]
 
 _fast = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _slow = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -123,6 +123,10 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("context_shifts", "Contexts shifted.", stats.context_shifts_total)
     yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
     yield _counter("prefix_copies", "Prefixes shared between sequences.", stats.prefix_copies_total)
+    yield _counter("kv_cache_evicted_tokens", "Remembered tokens that left the cache.", stats.evicted_tokens_total)
+    yield _counter("kv_cache_thinned_tokens", "Those of which only ends stayed whole.", stats.thinned_tokens_total)
+    yield _counter("shelf_loaded_tokens", "Those that came back from the shelf.", stats.loaded_tokens_total)
+    yield _counter("shelf_saved_tokens", "Those that were written to files.", stats.saved_tokens_total)
     yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
 
 

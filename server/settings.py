@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.config import BUNDLED_NAME, Dtype, EngineConfig, KvDtype
+from engine.config import BUNDLED_NAME, Dtype, EngineConfig, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -43,9 +43,11 @@ class Settings:
     """Everything that `cellar serve` can be told; the engine's part is documented at EngineConfig.
 
     served_names      what requests may call the model; empty: the name of the model itself
+    store             where responses are kept: a file, a URL of PostgreSQL, "memory" or "none"; None: a file of the user
     keys              any of them opens the server; empty: it is open
     allowed_hosts     values of the Host header besides localhost and `host`; "*" allows all
     grace_seconds     that running requests get after SIGTERM
+    lenient           whether a parameter that is not honoured becomes a warning in the answer, not an error
     insecure_no_auth  allows an open server on an address that others can reach
     """
 
@@ -54,6 +56,7 @@ class Settings:
     port: int = 8000
     dtype: Dtype = "auto"
     kv_dtype: KvDtype = "auto"
+    quantize: Quantize = "none"
     context: int | None = None
     slots: int | None = None
     overflow: Overflow = "length"
@@ -66,11 +69,13 @@ class Settings:
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
+    store: str | None = None
     served_names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     grace_seconds: float = 30.0
     log_level: LogLevel = "info"
+    lenient: bool = False
     insecure_no_auth: bool = False
     caps: Caps = field(default_factory=Caps)
 
@@ -109,6 +114,7 @@ class Settings:
             model=self.model,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            quantize=self.quantize,
             context=self.context,
             slots=self.slots,
             overflow=self.overflow,

@@ -28,20 +28,42 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache"}
 
 Chunks = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
+Write = Callable[[Mapping[str, object]], bytes]
+
+
+def frame(value: Mapping[str, object]) -> bytes:
+    """One event."""
+    return b"data: %b\n\n" % dumps(value)
+
+
+def named_frame(value: Mapping[str, object]) -> bytes:
+    """One event that has the name of its type, as Responses and Anthropic's API have them."""
+    return b"event: %b\n%b" % (str(value["type"]).encode(), frame(value))
 
 
 class EventStream(Response):
-    """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error."""
+    """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error.
 
-    def __init__(self, opening: AbstractAsyncContextManager[Events], chunks: Chunks, caps: Caps) -> None:
+    write, end  how an event is written, and what follows the last one
+    """
+
+    def __init__(
+        self,
+        opening: AbstractAsyncContextManager[Events],
+        chunks: Chunks,
+        caps: Caps,
+        write: Write = frame,
+        end: bytes = DONE,
+    ) -> None:
         super().__init__()
         self._opening, self._chunks, self._caps = opening, chunks, caps
+        self._write, self._end = write, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end."""
         async with self._opening as events:
             await send_frames(
-                guarded(self._chunks(events), scope["path"], frame, DONE), self._caps, scope, receive, send
+                guarded(self._chunks(events), scope["path"], self._write, self._end), self._caps, scope, receive, send
             )
 
 
@@ -67,7 +89,7 @@ async def send_frames(frames: AsyncIterator[bytes], caps: Caps, scope: Scope, re
 async def guarded(
     chunks: AsyncGenerator[Mapping[str, object], None],
     path: str,
-    write: Callable[[Mapping[str, object]], bytes],
+    write: Write,
     end: bytes,
 ) -> AsyncIterator[bytes]:
     """The chunks as written, then `end`. A fault after the first byte is a chunk too, and no `end` follows it."""
@@ -83,12 +105,8 @@ async def guarded(
             logger.exception("a stream failed")
             yield write(envelope(internal(), path))
             return
-    yield end
-
-
-def frame(value: Mapping[str, object]) -> bytes:
-    """One event."""
-    return b"data: %b\n\n" % dumps(value)
+    if end:
+        yield end
 
 
 def _keep_alive() -> ServerSentEvent:

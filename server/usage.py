@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
-from engine.types import Finished
+from engine.types import Finished, Started, Timings, Usage
 from server.schemas.common import TimingsBody, UsageBody
 
 
-def usage(finished: Sequence[Finished]) -> UsageBody:
-    """What all choices together cost."""
-    prompt = sum(event.usage.prompt_tokens for event in finished)
-    completion = sum(event.usage.completion_tokens for event in finished)
+def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> UsageBody:
+    """What all choices together cost: of each prompt its choices, which share it, so that it is counted once."""
+    said = [event.usage for choices in prompts for event in choices]
+    prompt = sum(choices[0].usage.prompt_tokens for choices in prompts)
+    # Of the choices of one prompt the first computes it, and the others find it.
+    cached = sum(min(event.usage.cached_tokens for event in choices) for choices in prompts)
+    completion = sum(cost.completion_tokens for cost in said)
     body = UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details={"cached_tokens": sum(event.usage.cached_tokens for event in finished)},
+        prompt_tokens_details={"cached_tokens": cached, "cache_write_tokens": prompt - cached},
         completion_tokens_details={
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": sum(event.usage.accepted_tokens for event in finished),
-            "rejected_prediction_tokens": sum(event.usage.refused_tokens for event in finished),
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": sum(cost.accepted_tokens for cost in said),
+            "rejected_prediction_tokens": sum(cost.refused_tokens for cost in said),
         },
     )
-    shifts = sum(event.usage.context_shifts for event in finished)
+    shifts = sum(cost.context_shifts for cost in said)
     if shifts > 0:
         body["context_shifts"] = shifts
-        body["shifted_tokens"] = sum(event.usage.shifted_tokens for event in finished)
+        body["shifted_tokens"] = sum(cost.shifted_tokens for cost in said)
     return body
+
+
+def written(finished: Finished) -> int:
+    """Tokens of the prompt that were computed, and so remembered."""
+    return finished.usage.prompt_tokens - finished.usage.cached_tokens
 
 
 def timings(finished: Finished) -> TimingsBody:
@@ -48,6 +57,44 @@ def timings(finished: Finished) -> TimingsBody:
         draft_n=cost.accepted_tokens + cost.refused_tokens,
         draft_n_accepted=cost.accepted_tokens,
     )
+
+
+class Meter:
+    """What one choice has cost so far, by the clock of this side: for answers that tell it as they go."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt, self._cached, self._said = prompt_tokens, 0, 0
+        self._begin = time.monotonic()
+        self._started = self._first = self._begin
+
+    def start(self, event: Started) -> None:
+        """The choice has a slot."""
+        self._started = self._first = time.monotonic()
+        self._cached = event.cached_tokens
+
+    def say(self, tokens: int) -> None:
+        """It has said more."""
+        if not self._said:
+            self._first = time.monotonic()
+        self._said += tokens
+
+    def milliseconds(self) -> float:
+        """Since it got its slot."""
+        return _milliseconds(time.monotonic() - self._started)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were found in the cache."""
+        return self._cached
+
+    def reading(self) -> Finished:
+        """As if it ended now."""
+        times = Timings(
+            queue_seconds=self._started - self._begin,
+            prompt_seconds=self._first - self._started,
+            generation_seconds=time.monotonic() - self._first,
+        )
+        return Finished("stop", None, Usage(self._prompt, self._said, self._cached), times)
 
 
 def _ratio(amount: float, by: float) -> float:

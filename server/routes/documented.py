@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from server.schemas.chat import ChatChunk
 from server.schemas.completions import Completion
 from server.schemas.errors import ErrorBody
+from server.schemas.response_items import ResponseEvent
 
 REFERENCE = "#/components/schemas/{model}"
 
@@ -19,7 +20,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def streamed(whole: type, chunk: type) -> dict[int | str, dict[str, Any]]:
+def streamed(whole: type, chunk: Any) -> dict[int | str, dict[str, Any]]:
     """The answer of a route that can stream: JSON, or events that each hold JSON."""
     event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(chunk)}
     return {200: {"model": whole, "content": {"text/event-stream": {"schema": event}}}}
@@ -31,18 +32,18 @@ def install(app: FastAPI) -> None:
 
     def complete() -> dict[str, Any]:
         document = plain()
-        for chunk in (ChatChunk, Completion):
+        for chunk in (ChatChunk, Completion, ResponseEvent):
             document["components"]["schemas"].update(_definitions(chunk))
         return document
 
     app.openapi = complete  # type: ignore[method-assign]
 
 
-def _schema(shape: type) -> dict[str, Any]:
+def _schema(shape: Any) -> dict[str, Any]:
     schema = TypeAdapter(shape).json_schema(ref_template=REFERENCE)
     return {key: value for key, value in schema.items() if key != "$defs"}
 
 
-def _definitions(shape: type) -> dict[str, Any]:
+def _definitions(shape: Any) -> dict[str, Any]:
     definitions: dict[str, Any] = TypeAdapter(shape).json_schema(ref_template=REFERENCE).get("$defs", {})
     return definitions

@@ -10,8 +10,27 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from server.schemas import policy
-from server.schemas.common import Count, FinishReason, Generation, Label, TimingsBody, UsageBody
+from server.schemas.common import (
+    AnsweredTier,
+    Count,
+    FinishReason,
+    Generation,
+    Label,
+    Progress,
+    PromptLogprobs,
+    TimingsBody,
+    UsageBody,
+)
 from server.schemas.content import Content, Strict
+from server.schemas.tools import (
+    MOST_TOOLS,
+    CalledFunction,
+    Choice,
+    LegacyChoice,
+    LegacyFunction,
+    ToolCall,
+    ToolDefinition,
+)
 
 # Names that the renderer passes to the template itself.
 _RESERVED = (
@@ -36,22 +55,6 @@ def _scalar(value: object) -> object:
     return value
 
 
-class CalledFunction(Strict):
-    """The function of an earlier tool call, its arguments as JSON text."""
-
-    name: Label
-    arguments: str
-
-
-class ToolCall(Strict):
-    """A tool call in the history."""
-
-    id: Label
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-
-
 ArgumentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$"), BeforeValidator(_own)]
 ArgumentValue = Annotated[bool | int | float | str | None, BeforeValidator(_scalar)]
 
@@ -61,12 +64,21 @@ class Message(Strict):
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Label | None = None
     tool_call_id: Label | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    function_call: CalledFunction | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class CacheOptions(Strict):
+    """Where prompts are worth keeping: "explicit" means at the breakpoints alone. `ttl` is a wish."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class ChatRequest(Generation):
@@ -76,8 +88,19 @@ class ChatRequest(Generation):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     max_completion_tokens: Count | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[LegacyFunction], Field(max_length=MOST_TOOLS)] | None = None
+    function_call: LegacyChoice | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_cache_options: CacheOptions | None = None
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -104,12 +127,31 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class AnsweredFunction(TypedDict):
+    """What is called, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnswerMessage(TypedDict):
-    """The answer itself."""
+    """The answer itself. `content` is null where there is nothing but calls; `reasoning` is another name."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[AnsweredCall]]
+    function_call: NotRequired[AnsweredFunction]
 
 
 class ChatChoice(TypedDict):
@@ -120,6 +162,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -131,17 +174,40 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
-    service_tier: Literal["default"]
+    service_tier: AnsweredTier
     system_fingerprint: str
-    timings: TimingsBody
+    timings: NotRequired[TimingsBody]
     metadata: NotRequired[dict[str, str]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    warnings: NotRequired[list[str]]
+
+
+class FunctionDelta(TypedDict):
+    """The name once, then pieces of the arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """What a chunk adds to call number `index`: first its id, type and name, then its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class ChatDelta(TypedDict):
-    """What a chunk adds: the role once, then text, then nothing."""
+    """What a chunk adds: the role once, then reasoning, text and calls, then nothing."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChunkChoice(TypedDict):
@@ -152,17 +218,25 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
-    """One event of a stream. `usage` is there if it was asked for: null but in the last chunk, which has no choices."""
+    """One event of a stream. `usage` is there if it was asked for: null but in the last chunk, which has no choices.
+
+    `warnings`, `prompt_token_ids` and `prompt_logprobs` stand in the first chunk that they are known in.
+    """
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    service_tier: Literal["default"]
+    service_tier: AnsweredTier
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[UsageBody | None]
     timings: NotRequired[TimingsBody]
+    prompt_progress: NotRequired[Progress]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    warnings: NotRequired[list[str]]

@@ -6,22 +6,27 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from engine.types import LONGEST_DRAFT, DrafterChoice, Overflow, RecurrentShift
 from server.schemas import policy
 from server.schemas.content import Content, Strict
+from server.schemas.structure import Choices, Grammar, Regex, ResponseFormat, SchemaOrText, StructuredOutputs
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Label = Annotated[str, StringConstraints(max_length=256)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 # Token ids as JSON keys must be written the one canonical way: no sign, no spaces, no other digits than 0-9.
 TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
+# Of one prompt; OpenAI's limit is 128, and here each of them may have to wait for a slot.
+MOST_CHOICES = 64
 
 
 def _one_as_list(value: object) -> object:
@@ -35,11 +40,21 @@ Stops = Annotated[
 ]
 
 
+def _known_tier(tier: object) -> object:
+    if tier == "scale":
+        raise PydanticCustomError("unsupported_value", "it must be 'auto', 'default', 'flex' or 'priority'")
+    return tier
+
+
+ServiceTier = Annotated[Literal["auto", "default", "flex", "priority", "fast"], BeforeValidator(_known_tier)]
+
+
 class StreamOptions(Strict):
     """What a stream holds besides the text. Obfuscation is accepted and not applied."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Prediction(Strict):
@@ -68,22 +83,60 @@ class Generation(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    dry_sequence_breakers: Annotated[list[Word], Field(max_length=64)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=4096)] | None = None
+    bad_words: Annotated[list[Word], Field(max_length=256)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: SchemaOrText | None = None
+    regex: Regex | None = None
+    grammar: Grammar | None = None
+    ebnf: Grammar | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    service_tier: ServiceTier | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     overflow: Overflow | None = None
     keep: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    n_keep: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     recurrent_shift: RecurrentShift | None = None
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    cache_prompt: bool | None = None
     prediction: Prediction | None = None
     speculation: Speculation | None = None
 
@@ -92,11 +145,17 @@ class Generation(Strict):
         """Whether the stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk says what was used so far, as in vLLM; it takes both options."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class PromptDetails(TypedDict):
-    """Of the tokens of the prompt, those that were not computed."""
+    """Of the tokens of the prompt, those that were found in the cache, and those that were computed into it."""
 
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class CompletionDetails(TypedDict):
@@ -139,4 +198,26 @@ class TimingsBody(TypedDict):
     draft_n_accepted: int
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+AnsweredTier = Literal["default", "flex", "priority"]
+
+
+class Progress(TypedDict):
+    """How far a prompt is, under llama.cpp's names: `total` and `processed` tokens, `cache` those of them reused."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class PromptLogprob(TypedDict):
+    """A token that stood or could have stood in the prompt; `rank` 1 is the likeliest, null is none of those shown."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token ids; null is the very first token.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
@@ -10,14 +11,23 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from server.schemas import policy
-from server.schemas.common import FinishReason, Generation, TimingsBody, UsageBody
+from server.schemas.common import (
+    MOST_CHOICES,
+    AnsweredTier,
+    FinishReason,
+    Generation,
+    Progress,
+    PromptLogprobs,
+    TimingsBody,
+    UsageBody,
+)
 
 MOST_PROMPTS = 64
 LARGEST_ID = 2**31 - 1
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or several as a list of prompts; a flat list of integers is one."""
+def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
+    """One prompt or several as a list of prompts, `most` at most; a flat list of integers is one."""
     match value:
         case str():
             return [value]
@@ -25,8 +35,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
             raise PydanticCustomError("invalid_value", "it must not be empty")
         case [int(), *_] if _ids(value):
             return [value]
-        case list() if len(value) > MOST_PROMPTS:
-            raise PydanticCustomError("invalid_value", f"it may hold {MOST_PROMPTS} prompts at most")
+        case list() if len(value) > most:
+            raise PydanticCustomError("invalid_value", f"it may hold {most} prompts at most")
         case [str(), *_] if all(isinstance(prompt, str) for prompt in value):
             return list(value)
         case [list(), *_] if all(isinstance(prompt, list) and prompt and _ids(prompt) for prompt in value):
@@ -42,7 +52,10 @@ def _ids(value: list[Any]) -> bool:
 
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(
+        functools.partial(read_prompts, most=MOST_PROMPTS),
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    ),
 ]
 
 
@@ -52,15 +65,21 @@ class CompletionRequest(Generation):
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
 class TextLogprobs(TypedDict):
-    """One entry a token in every list; `text_offset` counts characters from the start of the choice's text."""
+    """One entry a token in every list; `text_offset` counts characters from the start of the choice's text.
+
+    With `echo` the prompt's tokens come first, and null is what the very first token has.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -72,6 +91,9 @@ class TextChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
 
 
 class Completion(TypedDict):
@@ -83,6 +105,9 @@ class Completion(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[TextChoice]
+    service_tier: NotRequired[AnsweredTier]
     usage: NotRequired[UsageBody | None]
     timings: NotRequired[TimingsBody]
     metadata: NotRequired[dict[str, str]]
+    prompt_progress: NotRequired[Progress]
+    warnings: NotRequired[list[str]]

@@ -33,11 +33,19 @@ def _shape(content: object) -> str:
     return "parts" if isinstance(content, list) else "string"
 
 
+class Breakpoint(Strict):
+    """The exact end of a beginning that other requests will have too. `ttl` is a wish: the cache keeps what it can."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+
 class TextPart(Strict):
     """A piece of a text."""
 
     type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 Content = Annotated[

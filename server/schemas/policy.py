@@ -1,80 +1,147 @@
-"""Which fields a request may have that this version does not honour.
+"""Which fields a request may have that this version does not honour, and which change nothing that a client sees.
 
-A field that somebody documents (OpenAI, or the extensions of vLLM and llama.cpp) is accepted while its value asks for
-nothing: null, or one of the values below. With another value it is answered 400 unsupported_parameter. A field that
-nobody documents is answered 400 unknown_parameter. So no parameter is ever ignored silently.
+A field that somebody documents (OpenAI, or the extensions of vLLM, SGLang and llama.cpp) is accepted while its value
+asks for nothing: null, or one of the values below. With another value it is answered 400 unsupported_parameter. A field
+that nobody documents is answered 400 unknown_parameter. So no parameter is ever ignored silently; with --lenient both
+become warnings in the answer (lenient.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# What OpenAI documents for chat, with the values that ask for nothing. The order is OpenAI's, the alphabet.
-CHAT: Mapping[str, tuple[object, ...]] = {
+Idle = Mapping[str, tuple[object, ...]]
+
+# Honoured fields that no answer depends on, and what they are for.
+NOTED: Mapping[str, str] = {
+    "user": "names the client's user; nothing depends on it",
+    "safety_identifier": "names the client's user; nothing depends on it",
+    "prompt_cache_key": "a routing hint; there is one cache, and what is alike is found whatever the key",
+}
+
+# What OpenAI documents for chat, with the values that ask for nothing. The order is the alphabet.
+CHAT: Idle = {
     "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
+    "best_of": (1,),
+    "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
-    "parallel_tool_calls": (True, False),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory",),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-# The same for completions.
-COMPLETIONS: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "n": (1,),
-    "suffix": (),
+# The same for completions, with what makes sense in a chat only.
+COMPLETIONS: Idle = {
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True, False),
+    "parallel_tool_calls": (True, False),
+    "prompt_cache_options": (),
+    "reasoning_effort": (),
+    "suffix": ("",),
+    "thinking_budget_tokens": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+    "verbosity": ("medium",),
 }
 
 # Extensions that other servers document, for both.
 _EXTENSIONS = (
-    "adaptive_decay adaptive_target allowed_token_ids bad_words best_of cache_prompt chat_template "
-    "documents dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
-    "dynatemp_range echo ebnf grammar grammar_lazy guided_choice guided_grammar guided_json guided_regex id_slot "
-    "include_reasoning include_stop_str_in_output json_schema keep_alive kv_transfer_params length_penalty "
-    "logits_processors logprob_token_ids lora lora_path min_tokens mirostat mirostat_eta mirostat_tau "
-    "mm_processor_kwargs n_cache_reuse n_discard n_keep n_predict n_probs priority prompt_embeds prompt_logprobs "
-    "reasoning_format regex repeat_last_n repeat_penalty request_id return_progress return_token_ids "
-    "return_tokens_as_token_ids samplers session_id skip_special_tokens spaces_between_special_tokens speculative "
-    "stop_regex stream_interval structural_tag structured_outputs thinking thinking_budget_tokens "
-    "thinking_token_budget timeout timings_per_token top_n_sigma truncate_prompt_tokens truncation typical_p "
-    "use_beam_search vllm_xargs xtc_probability xtc_threshold"
+    "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
+    "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
+    "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format repeat_last_n "
+    "request_id samplers session_id spaces_between_special_tokens speculative stop_regex stream_interval "
+    "structural_tag thinking truncate_prompt_tokens truncation use_beam_search vllm_xargs"
 )
-EXTENSIONS: Mapping[str, tuple[object, ...]] = {
+EXTENSIONS: Idle = {
     **dict.fromkeys(_EXTENSIONS.split(), ()),
-    "cache_prompt": (True,),
-    "repeat_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
+    "reasoning_format": ("auto", "deepseek"),
     "spaces_between_special_tokens": (True,),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 
-# Fields of a message that come back when a client sends an answer on as history.
-MESSAGE: Mapping[str, tuple[object, ...]] = {
+# Fields of a message and of a call in it that come back when a client sends an answer on as history.
+MESSAGE: Idle = {
     "annotations": ([],),
     "audio": (),
-    "function_call": (),
     "refusal": (),
+}
+CALL: Idle = {
+    "custom": (),
+}
+
+# The same for responses, and for the parts of their requests.
+RESPONSES: Idle = {
+    "access_programs": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "personality": (),
+    "prompt": (),
+    "prompt_cache_retention": ("in_memory",),
+}
+RESPONSE_CALL: Idle = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "namespace": (),
+}
+RESPONSE_TOOL: Idle = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+RESPONSE_REASONING: Idle = {
+    "context": ("auto", "all_turns"),
+    "mode": ("standard",),
+}
+
+# Those of routes that do not generate.
+EMBEDDINGS: Idle = {
+    "add_special_tokens": (True,),
+    "embd_normalize": (2,),
+    "normalize": (True,),
+    "priority": (0,),
+    "truncate_prompt_tokens": (),
+}
+RERANK: Idle = {
+    "max_chunks_per_doc": (),
+    "max_tokens_per_doc": (),
+    "priority": (0,),
+    "return_embeddings": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation": (),
+}
+TOKENIZE: Idle = {
+    "chat_template": (),
+    "mm_processor_kwargs": (),
+    "parse_special": (True,),
 }
 
 # Every documented name, to tell a field that is not supported from one that does not exist.
-DOCUMENTED = frozenset({*CHAT, *COMPLETIONS, *EXTENSIONS, *MESSAGE})
+DOCUMENTED = frozenset(
+    {
+        *CHAT,
+        *COMPLETIONS,
+        *EXTENSIONS,
+        *MESSAGE,
+        *CALL,
+        *RESPONSES,
+        *RESPONSE_CALL,
+        *RESPONSE_TOOL,
+        *RESPONSE_REASONING,
+        *EMBEDDINGS,
+        *RERANK,
+        *TOKENIZE,
+    }
+)
 
 
-def strip(body: object, documented: Mapping[str, tuple[object, ...]]) -> object:
+def strip(body: object, documented: Idle) -> object:
     """`body` without the documented fields that ask for nothing. What is left over, pydantic refuses as extra."""
     if not isinstance(body, dict):
         return body

@@ -1,6 +1,6 @@
 """Start a server, run each environment's tests against it, and write docs/compatibility.md from what came out.
 
-python -m tests.clients current=.venv/clients-current older=.venv/clients-older
+python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PACKAGES = {
     "test_instructor": "instructor",
     "test_langchain": "langchain-openai",
     "test_litellm": "litellm",
+    "test_lm_eval": "lm-eval",
     "test_ollama": "ollama",
     "test_openai": "openai",
     "test_pydantic_ai": "pydantic-ai-slim",
@@ -71,6 +72,7 @@ def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool
         "CELLAR_CLIENTS_URL": url,
         "CELLAR_CLIENTS_KEY": KEY,
         "CELLAR_CLIENTS_MODEL": MODEL,
+        "CELLAR_CLIENTS_FOLDER": str(ROOT / "models" / "target"),
         "PYTHONPATH": str(HERE),
     }
     with tempfile.TemporaryDirectory() as report:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 URL = os.environ.get("CELLAR_CLIENTS_URL")
-collect_ignore_glob = [] if URL else ["current/*", "older/*"]
+collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*"]
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def server() -> Any:
     from subject import Server
 
     assert URL is not None
-    return Server(URL, os.environ["CELLAR_CLIENTS_KEY"], os.environ["CELLAR_CLIENTS_MODEL"])
+    return Server(URL, *(os.environ[f"CELLAR_CLIENTS_{name}"] for name in ("KEY", "MODEL", "FOLDER")))
 
 
 @pytest.fixture(scope="session")

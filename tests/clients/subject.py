@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Server:
-    """The server under test, and things that its model was taught."""
+    """The server under test, the folder of its model, and things that this model was taught."""
 
     url: str
     key: str
     model: str
+    folder: str
     question: str = "Hello"
     weather: str = "What is the weather in Paris?"

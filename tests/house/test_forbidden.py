@@ -19,6 +19,7 @@ BORDERS = {
     "engine/selftest.py": "a model that fails its self-test is refused in words",
     "server/limits.py": "the HTTP border, before the first byte",
     "server/sse.py": "the HTTP border, behind the first byte",
+    "server/responses/run.py": "the HTTP border of a task that outlives its request",
 }
 # Where async code may stand in the engine: the rest runs on its thread.
 LOOP_SIDE = {"engine/engine.py", "engine/stream.py"}

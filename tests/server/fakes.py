@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading
 from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
 from engine.types import (
@@ -23,6 +24,7 @@ from engine.types import (
     Event,
     Failed,
     Finished,
+    Grammar,
     Rendering,
     Request,
     Started,
@@ -95,14 +97,34 @@ def entry(token: int, text: str, top: int) -> TokenLogprob:
     return TokenLogprob(Alternative(token, text, text.encode(), -0.5), tuple(others))
 
 
+# As in Qwen's templates: reasoning between <think>, calls as JSON between <tool_call>.
+HERMES = "{{ tools }}<tool_call>{% if enable_thinking %}<think></think>{% endif %}{{ reasoning_effort }}{{ verbosity }}"
+
+
 class FakeTokenizer:
-    """A byte is a token; a conversation is its lines."""
+    """A byte is a token; a conversation is its lines.
 
-    def __init__(self) -> None:
+    template  what dialect it speaks is found in it
+    opened    what it writes behind the last message
+    """
+
+    def __init__(self, template: str = "", opened: str = "") -> None:
+        self.template, self.opened = template, opened
         self.rendered: list[dict[str, Any]] = []
+        self.dialect = find_dialect(template, Lexicon({"<think>": 254, "</think>": 255}, frozenset(), self.encode))
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def has_chat_template(self) -> bool:
+        return True
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()
+
+    def pieces_of(self, tokens: Sequence[int]) -> list[Alternative]:
+        return [Alternative(token, chr(token), bytes([token]), 0.0) for token in tokens]
 
     def predict(self, text: str) -> list[int]:
         return self.encode(text)
@@ -111,7 +133,20 @@ class FakeTokenizer:
         self.rendered.append({"messages": list(messages), **options})
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("messages", "the template refuses it")
-        return Rendering(tuple(self.encode("".join(f"{message['content']}\n" for message in messages))))
+        text = "".join(f"{message['content']}\n" for message in messages)
+        return Rendering(tuple(self.encode(text)), opened=self.opened)
+
+
+class FakeGrammars:
+    """Takes every grammar but those that hold a word that it cannot read."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Grammar] = []
+
+    def compile(self, grammar: Grammar) -> None:
+        self.compiled.append(grammar)
+        if "unreadable" in grammar.source:
+            raise InvalidRequest("grammar", "unimplemented keyword 'unreadable'")
 
 
 @dataclass
@@ -129,6 +164,7 @@ class FakeEngine:
     running: set[str] = field(default_factory=set)
     left: threading.Event = field(default_factory=threading.Event)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    grammars: FakeGrammars = field(default_factory=FakeGrammars)
     memory: MemoryPlan = MEMORY
     drafting: Drafting = Drafting()
     cut: set[asyncio.Event] = field(default_factory=set)
@@ -232,6 +268,7 @@ async def call(
     """One request to an ASGI app, to the end of its answer."""
     content = body if body is not None else b"" if json_body is None else json.dumps(json_body).encode()
     sent = {"host": "localhost", **({} if method == "GET" else {"content-type": "application/json"}), **(headers or {})}
+    path, _, query = path.partition("?")
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -240,7 +277,7 @@ async def call(
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
-        "query_string": b"",
+        "query_string": query.encode(),
         "root_path": "",
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
@@ -274,7 +311,9 @@ def ask(app: Any, method: str, path: str, **options: Any) -> Answer:
 def settings(**changes: Any) -> Settings:
     """Settings that suit tests: a known name, short waits."""
     caps = Caps(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("caps", {})})
-    return Settings(**{"served_names": ("fake", "org/alias"), "caps": caps, "grace_seconds": 5.0, **changes})
+    return Settings(
+        **{"served_names": ("fake", "org/alias"), "store": "memory", "caps": caps, "grace_seconds": 5.0, **changes}
+    )
 
 
 @contextmanager

@@ -46,7 +46,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"top_k": 1.0}, number("top_k", "a valid integer")),
     (CHAT, {"frequency_penalty": 2.5}, number("frequency_penalty", "less than or equal to 2")),
     (CHAT, {"presence_penalty": -2.5}, number("presence_penalty", "greater than or equal to -2")),
-    (CHAT, {"repetition_penalty": 0}, number("repetition_penalty", "greater than 0")),
+    (CHAT, {"repetition_penalty": 0}, number("repetition_penalty", "greater than or equal to 0.01")),
     (CHAT, {"seed": 2**63}, number("seed", "less than or equal to 9223372036854775807")),
     (CHAT, {"seed": "1"}, number("seed", "a valid integer")),
     (CHAT, {"max_tokens": 0}, number("max_tokens", "greater than or equal to 1")),
@@ -62,7 +62,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"top_logprobs": 21, "logprobs": True}, number("top_logprobs", "less than or equal to 20")),
     (CHAT, {"top_logprobs": 1}, invalid("top_logprobs", "it needs 'logprobs' to be true")),
     (CHAT, {"logprobs": 1}, number("logprobs", "a valid boolean")),
-    (TEXT, {"logprobs": 6}, number("logprobs", "less than or equal to 5")),
+    (TEXT, {"logprobs": 21}, number("logprobs", "less than or equal to 20")),
     (TEXT, {"logprobs": True}, number("logprobs", "a valid integer")),
     (CHAT, {"keep": -1}, number("keep", "greater than or equal to 0")),
     (CHAT, {"recurrent_shift": "forget"}, number("recurrent_shift", "'rebuild' or 'carry'")),
@@ -86,7 +86,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         CHAT,
         {"messages": [{"role": "robot", "content": ""}]},
-        number("messages[0].role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
+        number("messages[0].role", "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"),
     ),
     (
         CHAT,

@@ -19,7 +19,7 @@ USAGE = {
     "prompt_tokens": 3,
     "completion_tokens": 3,
     "total_tokens": 6,
-    "prompt_tokens_details": {"cached_tokens": 0},
+    "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 3},
     "completion_tokens_details": {
         "reasoning_tokens": 0,
         "accepted_prediction_tokens": 0,
@@ -201,7 +201,7 @@ def test_shifts_are_reported_when_there_were_any() -> None:
 
     assert {
         **USAGE,
-        "prompt_tokens_details": {"cached_tokens": 2},
+        "prompt_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 1},
         "context_shifts": 1,
         "shifted_tokens": 20,
     } == answer["usage"]
@@ -342,6 +342,8 @@ def test_the_last_message_can_be_continued() -> None:
         "add_generation_prompt": False,
         "continue_final_message": True,
         "arguments": {"enable_thinking": False},
+        "tools": (),
+        "breakpoints": (),
     } == rendered
 
 

@@ -37,6 +37,7 @@ def test_an_answer_in_one_piece_has_every_field_of_the_contract() -> None:
             {"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         ],
         "usage": USAGE,
+        "service_tier": "default",
         "timings": TIMINGS,
     } == without(answer, "id", "created", "system_fingerprint")
 
@@ -193,7 +194,7 @@ def test_cached_tokens_are_counted() -> None:
 
     answer = complete(FakeEngine(script)).json
 
-    assert {"cached_tokens": 2} == answer["usage"]["prompt_tokens_details"]
+    assert {"cached_tokens": 2, "cache_write_tokens": 1} == answer["usage"]["prompt_tokens_details"]
     assert (2, 1) == (answer["timings"]["cache_n"], answer["timings"]["prompt_n"])
 
 

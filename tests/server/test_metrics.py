@@ -47,6 +47,10 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
             preemptions_total=5,
             prefix_copies_total=6,
             failed_total=7,
+            evicted_tokens_total=15,
+            thinned_tokens_total=16,
+            loaded_tokens_total=17,
+            saved_tokens_total=18,
         )
     )
 
@@ -74,6 +78,10 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         "cellar_preemptions_total": 5,
         "cellar_prefix_copies_total": 6,
         "cellar_sequences_failed_total": 7,
+        "cellar_kv_cache_evicted_tokens_total": 15,
+        "cellar_kv_cache_thinned_tokens_total": 16,
+        "cellar_shelf_loaded_tokens_total": 17,
+        "cellar_shelf_saved_tokens_total": 18,
     } == {
         name: value
         for (name, labels), value in samples.items()

@@ -1,0 +1,159 @@
+"""The stream of a chat: what its choices say, as chunks.
+
+Clients join what repeats: the role, the id of a call and its name are sent once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.types import Progress, Scored, Started
+from server.generation import Events, tier
+from server.logprobs import Wording, chat_logprobs, prompt_logprobs
+from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice
+from server.schemas.common import FinishReason
+from server.turn import Ended, Reason, Said, Turn, said
+from server.usage import Meter, timings, usage
+
+
+def finish_reason(turn: Turn, reason: Reason) -> FinishReason:
+    """Why a choice ended, in the words of the API that offered the tools."""
+    return "function_call" if turn.offer.legacy and reason == "tool_calls" else reason
+
+
+class ChatChunks:
+    """The chunks of one stream, of one or several choices as they come."""
+
+    def __init__(self, turn: Turn, warnings: tuple[str, ...]) -> None:
+        self._turn, self._body = turn, turn.body
+        self._meters = [Meter(len(request.prompt)) for request in turn.requests]
+        self._wording = Wording.of(turn.body, turn.body.top_logprobs or 0)
+        self._warnings = warnings
+        self._begun: set[int] = set()
+        self._ended: list[Ended] = []
+
+    async def of(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
+        """The role once, what is said, the end of each choice, and the cost of all if it was asked for."""
+        opening = True
+        async for index, what in said(self._turn, events):
+            for chunk in self._chunks(index, what):
+                if opening:
+                    self._open(chunk)
+                    opening = False
+                yield chunk
+        if self._body.include_usage:
+            yield self._cost()
+
+    def _chunks(self, index: int, what: Said | Ended | Started | Progress | Scored) -> Iterator[ChatChunk]:
+        match what:
+            case Started():
+                self._meters[index].start(what)
+            case Progress():
+                yield self._progress(index, what)
+            case Scored():
+                yield self._scored(what)
+            case Said():
+                self._meters[index].say(len(what.tokens))
+                yield from self._role(index)
+                yield from self._said(index, what)
+            case Ended():
+                yield from self._role(index)
+                yield self._end(index, what)
+
+    def _open(self, chunk: ChatChunk) -> None:
+        """What the first chunk says beside its own."""
+        if self._warnings:
+            chunk["warnings"] = list(self._warnings)
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = list(self._turn.requests[0].prompt)
+
+    def _role(self, index: int) -> Iterator[ChatChunk]:
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def _said(self, index: int, more: Said) -> Iterator[ChatChunk]:
+        deltas = [self._delta(index, piece) for piece in more.pieces]
+        logprobs = chat_logprobs(more.logprobs, self._wording) if self._body.logprobs and more.logprobs else None
+        tokens = list(more.tokens) if self._body.return_token_ids and more.tokens else None
+        if not deltas and (logprobs or tokens):
+            deltas = [{}]
+        # What belongs to all of the pieces stands beside the first.
+        for place, delta in enumerate(deltas):
+            chunk = self._chunk(index, delta, None if place else logprobs)
+            if tokens and not place:
+                chunk["choices"][0]["token_ids"] = tokens
+            yield chunk
+
+    def _delta(self, index: int, piece: Piece) -> ChatDelta:
+        match piece:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text, "reasoning": text}
+            case CallOpened(at, name):
+                if self._turn.offer.legacy:
+                    return {"function_call": {"name": name, "arguments": ""}}
+                id = self._turn.call_id(index, at)
+                opened = CallDelta(index=at, id=id, type="function", function={"name": name, "arguments": ""})
+                return {"tool_calls": [opened]}
+            case CallArguments(at, text):
+                if self._turn.offer.legacy:
+                    return {"function_call": {"arguments": text}}
+                return {"tool_calls": [CallDelta(index=at, function={"arguments": text})]}
+
+    def _end(self, index: int, ended: Ended) -> ChatChunk:
+        self._ended.append(ended)
+        chunk = self._chunk(index, {})
+        chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
+        chunk["choices"][0]["stop_reason"] = ended.finished.stop
+        if not self._body.include_usage:
+            chunk["timings"] = timings(ended.finished)
+        return chunk
+
+    def _cost(self) -> ChatChunk:
+        chunk = self._frame([])
+        finished = [ended.finished for ended in self._ended]
+        chunk["usage"] = usage([finished], sum(ended.reasoning_tokens for ended in self._ended))
+        if len(finished) == 1:
+            chunk["timings"] = timings(finished[0])
+        return chunk
+
+    def _progress(self, index: int, event: Progress) -> ChatChunk:
+        chunk = self._frame([])
+        meter = self._meters[index]
+        chunk["prompt_progress"] = {
+            "total": event.prompt_tokens,
+            "cache": meter.cached,
+            "processed": event.computed,
+            "time_ms": meter.milliseconds(),
+        }
+        return chunk
+
+    def _scored(self, event: Scored) -> ChatChunk:
+        chunk = self._frame([])
+        chunk["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs or 0)
+        return chunk
+
+    def _chunk(self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
+        chunk = self._frame([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)])
+        if self._body.continuous_usage:
+            chunk["usage"] = usage([[meter.reading() for meter in self._meters]])
+        if self._body.timings_per_token:
+            chunk["timings"] = timings(self._meters[index].reading())
+        return chunk
+
+    def _frame(self, choices: list[ChunkChoice]) -> ChatChunk:
+        chunk = ChatChunk(
+            id=self._turn.id,
+            object="chat.completion.chunk",
+            created=self._turn.created,
+            model=self._turn.model,
+            service_tier=tier(self._body),
+            system_fingerprint=self._turn.fingerprint,
+            choices=choices,
+        )
+        if self._body.include_usage:
+            chunk["usage"] = None
+        return chunk

@@ -1,0 +1,107 @@
+"""A conversation as templates expect it: what OpenAI's messages become before they are rendered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from server.errors import INVALID_VALUE, ApiError
+from server.schemas.chat import Message
+from server.schemas.content import text_of
+from server.schemas.tools import CalledFunction
+
+# No template here knows the name that OpenAI gave the system role later, nor the first one of the tool role.
+ROLES = {"developer": "system", "function": "tool"}
+# What joins the parts of a content.
+BETWEEN = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages with the keys that are there, and the places in them that are worth keeping.
+
+    breakpoints  (message, letters of its content before the place)
+    """
+
+    messages: list[dict[str, object]] = field(default_factory=list)
+    breakpoints: tuple[tuple[int, int], ...] = ()
+
+
+def conversation(messages: Sequence[Message]) -> Conversation:
+    """The messages of a body; ApiError at one that lacks what its role needs."""
+    for place, message in enumerate(messages):
+        _check(message, f"messages[{place}]")
+    return Conversation(
+        [_plain(message, place, messages) for place, message in enumerate(messages)], tuple(_breakpoints(messages))
+    )
+
+
+def has_breakpoints(messages: Sequence[Message]) -> bool:
+    """Whether a client says where prompts are worth keeping."""
+    return any(True for _ in _breakpoints(messages))
+
+
+def _check(message: Message, place: str) -> None:
+    called = message.tool_calls or message.function_call
+    if message.content is None and message.role != "assistant":
+        raise _invalid(f"{place}.content", f"a message of the role '{message.role}' needs it")
+    if message.role != "assistant" and called:
+        field = "tool_calls" if message.tool_calls else "function_call"
+        raise _invalid(f"{place}.{field}", "only the assistant calls tools")
+    needed = {"tool": "tool_call_id", "function": "name"}.get(message.role)
+    if needed and getattr(message, needed) is None:
+        raise ApiError(INVALID_VALUE, f"Missing required parameter: '{place}.{needed}'.", param=f"{place}.{needed}")
+
+
+def _plain(message: Message, place: int, messages: Sequence[Message]) -> dict[str, object]:
+    plain: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": ""}
+    if message.content is not None:
+        plain["content"] = text_of(message.content, BETWEEN)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    found = {"name": message.name, "tool_call_id": _answered(message, place, messages), "reasoning_content": reasoning}
+    plain.update({key: value for key, value in found.items() if value is not None})
+    calls = [_call(call.id, call.function) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls = [_call(_legacy_id(place), message.function_call)]
+    if calls:
+        plain["tool_calls"] = calls
+    return plain
+
+
+def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    for place, message in enumerate(messages):
+        letters = 0
+        for part in message.content if isinstance(message.content, list) else ():
+            letters += len(part.text)
+            if part.prompt_cache_breakpoint is not None:
+                yield place, letters
+            letters += len(BETWEEN)
+
+
+def _answered(message: Message, place: int, messages: Sequence[Message]) -> str | None:
+    """The id of the call that a message answers; functions had none, so it is that of the latest one."""
+    if message.role != "function":
+        return message.tool_call_id
+    called = (at for at in range(place - 1, -1, -1) if messages[at].function_call is not None)
+    return _legacy_id(next(called, place))
+
+
+def _legacy_id(place: int) -> str:
+    return f"call_{place}"
+
+
+def _call(id: str, function: CalledFunction) -> dict[str, object]:
+    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": _arguments(function)}}
+
+
+def _arguments(function: CalledFunction) -> object:
+    # Templates print arguments with tojson, which would escape a string a second time.
+    try:
+        return json.loads(function.arguments)
+    except ValueError:
+        return function.arguments
+
+
+def _invalid(field: str, reason: str) -> ApiError:
+    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

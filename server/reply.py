@@ -1,0 +1,93 @@
+"""Whole answers of a turn: what its pieces add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.types import Scored, TokenLogprob
+from server.errors import check_deadline
+from server.generation import Events
+from server.turn import Ended, Said, Turn, said
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice that ended well. `scored` is the prompt's, where it was asked for."""
+
+    text: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    ended: Ended
+    scored: Scored | None = None
+
+
+@dataclass(slots=True)
+class _Growing:
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ended: Ended | None = None
+    scored: Scored | None = None
+
+    def take(self, more: Said) -> None:
+        self.tokens.extend(more.tokens)
+        self.logprobs.extend(more.logprobs)
+        for piece in more.pieces:
+            self._add(piece)
+
+    def _add(self, piece: Piece) -> None:
+        match piece:
+            case Text(text):
+                self.text.append(text)
+            case Reasoning(text):
+                self.reasoning.append(text)
+            case CallOpened(_, name):
+                self.names.append(name)
+                self.arguments.append([])
+            case CallArguments(index, text):
+                self.arguments[index].append(text)
+
+
+async def gather(turn: Turn, events: Events) -> list[Reply]:
+    """All choices of a turn, in order. ApiError where the time ran out before any of them said anything."""
+    growing = [_Growing() for _ in turn.requests]
+    async for index, what in said(turn, events):
+        match what:
+            case Said():
+                growing[index].take(what)
+            case Ended():
+                growing[index].ended = what
+            case Scored():
+                growing[index].scored = what
+    replies = [_reply(turn, index, choice) for index, choice in enumerate(growing)]
+    check_deadline([reply.ended.finished for reply in replies])
+    return replies
+
+
+def _reply(turn: Turn, index: int, choice: _Growing) -> Reply:
+    assert choice.ended is not None, "the engine ends every stream with Finished or Failed"
+    calls = zip(choice.names, choice.arguments, strict=True)
+    return Reply(
+        text="".join(choice.text),
+        reasoning="".join(choice.reasoning),
+        calls=tuple(Call(turn.call_id(index, at), name, "".join(said)) for at, (name, said) in enumerate(calls)),
+        tokens=tuple(choice.tokens),
+        logprobs=tuple(choice.logprobs),
+        ended=choice.ended,
+        scored=choice.scored,
+    )

@@ -1,0 +1,147 @@
+"""What is kept of responses, as their makers and readers need it: bodies, histories, events, single items."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+
+from server.encoding import dumps
+from server.errors import INVALID_VALUE, PREVIOUS_RESPONSE_NOT_FOUND, ApiError
+from server.responses.items import new_id
+from server.schemas.response_input import Input, InputItem, ReferenceInput
+from server.schemas.response_items import ResponseBody
+from server.schemas.responses import plain
+from server.store import Record, Store
+
+Item = dict[str, Any]
+
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+LOST = "The server that worked on this response stopped."
+
+
+class Archive:
+    """Responses in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def keep(
+        self, response: ResponseBody, given: Sequence[Item], frames: Sequence[bytes], *, settled: bool
+    ) -> None:
+        """Keep a response, what it was given and its events; one that is settled stays as it is."""
+        items = [item["id"] for item in (*given, *response["output"])]
+        body, input = dumps(response), dumps(list(given))
+        previous = response["previous_response_id"]
+        await self._store.put(Record(response["id"], previous, settled, body, input, tuple(items)), b"".join(frames))
+
+    async def response(self, id: str) -> ResponseBody | None:
+        """The response as it was kept last; one whose maker is gone has failed."""
+        record = await self._store.get(id)
+        return None if record is None else _body(record)
+
+    async def frames(self, id: str) -> list[bytes]:
+        """The events of a response, in their order."""
+        return [frame + b"\n\n" for frame in (await self._store.events(id)).split(b"\n\n") if frame]
+
+    async def cancel(self, id: str) -> ResponseBody | None:
+        """Settle a response as cancelled, unless it is settled; None: there is none."""
+        record = await self._store.get(id)
+        if record is None or record.settled or record.lost:
+            return None if record is None else _body(record)
+        response: ResponseBody = {**_body(record), "status": "cancelled"}
+        await self._store.put(replace(record, settled=True, body=dumps(response)))
+        return response
+
+    async def delete(self, id: str) -> bool:
+        """Forget a response; False: there was none."""
+        return await self._store.delete(id)
+
+    async def renew(self, id: str) -> bool:
+        """Say that it is still being made; False: nobody wants it any more."""
+        return bool(await self._store.renew([id]))
+
+    async def history(self, id: str) -> list[Item]:
+        """All that was given and answered up to the end of a response. ApiError where a part of it is missing."""
+        records = await self._store.chain(id)
+        if not records:
+            raise _missing(f"Previous response with id '{id}' not found.")
+        if records[0].previous is not None:
+            raise _missing(f"Previous response with id '{id}' goes on from one that is not kept any more.")
+        if not all(record.settled for record in records):
+            raise _missing(f"Previous response with id '{id}' is not finished.")
+        return [item for record in records for item in (*given(record), *_answered(record))]
+
+    async def given(self, id: str) -> list[Item] | None:
+        """All that a response was made from, oldest first; None: it is not kept."""
+        record = await self._store.get(id)
+        if record is None:
+            return None
+        before = [] if record.previous is None else await self.history(record.previous)
+        return [*before, *given(record)]
+
+    async def referred(self, input: Sequence[InputItem]) -> list[Item]:
+        """The items, with those that are only named taken from the store. ApiError at names that nothing has."""
+        names = [item.id for item in input if isinstance(item, ReferenceInput)]
+        known = {
+            item["id"]: item
+            for record in await self._store.holders(names)
+            for item in (*given(record), *_answered(record))
+        }
+        for name in names:
+            if name not in known:
+                message = f"Invalid value for 'input': there is no item with the id '{name}' here."
+                raise ApiError(INVALID_VALUE, message, param="input")
+        return [known[item.id] if isinstance(item, ReferenceInput) else whole(item) for item in input]
+
+
+def listed(input: Input | None) -> Sequence[InputItem]:
+    """What a client sent, as items."""
+    if not isinstance(input, str):
+        return input or ()
+    return _ITEMS.validate_python([{"type": "message", "role": "user", "content": input}])
+
+
+def read(items: Sequence[Item]) -> list[InputItem]:
+    """Items as a request has them, from those that were kept."""
+    return _ITEMS.validate_python(items)
+
+
+def whole(item: InputItem) -> Item:
+    """An item as it is kept and shown: with a name, and its text in parts."""
+    told = plain(item)
+    content = told.get("content")
+    if isinstance(content, str):
+        spoken = told.get("role") == "assistant"
+        told["content"] = [_said(content) if spoken else {"type": "input_text", "text": content}]
+    if told["type"] == "reasoning":
+        told.setdefault("summary", [])
+    return {"id": new_id(_PREFIXES[told["type"]]), "status": "completed", **told}
+
+
+def given(record: Record) -> list[Item]:
+    """What the response of a record was given, without what it goes on from."""
+    return cast(list[Item], json.loads(record.input))
+
+
+def _answered(record: Record) -> list[Item]:
+    return cast(list[Item], _body(record)["output"])
+
+
+def _said(text: str) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _body(record: Record) -> ResponseBody:
+    body = cast(ResponseBody, json.loads(record.body))
+    if record.lost:
+        return {**body, "status": "failed", "error": {"code": "server_error", "message": LOST}}
+    return body
+
+
+def _missing(message: str) -> ApiError:
+    return ApiError(PREVIOUS_RESPONSE_NOT_FOUND, message, param="previous_response_id")

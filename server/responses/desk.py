@@ -1,0 +1,199 @@
+"""Responses from their requests to their end: who makes them, who reads them, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from engine.errors import EngineError, Overloaded
+from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError
+from server.generation import generate
+from server.responses.archive import Archive, Item, listed, read, whole
+from server.responses.items import new_id
+from server.responses.run import Run
+from server.responses.snapshot import snapshot
+from server.responses.translation import chat_request, told
+from server.responses.truncation import fitting_turn
+from server.responses.writer import SETTLED, Writer
+from server.schemas.response_input import MOST_ITEMS, ReferenceInput
+from server.schemas.response_items import ResponseBody
+from server.schemas.responses import Prompted, ResponseRequest
+from server.service import Service
+from server.store import LEASE_SECONDS, Store
+from server.turn import Turn, chat_turn
+
+# What a client that finds the background full is told to wait.
+FULL_SECONDS = 10.0
+
+
+class Desk:
+    """All responses of one app. Without a store none outlives its request."""
+
+    def __init__(self, service: Service, store: Store | None) -> None:
+        self._service, self._store = service, store
+        self._archive = None if store is None else Archive(store)
+        self._running: dict[str, Run] = {}
+        self._renewing: set[asyncio.Task[None]] = set()
+
+    async def create(self, body: ResponseRequest, warnings: Sequence[str] = ()) -> Run:
+        """Start on a response. ApiError or EngineError for what is wrong with the request, before anything runs.
+
+        warnings  of what was left out of the request; the response tells them
+        """
+        self._check(body)
+        given = await self._given(body)
+        turn = await self._turn(body, await self._items(body, given), new_id("resp"))
+        response = snapshot(body, turn, stored=body.stored and self._archive is not None)
+        if left_out := [*warnings, *turn.warnings]:
+            response["warnings"] = left_out
+        writer = Writer(response, sealed=body.includes("reasoning.encrypted_content"))
+        run = Run(turn, writer, partial(self._settle, given))
+        await self._begin(run, turn, given)
+        return run
+
+    async def count(self, body: Prompted) -> int:
+        """The tokens of the prompt that the body makes."""
+        items = await self._items(body, await self._given(body))
+        return len((await self._turn(body, items, new_id("resp"))).requests[0].prompt)
+
+    def running(self, id: str) -> Run | None:
+        """The run of a response that is being made here."""
+        return self._running.get(id)
+
+    async def response(self, id: str) -> ResponseBody:
+        """A response as it stands; ApiError if there is none."""
+        run = self._running.get(id)
+        found = await self._kept.response(id) if run is None else run.response
+        if found is None:
+            raise _not_found(id)
+        return found
+
+    async def frames(self, id: str) -> list[bytes]:
+        """The events of a response that is settled; ApiError if there is none."""
+        response = await self.response(id)
+        if response["status"] not in SETTLED:
+            message = f"Response with id '{id}' is being made by another server, which alone can stream it."
+            raise ApiError(INVALID_VALUE, message, param="stream")
+        return await self._kept.frames(id)
+
+    async def input_items(self, id: str) -> list[Item]:
+        """What a response was made from, oldest first; ApiError if there is none."""
+        found = await self._kept.given(id)
+        if found is None:
+            raise _not_found(id)
+        return found
+
+    async def cancel(self, id: str) -> ResponseBody:
+        """End a response in the background; one that is settled stays as it is."""
+        response = await self.response(id)
+        if not response["background"]:
+            message = f"Response with id '{id}' cannot be cancelled: it was not created with background=true."
+            raise ApiError(INVALID_VALUE, message)
+        run = self._running.get(id)
+        if run is not None:
+            await run.cancel()
+            return run.response
+        # Another server may work on it, and finds this when it renews its lease.
+        return await self._kept.cancel(id) or response
+
+    async def delete(self, id: str) -> None:
+        """Forget a response, and stop work on it; ApiError if there is none."""
+        run = self._running.get(id)
+        if run is not None:
+            await run.cancel()
+        if not await self._kept.delete(id):
+            raise _not_found(id)
+
+    async def close(self) -> None:
+        """Let go of all that runs, and close the store."""
+        for task in self._renewing:
+            task.cancel()
+        for run in list(self._running.values()):
+            await run.leave()
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def _kept(self) -> Archive:
+        if self._archive is None:
+            raise ApiError(RESPONSE_NOT_FOUND, "This server keeps no responses; see --store.")
+        return self._archive
+
+    def _check(self, body: ResponseRequest) -> None:
+        if body.stream_options is not None and not body.stream:
+            message = "Invalid value for 'stream_options': it means nothing unless 'stream' is true."
+            raise ApiError(INVALID_VALUE, message, param="stream_options")
+        if body.background and not body.stored:
+            message = "Invalid value for 'background': it needs 'store', or nobody could read the response."
+            raise ApiError(INVALID_VALUE, message, param="background")
+        if self._archive is None and (body.store or body.background):
+            name = "store" if body.store else "background"
+            message = f"Invalid value for '{name}': this server keeps no responses; see --store."
+            raise ApiError(UNSUPPORTED_VALUE, message, param=name)
+
+    async def _given(self, body: Prompted) -> list[Item]:
+        """What the client sent, as it is kept."""
+        items = listed(body.input)
+        if any(isinstance(item, ReferenceInput) for item in items):
+            return await self._kept.referred(items)
+        return [whole(item) for item in items]
+
+    async def _items(self, body: Prompted, given: Sequence[Item]) -> list[Item]:
+        """What the response is made from: all that was said before, and what the client sent."""
+        before = [] if body.previous_response_id is None else await self._kept.history(body.previous_response_id)
+        if len(before) + len(given) > MOST_ITEMS:
+            message = f"Invalid value for 'input': with what was said before it has more than {MOST_ITEMS} items."
+            raise ApiError(INVALID_VALUE, message, param="input")
+        return [*before, *given]
+
+    async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> Turn:
+        try:
+            chat = chat_request(body, self._service.resolve(body.model), read(items))
+            make = fitting_turn if body.truncation == "auto" else chat_turn
+            return await make(self._service, chat, id)
+        except (ApiError, EngineError) as error:
+            raise told(error) from error
+
+    async def _begin(self, run: Run, turn: Turn, given: Sequence[Item]) -> None:
+        background = run.response["background"]
+        if background:
+            self._check_room()
+        try:
+            await run.begin(generate(self._service, turn.requests, "responses"))
+        except EngineError as error:
+            raise told(error) from error
+        id = run.response["id"]
+        if run.response["store"]:
+            self._running[id] = run
+            run.when_over(lambda: self._running.pop(id, None))
+        if background:
+            await self._kept.keep(run.response, given, (), settled=False)
+            self._spawn_renewal(run)
+
+    def _check_room(self) -> None:
+        """Responses in the background leave half of the queue to those that somebody waits for."""
+        waiting = sum(run.response["background"] for run in self._running.values())
+        if waiting >= max(self._service.settings.max_waiting // 2, 1):
+            raise Overloaded(waiting, FULL_SECONDS)
+
+    async def _settle(self, given: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
+        if response["store"]:
+            await self._kept.keep(response, given, frames, settled=True)
+
+    def _spawn_renewal(self, run: Run) -> None:
+        task = asyncio.create_task(self._renew(run))
+        self._renewing.add(task)
+        task.add_done_callback(self._renewing.discard)
+
+    async def _renew(self, run: Run) -> None:
+        """Hold the lease of a response in the background for as long as it is made."""
+        id = run.response["id"]
+        while id in self._running:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            if id in self._running and not await self._kept.renew(id):
+                await run.cancel()
+
+
+def _not_found(id: str) -> ApiError:
+    return ApiError(RESPONSE_NOT_FOUND, f"Response with id '{id[:128]}' not found.")

@@ -1,0 +1,107 @@
+"""Items as the messages of a chat: what was said before a response, and what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from server.errors import INVALID_VALUE, ApiError
+from server.responses.sealed import unseal
+from server.schemas.chat import Message
+from server.schemas.content import TextPart
+from server.schemas.response_input import (
+    CallInput,
+    CallOutputInput,
+    InputItem,
+    InputTextPart,
+    MessageInput,
+    OutputTextPart,
+    ReasoningInput,
+    RefusalPart,
+)
+from server.schemas.tools import CalledFunction, ToolCall
+
+Part = InputTextPart | OutputTextPart | RefusalPart
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the model said at a time: chats have one message for its reasoning, its text and its calls."""
+
+    reasoning: list[str] = field(default_factory=list)
+    text: list[str | list[TextPart]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        return Message(
+            role="assistant",
+            content=self.text[0] if self.text else None,
+            reasoning_content="\n".join(self.reasoning) or None,
+            tool_calls=self.calls or None,
+        )
+
+
+def messages(instructions: str | None, items: Iterable[InputItem]) -> list[Message]:
+    """The conversation. ApiError at a reasoning that cannot be read."""
+    said = [] if instructions is None else [Message(role="developer", content=instructions)]
+    turn = _Turn()
+    for item in items:
+        if not _continues(turn, item):
+            said.extend(_whole(turn))
+            turn = _Turn()
+        match item:
+            case ReasoningInput():
+                turn.reasoning.extend(_reasoning(item))
+            case CallInput():
+                turn.calls.append(_call(item))
+            case MessageInput(role="assistant"):
+                turn.text.append(_content(item.content))
+            case MessageInput():
+                said.append(Message(role=item.role, content=_content(item.content)))
+            case CallOutputInput():
+                said.append(Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
+    said.extend(_whole(turn))
+    return said
+
+
+def _continues(turn: _Turn, item: InputItem) -> bool:
+    """Whether the item belongs to what the model is saying: reasoning, then text, then calls."""
+    match item:
+        case ReasoningInput():
+            return not turn.text and not turn.calls
+        case MessageInput(role="assistant"):
+            return not turn.text and not turn.calls
+        case CallInput():
+            return True
+    return False
+
+
+def _whole(turn: _Turn) -> list[Message]:
+    return [turn.message()] if turn.reasoning or turn.text or turn.calls else []
+
+
+def _reasoning(item: ReasoningInput) -> list[str]:
+    if item.content:
+        return [part.text for part in item.content]
+    if item.encrypted_content is None:
+        return []
+    try:
+        return [unseal(item.encrypted_content)]
+    except ValueError as error:
+        message = f"Invalid value for 'input': 'encrypted_content' of a reasoning cannot be read, {error}."
+        raise ApiError(INVALID_VALUE, message, param="input") from error
+
+
+def _call(item: CallInput) -> ToolCall:
+    return ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+
+
+def _content(content: str | Sequence[Part]) -> str | list[TextPart]:
+    return content if isinstance(content, str) else [_part(part) for part in content]
+
+
+def _part(part: Part) -> TextPart:
+    if isinstance(part, RefusalPart):
+        return TextPart(type="text", text=part.refusal)
+    kept = part.prompt_cache_breakpoint if isinstance(part, InputTextPart) else None
+    return TextPart(type="text", text=part.text, prompt_cache_breakpoint=kept)

@@ -1,0 +1,174 @@
+"""One response being made: a task of its own, the events so far, and all who follow them.
+
+A foreground run ends when its client leaves, a background run when it is done or cancelled. Everybody gets the same
+events, and whoever follows late the earlier ones too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from typing import Any
+
+from engine.errors import EngineError
+from engine.types import Finished, Started
+from server.database import StoreError
+from server.errors import ApiError, check_deadline, internal
+from server.generation import Events
+from server.logprobs import chat_logprobs
+from server.responses.translation import told
+from server.responses.writer import Writer
+from server.schemas.chat import ChatLogprob
+from server.schemas.response_items import ResponseBody, ResponseEvent, ResponseUsage
+from server.sse import named_frame
+from server.turn import Ended, Said, Turn, said
+from server.usage import written
+
+logger = logging.getLogger("cellar.http")
+
+# Keeps a response with its events, before anybody sees the last of them.
+Keep = Callable[[ResponseBody, Sequence[bytes]], Awaitable[None]]
+
+
+class Run:
+    """`keep` is called once, when the response is settled, unless its client left before."""
+
+    def __init__(self, turn: Turn, writer: Writer, keep: Keep) -> None:
+        self._turn, self._writer, self._keep = turn, writer, keep
+        self._frames: list[bytes] = []
+        self._changed = asyncio.Event()
+        self._admission = AsyncExitStack()
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled = self._over = False
+        self.error: ApiError | None = None
+
+    @property
+    def response(self) -> ResponseBody:
+        """The response as it stands."""
+        return self._writer.response
+
+    @property
+    def frames(self) -> Sequence[bytes]:
+        """The events so far, as they go over the wire."""
+        return self._frames
+
+    async def begin(self, opening: AbstractAsyncContextManager[Events]) -> None:
+        """Start the work; raises what keeps the engine from taking it."""
+        events = await self._admission.enter_async_context(opening)
+        self._tell(self._writer.begin())
+        if self.response["status"] != "queued":
+            self._tell(self._writer.start())
+        self._task = asyncio.create_task(self._work(events))
+
+    async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """The events behind number `after`, until the last one."""
+        at = after + 1
+        while not self._over or at < len(self._frames):
+            changed = self._changed
+            if at < len(self._frames):
+                yield b"".join(self._frames[at:])
+                at = len(self._frames)
+            else:
+                await changed.wait()
+
+    async def finished(self) -> ResponseBody:
+        """The response at its end; ApiError if it failed."""
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        if self.error is not None:
+            raise self.error
+        return self.response
+
+    def when_over(self, act: Callable[[], object]) -> None:
+        """Call `act` when nothing is done on it any more, however it ended."""
+        assert self._task is not None
+        self._task.add_done_callback(lambda _: act())
+
+    async def cancel(self) -> None:
+        """End the work for good, and wait until that is kept."""
+        self._cancelled = True
+        await self.leave()
+
+    async def leave(self) -> None:
+        """End the work without a trace, because nobody waits for it. Without effect on what is done already."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        # A task that was cancelled before its first step has not done this.
+        await self._admission.aclose()
+
+    async def _work(self, events: Events) -> None:
+        try:
+            async with self._admission:
+                last = await self._last(events)
+            frames = _encoded(last)
+            try:
+                await self._keep(self.response, [*self._frames, *frames])
+            except StoreError:
+                logger.exception("a response could not be kept")
+            self._publish(frames)
+        finally:
+            self._over = True
+            self._publish(())
+
+    async def _last(self, events: Events) -> Iterable[ResponseEvent]:
+        """Tell all events but the last ones, which are the answer: they are to be kept before they are told."""
+        try:
+            return await self._listen(events)
+        except (ApiError, EngineError) as error:
+            return self._broken(told(error))
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise
+            return list(self._writer.cancel())
+        except Exception:
+            # Nobody stands above this task: the border of the HTTP side is here.
+            logger.exception("a response failed")
+            return self._broken(internal())
+
+    async def _listen(self, events: Events) -> Iterable[ResponseEvent]:
+        async with aclosing(said(self._turn, events)) as heard:
+            async for _, what in heard:
+                match what:
+                    case Started() if self.response["status"] == "queued":
+                        self._tell(self._writer.start())
+                    case Said():
+                        self._tell(self._writer.push(what.pieces, self._logprobs(what)))
+                    case Ended():
+                        check_deadline([what.finished])
+                        usage = _usage(what.finished, what.reasoning_tokens)
+                        return list(self._writer.end("incomplete" if what.reason == "length" else "completed", usage))
+        raise AssertionError("the engine ends every stream with Finished or Failed")
+
+    def _broken(self, error: ApiError) -> Iterable[ResponseEvent]:
+        self.error = error
+        body: Any = error.body["error"]
+        return list(self._writer.fail(body))
+
+    def _logprobs(self, what: Said) -> Sequence[ChatLogprob]:
+        return chat_logprobs(what.logprobs)["content"] if self._turn.body.logprobs else ()
+
+    def _tell(self, events: Iterable[ResponseEvent]) -> None:
+        self._publish(_encoded(events))
+
+    def _publish(self, frames: Sequence[bytes]) -> None:
+        self._frames.extend(frames)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
+    return [named_frame(event) for event in events]
+
+
+def _usage(finished: Finished, reasoning: int) -> ResponseUsage:
+    cost = finished.usage
+    return ResponseUsage(
+        input_tokens=cost.prompt_tokens,
+        input_tokens_details={"cached_tokens": cost.cached_tokens, "cache_write_tokens": written(finished)},
+        output_tokens=cost.completion_tokens,
+        output_tokens_details={"reasoning_tokens": reasoning},
+        total_tokens=cost.prompt_tokens + cost.completion_tokens,
+    )

@@ -1,0 +1,124 @@
+"""From OpenAI's Responses to chat completions: the same wishes under other names, and errors back to the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from engine.errors import EngineError
+from server.errors import INVALID_VALUE, ApiError
+from server.renaming import renamed
+from server.responses.history import messages
+from server.schemas.chat import ChatRequest
+from server.schemas.response_input import InputItem
+from server.schemas.responses import (
+    AllowedFunctions,
+    FunctionChoice,
+    FunctionTool,
+    Prompted,
+    ResponseRequest,
+    SchemaFormat,
+    TextConfig,
+    plain,
+)
+
+# Fields with one name and one meaning in both.
+SAME = (
+    "cache_salt",
+    "frequency_penalty",
+    "ignore_eos",
+    "metadata",
+    "min_p",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "repetition_penalty",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "speculation",
+    "stop",
+    "temperature",
+    "timeout",
+    "top_k",
+    "top_p",
+    "user",
+)
+# What a chat calls a field, and what it is called here. Places in messages are not those in the input: items are merged,
+# and what was said before comes first.
+_NAMES = {
+    r"messages.*|prompt": "input",
+    r"max_completion_tokens|max_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
+    r"response_format(.*)": r"text.format\1",
+    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+    r"verbosity": "text.verbosity",
+}
+_PATH = "/v1/responses"
+
+
+def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> ChatRequest:
+    """The chat that answers `items`, the whole history of it. ApiError at what no chat can hold."""
+    said = messages(body.instructions, items)
+    if not said:
+        raise ApiError(INVALID_VALUE, "Missing required parameter: 'input'.", param="input")
+    asked = {"model": model, "messages": said, **_prompting(body)}
+    if isinstance(body, ResponseRequest):
+        asked.update(_generating(body))
+    try:
+        return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ApiError(INVALID_VALUE, f"Invalid value for 'input': {reason}.", param="input") from error
+
+
+def told(error: ApiError | EngineError) -> ApiError:
+    """An error of the chat, with the names that the client of a response used."""
+    return renamed(error, _PATH, _NAMES)
+
+
+def _prompting(body: Prompted) -> dict[str, object]:
+    text, reasoning = body.text or TextConfig(), body.reasoning
+    return {
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": _choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(text),
+        "verbosity": text.verbosity,
+        "reasoning_effort": None if reasoning is None else reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+
+
+def _generating(body: ResponseRequest) -> dict[str, object]:
+    shown = body.includes("message.output_text.logprobs") or bool(body.top_logprobs)
+    return {
+        **{name: getattr(body, name) for name in SAME},
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": shown or None,
+        "top_logprobs": body.top_logprobs if shown else None,
+    }
+
+
+def _tool(tool: FunctionTool) -> dict[str, object]:
+    named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    # OpenAI's default is strict here, and not in chats.
+    return {"type": "function", "function": {**named, "strict": tool.strict is not False}}
+
+
+def _choice(body: Prompted) -> object:
+    match body.tool_choice:
+        case FunctionChoice(name=name):
+            return {"type": "function", "function": {"name": name}}
+        case AllowedFunctions(mode=mode, tools=tools):
+            named = [{"type": "function", "function": {"name": tool.name}} for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    return body.tool_choice
+
+
+def _format(text: TextConfig) -> object:
+    if isinstance(text.format, SchemaFormat):
+        asked = plain(text.format)
+        return {"type": asked.pop("type"), "json_schema": asked}
+    return None if text.format is None else plain(text.format)

@@ -1,0 +1,53 @@
+"""A conversation that is too long, without its beginning: OpenAI's `truncation: "auto"`."""
+
+from __future__ import annotations
+
+from engine.errors import ContextTooLong
+from server.schemas.chat import ChatRequest
+from server.service import Service
+from server.turn import Turn, chat_turn
+
+SYSTEM = ("system", "developer")
+
+
+async def fitting_turn(service: Service, body: ChatRequest, id: str) -> Turn:
+    """The turn of the longest end of the conversation that fits, cut where somebody else than the model spoke.
+
+    Leading system messages stay. ContextTooLong where the last message alone is too long.
+    """
+    least, most = 0, len(_cuts(body))
+    fitting: Turn | None = None
+    while least < most:
+        middle = (least + most) // 2
+        turn = await _attempt(service, _without(body, middle), id)
+        if turn is None:
+            least = middle + 1
+        else:
+            fitting, most = turn, middle
+    return fitting or await chat_turn(service, _without(body, least), id)
+
+
+async def _attempt(service: Service, body: ChatRequest, id: str) -> Turn | None:
+    """The turn, if its prompt leaves room for an answer: what was asked for, or a quarter of the context."""
+    context = service.engine.info.context
+    room = min(body.max_completion_tokens or context // 4, context // 2)
+    try:
+        turn = await chat_turn(service, body, id)
+    except ContextTooLong:
+        return None
+    return turn if len(turn.requests[0].prompt) + room <= context else None
+
+
+def _cuts(body: ChatRequest) -> list[int]:
+    """Where the conversation may begin instead: at each question but the first."""
+    asked = [place for place, message in enumerate(body.messages) if message.role == "user"]
+    return asked[1:]
+
+
+def _without(body: ChatRequest, cuts: int) -> ChatRequest:
+    """The body without what stands before its cut number `cuts`; 0 cuts nothing."""
+    if cuts == 0:
+        return body
+    leading = next((place for place, said in enumerate(body.messages) if said.role not in SYSTEM), 0)
+    begin = _cuts(body)[cuts - 1]
+    return body.model_copy(update={"messages": [*body.messages[:leading], *body.messages[begin:]]})

@@ -1,0 +1,29 @@
+"""POST /score and /v1/score: how well the second text of each pair answers the first."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from server.answering import unless_gone
+from server.encoding import Json
+from server.routes.documented import RESPONSES
+from server.schemas.scoring import ScoreList, ScoreRequest
+from server.scoring import score
+from server.service import Service
+
+
+def add(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/score", responses={**RESPONSES, 200: {"model": ScoreList}})
+    @app.post("/score", responses={**RESPONSES, 200: {"model": ScoreList}})
+    async def create_scores(body: ScoreRequest, request: Request) -> Response:
+        """Score pairs of texts."""
+
+        async def work() -> Response:
+            return Json(await score(service, body, f"score-{uuid.uuid4().hex}"))
+
+        return await unless_gone(request, work())

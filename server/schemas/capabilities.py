@@ -1,0 +1,48 @@
+"""The answer of /v1/capabilities."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class Parameter(TypedDict):
+    """What becomes of a parameter.
+
+    honoured  it does what its documentation says
+    noted     it is accepted, and no answer depends on it
+    refused   it is answered 400 unsupported_parameter, but for null and the values in `accepted`, which ask for nothing
+    """
+
+    support: Literal["honoured", "noted", "refused"]
+    reason: NotRequired[str]
+    accepted: NotRequired[list[object]]
+
+
+class Endpoint(TypedDict):
+    """The parameters of a body, by their names."""
+
+    parameters: dict[str, Parameter]
+
+
+class ModelCapabilities(TypedDict):
+    """What the model itself can do; `template_arguments` are names for `chat_template_kwargs`."""
+
+    id: str
+    context: int
+    vocabulary: int
+    chat: bool
+    tools: bool
+    reasoning: bool
+    template_arguments: list[str]
+    drafters: list[str]
+
+
+class Capabilities(TypedDict):
+    """By endpoint and by model. With `lenient`, what is refused is left out and told in `warnings` instead."""
+
+    object: Literal["capabilities"]
+    lenient: bool
+    model: ModelCapabilities
+    endpoints: dict[str, Endpoint]

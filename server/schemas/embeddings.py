@@ -1,0 +1,64 @@
+"""POST /v1/embeddings: the request and the answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+from typing_extensions import TypedDict
+
+from engine.types import Pooling
+from server.schemas import policy
+from server.schemas.common import Label
+from server.schemas.completions import read_prompts
+from server.schemas.content import Strict
+
+# OpenAI's limit.
+MOST_INPUTS = 2048
+
+Inputs = Annotated[
+    list[str | list[int]],
+    PlainValidator(
+        functools.partial(read_prompts, most=MOST_INPUTS),
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    ),
+]
+
+
+class EmbeddingRequest(Strict):
+    """Texts, or lists of token ids, that are to become vectors. `pooling` is ours: which states a vector is made of."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.EMBEDDINGS
+
+    model: str | None = None
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    pooling: Pooling | None = None
+    user: Label | None = None
+
+
+class EmbeddingUsage(TypedDict):
+    """What the inputs cost, in tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingBody(TypedDict):
+    """One input as a vector of length 1: numbers, or little-endian float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(TypedDict):
+    """The vectors, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingBody]
+    model: str
+    usage: EmbeddingUsage

@@ -1,0 +1,183 @@
+"""What a request of /v1/responses begins from: a text, or items. Those of an answer may come back as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from server.schemas import policy
+from server.schemas.common import Label
+from server.schemas.content import Breakpoint, Strict
+
+MOST_ITEMS = 2048
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def kind_of(value: object) -> object:
+    """The type of a part of a request, before and after it was read: discriminators see both."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+class InputTextPart(Strict):
+    """A piece of a text."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class OutputTextPart(Strict):
+    """A piece of what the model said. What came with it is accepted and not read."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class RefusalPart(Strict):
+    """What a model said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _part(part: object) -> str:
+    kind = kind_of(part)
+    return kind if isinstance(kind, str) else "input_text"
+
+
+Part = Annotated[
+    Annotated[InputTextPart, Tag("input_text")]
+    | Annotated[OutputTextPart, Tag("output_text")]
+    | Annotated[RefusalPart, Tag("refusal")],
+    Discriminator(
+        _part,
+        custom_error_type="unsupported_value",
+        custom_error_message="this server reads text only, no images, audio or files",
+    ),
+]
+
+
+def _shape(content: object) -> str:
+    return "parts" if isinstance(content, list) else "string"
+
+
+Parts = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[Part], Tag("parts")],
+    Discriminator(_shape),
+]
+
+
+class MessageInput(Strict):
+    """A message of anybody."""
+
+    type: Literal["message"] = "message"
+    id: Label | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallInput(Strict):
+    """A call of the model."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
+
+    type: Literal["function_call"]
+    id: Label | None = None
+    call_id: Label
+    name: Label
+    arguments: str
+    status: Status | None = None
+
+
+class CallOutputInput(Strict):
+    """What a function answered."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
+
+    type: Literal["function_call_output"]
+    id: Label | None = None
+    call_id: Label
+    output: Parts
+    name: Label | None = None
+    status: Status | None = None
+
+
+class SummaryText(Strict):
+    """A summary of a reasoning, which another server made. It is no part of the prompt."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningTextInput(Strict):
+    """A piece of a reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningInput(Strict):
+    """What the model said before an answer: in `content`, or as this server encoded it."""
+
+    type: Literal["reasoning"]
+    id: Label | None = None
+    summary: list[SummaryText] = []
+    content: list[ReasoningTextInput] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class ReferenceInput(Strict):
+    """An item that is in the store."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Label
+
+
+def _kind(item: object) -> str:
+    kind = kind_of(item)
+    if isinstance(kind, str):
+        return kind
+    return "item_reference" if isinstance(item, dict) and "role" not in item else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageInput, Tag("message")]
+    | Annotated[CallInput, Tag("function_call")]
+    | Annotated[CallOutputInput, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")]
+    | Annotated[ReferenceInput, Tag("item_reference")],
+    Discriminator(
+        _kind,
+        custom_error_type="unsupported_value",
+        custom_error_message="this server has messages, functions and reasoning, no items of this type",
+    ),
+]
+
+
+def _named(item: Any) -> Any:
+    """An item with its type, which OpenAI lets clients leave out or null."""
+    return {**item, "type": _kind(item)} if isinstance(item, dict) and item.get("type") is None else item
+
+
+Input = Annotated[
+    Annotated[str, Tag("string")]
+    | Annotated[
+        list[Annotated[InputItem, BeforeValidator(_named)]], Field(min_length=1, max_length=MOST_ITEMS), Tag("parts")
+    ],
+    Discriminator(_shape),
+]
+
+
+def text_of(content: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str:
+    """The text, its parts joined."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

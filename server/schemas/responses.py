@@ -1,0 +1,193 @@
+"""POST /v1/responses and /v1/responses/input_tokens: the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from server.schemas import policy
+from server.schemas.chat import ArgumentName, ArgumentValue, CacheOptions
+from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, Speculation, Stops
+from server.schemas.content import Strict
+from server.schemas.response_input import Input, kind_of
+from server.schemas.structure import FormatName
+from server.schemas.tools import MOST_TOOLS, FunctionName, Schema
+
+Include = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+def _only_functions(kind: object) -> object:
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError("unsupported_value", "this server calls functions only, no other kind of tool")
+    return kind
+
+
+FunctionKind = Annotated[Literal["function"], BeforeValidator(_only_functions)]
+
+
+class FunctionTool(Strict):
+    """A function that may be called. Its schema is followed exactly unless `strict` is false, as at OpenAI."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
+
+    type: FunctionKind
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Strict):
+    """A function by its name."""
+
+    type: FunctionKind
+    name: FunctionName
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+def _choice(value: object) -> str:
+    if isinstance(value, str):
+        return "mode"
+    return "allowed" if kind_of(value) == "allowed_tools" else "named"
+
+
+FunctionChoices = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[FunctionChoice, Tag("named")]
+    | Annotated[AllowedFunctions, Tag("allowed")],
+    Discriminator(_choice),
+]
+
+
+class PlainFormat(Strict):
+    """Anything."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Strict):
+    """JSON that follows a schema, whatever `strict` says."""
+
+    type: Literal["json_schema"]
+    name: FormatName
+    schema_: Annotated[Schema, Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    """How the answer is written."""
+
+    format: Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+def _no_summary(value: object) -> object:
+    if isinstance(value, str) and value != "auto":
+        raise PydanticCustomError("unsupported_value", "this server shows the reasoning itself and summarises nothing")
+    return value
+
+
+class Reasoning(Strict):
+    """How much is reasoned. A summary is never made, which `auto` leaves to the server."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_REASONING
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Annotated[Literal["auto"], BeforeValidator(_no_summary)] | None = None
+    generate_summary: Annotated[Literal["auto"], BeforeValidator(_no_summary)] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """Obfuscation is accepted and not applied."""
+
+    include_obfuscation: bool | None = None
+
+
+class Prompted(Strict):
+    """What makes the prompt, for a response or to count its tokens. null means: as if it were not there."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
+
+    model: str | None = None
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: FunctionChoices | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
+
+
+class ResponseRequest(Prompted):
+    """What a client asks for. The last fields are of our own, as in chat completions."""
+
+    background: bool | None = None
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_options: CacheOptions | None = None
+    safety_identifier: Label | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    user: Label | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[Label, Field(min_length=1)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    speculation: Speculation | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether the client wants it kept; OpenAI's default is yes."""
+        return self.store is not False
+
+    def includes(self, what: Include) -> bool:
+        """Whether the answer is to have this, which is left out otherwise."""
+        return what in (self.include or ())
+
+
+def plain(model: Strict) -> dict[str, Any]:
+    """A part of a request as its JSON, with what was given and no more."""
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -1,0 +1,110 @@
+"""POST /v1/rerank and /v1/score: how well texts answer a query, in the shapes of Jina, Cohere and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NotRequired
+
+from pydantic import AliasChoices, Discriminator, Field, Tag
+from typing_extensions import TypedDict
+
+from server.schemas import policy
+from server.schemas.common import Label
+from server.schemas.content import Strict
+
+# Jina's limit.
+MOST_DOCUMENTS = 2048
+
+Instruction = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class Document(Strict):
+    """A text under a name, as Jina has it."""
+
+    text: str
+
+
+def _kind(document: object) -> str:
+    return "text" if isinstance(document, str) else "document"
+
+
+AnyDocument = Annotated[Annotated[str, Tag("text")] | Annotated[Document, Tag("document")], Discriminator(_kind)]
+
+
+class RerankRequest(Strict):
+    """A query, and the texts to be put in order. `instruction` says what the query is for."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
+
+    model: str | None = None
+    query: str
+    documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    instruction: Instruction | None = None
+    user: Label | None = None
+
+
+def _many(texts: object) -> str:
+    return "texts" if isinstance(texts, list) else "text"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[str], Field(min_length=1, max_length=MOST_DOCUMENTS), Tag("texts")],
+    Discriminator(_many),
+]
+
+
+class ScoreRequest(Strict):
+    """One text with many, or as many with as many, pair by pair; vLLM calls them `queries` and `documents` too."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
+
+    model: str | None = None
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
+    instruction: Instruction | None = None
+    user: Label | None = None
+
+
+class ScoringUsage(TypedDict):
+    """What it cost, in tokens; the query counts for every text, and is computed for the first."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Ranked(TypedDict):
+    """A document's place among those of the request, and how likely it answers the query."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[dict[str, str]]
+
+
+class Ranking(TypedDict):
+    """The documents, best first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: ScoringUsage
+
+
+class Score(TypedDict):
+    """How likely the second text of a pair answers the first."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(TypedDict):
+    """The scores, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoringUsage

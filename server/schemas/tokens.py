@@ -1,0 +1,82 @@
+"""Text to tokens and back, and conversations as their template renders them: the requests and the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from server.schemas import policy
+from server.schemas.chat import ArgumentName, ArgumentValue, Message
+from server.schemas.common import TokenId
+from server.schemas.content import Strict
+from server.schemas.tools import MOST_TOOLS, ToolDefinition
+
+
+class TokenizeRequest(Strict):
+    """What is to be cut into tokens: one of `prompt` (as vLLM has it), `content` (llama.cpp) and `messages`.
+
+    Unless the body says otherwise, a prompt gets the special tokens that the model expects, and content gets none.
+    """
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
+    chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Tokens that are to become text."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Piece(TypedDict):
+    """A token with its text, or with its bytes where they are no text by themselves."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(TypedDict):
+    """The tokens, as ids or, where asked for, as pieces; `token_strs` are their texts."""
+
+    tokens: list[int] | list[Piece]
+    count: int
+    max_model_len: int
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    """The text, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class Rendered(TypedDict):
+    """What a chat would make of its messages: the text and the tokens that the model reads."""
+
+    prompt: str
+    tokens: list[int]
+    count: int
+
+
+class InputTokens(TypedDict):
+    """How many tokens a body would cost."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int

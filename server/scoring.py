@@ -1,0 +1,94 @@
+"""How well texts answer a query: the model is asked, and its log-odds of "yes" against "no" are read.
+
+This takes any model that follows instructions, and the words are those that rerankers made from such models were
+trained with (Qwen3-Reranker, arXiv 2506.05176). All texts of one query begin with it, so it is computed once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import anyio.to_thread
+
+from server.asking import fork
+from server.batch import Outcome, run_all
+from server.errors import INVALID_VALUE, ApiError
+from server.labels import Fork
+from server.metrics import Endpoint
+from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
+from server.service import Service
+
+# The one that Qwen3-Reranker was trained with for a query without another.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_QUESTION = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".\n\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+)
+_ANSWERS = ("yes", "no")
+
+
+async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
+    """The documents of a body, best first; raises ApiError or EngineError for what is wrong with it."""
+    model = service.resolve(body.model)
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    pairs = [(body.query, text) for text in texts]
+    scores, usage = await _relevance(service, pairs, body.instruction, id, "rerank")
+    order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
+    results = [Ranked(index=at, relevance_score=scores[at]) for at in order]
+    if body.return_documents is not False:
+        for ranked in results:
+            ranked["document"] = {"text": texts[ranked["index"]]}
+    return Ranking(id=id, model=model, results=results, usage=usage)
+
+
+async def score(service: Service, body: ScoreRequest, id: str) -> ScoreList:
+    """The scores of a body's pairs; raises ApiError or EngineError for what is wrong with it."""
+    model = service.resolve(body.model)
+    scores, usage = await _relevance(service, _pairs(body), body.instruction, id, "score")
+    return ScoreList(
+        id=id,
+        object="list",
+        created=int(time.time()),
+        model=model,
+        data=[{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
+        usage=usage,
+    )
+
+
+def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        message = f"Invalid value for 'text_1': {len(first)} texts cannot be paired with {len(second)}."
+        raise ApiError(INVALID_VALUE, message, param="text_1")
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+async def _relevance(
+    service: Service, pairs: Sequence[tuple[str, str]], instruction: str | None, id: str, endpoint: Endpoint
+) -> tuple[list[float], ScoringUsage]:
+    """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
+    service.check_ready()
+    forks = await anyio.to_thread.run_sync(_forks, service, pairs, instruction or INSTRUCTION)
+    asked = [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+    outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
+    told = iter(outcomes)
+    scores = [fork.read([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
+    return scores, _usage(outcomes)
+
+
+def _forks(service: Service, pairs: Sequence[tuple[str, str]], instruction: str) -> list[Fork]:
+    """The questions as the model reads them; for a worker thread."""
+    tokenizer = service.engine.tokenizer
+    return [
+        fork(tokenizer, _QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
+        for query, document in pairs
+    ]
+
+
+def _usage(outcomes: Sequence[Outcome]) -> ScoringUsage:
+    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
+    said = sum(outcome.finished.usage.completion_tokens for outcome in outcomes)
+    return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + said)

@@ -1,0 +1,143 @@
+"""The stream of a completion: what its choices say, as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+
+from engine.types import Delta, Event, Finished, Progress, Scored, Started
+from server.continuation import Continuation
+from server.generation import Events, tier
+from server.logprobs import length, prompt_logprobs, text_logprobs
+from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
+from server.usage import Meter, timings, usage
+
+
+def stop_text(body: CompletionRequest, finished: Finished) -> str:
+    """The stop string that ended a text, where the text is to hold it."""
+    wanted = body.include_stop_str_in_output and finished.reason == "stop"
+    return finished.stop if wanted and isinstance(finished.stop, str) else ""
+
+
+class TextChunks:
+    """The chunks of one stream, of one or several choices as they come."""
+
+    def __init__(self, work: Continuation, warnings: tuple[str, ...]) -> None:
+        self._work, self._body, self._warnings = work, work.body, warnings
+        self._meters = [Meter(len(request.prompt)) for request in work.requests]
+        # Where the next text of each choice stands; None: its prompt has not been repeated yet.
+        self._offsets: list[int | None] = [None if work.prompts else 0 for _ in work.requests]
+        self._begun: set[int] = set()
+        self._finished: dict[int, Finished] = {}
+
+    async def of(self, events: Events) -> AsyncGenerator[Completion, None]:
+        """What is said, the end of each choice, and the cost of all if it was asked for."""
+        opening = True
+        async for index, event in events:
+            for chunk in self._chunks(index, event):
+                if opening and self._warnings:
+                    chunk["warnings"] = list(self._warnings)
+                opening = False
+                yield chunk
+        if self._body.include_usage:
+            yield self._cost()
+
+    def _chunks(self, index: int, event: Event) -> Iterator[Completion]:
+        match event:
+            case Started():
+                self._meters[index].start(event)
+            case Progress():
+                yield self._progress(index, event)
+            case Scored():
+                yield from self._scored(index, event)
+            case Delta():
+                self._meters[index].say(len(event.tokens))
+                yield from self._repeat(index)
+                yield from self._said(index, event)
+            case Finished():
+                yield from self._repeat(index)
+                if ending := stop_text(self._body, event):
+                    yield self._chunk(index, ending)
+                yield self._end(index, event)
+
+    def _repeat(self, index: int, logprobs: TextLogprobs | None = None) -> Iterator[Completion]:
+        """The prompt, before anything else of a choice."""
+        prompt = self._work.prompt(index)
+        if prompt is not None and self._offsets[index] is None:
+            self._offsets[index] = len(prompt.text)
+            yield self._chunk(index, prompt.text, logprobs)
+
+    def _scored(self, index: int, event: Scored) -> Iterator[Completion]:
+        prompt = self._work.prompt(index)
+        if prompt is not None and self._body.logprobs is not None:
+            yield from self._repeat(index, prompt.logprobs(event, self._work.wording))
+        if self._body.prompt_logprobs is not None:
+            chunk = self._chunk(index, "")
+            chunk["choices"][0]["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs)
+            yield chunk
+
+    def _said(self, index: int, event: Delta) -> Iterator[Completion]:
+        tokens = list(event.tokens) if self._body.return_token_ids else []
+        logprobs = None
+        if self._body.logprobs is not None:
+            logprobs = text_logprobs(event.logprobs, self._offsets[index] or 0, self._work.wording)
+            self._offsets[index] = (self._offsets[index] or 0) + length(event.logprobs)
+        if event.text or event.logprobs or tokens:
+            chunk = self._chunk(index, event.text, logprobs)
+            if tokens:
+                chunk["choices"][0]["token_ids"] = tokens
+            yield chunk
+
+    def _end(self, index: int, event: Finished) -> Completion:
+        self._finished[index] = event
+        chunk = self._chunk(index, "")
+        chunk["choices"][0]["finish_reason"] = event.reason
+        chunk["choices"][0]["stop_reason"] = event.stop
+        if not self._body.include_usage and len(self._work.requests) == 1:
+            chunk["timings"] = timings(event)
+        return chunk
+
+    def _cost(self) -> Completion:
+        chunk = self._frame([])
+        width, count = self._work.width, len(self._work.requests)
+        finished = [self._finished[index] for index in range(count)]
+        chunk["usage"] = usage([finished[start : start + width] for start in range(0, count, width)])
+        if count == 1:
+            chunk["timings"] = timings(finished[0])
+        return chunk
+
+    def _progress(self, index: int, event: Progress) -> Completion:
+        chunk = self._frame([])
+        meter = self._meters[index]
+        chunk["prompt_progress"] = {
+            "total": event.prompt_tokens,
+            "cache": meter.cached,
+            "processed": event.computed,
+            "time_ms": meter.milliseconds(),
+        }
+        return chunk
+
+    def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None = None) -> Completion:
+        choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
+        if self._body.return_token_ids and index not in self._begun:
+            choice["prompt_token_ids"] = list(self._work.requests[index].prompt)
+        self._begun.add(index)
+        chunk = self._frame([choice])
+        if self._body.continuous_usage:
+            chunk["usage"] = usage([[meter.reading()] for meter in self._meters])
+        if self._body.timings_per_token:
+            chunk["timings"] = timings(self._meters[index].reading())
+        return chunk
+
+    def _frame(self, choices: list[TextChoice]) -> Completion:
+        chunk = Completion(
+            id=self._work.id,
+            object="text_completion",
+            created=self._work.created,
+            model=self._work.model,
+            system_fingerprint=self._work.fingerprint,
+            service_tier=tier(self._body),
+            choices=choices,
+        )
+        if self._body.include_usage:
+            chunk["usage"] = None
+        return chunk

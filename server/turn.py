@@ -1,0 +1,243 @@
+"""One turn of a conversation: what every chat API boils down to.
+
+An API translates its body into a `ChatRequest`, makes a `Turn` of it, runs the turn's requests
+(`generation.generate`), and reads what is `said`: text, reasoning and calls, in pieces as they come.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import anyio.to_thread
+
+from engine.dialect.dialect import Dialect
+from engine.dialect.reader import Reader
+from engine.message import CallOpened, Piece, Reasoning
+from engine.types import (
+    Delta,
+    Finished,
+    Progress,
+    Rendering,
+    Request,
+    Scored,
+    Started,
+    Thinking,
+    TokenLogprob,
+)
+from engine.wording import names
+from server.ability import BUDGETS, Ability, ability, unsupported
+from server.errors import INVALID_VALUE, ApiError
+from server.generation import Events, check_room, request, spread
+from server.grammar import grammar
+from server.messages import Conversation, conversation, has_breakpoints
+from server.schemas.chat import ChatRequest
+from server.service import Service
+from server.tools import Offer
+
+Reason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """More of one choice. `tokens` and `logprobs` belong to the text that the pieces were read from."""
+
+    pieces: tuple[Piece, ...]
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one choice. A choice that called a tool ended for that, unless it was cut."""
+
+    reason: Reason
+    finished: Finished
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A body that is checked and rendered.
+
+    requests  one for each choice, of one prompt
+    opened    what the template wrote behind the last message
+    warnings  what was asked for and is not done, where the server is lenient
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    body: ChatRequest
+    requests: tuple[Request, ...]
+    dialect: Dialect
+    offer: Offer = field(default_factory=Offer)
+    opened: str = ""
+    warnings: tuple[str, ...] = ()
+
+    def reader(self) -> Reader:
+        """For the text of one choice."""
+        return self.dialect.reader(self.offer.tools, self.opened)
+
+    def call_id(self, choice: int, index: int) -> str:
+        """The id of call number `index`: the same however often it is asked for."""
+        return f"call_{hashlib.sha256(f'{self.id}/{choice}/{index}'.encode()).hexdigest()[:24]}"
+
+
+async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
+    """Check and render a body; raises ApiError or EngineError for what is wrong with it, before anything runs."""
+    model = service.resolve(body.model)
+    service.check_ready()
+    _check(body)
+    tokenizer = service.engine.tokenizer
+    can = ability(body, tokenizer.dialect, names(tokenizer.template))
+    if can.missing and not service.settings.lenient:
+        raise can.missing[0]
+    talk = conversation(body.messages)
+    prompt = await _render(service, body, talk, can)
+    requests = spread(await _request(service, body, prompt, can, id), body.n or 1)
+    check_room(service, requests)
+    return Turn(
+        id=id,
+        created=int(time.time()),
+        model=model,
+        fingerprint=service.fingerprint(),
+        body=body,
+        requests=requests,
+        dialect=tokenizer.dialect,
+        offer=can.offer,
+        opened=prompt.opened,
+        warnings=tuple(error.message for error in can.missing),
+    )
+
+
+async def said(
+    turn: Turn, events: Events
+) -> AsyncGenerator[tuple[int, Said | Ended | Started | Progress | Scored], None]:
+    """What the choices say, as it comes; of each one exactly one Ended, at its end."""
+    voices = [_Voice(turn) for _ in turn.requests]
+    async for index, event in events:
+        match event:
+            case Delta():
+                yield index, voices[index].hear(event)
+            case Finished():
+                rest = voices[index].rest(event)
+                if rest.pieces:
+                    yield index, rest
+                yield index, voices[index].ended(event)
+            case Started() | Progress() | Scored():
+                yield index, event
+
+
+class _Voice:
+    """One choice as it is read."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._reader = turn.reader()
+        self._reasons = turn.body.include_reasoning is not False
+        self._with_stop = turn.body.include_stop_str_in_output is True
+        self._called = False
+        self._reasoning_tokens = 0.0
+        # Tokens that no piece has come of yet, such as those of a marker: they count with what comes next.
+        self._pending = 0
+
+    def hear(self, delta: Delta) -> Said:
+        pieces = self._reader.push(delta.text)
+        self._pending += len(delta.tokens)
+        self._count(pieces)
+        return Said(self._shown(pieces), delta.tokens, delta.logprobs)
+
+    def rest(self, finished: Finished) -> Said:
+        """What was held back until the end was certain."""
+        ending = finished.stop if self._with_stop and finished.reason == "stop" else None
+        pieces = [*(self._reader.push(ending) if isinstance(ending, str) else ()), *self._reader.finish()]
+        self._count(pieces)
+        return Said(self._shown(pieces))
+
+    def ended(self, finished: Finished) -> Ended:
+        reason: Reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
+        return Ended(reason, finished, round(self._reasoning_tokens))
+
+    def _shown(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        return tuple(piece for piece in pieces if self._reasons or not isinstance(piece, Reasoning))
+
+    def _count(self, pieces: Sequence[Piece]) -> None:
+        """Tokens of a delta that holds reasoning and something else are shared out by letters."""
+        if not pieces:
+            return
+        self._called = self._called or any(isinstance(piece, CallOpened) for piece in pieces)
+        letters = [0 if isinstance(piece, CallOpened) else len(piece.text) for piece in pieces]
+        thought = sum(size for piece, size in zip(pieces, letters, strict=True) if isinstance(piece, Reasoning))
+        self._reasoning_tokens += self._pending * thought / max(sum(letters), 1)
+        self._pending = 0
+
+
+def _check(body: ChatRequest) -> None:
+    for field_, needed in (("top_logprobs", body.top_logprobs), ("logprob_token_ids", body.logprob_token_ids)):
+        if needed and not body.logprobs:
+            raise _invalid(field_, "it needs 'logprobs' to be true")
+    budgets = (body.thinking_token_budget, body.thinking_budget_tokens)
+    if None not in budgets and budgets[0] != budgets[1]:
+        raise _invalid("thinking_budget_tokens", "it is another name of 'thinking_token_budget' and differs from it")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise _invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise _invalid("continue_final_message", "the last message is not one of the assistant")
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise _invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them")
+    return old if new is None else new
+
+
+async def _render(service: Service, body: ChatRequest, talk: Conversation, can: Ability) -> Rendering:
+    continued = bool(body.continue_final_message)
+    render = functools.partial(
+        service.engine.tokenizer.render_chat,
+        talk.messages,
+        tools=can.offer.tools,
+        add_generation_prompt=not continued and body.add_generation_prompt is not False,
+        continue_final_message=continued,
+        arguments=can.arguments,
+        breakpoints=talk.breakpoints,
+    )
+    return await anyio.to_thread.run_sync(render)
+
+
+async def _request(service: Service, body: ChatRequest, prompt: Rendering, can: Ability, id: str) -> Request:
+    dialect = service.engine.tokenizer.dialect
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    plain = await request(service, _cached(body), prompt, id=id, max_tokens=_max_tokens(body), logprobs=logprobs)
+    return replace(
+        plain,
+        grammar=await anyio.to_thread.run_sync(grammar, service, body, dialect, can.offer, prompt.opened),
+        thinking=_thinking(can.budget, dialect, prompt.opened),
+        special=dialect.special or plain.special,
+    )
+
+
+def _thinking(budget: int | None, dialect: Dialect, opened: str) -> Thinking | None:
+    thinking = None if budget is None else dialect.thinking(budget, opened)
+    # Where the template has closed the reasoning there is none to limit; else nobody could tell where it begins.
+    if budget is not None and thinking is None and dialect.thinking(budget, "") is None:
+        raise unsupported(BUDGETS[0], "its reasoning does not begin with one token")
+    return thinking
+
+
+def _cached(body: ChatRequest) -> ChatRequest:
+    """In OpenAI's words, a prompt with explicit breakpoints only and none of them does not use the cache."""
+    options = body.prompt_cache_options
+    if options is None or options.mode != "explicit" or has_breakpoints(body.messages):
+        return body
+    return body.model_copy(update={"cache_prompt": False})
+
+
+def _invalid(field_: str, reason: str) -> ApiError:
+    return ApiError(INVALID_VALUE, f"Invalid value for '{field_}': {reason}.", param=field_)

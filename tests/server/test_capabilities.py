@@ -1,0 +1,94 @@
+"""GET /v1/capabilities says what the server does: each claim is tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from engine.status import Drafting
+from server.app import create_app
+from server.schemas import policy
+from server.schemas.capabilities import Capabilities
+from server.schemas.chat import ChatRequest
+from server.schemas.completions import CompletionRequest
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask, settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def told(app: Any) -> dict[str, Any]:
+    answer = ask(app, "GET", "/v1/capabilities")
+    assert answer.status == 200, answer.body
+    TypeAdapter(Capabilities).validate_python(answer.json, strict=True, extra="forbid")
+    return dict(answer.json)
+
+
+@pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
+def test_every_field_and_every_refusal_is_told(told: dict[str, Any], path: str, shape: Any) -> None:
+    """What a body may hold and what it may not, and nothing else."""
+    parameters = told["endpoints"][path]["parameters"]
+
+    assert {*shape.model_fields, *shape.documented} == parameters.keys()
+    assert set(policy.NOTED) == {name for name, one in parameters.items() if one["support"] == "noted"}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_is_said_to_be_refused_is_refused(app: Any, told: dict[str, Any], path: str) -> None:
+    """And the values that are said to ask for nothing are accepted."""
+    for name, one in told["endpoints"][path]["parameters"].items():
+        if one["support"] != "refused" or "reason" in one:
+            continue
+        answer = ask(app, "POST", path, json_body={**BODIES[path], name: {"something": "else"}})
+        assert (400, name, "unsupported_parameter") == (
+            answer.status,
+            answer.json["error"]["param"],
+            answer.json["error"]["code"],
+        )
+        for value in one["accepted"]:
+            assert 200 == ask(app, "POST", path, json_body={**BODIES[path], name: value}).status
+
+
+def test_every_endpoint_with_a_body_is_there(told: dict[str, Any], app: Any) -> None:
+    """Those of the OpenAPI document that take one."""
+    document = ask(app, "GET", "/openapi.json").json
+
+    assert {CHAT, TEXT} <= told["endpoints"].keys() <= document["paths"].keys()
+
+
+def test_the_model_decides_too() -> None:
+    """A model that calls, thinks and reads efforts is told as one, and its parameters as honoured."""
+    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=Drafting(("lookup",)))
+    app = create_app(engine, settings(lenient=True))  # type: ignore[arg-type]
+
+    told = ask(app, "GET", "/v1/capabilities").json
+
+    assert told["lenient"]
+    assert {
+        "id": "fake",
+        "context": 64,
+        "vocabulary": 256,
+        "chat": True,
+        "tools": True,
+        "reasoning": True,
+        "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
+        "drafters": ["lookup"],
+    } == told["model"]
+    parameters = told["endpoints"][CHAT]["parameters"]
+    for name in ("tools", "functions", "reasoning_effort", "verbosity", "thinking_token_budget"):
+        assert "honoured" == parameters[name]["support"]
+
+
+def test_a_model_that_is_not_ready_tells_nothing() -> None:
+    """What it can do is known when it is loaded."""
+    app = create_app(FakeEngine(phase="loading"), settings())  # type: ignore[arg-type]
+
+    assert 503 == ask(app, "GET", "/v1/capabilities").status

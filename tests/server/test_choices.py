@@ -1,0 +1,281 @@
+"""Several answers to one prompt, prompts that are repeated and scored, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from engine.types import Delta, Event, Progress, Request, Scored, Started, Usage
+from server.app import create_app
+from tests.server.fakes import Answer, FakeEngine, ask, entry, finished, settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
+both = pytest.mark.parametrize("path", [CHAT, TEXT])
+
+
+def counts(request: Request) -> list[Event]:
+    """A script that says the number of its choice, which is as likely as that is large."""
+    choice = int(request.id.rsplit("-", 1)[-1]) if "-" in request.id[9:] else 0
+    said = entry(choice, str(choice), 1)
+    logprob = -1.0 / (choice + 1)
+    likely = type(said)(type(said.chosen)(choice, str(choice), b"x", logprob), said.top)
+    cost = Usage(len(request.prompt), 1, len(request.prompt) - 1 if choice else 0)
+    scored = Scored(request.prompt, (None, *(entry(token, chr(token), 2) for token in request.prompt[1:])))
+    return [
+        Started(len(request.prompt), 0, 0),
+        *([scored] if request.score_from is not None else []),
+        *(
+            []
+            if request.max_tokens == 0
+            else [Delta(str(choice), (choice,), () if request.logprobs is None else (likely,))]
+        ),
+        finished(request, usage=cost),
+    ]
+
+
+def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
+    app = create_app(engine or FakeEngine(counts), settings())  # type: ignore[arg-type]
+    return ask(app, "POST", path, json_body={**BODIES[path], **fields})
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@both
+def test_choices_are_requests_of_one_prompt(path: str) -> None:
+    """Each has an id and, where one is given, a seed of its own; the prompt is one."""
+    engine = FakeEngine(counts)
+
+    answer = post(path, engine, n=3, seed=2**63 - 1).json
+
+    assert ["0", "1", "2"] == [text_of(choice) for choice in answer["choices"]]
+    assert [0, 1, 2] == [choice["index"] for choice in answer["choices"]]
+    assert [2**63 - 1, -(2**63), -(2**63) + 1] == [request.sampling.seed for request in engine.requests]
+    assert 1 == len({request.prompt for request in engine.requests})
+    assert 3 == len({request.id for request in engine.requests})
+
+
+@both
+def test_without_a_seed_each_choice_draws_its_own(path: str) -> None:
+    """No seed is no seed for all of them."""
+    engine = FakeEngine(counts)
+
+    post(path, engine, n=2)
+
+    assert [None, None] == [request.sampling.seed for request in engine.requests]
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_is_paid_once(path: str, stream: bool) -> None:
+    """Of the choices of a prompt the first computes it; what they say adds up."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = post(path, n=3, **options)
+    body = answer.events[-2] if stream else answer.json
+
+    prompt = len(b"hi\n" if path == CHAT else b"hi")
+    assert (prompt, 3, prompt + 3) == tuple(
+        body["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")
+    )
+    assert {"cached_tokens": 0, "cache_write_tokens": prompt} == body["usage"]["prompt_tokens_details"]
+    assert "timings" not in body
+
+
+def test_prompts_and_choices_multiply() -> None:
+    """The choices of the first prompt come first, and each prompt is paid once."""
+    answer = post(TEXT, prompt=["a", "bc"], n=2).json
+
+    assert [0, 1, 2, 3] == [choice["index"] for choice in answer["choices"]]
+    assert (3, 4) == (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
+
+
+def test_the_best_of_several_are_shown() -> None:
+    """By the mean log-probability of their tokens, which need not be shown for that."""
+    engine = FakeEngine(counts)
+
+    answer = post(TEXT, engine, n=2, best_of=4).json
+
+    assert ["3", "2"] == [choice["text"] for choice in answer["choices"]]
+    assert [None, None] == [choice["logprobs"] for choice in answer["choices"]]
+    assert 4 == answer["usage"]["completion_tokens"]
+
+
+@both
+def test_more_choices_than_the_server_ever_takes_are_refused(path: str) -> None:
+    """To try again would not help, so it is no 429."""
+    app = create_app(FakeEngine(counts), settings(max_waiting=1))  # type: ignore[arg-type]
+
+    fits = ask(app, "POST", path, json_body={**BODIES[path], "n": 5})
+    not_ever = ask(app, "POST", path, json_body={**BODIES[path], "n": 6})
+
+    assert (200, 400, "n") == (fits.status, not_ever.status, not_ever.json["error"]["param"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_prompt_comes_first_with_its_logprobs(stream: bool) -> None:
+    """The first token has none; offsets count from the start of the prompt, as lm-eval reads them."""
+    answer = post(TEXT, prompt="abc", echo=True, logprobs=1, stream=stream)
+    choices = (
+        [choice for event in answer.events[:-1] for choice in event["choices"]] if stream else answer.json["choices"]
+    )
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+
+    def joined(name: str) -> list[Any]:
+        return [value for one in logprobs for value in one[name]]
+
+    assert "abc0" == "".join(choice["text"] for choice in choices)
+    assert ["a", "b", "c", "0"] == joined("tokens")
+    assert [None, -0.5, -0.5, -1.0] == joined("token_logprobs")
+    assert [0, 1, 2, 3] == joined("text_offset")
+    assert [None, {"<0>": -1.0, "b": -0.5}] == joined("top_logprobs")[:2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_repeats_its_prompt(stream: bool) -> None:
+    """Token ids as text, with logprobs or without, in every choice of every prompt."""
+    for logprobs in (None, 0):
+        fields = {"prompt": [[97, 98], [99]], "n": 2, "echo": True, "logprobs": logprobs, "stream": stream}
+        answer = post(TEXT, **fields)
+        choices = (
+            [part for event in answer.events[:-1] for part in event["choices"]] if stream else answer.json["choices"]
+        )
+
+        texts = ["".join(part["text"] for part in choices if part["index"] == index) for index in range(4)]
+        assert ["ab0", "ab1", "c0", "c1"] == texts
+        if logprobs is not None:
+            tokens = [
+                token
+                for part in choices
+                if part["index"] == 1 and part["logprobs"]
+                for token in part["logprobs"]["tokens"]
+            ]
+            assert ["a", "b", "1"] == tokens
+
+
+def test_a_prompt_may_be_scored_without_an_answer() -> None:
+    """max_tokens 0 is for that alone."""
+    engine = FakeEngine(counts)
+
+    answer = post(TEXT, engine, prompt="abc", echo=True, logprobs=1, max_tokens=0).json["choices"][0]
+    refused = post(TEXT, prompt="abc", max_tokens=0)
+
+    assert (0, 0) == (engine.requests[0].max_tokens, engine.requests[0].score_from)
+    assert ("abc", ["a", "b", "c"]) == (answer["text"], answer["logprobs"]["tokens"])
+    assert (400, "max_tokens") == (refused.status, refused.json["error"]["param"])
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompts_logprobs_are_told_by_token(path: str, stream: bool) -> None:
+    """vLLM's shape: null for the first token, then the token itself and the likeliest, with their ranks."""
+    answer = post(path, prompt_logprobs=1, stream=stream)
+    if stream:
+        bodies = [event if path == CHAT else event["choices"][0] for event in answer.events[:-1]]
+        (told,) = [body["prompt_logprobs"] for body in bodies if "prompt_logprobs" in body]
+    else:
+        body = answer.json
+        told = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]
+
+    assert told[0] is None
+    assert {
+        "105": {"logprob": -0.5, "rank": None, "decoded_token": "i"},
+        "100": {"logprob": -1.0, "rank": 1, "decoded_token": "<0>"},
+    } == told[1]
+
+
+def test_labels_stand_behind_the_likeliest() -> None:
+    """Each token once, in both shapes; what is impossible is -9999."""
+
+    def script(request: Request) -> list[Event]:
+        said = entry(0, "a", 1)
+        labels = tuple(type(said.chosen)(token, chr(token), b"x", -math.inf) for token in request.labels)
+        return [Delta("a", (0,), (type(said)(said.chosen, said.top, (*said.top, *labels)),)), finished(request)]
+
+    chat = post(CHAT, FakeEngine(script), logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
+    text = post(TEXT, FakeEngine(script), logprobs=1, logprob_token_ids=[65]).json
+
+    top = chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert [("<0>", -9999.0), ("A", -9999.0)] == [(one["token"], one["logprob"]) for one in top]
+    assert {"<0>": -9999.0, "A": -9999.0, "a": -0.5} == text["choices"][0]["logprobs"]["top_logprobs"][0]
+
+
+@both
+def test_token_ids_are_given_whole_and_streamed(path: str) -> None:
+    """Those of the prompt once, those of the answer with their text."""
+    whole = post(path, return_token_ids=True).json
+    events = post(path, return_token_ids=True, stream=True).events[:-1]
+
+    prompt = list(b"hi\n" if path == CHAT else b"hi")
+    told = [(event if path == CHAT else event["choices"][0]).get("prompt_token_ids") for event in events]
+    assert prompt == (whole if path == CHAT else whole["choices"][0])["prompt_token_ids"]
+    assert [prompt, *[None] * (len(events) - 1)] == told
+    assert [0] == whole["choices"][0]["token_ids"]
+    assert [0] == [token for event in events for part in event["choices"] for token in part.get("token_ids", [])]
+
+
+@both
+def test_progress_is_told_before_the_answer(path: str) -> None:
+    """How much of the prompt is computed, and how much of that was there already."""
+
+    def script(request: Request) -> list[Event]:
+        return [Started(9, 4, 0), Progress(6, 9), Progress(9, 9), Delta("x", (1,)), finished(request)]
+
+    events = post(path, FakeEngine(script), stream=True, return_progress=True).events[:-1]
+
+    told = [event["prompt_progress"] for event in events[:2]]
+    assert [(9, 4, 6), (9, 4, 9)] == [(one["total"], one["cache"], one["processed"]) for one in told]
+    assert all("prompt_progress" not in event for event in events[2:])
+
+
+@both
+def test_time_that_ran_out_before_the_first_token_is_a_408(path: str) -> None:
+    """It must not be tried again by itself; with a part of an answer it is one, ended by "deadline"."""
+
+    def late(request: Request) -> list[Event]:
+        return [finished(request, reason="length", stop="deadline", usage=Usage(2, 0, 0))]
+
+    def partly(request: Request) -> list[Event]:
+        return [Delta("x", (1,)), finished(request, reason="length", stop="deadline", usage=Usage(2, 1, 0))]
+
+    nothing, part = post(path, FakeEngine(late), timeout=1), post(path, FakeEngine(partly), timeout=1)
+
+    error = nothing.json["error"]
+    assert (408, "deadline_exceeded", "timeout") == (nothing.status, error["code"], error["param"])
+    assert "false" == nothing.headers["x-should-retry"]
+    choice = part.json["choices"][0]
+    assert (200, "length", "deadline") == (part.status, choice["finish_reason"], choice["stop_reason"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"n": 65}, "n"),
+        (TEXT, {"n": 3, "best_of": 2}, "best_of"),
+        (TEXT, {"best_of": 2, "stream": True}, "best_of"),
+        (TEXT, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (CHAT, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (CHAT, {"logprob_token_ids": [300], "logprobs": True}, "logprob_token_ids"),
+        (CHAT, {"allowed_token_ids": [300]}, "allowed_token_ids"),
+        (CHAT, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        (CHAT, {"priority": 1, "service_tier": "flex"}, "priority"),
+        (CHAT, {"service_tier": "scale"}, "service_tier"),
+        (CHAT, {"keep": 1, "n_keep": 2}, "n_keep"),
+        (CHAT, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
+        (CHAT, {"return_progress": True}, "return_progress"),
+        (CHAT, {"timings_per_token": True}, "timings_per_token"),
+        (CHAT, {"timeout": 0}, "timeout"),
+        (TEXT, {"suffix": "x"}, "suffix"),
+        (TEXT, {"tools": [{}]}, "tools"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_contradicts_itself_is_named(path: str, fields: dict[str, Any], param: str) -> None:
+    """A 400 with the field."""
+    answer = post(path, **fields)
+
+    assert (400, param) == (answer.status, answer.json["error"]["param"])

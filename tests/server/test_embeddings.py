@@ -1,0 +1,178 @@
+"""POST /v1/embeddings, line by line of the wire contract, and what a long list of inputs does to the queue."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from engine.errors import Overloaded
+from engine.types import Embedded, Event, Failed, Request, Started
+from server.app import create_app
+from server.schemas.embeddings import EmbeddingList
+from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings
+
+USAGE = {"prompt_tokens": 3, "total_tokens": 3}
+
+
+def embed(request: Request) -> Iterator[Event]:
+    """A vector of three numbers, of which the last tells the inputs apart."""
+    yield Started(len(request.prompt), 0, 7)
+    yield Embedded(struct.pack("<3f", 3.0, 4.0, float(request.prompt[0] - 97)))
+    usage = replace(finished(request).usage, completion_tokens=0)
+    yield finished(request, reason="length", usage=usage)
+
+
+def post(engine: FakeEngine | None = None, **fields: Any) -> Answer:
+    app = create_app(engine or FakeEngine(embed), settings())  # type: ignore[arg-type]
+    return ask(app, "POST", "/v1/embeddings", json_body={"model": "fake", "input": "abc", **fields})
+
+
+def test_the_answer_has_every_field_of_the_contract() -> None:
+    """A vector of length 1, and what it cost."""
+    answer = post().json
+    (vector,) = answer["data"]
+
+    assert pytest.approx([0.6, 0.8, 0.0]) == vector.pop("embedding")
+    assert {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0}],
+        "model": "fake",
+        "usage": USAGE,
+    } == answer
+    TypeAdapter(EmbeddingList).validate_python(post().json, strict=True, extra="forbid")
+
+
+def test_base64_is_little_endian_float32() -> None:
+    """What OpenAI's client asks for unless it is told otherwise; both forms hold the same numbers."""
+    text = post(encoding_format="base64").json["data"][0]["embedding"]
+
+    assert post(encoding_format="float").json["data"][0]["embedding"] == list(
+        struct.unpack("<3f", base64.b64decode(text))
+    )
+
+
+def test_fewer_dimensions_are_the_first_ones_normalised_anew() -> None:
+    """Cut, then of length 1 again; more than there are is an error that says how many there are."""
+    assert pytest.approx([1.0]) == post(dimensions=1).json["data"][0]["embedding"]
+
+    answer = post(dimensions=4)
+    assert (400, "invalid_value", "dimensions") == (answer.status, *map(answer.json["error"].get, ("code", "param")))
+    assert "have 3" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("ab", [(97, 98)]),
+        (["a", "bc"], [(97,), (98, 99)]),
+        ([97, 98], [(97, 98)]),
+        ([[97], [98, 99]], [(97,), (98, 99)]),
+    ],
+)
+def test_an_input_has_four_forms(given: object, prompts: list[tuple[int, ...]]) -> None:
+    """Each input is a request of its own that generates nothing."""
+    engine = FakeEngine(embed)
+    answer = post(engine, input=given)
+
+    assert prompts == [request.prompt for request in engine.requests]
+    assert {"last"} == {request.pooling for request in engine.requests}
+    assert list(range(len(prompts))) == [vector["index"] for vector in answer.json["data"]]
+    assert sum(map(len, prompts)) == answer.json["usage"]["prompt_tokens"]
+
+
+def test_the_mean_can_be_asked_for() -> None:
+    """As an extension of ours."""
+    engine = FakeEngine(embed)
+    post(engine, pooling="mean")
+
+    assert ["mean"] == [request.pooling for request in engine.requests]
+
+
+def test_a_vector_of_nothing_stays_nothing() -> None:
+    """A length of zero cannot be made 1, and nothing that is no number is told."""
+
+    def nothing(request: Request) -> Iterator[Event]:
+        yield Embedded(struct.pack("<2f", 0.0, 0.0))
+        yield finished(request)
+
+    assert [0.0, 0.0] == post(FakeEngine(nothing)).json["data"][0]["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"input": ""}, "invalid_value", "input"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": ["a", ""]}, "invalid_value", "input[1]"),
+        ({"input": [999]}, "invalid_value", "input"),
+        ({"input": ["a"] * 2049}, "invalid_value", "input"),
+        ({"input": "a" * 99}, "context_length_exceeded", "input"),
+        ({"dimensions": 0}, "invalid_value", "dimensions"),
+        ({"encoding_format": "int8"}, "invalid_value", "encoding_format"),
+        ({"pooling": "cls"}, "invalid_value", "pooling"),
+        ({"truncate_prompt_tokens": 5}, "unsupported_parameter", "truncate_prompt_tokens"),
+        ({"nonsense": 5}, "unknown_parameter", "nonsense"),
+        ({"model": "other"}, "model_not_found", "model"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -> None:
+    """With OpenAI's codes, and nothing runs."""
+    engine = FakeEngine(embed)
+    answer = post(engine, **fields)
+
+    assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])
+    assert answer.status in (400, 404)
+    assert [] == engine.requests or code == "context_length_exceeded"
+
+
+class Crowded(FakeEngine):
+    """An engine whose queue takes `places` requests at a time."""
+
+    places = 2
+    most = 0
+
+    def open(self, request: Request) -> Any:
+        if len(self.running) >= self.places:
+            raise Overloaded(self.places, 2.0)
+        self.most = max(self.most, len(self.running) + 1)
+        return super().open(request)
+
+
+def test_a_long_list_takes_few_places() -> None:
+    """No more inputs run at a time than there are slots; where the queue has less room, it goes on with less."""
+    for places, most in ((9, INFO.slots), (2, 2), (1, 1)):
+        engine = Crowded(embed)
+        engine.places = places
+        answer = post(engine, input=[chr(97 + at) for at in range(20)])
+
+        assert 200 == answer.status
+        vectors = [vector["embedding"][2] for vector in answer.json["data"]]
+        assert sorted(vectors) == vectors
+        assert most == engine.most
+
+
+def test_a_queue_without_room_is_a_429() -> None:
+    """Then nothing of ours runs that could make room."""
+    engine = Crowded(embed)
+    engine.places = 0
+
+    assert (429, "queue_full") == ((answer := post(engine, input=["a", "b"])).status, answer.json["error"]["code"])
+
+
+def test_the_first_error_ends_all() -> None:
+    """An input that breaks is the answer, and what still runs is cancelled."""
+
+    def script(request: Request) -> Iterator[Event]:
+        yield from [Failed("no finite value")] if request.prompt == (98,) else embed(request)
+
+    engine = FakeEngine(script)
+    answer = post(engine, input=["a", "b", "c", "d", "e", "f", "g"])
+
+    assert (500, "generation_failed") == (answer.status, answer.json["error"]["code"])
+    assert set() == engine.running

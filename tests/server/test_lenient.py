@@ -1,0 +1,89 @@
+"""--lenient: what is refused by name without it is left out with it, and told in the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from tests.server.fakes import Answer, FakeEngine, ask, settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi", "speed": 1}]
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
+both = pytest.mark.parametrize("path", [CHAT, TEXT])
+
+
+@pytest.fixture(scope="module")
+def lenient() -> Any:
+    return create_app(FakeEngine(), settings(lenient=True))  # type: ignore[arg-type]
+
+
+def post(app: Any, path: str, **fields: Any) -> Answer:
+    return ask(app, "POST", path, json_body={**BODIES[path], **fields})
+
+
+@both
+def test_what_nobody_honours_is_told(lenient: Any, path: str) -> None:
+    """Documented fields and unknown ones, in the answer and in the first chunk of a stream."""
+    asked = {"mirostat": 2, "frobnicate": 1}
+    expected = ["This server does not support 'mirostat' yet.", "Unknown parameter: 'frobnicate'."]
+
+    whole = post(lenient, path, **asked).json
+    events = post(lenient, path, stream=True, **asked).events[:-1]
+
+    assert sorted(expected) == sorted(whole["warnings"])
+    assert sorted(expected) == sorted(events[0]["warnings"])
+    assert all("warnings" not in event for event in events[1:])
+
+
+@both
+def test_no_warning_is_no_list(lenient: Any, path: str) -> None:
+    """An answer to a body that is honoured has none."""
+    assert "warnings" not in post(lenient, path, temperature=0).json
+    assert "warnings" not in post(lenient, path, stream=True).events[0]
+
+
+def test_fields_inside_are_left_out_too(lenient: Any) -> None:
+    """By their path, wherever they stand."""
+    parts = [{"type": "text", "text": "a", "color": "red"}]
+    answer = post(lenient, CHAT, messages=[*MESSAGES, {"role": "user", "content": parts}], stream_options=None)
+
+    assert [
+        "Unknown parameter: 'messages[0].speed'.",
+        "Unknown parameter: 'messages[1].content[0].color'.",
+    ] == answer.json["warnings"]
+
+
+def test_what_the_model_cannot_do_is_told(lenient: Any) -> None:
+    """Tools, efforts and budgets that a strict server refuses for this model."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"tools": [tool], "reasoning_effort": "low", "verbosity": "low", "thinking_token_budget": 5}
+
+    answer = post(lenient, CHAT, **asked)
+    strict = post(create_app(FakeEngine(), settings()), CHAT, **asked)  # type: ignore[arg-type]
+
+    assert 200 == answer.status
+    assert len(asked) == len(answer.json["warnings"])
+    assert all(any(f"'{name}'" in warning for warning in answer.json["warnings"]) for name in asked)
+    assert (400, "unsupported_parameter") == (strict.status, strict.json["error"]["code"])
+
+
+@both
+def test_wrong_values_stay_errors(lenient: Any, path: str) -> None:
+    """Only what is not honoured is forgiven, never what is wrong, not even beside it."""
+    for fields in ({"temperature": 9}, {"temperature": 9, "mirostat": 2}, {"mirostat": 2, "max_tokens": 65}):
+        answer = post(lenient, path, **fields)
+
+        assert 400 == answer.status
+        assert answer.json["error"]["param"] in fields
+        assert "mirostat" != answer.json["error"]["param"]
+
+
+@both
+def test_warnings_are_bounded(lenient: Any, path: str) -> None:
+    """Thousands of unknown fields make no answer of thousands of lines."""
+    answer = post(lenient, path, **{f"x{number}": 1 for number in range(5000)})
+
+    assert (200, 32) == (answer.status, len(answer.json["warnings"]))

@@ -1,0 +1,100 @@
+"""POST /rerank and /score: what the model is asked, and the shapes of Jina, Cohere and vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from engine.types import Alternative, Delta, Event, Request, TokenLogprob
+from server.app import create_app
+from server.schemas.scoring import Ranking, ScoreList
+from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings
+
+
+def judge(request: Request) -> Iterator[Event]:
+    """The more often the prompt says "good", the likelier a yes."""
+    good = bytes(request.prompt).count(b"good")
+    likely = {ord("y"): (1 + good) / 10, ord("n"): 0.1}
+    labels = tuple(Alternative(token, "", b"", math.log(likely.get(token, 1.0))) for token in request.labels)
+    yield Delta("", (0,), (TokenLogprob(Alternative(0, "", b"", -1.0), (), labels),))
+    yield finished(request, usage=replace(finished(request).usage, completion_tokens=1))
+
+
+def post(path: str, using: FakeEngine | None = None, **fields: Any) -> Answer:
+    engine = using or FakeEngine(judge, info_value=replace(INFO, context=65536))
+    return ask(create_app(engine, settings()), "POST", path, json_body={"model": "fake", **fields})  # type: ignore[arg-type]
+
+
+DOCUMENTS = ["bad", {"text": "good good"}, "good"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_best_first(path: str) -> None:
+    """With their places in the request, their texts, and the probability of a yes among yes and no."""
+    answer = post(path, query="q", documents=DOCUMENTS).json
+
+    assert [(1, "good good", 0.75), (2, "good", 0.6667), (0, "bad", 0.5)] == [
+        (each["index"], each["document"]["text"], each["relevance_score"]) for each in answer["results"]
+    ]
+    assert "fake" == answer["model"]
+    assert answer["usage"]["total_tokens"] > answer["usage"]["prompt_tokens"] > 0
+    TypeAdapter(Ranking).validate_python(answer, strict=True, extra="forbid")
+
+
+def test_the_best_ones_alone_and_without_their_texts() -> None:
+    """As the body asks."""
+    answer = post("/rerank", query="q", documents=DOCUMENTS, top_n=1, return_documents=False).json
+
+    assert [{"index": 1, "relevance_score": 0.75}] == answer["results"]
+
+
+def test_the_query_comes_before_the_document() -> None:
+    """So that it is computed once for all documents; the instruction can be another one."""
+    engine = FakeEngine(judge, info_value=replace(INFO, context=65536))
+    post("/rerank", engine, query="why?", documents=["because"], instruction="Find reasons")
+
+    text = bytes(engine.requests[0].prompt).decode()
+    assert "<Instruct>: Find reasons\n<Query>: why?\n<Document>: because\n" in text
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize(
+    ("first", "second", "scores"),
+    [
+        ("q", "good", [0.6667]),
+        ("q", ["good", "bad"], [0.6667, 0.5]),
+        (["q", "good"], ["good", "good"], [0.6667, 0.75]),
+    ],
+)
+def test_pairs_are_scored_in_order(path: str, first: object, second: object, scores: list[float]) -> None:
+    """One with one, one with many, many with as many; under either pair of names."""
+    answer = post(path, text_1=first, text_2=second).json
+
+    assert scores == [each["score"] for each in answer["data"]]
+    assert list(range(len(scores))) == [each["index"] for each in answer["data"]]
+    assert answer["data"] == post(path, queries=first, documents=second).json["data"]
+    TypeAdapter(ScoreList).validate_python(answer, strict=True, extra="forbid")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "param"),
+    [
+        ("/rerank", {"query": "q", "documents": []}, "invalid_value", "documents"),
+        ("/rerank", {"documents": ["a"]}, "invalid_value", "query"),
+        ("/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "invalid_value", "top_n"),
+        ("/rerank", {"query": "q", "documents": ["a" * 70000]}, "context_length_exceeded", "documents"),
+        ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 5}, "unsupported_parameter", None),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "invalid_value", "text_1"),
+        ("/score", {"text_1": "a"}, "invalid_value", "text_2"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], code: str, param: str | None) -> None:
+    """With OpenAI's codes."""
+    error = post(path, **fields).json["error"]
+
+    assert (code, param or "max_tokens_per_doc") == (error["code"], error["param"])

@@ -1,0 +1,246 @@
+"""The events of a response, as openai's own types and accumulator read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai._models import construct_type
+from openai._types import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from server.responses.sealed import unseal
+from server.responses.writer import Writer
+from server.schemas.response_items import ResponseBody, ResponseUsage
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+BODY: dict[str, Any] = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "completed_at": None,
+    "status": "in_progress",
+    "background": False,
+    "error": None,
+    "incomplete_details": None,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "model": "fake",
+    "output": [],
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "system_fingerprint": "fp",
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "usage": None,
+    "user": None,
+    "metadata": {},
+}
+USAGE = ResponseUsage(
+    input_tokens=3,
+    input_tokens_details={"cached_tokens": 1, "cache_write_tokens": 2},
+    output_tokens=4,
+    output_tokens_details={"reasoning_tokens": 0},
+    total_tokens=7,
+)
+THINKING = [Reasoning("I "), Reasoning("see."), Text("Hel"), Text("lo"), CallOpened(0, "f"), CallArguments(0, '{"a"')]
+ENDING = [CallArguments(0, ":1}"), CallOpened(1, "g"), CallArguments(1, "{}")]
+
+
+def writer(**changes: Any) -> Writer:
+    """Of a response that has not begun."""
+    sealed = changes.pop("sealed", False)
+    body: ResponseBody = {**BODY, **changes}  # type: ignore[typeddict-item]
+    return Writer(body, sealed=sealed)
+
+
+def told(events: Iterable[Any]) -> list[Any]:
+    """The events as they leave."""
+    return [json.loads(json.dumps(event)) for event in events]
+
+
+def tell(pieces: Sequence[Piece], writer: Writer, status: Any = "completed") -> list[Any]:
+    """A whole stream."""
+    return told([*writer.begin(), *writer.start(), *writer.push(pieces), *writer.end(status, USAGE)])
+
+
+def accumulate(events: Sequence[Any]) -> Any:
+    """What openai's client makes of a stream; it raises at events that cannot be."""
+    state: Any = ResponseStreamState(input_tools=omit, text_format=omit)
+    for event in events:
+        state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
+    return state._completed_response
+
+
+def test_the_whole_life_of_every_item() -> None:
+    """Reasoning, text and calls: added, told in parts, done; and the response around them."""
+    events = tell([*THINKING, *ENDING], writer())
+
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    text = ["content_part.added", "output_text.delta", "output_text.delta", "output_text.done", "content_part.done"]
+    reasoning = [kind.replace("output_text", "reasoning_text") for kind in text]
+    arguments = "function_call_arguments"
+    assert [
+        "created",
+        "in_progress",
+        "output_item.added",
+        *reasoning,
+        "output_item.done",
+        "output_item.added",
+        *text,
+        "output_item.done",
+        "output_item.added",
+        f"{arguments}.delta",
+        f"{arguments}.delta",
+        f"{arguments}.done",
+        "output_item.done",
+        "output_item.added",
+        f"{arguments}.delta",
+        f"{arguments}.done",
+        "output_item.done",
+        "completed",
+    ] == kinds
+    assert list(range(len(events))) == [event["sequence_number"] for event in events]
+
+
+def test_the_accumulator_sees_the_same_answer() -> None:
+    """What the deltas add up to is what the last event holds."""
+    events = tell([*THINKING, *ENDING], writer())
+
+    response = accumulate(events)
+    assert "Hello" == response.output_text
+    assert ["reasoning", "message", "function_call", "function_call"] == [item.type for item in response.output]
+    assert "I see." == response.output[0].content[0].text
+    assert [("f", '{"a":1}'), ("g", "{}")] == [(item.name, item.arguments) for item in response.output[2:]]
+    assert response.usage.total_tokens == 7
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(Text, st.text(min_size=1, max_size=3)),
+            st.builds(Reasoning, st.text(min_size=1, max_size=3)),
+            st.builds(lambda name: CallOpened(0, name), st.sampled_from("fg")),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from(["completed", "incomplete"]),
+    st.booleans(),
+)
+def test_whatever_is_said_makes_a_stream_that_clients_read(pieces: list[Piece], status: str, sealed: bool) -> None:
+    """Every event has the shape of openai's type of it, none comes out of order, and nothing is lost."""
+    events = tell(pieces, writer(sealed=sealed), status)
+
+    for event in events:
+        EVENT.validate_python(event)
+    response = accumulate(events)
+    assert (response is not None) == (status == "completed")
+    output = events[-1]["response"]["output"]
+    assert output == [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    said = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Text)) == said
+    assert all("{}" == item["arguments"] for item in output[:-1] if item["type"] == "function_call")
+
+
+def test_an_answer_that_is_cut_leaves_its_last_item_incomplete() -> None:
+    """What was whole before stays complete."""
+    events = tell(THINKING, writer(), "incomplete")
+
+    last = events[-1]
+    assert "response.incomplete" == last["type"]
+    assert {"reason": "max_output_tokens"} == last["response"]["incomplete_details"]
+    assert ["completed", "completed", "incomplete"] == [item["status"] for item in last["response"]["output"]]
+    assert '{"a"' == last["response"]["output"][2]["arguments"]
+
+
+def test_nothing_said_is_an_empty_message() -> None:
+    """So that there is always something to read."""
+    response = accumulate(tell([], writer()))
+
+    assert "" == response.output_text
+    assert ["message"] == [item.type for item in response.output]
+
+
+def test_a_fault_is_told_twice_and_ends_the_stream() -> None:
+    """As an error, flat and nested, and as the response that failed."""
+    one = writer()
+    events = told([*one.begin(), *one.start(), *one.push([Text("Hel")])])
+    error = {"message": "broken", "type": "server_error", "param": None, "code": "generation_failed"}
+    events += told(one.fail(error))
+
+    *_, fault, last = events
+    assert {"type": "error", "code": "generation_failed", "message": "broken", "param": None, "error": error} == {
+        key: value for key, value in fault.items() if key != "sequence_number"
+    }
+    assert "response.failed" == last["type"]
+    assert ("failed", "server_error") == (last["response"]["status"], last["response"]["error"]["code"])
+    assert list(range(len(events))) == [event["sequence_number"] for event in events]
+    assert "Hel" == last["response"]["output"][0]["content"][0]["text"]
+    for event in events:
+        EVENT.validate_python(event)
+
+
+def test_a_response_in_the_background_waits_first() -> None:
+    """Created and queued, then in progress; cancelled, it ends as incomplete with that status."""
+    one = writer(status="queued", background=True)
+    events = told([*one.begin(), *one.start(), *one.push([Text("a")]), *one.cancel()])
+
+    assert ["created", "queued", "in_progress"] == [event["type"].split(".")[1] for event in events[:3]]
+    assert ["queued", "queued", "in_progress"] == [event["response"]["status"] for event in events[:3]]
+    assert ("response.incomplete", "cancelled") == (events[-1]["type"], events[-1]["response"]["status"])
+    accumulate(events)
+
+
+def test_the_response_can_be_read_while_it_grows() -> None:
+    """With what was said so far."""
+    one = writer()
+    told([*one.begin(), *one.start(), *one.push([Reasoning("Hm"), Text("Hel")])])
+
+    output: Any = one.response["output"]
+    assert [("completed", "Hm"), ("in_progress", "Hel")] == [
+        (item["status"], item["content"][0]["text"]) for item in output
+    ]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_sealed_reasoning_is_there_where_it_is_wanted(sealed: bool) -> None:
+    """And says the same as the plain one."""
+    item = tell([Reasoning("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
+
+    assert sealed == ("encrypted_content" in item)
+    assert not sealed or "I see." == unseal(item["encrypted_content"])
+
+
+def test_logprobs_go_with_the_text() -> None:
+    """In the delta and in the whole; never with reasoning."""
+    entry: Any = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
+    one = writer()
+    pieces = [Reasoning("Hm"), Text("Hel")]
+    events = told([*one.begin(), *one.start(), *one.push(pieces, [entry]), *one.end("completed", USAGE)])
+
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [[entry]] == [event["logprobs"] for event in deltas]
+    assert [entry] == events[-1]["response"]["output"][1]["content"][0]["logprobs"]
+
+
+def test_the_first_event_is_a_response_of_openais_type() -> None:
+    """Strictly, with every field that it needs."""
+    assert Response.model_validate(told(writer().begin())[0]["response"])

@@ -1,0 +1,105 @@
+"""POST /tokenize, /detokenize, /apply-template and the count of what a chat would cost: nothing of it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from tests.server.fakes import Answer, FakeEngine, ask, settings
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
+    return ask(create_app(engine or FakeEngine(), settings()), "POST", path, json_body=fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+@pytest.mark.parametrize("name", ["prompt", "content"])
+def test_text_becomes_tokens(path: str, name: str) -> None:
+    """Under vLLM's name and llama.cpp's."""
+    answer = post(path, **{name: "abc"})
+
+    assert {"tokens": [97, 98, 99], "count": 3, "max_model_len": 64} == answer.json
+
+
+@pytest.mark.parametrize(
+    ("fields", "special"),
+    [
+        ({"prompt": "a"}, True),
+        ({"prompt": "a", "add_special_tokens": False}, False),
+        ({"content": "a"}, False),
+        ({"content": "a", "add_special": True}, True),
+    ],
+)
+def test_special_tokens_are_added_as_the_body_says(
+    fields: dict[str, Any], special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it says so: to a prompt, as vLLM does, and not to content, as llama.cpp does."""
+    engine, added = FakeEngine(), []
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda text, *, add_special: added.append(add_special) or [1])
+    post("/tokenize", engine, **fields)
+
+    assert [special] == added
+
+
+def test_pieces_are_texts_or_bytes() -> None:
+    """A token that is part of a character is told by its bytes."""
+    answer = post("/tokenize", content="aé", with_pieces=True, return_token_strs=True).json
+
+    assert [{"id": 97, "piece": "a"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}] == answer["tokens"]
+    assert 3 == answer["count"] == len(answer["token_strs"])
+
+
+def test_a_conversation_becomes_the_tokens_of_its_prompt() -> None:
+    """With the template's arguments, as a chat would send it."""
+    engine = FakeEngine()
+    answer = post("/tokenize", engine, messages=MESSAGES, add_generation_prompt=False).json
+
+    assert list(b"hi\n") == answer["tokens"]
+    assert engine.tokenizer.rendered[0]["add_generation_prompt"] is False
+    assert [] == engine.requests
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
+def test_tokens_become_text(path: str) -> None:
+    """Under both names."""
+    assert {"prompt": "abc", "content": "abc"} == post(path, tokens=[97, 98, 99]).json
+
+
+@pytest.mark.parametrize("path", ["/apply-template", "/v1/apply-template"])
+def test_a_template_shows_what_it_makes(path: str) -> None:
+    """The text and the tokens that a chat would send; fields of a chat that change nothing of it are fine."""
+    assert {"prompt": "hi\n", "tokens": list(b"hi\n"), "count": 3} == post(path, messages=MESSAGES, max_tokens=5).json
+
+
+def test_the_tokens_of_a_chat_are_counted() -> None:
+    """Also of one that is too long to be answered."""
+    for text in ("hi", "x" * 500):
+        answer = post("/v1/chat/completions/input_tokens", messages=[{"role": "user", "content": text}])
+
+        assert {"object": "response.input_tokens", "input_tokens": len(text) + 1} == answer.json
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "param"),
+    [
+        ("/tokenize", {}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "invalid_value", "content"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "invalid_value", "add_generation_prompt"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "invalid_value", "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "parse_special": False}, "unsupported_parameter", "parse_special"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model_not_found", "model"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "refuse me"}]}, "invalid_value", "messages"),
+        ("/detokenize", {}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "invalid_value", "tokens[0]"),
+        ("/apply-template", {"messages": []}, "invalid_value", "messages"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], code: str, param: str) -> None:
+    """With OpenAI's codes."""
+    answer = post(path, **fields)
+
+    assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])

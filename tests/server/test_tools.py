@@ -1,0 +1,259 @@
+"""Tools on the wire: what is offered, what may be chosen, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from engine.types import Delta, Event, Request
+from server.app import create_app
+from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+LOOK = {"name": "look", "description": "sees", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": LOOK}, {"type": "function", "function": {"name": "listen"}}]
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+
+
+def says(text: str) -> Any:
+    def script(request: Request) -> list[Event]:
+        return [*(Delta(letter, (at,)) for at, letter in enumerate(text)), finished(request)]
+
+    return script
+
+
+def chat(engine: FakeEngine | None = None, **fields: Any) -> Answer:
+    app = caller() if engine is None else create_app(engine, settings())  # type: ignore[arg-type]
+    return ask(app, "POST", CHAT, json_body={"messages": MESSAGES, **fields})
+
+
+@functools.cache
+def caller() -> Any:
+    """A server whose model calls a tool, whatever it is asked."""
+    return create_app(FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES)), settings())  # type: ignore[arg-type]
+
+
+def sent(**fields: Any) -> tuple[Request, dict[str, Any]]:
+    """The engine's request, and what the template got."""
+    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES))
+    answer = chat(engine, **fields)
+    assert answer.status == 200, answer.body
+    return engine.requests[0], engine.tokenizer.rendered[0]
+
+
+def test_a_call_is_answered_in_openais_shape() -> None:
+    """Content is null, the arguments are JSON text, the reason is the call."""
+    choice = chat(tools=TOOLS).json["choices"][0]
+
+    (call,) = choice["message"].pop("tool_calls")
+    assert {"role": "assistant", "content": None, "refusal": None} == choice["message"]
+    assert ("function", {"name": "look", "arguments": '{"at": "x"}'}) == (call["type"], call["function"])
+    assert call["id"].startswith("call_")
+    assert "tool_calls" == choice["finish_reason"]
+
+
+def test_a_streamed_call_opens_once_and_then_grows() -> None:
+    """Index, id, type and name come with empty arguments; after that only index and arguments."""
+    events = chat(tools=TOOLS, stream=True).events[:-1]
+
+    deltas = [call for event in events for choice in event["choices"] for call in choice["delta"].get("tool_calls", ())]
+    assert {"index", "id", "type", "function"} == deltas[0].keys()
+    assert (0, "function", {"name": "look", "arguments": ""}) == (
+        deltas[0]["index"],
+        deltas[0]["type"],
+        deltas[0]["function"],
+    )
+    assert all(
+        {"index", "function"} == delta.keys() and {"arguments"} == delta["function"].keys() for delta in deltas[1:]
+    )
+    assert len(deltas) > 3
+    assert "tool_calls" == events[-1]["choices"][0]["finish_reason"]
+
+
+def test_functions_are_answered_in_their_own_shape() -> None:
+    """The older API has one function_call and a reason of that name, streamed and whole."""
+    whole = chat(functions=[LOOK]).json["choices"][0]
+    events = chat(functions=[LOOK], stream=True).events[:-1]
+
+    parts = [part for event in events for choice in event["choices"] if (part := choice["delta"].get("function_call"))]
+    assert {"name": "look", "arguments": '{"at": "x"}'} == whole["message"]["function_call"]
+    assert ("function_call", "tool_calls") == (
+        whole["finish_reason"],
+        "function_call" if "tool_calls" in whole["message"] else "tool_calls",
+    )
+    assert {"name": "look", "arguments": ""} == parts[0]
+    assert '{"at": "x"}' == "".join(part["arguments"] for part in parts)
+    assert "function_call" == events[-1]["choices"][0]["finish_reason"]
+
+
+def test_without_tools_a_call_is_text() -> None:
+    """So is one that tool_choice "none" forbids, and the model is not shown the tools then."""
+    assert CALL == chat().json["choices"][0]["message"]["content"]
+    assert CALL == chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"]
+    assert () == sent(tools=TOOLS, tool_choice="none")[1]["tools"]
+
+
+def test_tools_reach_the_template_and_the_grammar() -> None:
+    """The template gets all of them; a choice, a single call and strictness bind the text."""
+    free, rendered = sent(tools=TOOLS)
+
+    assert free.grammar is None
+    assert ["look", "listen"] == [tool.name for tool in rendered["tools"]]
+    assert (SCHEMA, "sees") == (json.loads(rendered["tools"][0].parameters), rendered["tools"][0].description)
+    strict = {"type": "function", "function": {**LOOK, "strict": True}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
+    for bound in (
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"tools": [strict]},
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
+    ):
+        assert sent(**bound)[0].grammar is not None
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    """The grammar of a named choice names that tool and no other, in both APIs."""
+    named, rendered = sent(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "listen"}})
+    older, _ = sent(functions=[LOOK, {"name": "listen"}], function_call={"name": "listen"})
+
+    for request in (named, older):
+        assert request.grammar is not None
+        assert "listen" in request.grammar.source
+        assert "look" not in request.grammar.source
+    assert 2 == len(rendered["tools"])
+
+
+def test_history_with_calls_reaches_the_template() -> None:
+    """Calls come with parsed arguments; functions become tools, whose answers find their call."""
+    _, rendered = sent(
+        messages=[
+            *MESSAGES,
+            {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"at": "x"}'}},
+            {"role": "function", "name": "look", "content": "seen"},
+            {"role": "assistant", "content": "ok", "reasoning": "hm"},
+        ]
+    )
+
+    assert [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+            ],
+        },
+        {"role": "tool", "content": "seen", "name": "look", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+    ] == rendered["messages"][1:]
+
+
+FAULTS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "invalid_value", "another tool has this name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+        "invalid_value",
+        "match",
+    ),
+    ({"tools": [{"function": LOOK}]}, "tools[0].type", "invalid_value", "Missing required"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "unsupported_value", "no custom tools"),
+    (
+        {"tools": [{"type": "function", "function": {**LOOK, "more": 1}}]},
+        "tools[0].function.more",
+        "unknown_parameter",
+        "",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters.type",
+        "invalid_value",
+        "must be 'object'",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value", "no 'tools'"),
+    ({"tools": TOOLS, "tool_choice": "never"}, "tool_choice", "invalid_value", "'none', 'auto' or 'required'"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "smell"}}},
+        "tool_choice.function.name",
+        "invalid_value",
+        "no tool of this name",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "smell"}}]},
+            },
+        },
+        "tool_choice.allowed_tools.tools[0].function.name",
+        "invalid_value",
+        "no tool of this name",
+    ),
+    ({"tools": TOOLS, "functions": [LOOK]}, "functions", "invalid_value", "older name"),
+    ({"function_call": {"name": "look"}}, "function_call", "invalid_value", "no 'functions'"),
+    ({"functions": [LOOK], "function_call": {"name": "smell"}}, "function_call.name", "invalid_value", "no function"),
+    ({"functions": [LOOK], "tool_choice": "auto"}, "tool_choice", "invalid_value", "'function_call'"),
+    (
+        {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]},
+        "messages[1].tool_call_id",
+        "invalid_value",
+        "Missing required",
+    ),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].name", "invalid_value", "Missing required"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "x",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls",
+        "invalid_value",
+        "only the assistant",
+    ),
+    (
+        {
+            "tools": [
+                TOOLS[0],
+                {
+                    "type": "function",
+                    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "unreadable": 1}},
+                },
+            ]
+        },
+        "tools[1].function.parameters",
+        "invalid_value",
+        "unimplemented keyword 'unreadable'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code", "words"), FAULTS, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str, code: str, words: str) -> None:
+    """A 400 with the path of the field, and what to change."""
+    answer = chat(**fields)
+
+    error = answer.json["error"]
+    assert (400, param, code) == (answer.status, error["param"], error["code"])
+    assert words in error["message"]
+
+
+def test_a_model_without_calls_refuses_tools() -> None:
+    """Where its template has no way to call, a tool would be ignored in silence."""
+    answer = chat(FakeEngine(), tools=TOOLS)
+
+    assert (400, "tools", "unsupported_parameter") == (
+        answer.status,
+        answer.json["error"]["param"],
+        answer.json["error"]["code"],
+    )
+    assert 200 == chat(FakeEngine(), tools=[], tool_choice="auto").status
+    assert 200 == chat(FakeEngine(), tools=TOOLS, tool_choice="none").status
