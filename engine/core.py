@@ -277,9 +277,9 @@ class Core:
         self._totals["generated"] += 1
         request = sequence.request
         if token in request.stop_token_ids:
-            return self._finish(sequence, "stop", token)
+            return self._finish(sequence, "stop", token, entry)
         if sequence.ends(token):
-            return self._finish(sequence, "stop", None)
+            return self._finish(sequence, "stop", None, entry)
         self._deliver(sequence, sequence.text.push(token, entry))
         if sequence.text.stop is not None:
             return self._finish(sequence, "stop", sequence.text.stop)
@@ -287,10 +287,12 @@ class Core:
             return self._finish(sequence, "length", None)
         return None
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, stop: str | int | None) -> None:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, stop: str | int | None, ending: TokenLogprob | None = None
+    ) -> None:
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
-        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(self._clock())))
+        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(self._clock()), ending))
         self._scheduler.remove(sequence)
         self._close(sequence)
 

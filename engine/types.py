@@ -328,12 +328,16 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a request that ended well. `stop` is the stop string or token that ended it, if one did."""
+    """The last event of a request that ended well. `stop` is the stop string or token that ended it, if one did.
+
+    ending  the log-probability of a token that ended it and has no text, if the request asked for such
+    """
 
     reason: FinishReason
     stop: str | int | None
     usage: Usage
     timings: Timings
+    ending: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

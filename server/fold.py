@@ -10,7 +10,10 @@ from server.generation import Events
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generation that ended well. `scored` is its prompt's, where it was asked for."""
+    """One generation that ended well. `scored` is its prompt's, where it was asked for.
+
+    logprobs  of the tokens of the text and, behind them, of the one that ended it
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -44,6 +47,8 @@ async def fold(events: Events, choices: int) -> list[Choice]:
                 growing[index].logprobs.extend(event.logprobs)
             case Finished():
                 growing[index].finished = event
+                if event.ending is not None:
+                    growing[index].logprobs.append(event.ending)
             case Scored():
                 growing[index].scored = event
     return [_whole(choice) for choice in growing]

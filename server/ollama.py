@@ -10,12 +10,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from server.batch import Outcome
+from server.embeddings import vector
 from server.generation import Events
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
     AnswerMessage,
     Asking,
     Call,
+    Embeddings,
     GenerateRequest,
     Line,
     Message,
@@ -141,6 +144,17 @@ class OllamaAnswer:
         if calls:
             message["tool_calls"] = list(calls)
         return line
+
+
+def embedded(model: str, outcomes: Sequence[Outcome], dimensions: int | None, begun: float) -> Embeddings:
+    """The answer to a list of texts."""
+    return Embeddings(
+        model=model,
+        embeddings=[list(vector(outcome, dimensions)) for outcome in outcomes],
+        total_duration=_duration(time.monotonic() - begun),
+        load_duration=0,
+        prompt_eval_count=sum(outcome.finished.usage.prompt_tokens for outcome in outcomes),
+    )
 
 
 def _texts(pieces: Sequence[Piece], calls: _Calls) -> tuple[str, str]:

@@ -89,7 +89,10 @@ class TextChunks:
 
     def _end(self, index: int, event: Finished) -> Completion:
         self._finished[index] = event
-        chunk = self._chunk(index, "")
+        ending = None if event.ending is None or self._body.logprobs is None else event.ending
+        offset = self._offsets[index] or 0
+        logprobs = None if ending is None else text_logprobs([ending], offset, self._work.wording)
+        chunk = self._chunk(index, "", logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop
         if not self._body.include_usage and len(self._work.requests) == 1:

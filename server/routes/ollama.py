@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from datetime import UTC, datetime
 from typing import Any
@@ -10,14 +11,25 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.answering import unless_gone
+from server.embeddings import embed, vector
 from server.encoding import Json
 from server.errors import INVALID_VALUE, ApiError
 from server.generation import generate
 from server.ndjson import LineStream
-from server.ollama import OllamaAnswer, chat_body, generate_body, now
+from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now
 from server.routes.documented import RESPONSES
 from server.schemas.chat import ChatRequest
-from server.schemas.ollama import Asking, GenerateRequest, Line, OllamaChatRequest, ShowRequest
+from server.schemas.ollama import (
+    Asking,
+    Embedding,
+    EmbeddingRequest,
+    Embeddings,
+    EmbedRequest,
+    GenerateRequest,
+    Line,
+    OllamaChatRequest,
+    ShowRequest,
+)
 from server.service import Service
 from server.turn import chat_turn
 from server.version import version
@@ -29,6 +41,7 @@ _TAG = ":latest"
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     _add_chats(app, service)
+    _add_embeddings(app, service)
     _add_cards(app, service)
 
 
@@ -51,6 +64,31 @@ def _add_chats(app: FastAPI, service: Service) -> None:
         if not body.prompt:
             return Json({**_loaded(model), "response": ""})
         return await _answer(service, request, generate_body(body, model), plain=True)
+
+
+def _add_embeddings(app: FastAPI, service: Service) -> None:
+    @app.post("/api/embed", responses={**RESPONSES, 200: {"model": Embeddings}})
+    async def embed_all(body: EmbedRequest, request: Request) -> Response:
+        """Turn texts into vectors of length 1."""
+        model, begun = _resolve(service, body.model), time.monotonic()
+        inputs = [body.input] if isinstance(body.input, str) else body.input
+
+        async def work() -> Response:
+            outcomes = await embed(service, inputs, pooling="last", id=uuid.uuid4().hex, endpoint="ollama")
+            return Json(embedded(model, outcomes, body.dimensions, begun))
+
+        return await unless_gone(request, work())
+
+    @app.post("/api/embeddings", responses={**RESPONSES, 200: {"model": Embedding}})
+    async def embed_one(body: EmbeddingRequest, request: Request) -> Response:
+        """Turn one text into a vector, as older clients ask for it."""
+        _resolve(service, body.model)
+
+        async def work() -> Response:
+            outcomes = await embed(service, [body.prompt], pooling="last", id=uuid.uuid4().hex, endpoint="ollama")
+            return Json(Embedding(embedding=list(vector(outcomes[0]))))
+
+        return await unless_gone(request, work())
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:

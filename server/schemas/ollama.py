@@ -174,3 +174,19 @@ class Line(TypedDict):
     prompt_eval_duration: NotRequired[int]
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
+
+
+class Embeddings(TypedDict):
+    """The vectors of a list of texts, and what they cost."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class Embedding(TypedDict):
+    """The vector of one text."""
+
+    embedding: list[float]

@@ -79,7 +79,8 @@ def _results(url: str, name: str, folder: Path) -> dict[str, dict[str, list[bool
         path = Path(report) / "report.xml"
         config = ["-c", str(HERE / "pytest.ini"), "--rootdir", str(HERE), f"--junitxml={path}"]
         command = [str(folder / "bin" / "python"), "-m", "pytest", *config, str(HERE / name)]
-        subprocess.run(command, env=environment, cwd=HERE, check=False)
+        if subprocess.run(command, env=environment, cwd=HERE, check=False).returncode not in (0, 1):
+            raise RuntimeError(f"the tests of {name} could not be run")
         found: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
         for case in xml.parse(path).iter("testcase"):
             file = case.attrib["classname"].rpartition(".")[2]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.types import Delta, Event, Failed, Request, Usage
+from engine.types import Delta, Event, Failed, Request, Started, Usage
 from server.app import create_app
 from server.schemas.completions import Completion
-from tests.server.fakes import Answer, FakeEngine, Gate, ask, finished, settings
+from tests.server.fakes import Answer, FakeEngine, Gate, ask, entry, finished, settings
 from tests.server.test_chat import TIMINGS, USAGE, without
 
 
@@ -205,3 +206,26 @@ def test_what_is_sent_fits_the_published_types() -> None:
 
     for body in (whole, *chunks):
         TypeAdapter(Completion).validate_python(body, strict=True, extra="forbid")
+
+
+def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
+    """It is counted, so it is listed, behind those of the text: lm-evaluation-harness drops the last entry."""
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 0, 7)
+        yield Delta("Hi", (0,), (entry(0, "Hi", 1),))
+        yield finished(request, ending=entry(5, "<end>", 1))
+
+    app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
+    body = {"prompt": "a", "logprobs": 1}
+
+    whole = ask(app, "POST", "/v1/completions", json_body=body).json["choices"][0]
+    chunks = ask(app, "POST", "/v1/completions", json_body={**body, "stream": True}).events[:-1]
+    streamed = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
+
+    assert (["Hi", "<end>"], [0, 2], "Hi") == (
+        whole["logprobs"]["tokens"],
+        whole["logprobs"]["text_offset"],
+        whole["text"],
+    )
+    assert ["Hi", "<end>"] == streamed

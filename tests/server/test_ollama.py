@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from engine.types import Delta, Event, Request, Started
+from engine.types import Delta, Embedded, Event, Request, Started
 from server.app import create_app
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
@@ -183,3 +184,19 @@ def test_the_model_has_a_card() -> None:
     assert {"tags": ["fake", "org/alias"], "ps": ["fake", "org/alias"]} == names
     assert {"completion", "tools", "thinking", "embedding"} == set(card["capabilities"])
     assert 64 == card["model_info"]["FakeForCausalLM.context_length"]
+
+
+def test_texts_become_vectors() -> None:
+    """Of length 1, one a text; older clients ask for one text."""
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 0, 7)
+        yield Embedded(struct.pack("<2f", 3.0, 4.0))
+        yield finished(request)
+
+    many = post(FakeEngine(script), "embed", input=["one", "two"]).json
+    one = post(FakeEngine(script), "embeddings", prompt="one").json
+
+    assert [[pytest.approx(0.6), pytest.approx(0.8)]] * 2 == many["embeddings"]
+    assert [pytest.approx(0.6), pytest.approx(0.8)] == one["embedding"]
+    assert 6 == many["prompt_eval_count"]
