@@ -1,16 +1,18 @@
 """Measures speculation: what drafts gain over a plain engine, and whether the depths chosen are the best ones.
 
-    python -m benchmarks.speculation [--batches 1 4 8 16] [--agreement 0 0.3 0.6 0.8 0.95] [--rounds 5] [--out out]
+    python -m benchmarks.speculation [--batches 1 4 8 16] [--agreement 0 0.3 0.6 0.8 0.95] [--rounds 4] [--out out]
 
 In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
 a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). Modes take turns
-round by round, and a round is new to every cache, prompts included. Who drafts:
+step by step, and a round is new to every cache, prompts included. Who drafts:
 
     bundled   the bundled draft model and the lookup, for the longest answers among the held-out dialogues
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost
 
-Seconds are of the processor, of the one thread that computes, for the engine's own choices too: other work on the
-machine changes them little. Ratios are medians over the rounds, of rounds in which modes stood side by side.
+Seconds are of the processor, of the one thread that computes, for the engine's own choices too. Other work on the
+machine still changes them, by sharing its caches and its memory: it does so to all modes alike, a step lasting some
+milliseconds. Ratios are medians over the rounds. `auto` is compared in each round with the mode that was the best in
+the others: the best of several measured in one round would be the luckiest too.
 """
 
 from __future__ import annotations
@@ -48,11 +50,10 @@ Prompts = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One mode in one round: tokens said, and the seconds of the processor and of the clock on the wall."""
+    """One mode in one round: tokens said, and the seconds of the processor."""
 
     tokens: int
     seconds: float
-    wall: float
 
 
 @dataclass(slots=True)
@@ -70,13 +71,36 @@ class Cell:
 
     def ratio(self, mode: str, other: str = "off") -> float:
         """How many times as fast a mode is as another."""
-        pairs = zip(self.turns[mode], self.turns[other], strict=True)
-        return statistics.median(a.tokens / a.seconds * b.seconds / b.tokens for a, b in pairs)
+        return statistics.median(self._ratios(mode, other))
 
     @property
     def best(self) -> str:
         """The fastest of the modes that choose nothing."""
-        return max((mode for mode in self.turns if mode == "off" or mode.isdigit()), key=self.ratio)
+        return max(self._fixed, key=self.ratio)
+
+    @property
+    def to_best(self) -> float:
+        """How many times as fast `auto` is as the best of those: in each round the one that was so in the others."""
+        found = []
+        for number in range(len(self.turns["auto"])):
+            others = {mode: _without(self._ratios(mode, "off"), number) for mode in self._fixed}
+            best = max(others, key=lambda mode: statistics.median(others[mode]))
+            found.append(self._ratios("auto", best)[number])
+        return statistics.median(found)
+
+    @property
+    def _fixed(self) -> list[str]:
+        return [mode for mode in self.turns if mode == "off" or mode.isdigit()]
+
+    def _ratios(self, mode: str, other: str) -> list[float]:
+        """By round."""
+        pairs = zip(self.turns[mode], self.turns[other], strict=True)
+        return [a.tokens / a.seconds * b.seconds / b.tokens for a, b in pairs]
+
+
+def _without(values: Sequence[float], number: int) -> list[float]:
+    """All values but one; that one where it is alone."""
+    return [value for at, value in enumerate(values) if at != number] or list(values)
 
 
 class Scripted:
@@ -160,18 +184,28 @@ class Bench:
         depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else AdaptiveDepth()
         return self.core(Speculation(None, script, depth, time.thread_time))
 
-    def play(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> tuple[Turn, dict[str, list[int]]]:
-        """All prompts at once; how long that took, and what was said. No two turns share what is remembered."""
-        outputs: dict[str, list[int]] = {str(at): [] for at in range(len(prompts))}
-        began, wall = time.thread_time(), time.perf_counter()
-        for at, prompt in enumerate(prompts):
-            core.submit(self._request(f"{turn} {at}", prompt, f"{turn}".encode(), ignore_end))
-        while core.busy:
-            for name, event in core.step():
-                if isinstance(event, Delta):
-                    outputs[name.rpartition(" ")[2]] += event.tokens
-        seconds, wall = time.thread_time() - began, time.perf_counter() - wall
-        return Turn(sum(map(len, outputs.values())), seconds, wall), outputs
+    def play(
+        self, cores: Mapping[str, Core], prompts: Prompts, turn: int, *, ignore_end: bool
+    ) -> tuple[dict[str, Turn], dict[str, list[int]]]:
+        """All prompts at once in every mode, modes in turns; how long each took, and what the last one said.
+
+        No two turns share what is remembered.
+        """
+        outputs: dict[str, dict[str, list[int]]] = {mode: {str(at): [] for at in range(len(prompts))} for mode in cores}
+        seconds = dict.fromkeys(cores, 0.0)
+        for core in cores.values():
+            for at, prompt in enumerate(prompts):
+                core.submit(self._request(f"{turn} {at}", prompt, f"{turn}".encode(), ignore_end))
+        while busy := [mode for mode, core in cores.items() if core.busy]:
+            for mode in busy:
+                began = time.thread_time()
+                events = cores[mode].step()
+                seconds[mode] += time.thread_time() - began
+                for name, event in events:
+                    if isinstance(event, Delta):
+                        outputs[mode][name.rpartition(" ")[2]] += event.tokens
+        said = {mode: sum(map(len, texts.values())) for mode, texts in outputs.items()}
+        return {mode: Turn(said[mode], seconds[mode]) for mode in cores}, outputs[mode]
 
     def _request(self, name: str, prompt: tuple[int, ...], salt: bytes, ignore_end: bool) -> Request:
         sampling = SamplingParams(temperature=0.0)
@@ -191,10 +225,10 @@ def measure(bench: Bench, pair: str, batch: int, options: argparse.Namespace) ->
     cores = dict(zip(names, engines(bench, pair, prompts, names, options.draft_cost), strict=True))
     cell = Cell(pair, batch, {mode: [] for mode in names})
     for turn in range(-options.warm, options.rounds):
-        for mode in names[turn % len(names) :] + names[: turn % len(names)]:
-            taken, _ = bench.play(cores[mode], prompts, turn, ignore_end=pair != BUNDLED)
-            if turn >= 0:
-                cell.turns[mode].append(taken)
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        taken, _ = bench.play({mode: cores[mode] for mode in order}, prompts, turn, ignore_end=pair != BUNDLED)
+        for mode in names if turn >= 0 else ():
+            cell.turns[mode].append(taken[mode])
     cell.accepted = {mode: shares(core) for mode, core in cores.items()}
     return cell
 
@@ -209,10 +243,10 @@ def engines(bench: Bench, pair: str, prompts: Prompts, names: Sequence[str], cos
     if pair == BUNDLED:
         yield from map(bench.bundled, names)
         return
-    plain = bench.core()
+    plain = {"off": bench.core()}
     bench.play(plain, prompts, 0, ignore_end=True)
-    turn, outputs = bench.play(plain, prompts, 1, ignore_end=True)
-    step_seconds = turn.seconds * len(prompts) / turn.tokens
+    turns, outputs = bench.play(plain, prompts, 1, ignore_end=True)
+    step_seconds = turns["off"].seconds * len(prompts) / turns["off"].tokens
     script = scripted(outputs, prompts, float(pair), cost * step_seconds, bench.target.info.vocabulary)
     for mode in names:
         yield bench.scripted(mode, script)
@@ -238,7 +272,7 @@ def table(cells: Sequence[Cell]) -> Table:
         ratios = [f"{cell.ratio(mode):.2f}" if mode in cell.turns else "" for mode in names]
         deepest = max((mode for mode in cell.turns if mode.isdigit()), key=int)
         said = " ".join(f"{100 * share:.0f}" for share in cell.accepted[deepest])
-        to_best = f"{cell.ratio('auto', cell.best):.2f} of {cell.best}"
+        to_best = f"{cell.to_best:.3f} of {cell.best}"
         result.add_row(cell.pair, f"{cell.batch}", f"{cell.rate('off'):.0f}", *ratios, to_best, said)
     return result
 
@@ -268,7 +302,13 @@ def plot(path: Path, cells: Sequence[Cell]) -> None:
 def document(cells: Sequence[Cell]) -> list[dict[str, object]]:
     """All that was measured, and what it comes to."""
     return [
-        {**asdict(cell), "best": cell.best, "ratios": {mode: cell.ratio(mode) for mode in cell.turns}} for cell in cells
+        {
+            **asdict(cell),
+            "best": cell.best,
+            "auto_to_best": cell.to_best,
+            "ratios": {mode: cell.ratio(mode) for mode in cell.turns},
+        }
+        for cell in cells
     ]
 
 
@@ -277,11 +317,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--agreement", type=float, nargs="*", default=[0.0, 0.3, 0.6, 0.8, 0.95])
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6])
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in plain steps")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="rounds before those, from which depths are learnt")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=1, help="rounds before those, from which depths are learnt")
     parser.add_argument("--quick", action="store_true", help="a few tokens only, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser
@@ -297,6 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pairs = [BUNDLED, *map(str, options.agreement)]
     cells = [measure(bench, pair, batch, options) for pair in pairs for batch in options.batches]
     Console().print(table(cells))
+    worst = min(cells, key=lambda cell: cell.to_best)
+    Console().print(f"auto to best: {worst.to_best:.3f} at worst ({worst.pair}, batch of {worst.batch})")
     options.out.mkdir(parents=True, exist_ok=True)
     write_json(options.out / "speculation.json", {"format": 1, "cells": document(cells)})
     plot(options.out / "speculation.png", cells)

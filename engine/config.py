@@ -37,6 +37,7 @@ class EngineConfig:
     draft_model  a smaller model with the same tokenizer that guesses; None: the bundled model brings its own
     draft_tokens that are guessed at a time unless a request says otherwise, 0 to LONGEST_DRAFT; None: as many as seem
                  to pay, none included
+    draft_quantize  as `quantize`, for the draft model; None: the same
     kernels      who computes attention; "auto": what is fastest of all that this machine can run or build
     mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
     shelf        folder where remembered content is kept for the next start; None: nowhere
@@ -59,6 +60,7 @@ class EngineConfig:
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
+    draft_quantize: Quantize | None = None
     kernels: Kernels = "auto"
     mla: MlaMode = "auto"
     checkpoint: int = 1024
@@ -86,5 +88,8 @@ class EngineConfig:
             raise ValueError(f"draft_tokens must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
         if self.draft_model is not None and self.drafter not in ("auto", "model"):
             raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
+        drafts = self.drafter in ("auto", "model") and (self.draft_model is not None or self.model is None)
+        if self.draft_quantize is not None and not drafts:
+            raise ValueError("draft_quantize needs a draft model: name it with --draft-model")
         if self.drafter == "model" and self.draft_model is None and self.model is not None:
             raise ValueError("drafter model needs a draft model: name it with --draft-model")

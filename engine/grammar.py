@@ -93,6 +93,10 @@ class Matcher:
             return torch.zeros(self._size, dtype=torch.bool)
         return None if mask is None else _unpacked(mask, self._size)
 
+    def forced(self) -> list[int]:
+        """Tokens of the only text that may come next, as far as there is only one."""
+        return list(self._state.compute_ff_tokens()) if self._go(()) else []
+
     def _mask(self, guessed: Sequence[int]) -> bytes | None:
         return self._state.compute_bitmask() if self._go(guessed) else None
 

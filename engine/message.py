@@ -39,11 +39,13 @@ class Body:
     source   of "json_schema" the schema as JSON text, of "regex" the expression (without lookaround), of "grammar" Lark
              in llguidance's dialect, or GBNF
     choices  of "choices": the answer is one of these
+    strict   of "json_schema": whether it is followed exactly, or as far as it can be
     """
 
     kind: BodyKind
     source: str = ""
     choices: tuple[str, ...] = ()
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)

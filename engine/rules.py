@@ -75,6 +75,10 @@ class Rules:
         later._guessed = (*self._guessed, *tokens)
         return later
 
+    def forced(self) -> list[int]:
+        """Tokens that the grammar makes come next, as far as it leaves one text. Other rules may forbid them."""
+        return [] if self._matcher is None else self._matcher.forced()
+
     def forbid(self, logits: Tensor) -> None:
         """Set what may not be said here to minus infinity [vocabulary]."""
         if self._matcher is not None and (allowed := self._matcher.allowed(self._guessed)) is not None:

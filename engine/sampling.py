@@ -24,7 +24,7 @@ from engine.types import SamplingParams
 
 # Below this, dividing by the temperature leaves nothing but the arg max, and overflows.
 _COLDEST = 1e-5
-# Of the noise: lane 0 is that of tokens, and drafts have lanes from 1 on (draft/lossless.py).
+# Of the noise: lane 0 is that of tokens.
 _COINS = 2**32 - 1
 
 

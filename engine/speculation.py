@@ -43,6 +43,7 @@ class Speculation:
     """The drafters, and the depths of their drafts. Belongs to the engine thread.
 
     quick    drafts at next to no cost, so it is asked before the depth is chosen; None: there is none
+    forced   the same, and is nearly always right, so it goes before all others; None: there is none
     slow     pays for each token of a draft, so it drafts what was chosen; None: there is none
     deepest  tokens of a draft at most
     reader   the one of them that guesses from what the model computes; None: nobody does
@@ -56,24 +57,27 @@ class Speculation:
         clock: Callable[[], float],
         *,
         deepest: int = LONGEST_DRAFT,
+        forced: Drafter | None = None,
         reader: Reader | None = None,
     ) -> None:
-        self._quick, self._slow, self._reader = quick, slow, reader
+        self._quick, self._slow, self._forced, self._reader = quick, slow, forced, reader
         self._depth, self._clock, self._deepest = depth, clock, deepest
-        self._drafted = {kind: [0] * deepest for kind in self.kinds}
-        self._accepted = {kind: [0] * deepest for kind in self.kinds}
+        self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
+        self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         # For whom the slow drafter drafted in the step before and in this one: so it knows their texts.
         self._followed: set[str] = set()
         self._following: set[str] = set()
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of drafters that there are."""
-        return tuple(drafter.kind for drafter in self._drafters)
+        """The kinds of drafters that a request may choose from."""
+        return tuple(drafter.kind for drafter in self._drafters if drafter is not self._forced)
 
     def counts(self) -> tuple[DraftCounts, ...]:
         """What became of all drafts that were verified."""
-        return tuple(DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self.kinds)
+        return tuple(
+            DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self._drafted
+        )
 
     def draft(self, sequences: Sequence[Running], *, rows: int, room: int) -> dict[Running, Draft]:
         """Drafts for sequences whose next token a step will tell, for those for whom they seem to pay.
@@ -133,31 +137,28 @@ class Speculation:
 
     @property
     def _drafters(self) -> list[Drafter]:
-        return [drafter for drafter in (self._quick, self._slow) if drafter is not None]
+        return [drafter for drafter in (self._quick, self._slow, self._forced) if drafter is not None]
 
     def _offers(self, sequences: Sequence[Running]) -> list[_Offer]:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
-        quick, slow = (set(self._served(drafter, sequences)) for drafter in (self._quick, self._slow))
-        if not quick and not slow:
-            return []
-        served = [sequence for sequence in sequences if sequence in quick or sequence in slow]
-        wants = {sequence: want for sequence in served if (want := self._want(sequence)).limit > 0}
-        repeated = self._repeated({sequence: want for sequence, want in wants.items() if sequence in quick})
-        offers = []
+        served = {drafter.kind: self._served(drafter, sequences) for drafter in self._drafters}
+        anyone = set().union(*served.values())
+        wants = {one: want for one in sequences if one in anyone and (want := self._want(one)).limit > 0}
+        known, offers = self._known(wants, served), []
         for sequence, want in wants.items():
-            known = repeated.get(sequence, ())
-            if self._slow is not None and sequence in slow and len(known) < _LONG:
+            drafter, tokens = known.get(sequence, (None, ()))
+            if self._slow is not None and sequence in served[self._slow.kind] and len(tokens) < _LONG:
                 offers.append(_Offer(sequence, self._slow, want))
-            elif self._quick is not None and known:
-                offers.append(_Offer(sequence, self._quick, want, known))
+            elif drafter is not None:
+                offers.append(_Offer(sequence, drafter, want, tokens))
         return offers
 
-    def _served(self, drafter: Drafter | None, sequences: Sequence[Running]) -> list[Running]:
+    def _served(self, drafter: Drafter, sequences: Sequence[Running]) -> set[Running]:
         """Whom a drafter may guess for, and where it seems worth a thought."""
-        if drafter is None:
-            return []
         rests, kind = self._depth.rests(drafter.kind), drafter.kind
-        return [one for one in sequences if one.may_draft(kind) and (not rests or _settled(one))]
+        if drafter is self._forced:
+            sequences = [one for one in sequences if one.request.grammar is not None]
+        return {one for one in sequences if one.may_draft(kind) and (not rests or _settled(one))}
 
     def _depths(self, offers: Sequence[_Offer], rows: int) -> list[tuple[_Offer, int]]:
         """Each offer with its depth: what the request says, or else what seems to pay beside those."""
@@ -167,11 +168,17 @@ class Speculation:
         depths = self._depth.choose([offer.candidate for offer in free], rows=rows) if free else []
         return [*settled, *zip(free, depths, strict=True)]
 
-    def _repeated(self, wants: Mapping[Running, Want]) -> dict[Running, tuple[int, ...]]:
-        if self._quick is None or not wants:
-            return {}
-        drafts = self._quick.propose(list(wants.values()))
-        return {sequence: tuple(draft) for sequence, draft in zip(wants, drafts, strict=True)}
+    def _known(
+        self, wants: Mapping[Running, Want], served: Mapping[str, set[Running]]
+    ) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
+        """What drafters know that take no time to ask; what is forced goes before what is repeated."""
+        known: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
+        for drafter in (self._quick, self._forced):
+            own = [] if drafter is None else [one for one in wants if one in served[drafter.kind]]
+            if drafter is not None and own:
+                drafts = drafter.propose([wants[one] for one in own])
+                known |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
+        return known
 
     def _want(self, sequence: Running) -> Want:
         asked = sequence.request.speculation.tokens

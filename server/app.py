@@ -15,6 +15,7 @@ from server.limits import BodyLimit, Border
 from server.metrics import Metrics
 from server.parsing import StrictRoute
 from server.routes import (
+    anthropic,
     capabilities,
     chat,
     completions,
@@ -69,6 +70,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         decisions,
         tokens,
         models,
+        anthropic,
         ollama,
         health,
         metrics,

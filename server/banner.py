@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from engine.status import Drafting, MemoryPlan, ModelInfo
 from server.settings import Settings
+from server.store import place_of
 from server.version import version
 
 GIB = 2**30
@@ -37,6 +38,7 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     yield "drafts", _drafts(drafting, settings.draft_tokens)
     if settings.shelf is not None:
         yield "shelf", f"{settings.shelf}, {_size(settings.shelf_bytes)} at most"
+    yield "responses", place_of(settings.store)
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
 
 

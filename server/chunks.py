@@ -108,7 +108,7 @@ class ChatChunks:
         chunk = self._chunk(index, {})
         chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
         chunk["choices"][0]["stop_reason"] = ended.finished.stop
-        if not self._body.include_usage:
+        if not self._body.include_usage and len(self._meters) == 1:
             chunk["timings"] = timings(ended.finished)
         return chunk
 

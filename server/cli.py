@@ -14,7 +14,9 @@ from cyclopts.config import Env
 
 from engine.config import Dtype, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
+from server.database import StoreError
 from server.settings import LogLevel, Settings, read_keys, split_keys
+from server.store import check_store
 from server.version import version
 
 if TYPE_CHECKING:
@@ -59,11 +61,14 @@ class Options:
     mla
         Latent attention: absorb the projections, expand the latents, or auto: what costs less.
     drafter
-        Who guesses ahead: lookup (repetitions), model (a draft model), auto (both) or none. Never changes a text.
+        Who guesses ahead: lookup (repetitions), model (a draft model), mtp (the model's own head), auto (lookup and one
+        of the others) or none. Never changes a text.
     draft_model
         Folder or hub id of a smaller model with the same tokenizer. The bundled model brings its own.
     draft_tokens
         Tokens guessed at a time, 0 to 16; auto: as many as pay.
+    draft_quantize
+        As --quantize, for the draft model. Default: the same.
     shelf
         Folder where computed prompts are kept for the next start. Default: they end with the process.
     shelf_bytes
@@ -101,6 +106,7 @@ class Options:
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: Literal["auto"] | int = "auto"
+    draft_quantize: Quantize | None = None
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
@@ -130,6 +136,7 @@ class Options:
             drafter=self.drafter,
             draft_model=self.draft_model or None,
             draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
+            draft_quantize=self.draft_quantize,
             shelf=self.shelf or None,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,
@@ -172,7 +179,8 @@ def serve(model: str | None = None, *, options: Annotated[Options | None, Parame
     """
     try:
         settings = (options or Options()).settings(model)
-    except (ValueError, OSError) as error:
+        check_store(settings.store)
+    except (ValueError, OSError, StoreError) as error:
         _say(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
     sys.exit(run(settings))

@@ -13,7 +13,7 @@ from engine.dialect.tagged import Tagged
 from engine.types import Alternative, Rendering, Request, Scored
 from server.errors import INVALID_VALUE, ApiError
 from server.generation import check_room, request, spread
-from server.grammar import grammar
+from server.grammar import follow
 from server.logprobs import Wording, joined, text_logprobs
 from server.schemas.completions import CompletionRequest, TextLogprobs
 from server.service import Service
@@ -45,6 +45,7 @@ class Continuation:
     requests  `width` for each prompt, in order
     prompts   to be repeated; empty unless `echo` asks for it
     shown     choices of each prompt in the answer, the likeliest of its `width`
+    warnings  what was asked for and is not done
     """
 
     id: str
@@ -56,6 +57,7 @@ class Continuation:
     prompts: tuple[Prompt, ...]
     width: int
     shown: int
+    warnings: tuple[str, ...] = ()
 
     @property
     def wording(self) -> Wording:
@@ -74,7 +76,7 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
     _check(body)
     shown = body.n or 1
     width = max(body.best_of or 1, shown)
-    followed = await anyio.to_thread.run_sync(grammar, service, body, PLAIN, Offer(), "")
+    followed = await anyio.to_thread.run_sync(follow, service, body, PLAIN, Offer(), "")
     requests: list[Request] = []
     prompts: list[Prompt] = []
     for at, prompt in enumerate(body.prompt):
@@ -82,7 +84,7 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
         plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > shown)
-        requests.extend(_spread(replace(plain, grammar=followed), body, width))
+        requests.extend(_spread(replace(plain, grammar=followed.grammar), body, width))
     check_room(service, requests)
     return Continuation(
         id=id,
@@ -94,6 +96,7 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
         prompts=tuple(prompts),
         width=width,
         shown=shown,
+        warnings=followed.warnings,
     )
 
 

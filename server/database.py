@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -116,7 +117,7 @@ def is_url(place: str) -> bool:
 
 def _make_private(path: Path) -> None:
     """The file holds what users wrote: it is nobody else's to read."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
-from server.asking import fork
+from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.labels import Fork, Reading, rounded
 from server.schemas.decisions import (
@@ -31,6 +31,7 @@ from server.schemas.decisions import (
 from server.service import Service
 from server.transcript import text_of, transcript
 
+_ABOUT = "Read the input, then answer the question about it.\n\n<input>\n{}\n</input>\n\n"
 _TRUTH = ("yes", "no")
 _ASK_TRUTH = "Is this true? Answer with yes or no only."
 _ASK_OPTION = "Answer with the {} of one option only."
@@ -63,9 +64,8 @@ async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
 
 def _forks(service: Service, body: DecisionRequest) -> list[Fork]:
     """The questions as the model reads them; for a worker thread."""
-    about = f"Read the input, then answer the question about it.\n\n<input>\n{transcript(body.input)}\n</input>\n\n"
-    tokenizer = service.engine.tokenizer
-    return [fork(tokenizer, about + _wording(question), _labels(question)) for question in body.questions]
+    asked = [(_wording(question), _labels(question)) for question in body.questions]
+    return Asker(service.engine.tokenizer).forks(_ABOUT, transcript(body.input), asked)
 
 
 def _wording(question: Question) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from server.errors import INVALID_VALUE, ApiError
+from server.parsing import loads
 from server.schemas.chat import Message
 from server.schemas.content import text_of
 from server.schemas.tools import CalledFunction
@@ -96,10 +96,11 @@ def _call(id: str, function: CalledFunction) -> dict[str, object]:
 
 
 def _arguments(function: CalledFunction) -> object:
-    # Templates print arguments with tojson, which would escape a string a second time.
+    # Templates print arguments with tojson, which would escape a string a second time. What a model wrote and is no
+    # strict JSON, or so deep that no template prints it, stays text.
     try:
-        return json.loads(function.arguments)
-    except ValueError:
+        return loads(function.arguments.encode())
+    except ApiError:
         return function.arguments
 
 

@@ -20,7 +20,9 @@ from engine.types import Delta, Event, Failed, Finished, Started
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-Endpoint = Literal["chat", "completions", "ollama", "responses", "embeddings", "rerank", "score", "decisions"]
+Endpoint = Literal[
+    "chat", "completions", "ollama", "responses", "anthropic", "embeddings", "rerank", "score", "decisions"
+]
 
 _fast = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _slow = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
-from server.asking import fork
+from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.errors import INVALID_VALUE, ApiError
 from server.labels import Fork
@@ -81,9 +81,9 @@ async def _relevance(
 
 def _forks(service: Service, pairs: Sequence[tuple[str, str]], instruction: str) -> list[Fork]:
     """The questions as the model reads them; for a worker thread."""
-    tokenizer = service.engine.tokenizer
+    asker = Asker(service.engine.tokenizer)
     return [
-        fork(tokenizer, _QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
+        asker.fork(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
         for query, document in pairs
     ]
 

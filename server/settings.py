@@ -43,7 +43,7 @@ class Settings:
     """Everything that `cellar serve` can be told; the engine's part is documented at EngineConfig.
 
     served_names      what requests may call the model; empty: the name of the model itself
-    store             where responses are kept: a file, a URL of PostgreSQL, "memory" or "none"; None: a file of the user
+    store             where responses are kept: a file, a URL of PostgreSQL, "memory", "none"; None: a file of the user
     keys              any of them opens the server; empty: it is open
     allowed_hosts     values of the Host header besides localhost and `host`; "*" allows all
     grace_seconds     that running requests get after SIGTERM
@@ -66,6 +66,7 @@ class Settings:
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
+    draft_quantize: Quantize | None = None
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
@@ -124,6 +125,7 @@ class Settings:
             drafter=self.drafter,
             draft_model=self.draft_model,
             draft_tokens=self.draft_tokens,
+            draft_quantize=self.draft_quantize,
             shelf=self.shelf,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from server.database import MEMORY, Database, Row, Value, connect, is_url
+from server.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
 
 LEASE_SECONDS = 30.0
 MEMORY_BYTES = 64 * 2**20
@@ -168,9 +168,10 @@ class Store:
 
     def _opened(self) -> Database:
         if self._database is None:
-            self._database = connect(self.place)
+            database = connect(self.place)
             for statement in _SCHEMA:
-                self._database.run(statement)
+                database.run(statement)
+            self._database = database
         return self._database
 
     def _put(self, database: Database, record: Record, events: bytes) -> None:
@@ -213,6 +214,27 @@ def open_store(setting: str | None) -> Store | None:
     if place == MEMORY:
         return Store(MEMORY, Limits(bytes=MEMORY_BYTES))
     return Store(place if is_url(place) else str(Path(place).expanduser()))
+
+
+def check_store(setting: str | None) -> None:
+    """Raise StoreError if the place that the user named cannot be. The default one is made when it is needed."""
+    store = open_store(setting)
+    if setting is None or store is None:
+        return
+    try:
+        database = connect(store.place)
+        database.run("SELECT 1")
+    except StoreError as error:
+        raise StoreError(f"--store: responses cannot be kept {place_of(setting)}: {error}") from error
+    database.close()
+
+
+def place_of(setting: str | None) -> str:
+    """Where responses are kept, for people to read. No password is in it."""
+    store = open_store(setting)
+    if store is None:
+        return "not kept"
+    return {MEMORY: "in memory"}.get(store.place, "in PostgreSQL" if is_url(store.place) else f"in {store.place}")
 
 
 def default_place() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.message import Body
 from server.errors import INVALID_VALUE, ApiError
@@ -40,7 +41,8 @@ def _format(body: Generation) -> tuple[str, Body | None]:
         case JsonSchemaFormat(json_schema=named):
             # A name without a schema asks for JSON and leaves the rest open, as OpenAI has it.
             place = "response_format.json_schema.schema"
-            return place, _schema(place, named.schema_) or Body("json_object")
+            wanted = _schema(place, named.schema_) or Body("json_object")
+            return place, replace(wanted, strict=named.strict is not False)
         case JsonObjectFormat(schema_=schema):
             return "response_format", _schema("response_format.schema", schema) or Body("json_object")
         case _:
@@ -61,7 +63,7 @@ def _schema(field: str, schema: Schema | str | None) -> Body | None:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(INVALID_VALUE, f"Invalid value for '{field}': it is no JSON.", param=field) from error
         if not isinstance(schema, dict):
             raise ApiError(INVALID_VALUE, f"Invalid value for '{field}': it is no JSON object.", param=field)

@@ -33,7 +33,7 @@ from engine.wording import names
 from server.ability import BUDGETS, Ability, ability, unsupported
 from server.errors import INVALID_VALUE, ApiError
 from server.generation import Events, check_room, request, spread
-from server.grammar import grammar
+from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
 from server.schemas.chat import ChatRequest
 from server.service import Service
@@ -66,7 +66,7 @@ class Turn:
 
     requests  one for each choice, of one prompt
     opened    what the template wrote behind the last message
-    warnings  what was asked for and is not done, where the server is lenient
+    warnings  what was asked for and is not done, where the server or the schema of the answer is lenient
     """
 
     id: str
@@ -100,7 +100,9 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         raise can.missing[0]
     talk = conversation(body.messages)
     prompt = await _render(service, body, talk, can)
-    requests = spread(await _request(service, body, prompt, can, id), body.n or 1)
+    followed = await anyio.to_thread.run_sync(follow, service, body, tokenizer.dialect, can.offer, prompt.opened)
+    full = await _request(service, body, prompt, can.budget, id)
+    requests = spread(replace(full, grammar=followed.grammar), body.n or 1)
     check_room(service, requests)
     return Turn(
         id=id,
@@ -112,7 +114,7 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         dialect=tokenizer.dialect,
         offer=can.offer,
         opened=prompt.opened,
-        warnings=tuple(error.message for error in can.missing),
+        warnings=(*(error.message for error in can.missing), *followed.warnings),
     )
 
 
@@ -211,14 +213,13 @@ async def _render(service: Service, body: ChatRequest, talk: Conversation, can: 
     return await anyio.to_thread.run_sync(render)
 
 
-async def _request(service: Service, body: ChatRequest, prompt: Rendering, can: Ability, id: str) -> Request:
+async def _request(service: Service, body: ChatRequest, prompt: Rendering, budget: int | None, id: str) -> Request:
     dialect = service.engine.tokenizer.dialect
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     plain = await request(service, _cached(body), prompt, id=id, max_tokens=_max_tokens(body), logprobs=logprobs)
     return replace(
         plain,
-        grammar=await anyio.to_thread.run_sync(grammar, service, body, dialect, can.offer, prompt.opened),
-        thinking=_thinking(can.budget, dialect, prompt.opened),
+        thinking=_thinking(budget, dialect, prompt.opened),
         special=dialect.special or plain.special,
     )
 

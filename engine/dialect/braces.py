@@ -35,6 +35,11 @@ class BraceCall:
 
     quote: str
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What stands around strings."""
+        return (self.quote,)
+
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the name on trial, then pass the arguments on as they come."""
         name = offer.checked((yield from read_name(source)))

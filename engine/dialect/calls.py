@@ -44,6 +44,11 @@ class Offer:
 class Notation(Protocol):
     """How one call is written."""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The literals inside a call."""
+        ...
+
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read one call; whether its arguments were whole and valid.
 
@@ -62,6 +67,11 @@ class ObjectCall:
 
     name: str = "name"
     arguments: str = "arguments"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """None."""
+        return ()
 
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the members up to the arguments on trial, then pass those on as they come."""
@@ -127,6 +137,11 @@ class NamedCall:
     numbered: bool = False
     identity: str = ""
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What stands around the name."""
+        return (*self.before, *self.after, self.identity)
+
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the name on trial, then pass the arguments on as they come; there may be none."""
         yield from source.expect(*self.before)
@@ -136,6 +151,7 @@ class NamedCall:
             name = _NUMBER.sub("", name)
         yield from source.skip_space()
         if self.identity and (yield from source.accept(self.identity)):
+            yield from source.skip_space()
             yield from read_name(source)
             yield from source.skip_space()
         yield from source.expect(*self.after)
@@ -145,9 +161,8 @@ class NamedCall:
 
     def write(self, lark: Lark, tool: Tool) -> str:
         """The name with what belongs to it, then arguments that follow the tool's schema."""
-        parts = [lark.literals(*self.before), lark.literal(self.prefix + tool.name)]
-        if self.numbered:
-            parts.append(lark.pattern(regex(":[0-9]{1,3}")))
+        number = lark.pattern(regex(":[0-9]{1,3}")) if self.numbered else ""
+        parts = [lark.literals(*self.before), f"{lark.literal(self.prefix + tool.name)} {number}"]
         if self.identity:
             parts += [lark.literal(self.identity), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
         parts += [lark.literals(*self.after), arguments(lark, tool)]
@@ -160,8 +175,11 @@ def arguments(lark: Lark, tool: Tool) -> str:
 
 
 def read_name(source: Source) -> Steps[str]:
-    """The bare name of a function; "" where there is none."""
-    return (yield from source.run(_NAME))
+    """The bare name of a function; raises Unlike where there is none, or where it may go on."""
+    name = yield from source.run(_NAME)
+    if not (yield from source.peek()):
+        raise Unlike
+    return name
 
 
 def begin(source: Source, speech: Speech, name: str) -> None:

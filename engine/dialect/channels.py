@@ -57,7 +57,9 @@ class Channels:
         while begun or (yield from source.peek()):
             if not begun:
                 header += yield from _header(source)
-            yield from self._message(source, speech, tools, header)
+            # A header that the text ends in is no message, and no text either.
+            if (yield from source.peek()) or begun:
+                yield from self._message(source, speech, tools, header)
             header, begun = "", False
         speech.finish()
 

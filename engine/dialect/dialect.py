@@ -48,7 +48,7 @@ class Dialect:
     """Found once for a model, by `find_dialect`.
 
     style    where reasoning, calls and text stand in an answer
-    tokens   the markers that are one token
+    tokens   texts that are a token of their own, as most markers are
     special  whether its markers are special tokens: then requests must keep those in their text (`Request.special`)
     """
 

@@ -45,7 +45,7 @@ def find_dialect(template: str, lexicon: Lexicon, response: Mapping[str, object]
     """The dialect of a model with this chat template, vocabulary and, maybe, response template."""
     if CHANNEL in template and MESSAGE in template:
         channels = Channels(tuple(lexicon.encode(END)), lexicon.one("analysis"))
-        return Dialect(channels, _tokens(MARKERS, lexicon), special=not lexicon.special.isdisjoint(MARKERS))
+        return Dialect(channels, lexicon.added, special=not lexicon.special.isdisjoint(MARKERS))
     fields = _mapping((response or {}).get("fields"))
     frame = _frame(template, lexicon) or _declared_frame(fields)
     thoughts = _thoughts(template, lexicon) or _declared_thoughts(fields)
@@ -55,7 +55,7 @@ def find_dialect(template: str, lexicon: Lexicon, response: Mapping[str, object]
         markers |= {thoughts.opens, thoughts.closes}
     special = not lexicon.special.isdisjoint(markers)
     style = Tagged(thoughts, frame, lexicon.special if special else frozenset())
-    return Dialect(style, _tokens(markers, lexicon), special)
+    return Dialect(style, lexicon.added, special)
 
 
 def _frame(template: str, lexicon: Lexicon) -> Frame | None:
@@ -102,10 +102,6 @@ def _literal(field: Mapping[str, object], name: str) -> str:
     bare = pattern.removeprefix(r"\s*") if isinstance(pattern, str) else ""
     text = re.sub(r"\\(\W)", r"\1", bare)
     return text if _PLAIN.fullmatch(bare) else ""
-
-
-def _tokens(markers: Sequence[str] | frozenset[str], lexicon: Lexicon) -> dict[str, int]:
-    return {marker: lexicon.added[marker] for marker in markers if marker in lexicon.added}
 
 
 def _mapping(value: object) -> Mapping[str, object]:

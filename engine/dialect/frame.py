@@ -38,7 +38,7 @@ class Frame:
     @property
     def markers(self) -> frozenset[str]:
         """All literals."""
-        return frozenset((*self.opens, *self.call, *self.ends, *self.closes))
+        return frozenset((*self.opens, *self.call, *self.notation.markers, *self.ends, *self.closes))
 
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read calls behind the first literal of the opening; False where there is none, and nothing was read."""

@@ -28,7 +28,7 @@ _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 class Lark:
     """A grammar that is being written. What its methods return are expressions for other rules.
 
-    tokens  the markers that are one token
+    tokens  texts that are a token of their own
     """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
@@ -78,7 +78,7 @@ class Lark:
         """What a client wants as the text of the answer."""
         match body.kind:
             case "json_schema":
-                return self.json(json.loads(body.source))
+                return self.json(json.loads(body.source), lenient=not body.strict)
             case "json_object":
                 return self.json({"type": "object"})
             case "regex":

@@ -44,6 +44,11 @@ class ParameterCall:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_next", Literals((self.key[0], self.close)))
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What stands around keys and values."""
+        return (*self.name, *self.key, *self.value, self.close)
+
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the name on trial, then one argument after the other; a string goes on as it comes, others whole."""
         yield from source.expect(self.name[0])
@@ -92,7 +97,8 @@ class ParameterCall:
         for key, part in properties_of(schema, schema).items():
             head = f"{lark.literal(self.key[0])} {lark.literal(key)} {lark.literal(self.key[1])}"
             value = self._write_value(lark, part, schema, lenient=not tool.strict)
-            argument = f"{head} {space} {lark.literals(self.value[0])} {value} {space}"
+            opens = f"{space} {lark.literal(self.value[0])}" if self.value[0] else ""
+            argument = f"{head} {opens} {value} {space}"
             parts.append(argument if key in required else f"({argument})?")
         return f" {space} ".join([*parts, lark.literal(self.close)])
 

@@ -9,7 +9,8 @@ class Speech:
     """What a reader has found and nobody has taken yet.
 
     Reasoning has no whitespace at its ends, nor has text next to reasoning or a call. A text that stands alone keeps
-    all of its own. Whitespace is held back until it is known what follows.
+    all of its own. Whitespace is held back until it is known what follows. Two texts with something between them are
+    parted by an empty line, since clients join them; so is reasoning.
 
     calls   tool calls opened so far
     argued  whether the latest one has arguments
@@ -20,6 +21,7 @@ class Speech:
         self._space = ""
         self._thought = False
         self._between = False
+        self._kinds: set[type[Text | Reasoning]] = set()
         self.calls = 0
         self.argued = False
 
@@ -30,6 +32,7 @@ class Speech:
             if not text:
                 return
             self._between = False
+            self._space = self._gap(Text)
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -41,6 +44,7 @@ class Speech:
             self.part()
             text = text.lstrip()
             self._thought = bool(text)
+            self._space = self._gap(Reasoning) if text else ""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -73,10 +77,15 @@ class Speech:
         pieces, self._pieces = self._pieces, []
         return pieces
 
+    def _gap(self, kind: type[Text | Reasoning]) -> str:
+        return "\n\n" if kind in self._kinds else ""
+
     def _add(self, piece: Piece) -> None:
         if not isinstance(piece, CallOpened):
             if not piece.text:
                 return
+            if isinstance(piece, Text | Reasoning):
+                self._kinds.add(type(piece))
             last = self._pieces[-1] if self._pieces else None
             if isinstance(last, type(piece)) and not isinstance(last, CallOpened):
                 piece = _joined(last, piece)

@@ -112,10 +112,11 @@ class AdaptiveDepth:
         room = self._cost.frontier - rows
         if room < 1 or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
-        question = (tuple(candidates), rows)
+        # Limits change with every match and near every end: what is right for a kind is right for less of it too.
+        question = (tuple(candidate.kind for candidate in candidates), rows)
         answer = self._habit.recall(question)
         if answer is not None:
-            return list(answer)
+            return [min(depth, candidate.limit) for depth, candidate in zip(answer, candidates, strict=True)]
         depths = self._think(candidates, rows, room)
         self._habit.learn(question, depths)
         if self._trial is not None:

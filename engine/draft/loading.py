@@ -11,6 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.draft.depth import AdaptiveDepth, FixedDepth
+from engine.draft.forced import ForcedDrafter
 from engine.draft.head import HeadDrafter
 from engine.draft.heads import Heads, has_heads, load_heads
 from engine.draft.library import Library
@@ -47,6 +48,8 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
     settings = replace(
         config,
         model=name,
+        quantize=config.draft_quantize or config.quantize,
+        draft_quantize=None,
         context=min(target.capacity, known_context(name, resolve(name))),
         slots=target.info.slots,
         cells=None,
@@ -112,11 +115,13 @@ def make_speculation(
 ) -> Speculation:
     """The drafters that the settings ask for, over caches of their own."""
     quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
+    forced = None if config.drafter == "none" else ForcedDrafter()
     depth = AdaptiveDepth() if config.draft_tokens is None else FixedDepth(config.draft_tokens)
     if isinstance(draft, Heads):
         head = _head_drafter(config, target, draft)
-        return Speculation(quick, head, depth, clock, reader=head)
-    return Speculation(quick, None if draft is None else _drafter(config, target, draft), depth, clock)
+        return Speculation(quick, head, depth, clock, forced=forced, reader=head)
+    slow = None if draft is None else _drafter(config, target, draft)
+    return Speculation(quick, slow, depth, clock, forced=forced)
 
 
 def _head_drafter(config: EngineConfig, target: Loaded, heads: Heads) -> HeadDrafter:

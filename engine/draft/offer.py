@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.draft.acceptance import Acceptance
 from engine.draft.cost import Floats, Numbers
@@ -71,15 +72,18 @@ class Offer:
         For every cap on the depth, the likeliest drafts up to it, as many as pay. The cap is what makes this right for
         drafters that pay by level: without it, one deep draft of a single sequence costs all of them a level.
         """
-        best, best_rate = Choice(self._order[:0], float(costs[0])), self._rows / float(costs[0])
-        for cap in self._caps():
-            drafts = self._order[self._order % self._deepest < cap][: len(costs) - 1]
-            seconds = costs[1 : len(drafts) + 1] + self._drafting(drafts)
-            rates = (self._rows + np.cumsum(self._survival[drafts])) / seconds
-            at = int(rates.argmax())
-            if rates[at] > best_rate:
-                best, best_rate = Choice(drafts[: at + 1], float(seconds[at])), float(rates[at])
-        return best
+        caps = self._caps()
+        # [caps, drafts]: which of the drafts, in their order, a cap lets through.
+        inside = (self._order % self._deepest) < caps[:, None]
+        counts = inside.cumsum(1)
+        inside &= counts < len(costs)
+        seconds = costs[np.minimum(counts, len(costs) - 1)] + self._drafting(inside)
+        rates = (self._rows + (self._survival[self._order] * inside).cumsum(1)) / seconds
+        nothing = Choice(self._order[:0], float(costs[0]))
+        if not rates.size or rates.max() <= self._rows / nothing.seconds:
+            return nothing
+        cap, at = divmod(int(rates.argmax()), len(self._order))
+        return Choice(self._order[: at + 1][inside[cap, : at + 1]], float(seconds[cap, at]))
 
     def curious(self, best: Choice, costs: Floats, ages: Floats) -> Choice:
         """The choice but the best one that is cheapest to try for the steps that it was not tried.
@@ -89,7 +93,7 @@ class Offer:
         """
         drafts = self._order[: len(costs) - 1]
         costs = costs[: len(drafts) + 1].copy()
-        costs[1:] += self._drafting(drafts)
+        costs[1:] += self._drafting(np.ones((1, len(self._order)), dtype=np.bool_))[0, : len(drafts)]
         tokens = self._rows + np.concatenate(([0.0], np.cumsum(self._survival[drafts])))
         rate = (self._rows + self._survival[best.drafts].sum()) / best.seconds
         losses = np.maximum(costs - tokens / rate, 0.0)
@@ -109,14 +113,19 @@ class Offer:
         inside = np.arange(self._deepest) < self._limits[:, None]
         return np.where(inside, np.array([by_kind[kind] for kind in self._kinds]), 0.0).ravel()
 
-    def _caps(self) -> Sequence[int]:
+    def _caps(self) -> Numbers:
         """Where drafting costs nothing, or there is only one to draft for, the order alone is right."""
-        return range(1, self._deepest + 1) if self._level_seconds and len(self._limits) > 1 else (self._deepest,)
+        apart = self._level_seconds and len(self._limits) > 1
+        return np.arange(1 if apart else self._deepest, self._deepest + 1)
 
-    def _drafting(self, drafts: Numbers) -> Floats:
-        """Seconds of drafting the first, the first two, ... of some drafts: a kind drafts a level for all at once."""
-        total = np.zeros(len(drafts))
+    def _drafting(self, inside: NDArray[np.bool_]) -> Floats:
+        """Seconds of drafting the first, the first two, ... of the drafts, but for those outside [caps, drafts].
+
+        A kind drafts a level for all at once.
+        """
+        total = np.zeros(inside.shape)
         for kind, seconds in self._level_seconds.items():
-            levels = np.where(self._kinds[drafts // self._deepest] == kind, drafts % self._deepest + 1, 0)
-            total += seconds * np.maximum.accumulate(levels)
+            own = self._kinds[self._order // self._deepest] == kind
+            levels = np.where(own, self._order % self._deepest + 1, 0)
+            total += seconds * np.maximum.accumulate(levels * inside, axis=1)
         return total

@@ -11,7 +11,7 @@ from engine.kernels import linear, reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.cpu.native import FORMATS, Native
-from engine.kernels.linear import Multiply
+from engine.kernels.linear import Prepare
 from engine.kernels.reference import Attend
 
 log = logging.getLogger("cellar.engine")
@@ -51,7 +51,7 @@ def native() -> Attend:
 
 
 @cache
-def multiplies() -> Multiply:
+def multiplies() -> Prepare:
     """Who multiplies by quantised matrices; without a kernel torch, and one line in the log, however many ask."""
     try:
         return native_linear()
@@ -60,13 +60,13 @@ def multiplies() -> Multiply:
             "quantised weights take several times the processor time of float32 ones, in torch instead of C++: %s",
             error.reason,
         )
-        return linear.multiply
+        return linear.prepare
 
 
-def native_linear() -> Multiply:
+def native_linear() -> Prepare:
     """The C++ kernel for quantised matrices. Raises NoLibrary."""
     library = build.library("linear")
     try:
-        return NativeLinear(library).multiply
+        return NativeLinear(library).prepare
     except OSError as error:
         raise build.NoLibrary(f"the library cannot be loaded: {error}") from error

@@ -15,7 +15,14 @@ from torch.nn import functional
 
 from engine.kernels.packing import BLOCK, GROUP, Packed
 
-Multiply: TypeAlias = Callable[[Tensor, Sequence[Packed]], list[Tensor]]
+# From rows to their products with some matrices, and from the matrices to that.
+Products: TypeAlias = Callable[[Tensor], list[Tensor]]
+Prepare: TypeAlias = Callable[[Sequence[Packed]], Products]
+
+
+def prepare(matrices: Sequence[Packed]) -> Products:
+    """What multiplies rows [rows, columns] by each of some matrices."""
+    return lambda rows: multiply(rows, matrices)
 
 
 def multiply(rows: Tensor, matrices: Sequence[Packed]) -> list[Tensor]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
-from engine.kernels.linear import Multiply
+from engine.kernels.linear import Products
 from engine.kernels.packing import Packed
 from engine.quantize.survey import Layer
 
@@ -18,8 +16,9 @@ class Siblings:
     alone, bit for bit. Belongs to the engine thread.
     """
 
-    def __init__(self, matrices: Sequence[Packed], multiply: Multiply) -> None:
-        self._matrices, self._multiply = list(matrices), multiply
+    def __init__(self, multiply: Products) -> None:
+        """`multiply` computes the products of rows and all the layers' matrices, in order."""
+        self._multiply = multiply
         self._rows: Tensor | None = None
         self._products: dict[int, Tensor] = {}
 
@@ -29,7 +28,7 @@ class Siblings:
         if rows is not self._rows or number not in self._products:
             flat = rows.reshape(-1, rows.shape[-1])
             self._rows = rows
-            self._products = dict(enumerate(self._multiply(flat, self._matrices)))
+            self._products = dict(enumerate(self._multiply(flat)))
         product = self._products.pop(number)
         if not self._products:
             self._rows = None

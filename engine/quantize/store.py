@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.kernels.packing import Bits, Packed, empty
+from engine.kernels.packing import Bits, Packed, Room
 
 log = logging.getLogger("cellar.engine")
 
@@ -39,8 +39,9 @@ class Store:
     def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Packed] | None:
         """The layers [outputs, columns] of these names; None where they are not all there."""
         try:
+            room = Room(shapes.values(), self.bits)
             with safe_open(self.file, framework="pt") as content:
-                return {name: self._read(content, name, *shape) for name, shape in shapes.items()}
+                return {name: _read(content, name, room.matrix(*shape)) for name, shape in shapes.items()}
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -63,14 +64,14 @@ class Store:
         except (OSError, SafetensorError) as error:
             log.warning("the quantised weights are not kept for the next start: %s", error)
 
-    def _read(self, content: safe_open, name: str, outputs: int, columns: int) -> Packed:
-        packed = empty(outputs, columns, self.bits)
-        for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
-            stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
-            if stored.shape != own.shape or stored.dtype != own.dtype:
-                raise SafetensorError(f"{name}.{kind} is of another shape")
-            own.copy_(stored)
-        return packed
+
+def _read(content: safe_open, name: str, packed: Packed) -> Packed:
+    for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
+        stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
+        if stored.shape != own.shape or stored.dtype != own.dtype:
+            raise SafetensorError(f"{name}.{kind} is of another shape")
+        own.copy_(stored)
+    return packed
 
 
 def _users_cache() -> Path:

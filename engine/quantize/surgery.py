@@ -12,8 +12,8 @@ from torch import nn
 from engine.config import Quantize
 from engine.kernels import linear
 from engine.kernels.choice import multiplies
-from engine.kernels.linear import Multiply
-from engine.kernels.packing import Bits, Packed, pack
+from engine.kernels.linear import Prepare
+from engine.kernels.packing import Bits, Packed, Room, pack
 from engine.quantize.layers import QuantizedLinear, Siblings
 from engine.quantize.store import Store
 from engine.quantize.survey import Choice, Layer, replace
@@ -32,22 +32,23 @@ def bits_for(settings: Quantize, choice: Choice, available_bytes: int) -> Bits |
     if settings != "auto":
         return _BITS[settings]
     weights = sum(layer.weight.numel() for layer in choice.layers)
-    if weights < _FEW_WEIGHTS or multiplies() is linear.multiply:
+    if weights < _FEW_WEIGHTS or multiplies() is linear.prepare:
         return None
     return 8 if weights < _EIGHT_BIT_SHARE * available_bytes else 4
 
 
-def quantize(model: nn.Module, choice: Choice, store: Store, multiply: Multiply) -> None:
+def quantize(model: nn.Module, choice: Choice, store: Store, prepare: Prepare) -> None:
     """Replace the chosen layers one after the other, so that their own weights leave the memory one by one.
 
     They are read from the store, or made, with a progress bar where a person looks on, and stored.
     """
-    known = store.read({layer.name: (layer.weight.shape[0], layer.weight.shape[1]) for layer in choice.layers})
-    made: dict[str, Packed] = {}
+    shapes = {layer.name: (layer.weight.shape[0], layer.weight.shape[1]) for layer in choice.layers}
+    known = store.read(shapes)
+    made, room = dict[str, Packed](), Room(shapes.values() if known is None else (), store.bits)
     for group in _shown(choice, f"quantize to int{store.bits}" if known is None else "take quantized weights"):
-        matrices = [pack(layer.weight, store.bits) if known is None else known[layer.name] for layer in group]
+        matrices = [pack(layer.weight, store.bits, room) if known is None else known[layer.name] for layer in group]
         made |= {layer.name: matrix for layer, matrix in zip(group, matrices, strict=True)}
-        _put(model, group, matrices, multiply)
+        _put(model, group, matrices, prepare)
     if known is None:
         store.write(made)
     _tell(model, choice, store.bits)
@@ -63,9 +64,9 @@ def _quantized(model: nn.Module) -> Iterator[QuantizedLinear]:
     return (module for module in model.modules() if isinstance(module, QuantizedLinear))
 
 
-def _put(model: nn.Module, group: Sequence[Layer], matrices: Sequence[Packed], multiply: Multiply) -> None:
+def _put(model: nn.Module, group: Sequence[Layer], matrices: Sequence[Packed], prepare: Prepare) -> None:
     """Replace one group; what is left of its layers is empty."""
-    siblings = Siblings(matrices, multiply)
+    siblings = Siblings(prepare(matrices))
     pairs = enumerate(zip(group, matrices, strict=True))
     replace(model, {one.module: QuantizedLinear(siblings, number, packed, one) for number, (one, packed) in pairs})
     for layer in group:

@@ -34,7 +34,8 @@ class Archive:
         self, response: ResponseBody, given: Sequence[Item], frames: Sequence[bytes], *, settled: bool
     ) -> None:
         """Keep a response, what it was given and its events; one that is settled stays as it is."""
-        items = [item["id"] for item in (*given, *response["output"])]
+        # Only our own names: those of clients need not be unique.
+        items = [item["id"] for item in response["output"]]
         body, input = dumps(response), dumps(list(given))
         previous = response["previous_response_id"]
         await self._store.put(Record(response["id"], previous, settled, body, input, tuple(items)), b"".join(frames))
@@ -87,11 +88,7 @@ class Archive:
     async def referred(self, input: Sequence[InputItem]) -> list[Item]:
         """The items, with those that are only named taken from the store. ApiError at names that nothing has."""
         names = [item.id for item in input if isinstance(item, ReferenceInput)]
-        known = {
-            item["id"]: item
-            for record in await self._store.holders(names)
-            for item in (*given(record), *_answered(record))
-        }
+        known = {item["id"]: item for record in await self._store.holders(names) for item in _answered(record)}
         for name in names:
             if name not in known:
                 message = f"Invalid value for 'input': there is no item with the id '{name}' here."

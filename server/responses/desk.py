@@ -13,7 +13,7 @@ from server.responses.archive import Archive, Item, listed, read, whole
 from server.responses.items import new_id
 from server.responses.run import Run
 from server.responses.snapshot import snapshot
-from server.responses.translation import chat_request, told
+from server.responses.translation import chat_request, reworded
 from server.responses.truncation import fitting_turn
 from server.responses.writer import SETTLED, Writer
 from server.schemas.response_input import MOST_ITEMS, ReferenceInput
@@ -153,7 +153,7 @@ class Desk:
             make = fitting_turn if body.truncation == "auto" else chat_turn
             return await make(self._service, chat, id)
         except (ApiError, EngineError) as error:
-            raise told(error) from error
+            raise reworded(error) from error
 
     async def _begin(self, run: Run, turn: Turn, given: Sequence[Item]) -> None:
         background = run.response["background"]
@@ -162,7 +162,7 @@ class Desk:
         try:
             await run.begin(generate(self._service, turn.requests, "responses"))
         except EngineError as error:
-            raise told(error) from error
+            raise reworded(error) from error
         id = run.response["id"]
         if run.response["store"]:
             self._running[id] = run

@@ -18,7 +18,7 @@ from server.database import StoreError
 from server.errors import ApiError, check_deadline, internal
 from server.generation import Events
 from server.logprobs import chat_logprobs
-from server.responses.translation import told
+from server.responses.translation import reworded
 from server.responses.writer import Writer
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import ResponseBody, ResponseEvent, ResponseUsage
@@ -118,7 +118,7 @@ class Run:
         try:
             return await self._listen(events)
         except (ApiError, EngineError) as error:
-            return self._broken(told(error))
+            return self._broken(reworded(error))
         except asyncio.CancelledError:
             if not self._cancelled:
                 raise

@@ -45,13 +45,13 @@ SAME = (
     "top_p",
     "user",
 )
-# What a chat calls a field, and what it is called here. Places in messages are not those in the input: items are merged,
-# and what was said before comes first.
+# What a chat calls a field, and what it is called here. Places in messages are not those in the input: items are
+# merged, and what was said before comes first.
 _NAMES = {
     r"messages.*|prompt": "input",
     r"max_completion_tokens|max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
-    r"response_format(.*)": r"text.format\1",
+    r"response_format(\.json_schema)?(.*)": r"text.format\2",
     r"(tools\[\d+\])\.function(.*)": r"\1\2",
     r"verbosity": "text.verbosity",
 }
@@ -73,7 +73,7 @@ def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> Chat
         raise ApiError(INVALID_VALUE, f"Invalid value for 'input': {reason}.", param="input") from error
 
 
-def told(error: ApiError | EngineError) -> ApiError:
+def reworded(error: ApiError | EngineError) -> ApiError:
     """An error of the chat, with the names that the client of a response used."""
     return renamed(error, _PATH, _NAMES)
 

@@ -34,6 +34,7 @@ class Writer:
         self._number = 0
         self._done: list[OutputItem] = []
         self._open: Growing | None = None
+        self._waiting: list[ChatLogprob] = []
 
     @property
     def response(self) -> ResponseBody:
@@ -59,12 +60,13 @@ class Writer:
 
     def push(self, pieces: Iterable[Piece], logprobs: Sequence[ChatLogprob] = ()) -> Iterator[ResponseEvent]:
         """More of the answer; log-probabilities belong to its text."""
-        left = logprobs
+        self._waiting.extend(logprobs)
         for piece in pieces:
+            # Those of a text that was held back come before it; those of anything else are told to nobody.
+            entries, self._waiting = self._waiting, []
             match piece:
                 case Text(text=text):
-                    yield from self._say(text, left)
-                    left = ()
+                    yield from self._say(text, entries)
                 case Reasoning(text=text):
                     yield from self._reason(text)
                 case CallOpened(name=name):

@@ -23,5 +23,5 @@ def add(app: FastAPI, service: Service) -> None:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         work = await continuation(service, body, f"cmpl-{uuid.uuid4().hex}")
-        shape = CompletionAnswer(work, warnings(request))
+        shape = CompletionAnswer(work, (*warnings(request), *work.warnings))
         return await answer(request, service, work.requests, shape, "completions")

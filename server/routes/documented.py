@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from server.parsing import StrictRoute
+from server.schemas.anthropic_answer import AnthropicEvent
 from server.schemas.chat import ChatChunk
 from server.schemas.completions import Completion
 from server.schemas.errors import ErrorBody
@@ -31,14 +34,18 @@ def install(app: FastAPI) -> None:
     plain = app.openapi
 
     def complete() -> dict[str, Any]:
+        for route in app.routes:
+            if isinstance(route, StrictRoute):
+                route.describe()
         document = plain()
-        for chunk in (ChatChunk, Completion, ResponseEvent):
+        for chunk in (ChatChunk, Completion, ResponseEvent, AnthropicEvent):
             document["components"]["schemas"].update(_definitions(chunk))
         return document
 
     app.openapi = complete  # type: ignore[method-assign]
 
 
+@functools.cache
 def _schema(shape: Any) -> dict[str, Any]:
     schema = TypeAdapter(shape).json_schema(ref_template=REFERENCE)
     return {key: value for key, value in schema.items() if key != "$defs"}

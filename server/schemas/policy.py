@@ -122,6 +122,29 @@ TOKENIZE: Idle = {
     "parse_special": (True,),
 }
 
+# The same for Anthropic's messages.
+ANTHROPIC: Idle = {
+    "container": (),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "user_profile_id": (),
+    "workspace_id": (),
+}
+ANTHROPIC_BLOCK: Idle = {
+    "caller": ({"type": "direct"},),
+    "citations": ([],),
+    "toolset_name": (),
+}
+ANTHROPIC_TOOL: Idle = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "eager_input_streaming": (True, False),
+    "input_examples": ([],),
+}
+
 # Every documented name, to tell a field that is not supported from one that does not exist.
 DOCUMENTED = frozenset(
     {
@@ -134,6 +157,9 @@ DOCUMENTED = frozenset(
         *RESPONSE_CALL,
         *RESPONSE_TOOL,
         *RESPONSE_REASONING,
+        *ANTHROPIC,
+        *ANTHROPIC_BLOCK,
+        *ANTHROPIC_TOOL,
         *EMBEDDINGS,
         *RERANK,
         *TOKENIZE,

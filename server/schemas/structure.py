@@ -46,7 +46,10 @@ class JsonObjectFormat(Strict):
 
 
 class NamedSchema(Strict):
-    """A schema with a name. It is followed exactly, whatever `strict` says."""
+    """A schema with a name. It is followed exactly or refused; `strict` false leaves out what cannot be followed.
+
+    What is left out is told in the answer's `warnings`.
+    """
 
     name: FormatName
     description: str | None = None

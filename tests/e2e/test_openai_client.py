@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.serving import serving
 
@@ -158,7 +160,8 @@ def test_drafts_are_on_the_metrics(client: openai.OpenAI, url: str) -> None:
         }
         for name in ("tokens", "accepted_tokens")
     }
-    assert counts["tokens"].keys() == {(drafter, at) for drafter in ("lookup", "model") for at in range(1, 17)}
+    drafters = ("grammar", "lookup", "model")
+    assert counts["tokens"].keys() == {(drafter, at) for drafter in drafters for at in range(1, 17)}
     assert counts["tokens"]["model", 2] > 0
     assert all(counts["accepted_tokens"][place] <= drafted for place, drafted in counts["tokens"].items())
 
@@ -265,14 +268,113 @@ def test_a_full_context_ends_with_length(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens <= 256
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI, choice: Any) -> None:
+    """The helper for streams and the answer in one piece have one call, and its history is taken back."""
+    asked = {"model": "cellar-tiny", "temperature": 0, "max_tokens": 48, "tools": [WEATHER]}
+    history: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+    whole = client.chat.completions.create(messages=history, tool_choice=choice, **asked)  # type: ignore[call-overload]
+    with client.chat.completions.stream(messages=history, tool_choice=choice, **asked) as stream:  # type: ignore[arg-type]
+        streamed = stream.get_final_completion().choices[0]
+    (call,) = whole.choices[0].message.tool_calls
+    history += [whole.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny, 21 degrees."}]
+    answer = client.chat.completions.create(messages=history, **{**asked, "max_tokens": 24})  # type: ignore[call-overload]
+
+    assert ("get_weather", {"city"}) == (call.function.name, set(json.loads(call.function.arguments)))
+    assert whole.choices[0].message.content is None
+    assert "tool_calls" == whole.choices[0].finish_reason == streamed.finish_reason
+    assert streamed.message.tool_calls is not None
+    assert [call.function.arguments] == [one.function.arguments for one in streamed.message.tool_calls]
+    assert answer.choices[0].message.content
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
+
+
+class Person(BaseModel):
+    """What the model is to fill in."""
+
+    name: str
+    age: int
+
+
+def test_structure_is_kept_at_any_temperature(client: openai.OpenAI) -> None:
+    """`parse` gets its model filled; a choice is one of those, an expression matches, in both APIs."""
+    messages: list[Any] = [{"role": "user", "content": "Somebody, please."}]
+    for seed in range(3):
+        asked = {"model": "cellar-tiny", "messages": messages, "seed": seed}
+        parsed = client.chat.completions.parse(**asked, response_format=Person, max_tokens=96)  # type: ignore[arg-type]
+        if parsed.choices[0].finish_reason == "stop":
+            assert isinstance(parsed.choices[0].message.parsed, Person)
+        chosen = client.chat.completions.create(**asked, extra_body={"guided_choice": ["yes", "no"]})  # type: ignore[call-overload]
+        matched = client.completions.create(
+            model="cellar-tiny", prompt="Call", seed=seed, extra_body={"guided_regex": "[0-9]{3}-[0-9]{2}"}
+        )
+
+        assert chosen.choices[0].message.content in ("yes", "no")
+        assert re.fullmatch("[0-9]{3}-[0-9]{2}", matched.choices[0].text)
+
+
+def test_several_choices_share_their_prompt(client: openai.OpenAI) -> None:
+    """They differ by their seeds, come again the same, and the prompt is paid once."""
+    asked = {"model": "cellar-tiny", "messages": MESSAGES, "n": 3, "seed": 5, "max_tokens": 8}
+
+    first, second = (client.chat.completions.create(**asked) for _ in range(2))  # type: ignore[call-overload]
+    alone = client.chat.completions.create(**{**asked, "n": 1, "seed": 7})  # type: ignore[call-overload]
+
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert texts[2] == alone.choices[0].message.content
+    assert first.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+def test_a_prompt_is_scored_as_lm_eval_asks_for_it(client: openai.OpenAI) -> None:
+    """echo with logprobs: what the prompt's tokens have as a prompt they have as an answer."""
+    asked = {"model": "cellar-tiny", "temperature": 0, "logprobs": 1}
+    said = client.completions.create(**asked, prompt=[5, 6], max_tokens=6, extra_body={"return_token_ids": True})  # type: ignore[call-overload]
+    whole = [5, 6, *said.choices[0].token_ids]  # type: ignore[attr-defined]
+
+    scored = client.completions.create(**asked, prompt=whole, max_tokens=1, echo=True).choices[0].logprobs  # type: ignore[call-overload]
+
+    assert scored.token_logprobs[0] is None
+    assert said.choices[0].logprobs is not None
+    assert said.choices[0].logprobs.tokens == scored.tokens[2 : len(whole)]
+    assert said.choices[0].logprobs.token_logprobs == pytest.approx(scored.token_logprobs[2 : len(whole)], abs=1e-4)
+
+
 def test_no_word_of_a_client_gets_into_the_log(client: openai.OpenAI, log: Path) -> None:
     """Prompts, answers, stops, names and keys: nothing of them is logged, whatever the level, well or badly served."""
     canary = "CANARYBIRD"
     asked = {"model": "cellar-tiny", "messages": [{"role": "user", "content": canary}], "max_tokens": 4}
-    for extra in ({}, {"stream": True}, {"stop": [canary]}, {"user": canary}, {"metadata": {canary: canary}}):
+    tool = {"type": "function", "function": {"name": canary, "strict": True}}
+    followed = ({"extra_body": {"guided_choice": [canary]}}, {"tools": [tool], "tool_choice": "required"})
+    plain = ({}, {"stream": True}, {"stop": [canary]}, {"user": canary}, {"metadata": {canary: canary}})
+    for extra in (*plain, *followed):
         answer = client.chat.completions.create(**{**asked, **extra})  # type: ignore[call-overload]
         assert list(answer) if "stream" in extra else answer.choices
-    for wrong in ({"model": canary}, {"temperature": canary}, {"messages": canary}, {"extra_body": {canary: canary}}):
+    grammar = {"extra_body": {"grammar": f"root ::= {canary} ("}}
+    for wrong in (
+        {"model": canary},
+        {"temperature": canary},
+        {"messages": canary},
+        {"extra_body": {canary: canary}},
+        grammar,
+    ):
         with pytest.raises(openai.APIStatusError):
             client.chat.completions.create(**{**asked, **wrong})  # type: ignore[call-overload]
 

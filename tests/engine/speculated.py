@@ -9,16 +9,18 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from engine.core import Core
 from engine.draft.depth import FixedDepth
 from engine.draft.drafter import Drafter
+from engine.draft.forced import ForcedDrafter
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
 from engine.load import Loaded
 from engine.speculation import Speculation
-from engine.types import Request, SamplingParams
+from engine.types import Grammar, Request, SamplingParams
 from kvcache.cache import Cache
 from tests.engine.draft import drafters
 from tests.engine.models import END, VOCABULARY, core
@@ -45,6 +47,14 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.2, seed=3),
     SamplingParams(temperature=0.0, frequency_penalty=1.5),
     SamplingParams(temperature=0.5, logit_bias=((7, 3.0), (11, -100.0)), seed=4),
+)
+# An array of numbers, as many as there is room for: whatever else is drafted, it forbids.
+ARRAY = Grammar('start: "[" NUMBER ("," " " NUMBER){30,} "]"\nNUMBER: /[0-9]{1,3}/')
+# How a request draws, and what its text must follow.
+WAYS: tuple[tuple[SamplingParams, Grammar | None], ...] = (
+    *((sampling, None) for sampling in SAMPLINGS),
+    (SamplingParams(temperature=0.0), ARRAY),
+    (SamplingParams(temperature=1.0, seed=5), ARRAY),
 )
 CONTEXT = 64
 _COUNT = 28
@@ -120,23 +130,27 @@ def played(case: Case, models: Models) -> Played:
     return Played(wrong, {one.kind: (sum(one.drafted), sum(one.accepted)) for one in counts})
 
 
-def _requests(case: Case) -> list[Request]:
+def _requests(case: Case) -> tuple[Request, ...]:
     """A prompt that repeats itself, so that there is something to look up, and one way to draw for each request."""
-    chance = random.Random(repr(case))
+    return _asked(case.kind, case.batch, case.event == "shift")
+
+
+@cache
+def _asked(kind: str, batch: int, shift: bool) -> tuple[Request, ...]:
+    chance = random.Random(repr((kind, batch, shift)))
     stem = [chance.randrange(VOCABULARY) for _ in range(9)]
-    shift = {"overflow": "shift", "ignore_eos": True} if case.event == "shift" else {}
-    return [
-        ask(
-            f"{at}",
-            [*stem, *(chance.randrange(VOCABULARY) for _ in range(chance.randint(0, 6))), *stem[: at + 2]],
-            70 if shift else _COUNT,
-            sampling=SAMPLINGS[at % len(SAMPLINGS)],
-            **shift,
-        )
-        for at in range(case.batch)
-    ]
+    # A batch of one has another way to draw for each kind of cache.
+    first = chance.randrange(len(WAYS))
+    fields = {"overflow": "shift", "ignore_eos": True} if shift else {}
+    requests = []
+    for at in range(batch):
+        sampling, grammar = WAYS[(first + at) % len(WAYS)]
+        prompt = [*stem, *(chance.randrange(VOCABULARY) for _ in range(chance.randint(0, 6))), *stem[: at + 2]]
+        requests.append(ask(f"{at}", prompt, 70 if shift else _COUNT, sampling=sampling, grammar=grammar, **fields))
+    return tuple(requests)
 
 
+@cache
 def _alone(loaded: Loaded, request: Request) -> Answer:
     return play(core(loaded, slots=1, context=CONTEXT), [Job(request)])[request.id]
 
@@ -148,7 +162,7 @@ def _engine(case: Case, models: Models, requests: Sequence[Request], outputs: Ma
     quick, slow = _drafter(case, models, {request.id: len(request.prompt) for request in requests}, outputs)
     speculation = None
     if quick is not None or slow is not None:
-        speculation = Speculation(quick, slow, FixedDepth(_DEPTH), lambda: 0.0)
+        speculation = Speculation(quick, slow, FixedDepth(_DEPTH), lambda: 0.0, forced=ForcedDrafter())
     return core(loaded, slots=slots, context=CONTEXT, cells=cells, chunk=case.chunk, speculation=speculation)
 
 

@@ -68,6 +68,18 @@ def test_a_stop_token_ends_and_is_told(loaded: Models, reference: References) ->
     assert ("stop", expected[first]) == (end.reason, end.stop)
 
 
+def test_the_token_that_ends_is_scored_too(loaded: Models, reference: References) -> None:
+    """Where log-probabilities are asked for, every token that counts has one: the last comes with the end."""
+    expected = reference("llama").greedy(PROMPT, 20)
+    answer, end = one(loaded("llama"), stop_token_ids=(expected[9],), logprobs=0)
+    _, silent = one(loaded("llama"), stop_token_ids=(expected[9],))
+
+    assert end.ending is not None
+    assert expected[9] == end.ending.chosen.token
+    assert end.usage.completion_tokens == len(answer.logprobs) + 1
+    assert silent.ending is None
+
+
 def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
     """The text ends before the stop string, wherever the tokens' borders are, and the string is told."""
     whole, _ = one(loaded("llama"), count=40)

@@ -53,6 +53,9 @@ def test_drafts_have_up_to_sixteen_tokens(tokens: int | None) -> None:
         ({"drafter": "lookup", "draft_model": "small"}, "drafter lookup does not use the draft model small"),
         ({"drafter": "none", "draft_model": "small"}, "drafter none does not use the draft model small"),
         ({"drafter": "model", "model": "large"}, "name it with --draft-model"),
+        ({"drafter": "mtp", "draft_model": "small"}, "drafter mtp does not use the draft model small"),
+        ({"draft_quantize": "int8", "model": "large"}, "draft_quantize needs a draft model"),
+        ({"draft_quantize": "int8", "drafter": "lookup"}, "draft_quantize needs a draft model"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], word: str) -> None:
@@ -225,3 +228,17 @@ def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: 
     # The second process found all of it: there was nothing new to be written.
     assert read[0] > 0
     assert read[1] == 0
+
+
+@pytest.mark.parametrize(("asked", "quantized"), [({}, "none"), ({"draft_quantize": "int8"}, "int8")])
+def test_a_draft_may_be_quantised_where_the_model_is_not(
+    loaded: Models, folder: Folder, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], quantized: str
+) -> None:
+    """It is the first to gain, for its mistakes cost no quality."""
+    seen = []
+    target = loaded("llama")
+    monkeypatch.setattr("engine.draft.loading.load", lambda settings, *_, **__: seen.append(settings) or target)
+
+    load_draft(config(folder("llama"), folder("llama"), **asked), target, lambda phase: None)
+
+    assert [quantized] == [settings.quantize for settings in seen]

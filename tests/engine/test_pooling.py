@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import normalize
 
+from engine import hooks
 from engine.load import Loaded
 from engine.pooling import Pool
 from engine.types import Failed, Finished, Pooling, Request
@@ -124,6 +127,18 @@ def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
             assert torch.allclose(alone[position], states[row], atol=1e-3)
     assert torch.allclose(family.alone(first), logits[0], atol=1e-3)
     assert torch.allclose(family.alone(second[:2]), logits[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
+    """Whether or not it honours what is kept, the logits are those wanted and the states those pooled."""
+    layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
+    model = SimpleNamespace(get_output_embeddings=lambda: layer)
+    with hooks.tapped(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
+        logits = layer((rows[tap.kept] if kept else rows)[None])
+
+    assert torch.equal(layer(rows)[[2, 3]], logits[0])
+    assert torch.equal(rows[[0, 3, 5]], tap.states)
 
 
 def test_a_pool_takes_what_it_needs_in_any_pieces() -> None:

@@ -167,7 +167,7 @@ def test_a_layer_in_two_places_is_replaced_in_both(tmp_path: Path) -> None:
             return self.first(rows).sum() + self.second(rows).sum()
 
     model = Shared()
-    surgery.quantize(model, surveyed(model), Store("a", 8, tmp_path), linear.multiply)
+    surgery.quantize(model, surveyed(model), Store("a", 8, tmp_path), linear.prepare)
 
     assert isinstance(model.second, QuantizedLinear)
     assert model.second is model.first.query
@@ -180,7 +180,7 @@ def test_a_replaced_layer_computes_what_it_did() -> None:
     model = nn.Sequential(layer)
     expected = layer(rows)
 
-    surgery.quantize(model, surveyed(model), Store("a", 8), linear.multiply)
+    surgery.quantize(model, surveyed(model), Store("a", 8), linear.prepare)
 
     assert isinstance(model[0], QuantizedLinear)
     torch.testing.assert_close(model(rows), expected, rtol=0, atol=0.02)
@@ -191,13 +191,13 @@ def test_siblings_compute_once_for_the_same_rows() -> None:
     """And anew for others, also for some whose siblings were never asked: nothing of theirs is given away."""
     calls: list[Tensor] = []
 
-    def multiply(rows: Tensor, matrices: object) -> list[Tensor]:
+    def multiply(rows: Tensor) -> list[Tensor]:
         calls.append(rows)
-        return linear.multiply(rows, matrices)  # type: ignore[arg-type]
+        return linear.multiply(rows, matrices)
 
     torch.manual_seed(0)
     matrices = [pack(torch.randn(16, 32), 8) for _ in range(3)]
-    siblings, first, second = Siblings(matrices, multiply), torch.randn(2, 32), torch.randn(2, 32)
+    siblings, first, second = Siblings(multiply), torch.randn(2, 32), torch.randn(2, 32)
     asked = [(0, first), (1, first), (0, second), (2, second), (1, first), (1, first), (0, first)]
 
     products = [siblings.product(number, rows) for number, rows in asked]
@@ -260,7 +260,7 @@ def test_quantised_weights_are_for_a_cpu() -> None:
 
 def test_auto_leaves_small_models_alone_and_counts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 bits where that fits well, else 4; none where there is little to gain, or no kernel."""
-    monkeypatch.setattr(surgery, "multiplies", lambda: lambda rows, matrices: [])
+    monkeypatch.setattr(surgery, "multiplies", lambda: lambda matrices: None)
     small = surveyed(nn.Sequential(nn.Linear(64, 64)))
     big = Choice(small.groups * 2**14, small.stay)
 
@@ -269,7 +269,7 @@ def test_auto_leaves_small_models_alone_and_counts_the_memory(monkeypatch: pytes
         surgery.bits_for("auto", choice, room) for choice, room in ((small, 2**30), (big, 2**30), (big, 2**26))
     ]
     assert [None, 8, 4] == [surgery.bits_for(kind, small, 2**30) for kind in ("none", "int8", "int4")]
-    monkeypatch.setattr(surgery, "multiplies", lambda: linear.multiply)
+    monkeypatch.setattr(surgery, "multiplies", lambda: linear.prepare)
 
     assert surgery.bits_for("auto", big, 2**30) is None
 
@@ -287,10 +287,10 @@ def test_a_model_is_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     first, second, rows = Block(), Block(), torch.randn(5, 64)
     second.load_state_dict(first.state_dict())
-    surgery.quantize(first, surveyed(first), Store("a", bits, tmp_path), linear.multiply)  # type: ignore[arg-type]
+    surgery.quantize(first, surveyed(first), Store("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
     monkeypatch.setattr(surgery, "pack", lambda *_: pytest.fail("it was there"))
 
-    surgery.quantize(second, surveyed(second), Store("a", bits, tmp_path), linear.multiply)  # type: ignore[arg-type]
+    surgery.quantize(second, surveyed(second), Store("a", bits, tmp_path), linear.prepare)  # type: ignore[arg-type]
 
     assert torch.equal(first(rows), second(rows))
     assert 1 == len(list(tmp_path.iterdir()))

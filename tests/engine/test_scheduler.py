@@ -8,7 +8,7 @@ import pytest
 
 from engine.core import Core
 from engine.load import Loaded
-from engine.types import Finished, Progress, Started, Tier
+from engine.types import Delta, Finished, Progress, Started, Tier
 from tests.engine.mixes import prompts
 from tests.engine.models import Reference, core
 from tests.engine.play import Answer, Job, ask, play
@@ -42,14 +42,38 @@ def test_tiers_are_served_one_after_the_other(loaded: Models) -> None:
 
 def test_the_last_tier_gives_way_first(loaded: Models) -> None:
     """Where cells run out the youngest of the last tier goes back to the queue, however old it is."""
-    engine = core(loaded("llama"), slots=3, cells=128, chunk=256)
-    for name, tier in (("flex", "flex"), ("old", "default"), ("young", "default")):
-        engine.submit(ask(name, [len(name), *range(36)], 20, ignore_eos=True, tier=tier))
-    while not engine.stats().preemptions_total:
+    engine = core(loaded("llama"), slots=4, cells=128, chunk=256)
+    tiers: dict[str, Tier] = {"a flex": "flex", "old": "default", "another flex": "flex", "young": "default"}
+    for name, tier in tiers.items():
+        engine.submit(ask(name, [len(name), *range(26)], 24, ignore_eos=True, tier=tier))
+    gone: list[list[str]] = []
+    while engine.busy:
         engine.step()
+        waiting = [sequence.request.id for sequence in engine._scheduler.waiting]
+        if engine.stats().preemptions_total > len(gone):
+            gone.append(waiting)
 
-    assert ["old", "young"] == [sequence.request.id for sequence in engine._scheduler.running]
+    assert [["another flex"], ["a flex", "another flex"]] == gone[:2]
+
+
+def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: References) -> None:
+    """A sequence that gives way comes back behind those that waited for it: they go on, and it waits for them."""
+    engine, prompt = core(loaded("llama"), chunk=8), tuple((7 * at + 3) % 250 for at in range(60))
+    requests = [ask(tier, (*prompt, at), 8, ignore_eos=True, tier=tier) for at, tier in enumerate(("flex", "default"))]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    engine._scheduler._preempt()
     assert ["flex"] == [sequence.request.id for sequence in engine._scheduler.waiting]
+
+    heard: dict[str, list[int]] = {"flex": [], "default": []}
+    for _ in range(40):
+        for name, event in engine.step():
+            heard[name] += event.tokens if isinstance(event, Delta) else ()
+    for request in requests:
+        assert list(reference("llama").greedy(request.prompt, 8)) == heard[request.id]
+    assert 62 + 2 * 7 == engine.stats().rows_total
 
 
 @pytest.mark.parametrize("chunk", [3, 16])

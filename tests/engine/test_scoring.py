@@ -194,8 +194,33 @@ def test_a_shared_beginning_is_computed_once(loaded: Models) -> None:
         prefix = tuple(range(60))
         jobs = [Job(ask(str(at), (*prefix, 100 + at, 7), 0, score_from=60)) for at in range(16)]
         play(engine, jobs)
-
         assert 62 + 15 * 3 == engine.stats().rows_total
+
+        engine = core(loaded(family), slots=4)
+        for job in jobs:
+            play(engine, [job])
+        assert 62 + 15 * 3 == engine.stats().rows_total
+
+
+def test_few_rows_have_logits_at_a_time(loaded: Models) -> None:
+    """However many tokens are scored in a step, beside those that speak only so many rows meet the vocabulary."""
+    model, engine, rows = loaded("llama").model, core(loaded("llama"), chunk=64), []
+    engine._scheduler._scored = 5
+    hook = model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(output.shape[1]))
+    jobs = [Job(ask(str(at), (at, *range(40)), 2, ignore_eos=True, score_from=3 * at)) for at in range(3)]
+    play(engine, jobs)
+    hook.remove()
+
+    assert max(rows) <= 5 + 3
+    assert sum(rows) == 40 + 38 + 35 + 3 * 2
+
+
+def test_nobody_waits_for_what_it_cannot_use(loaded: Models) -> None:
+    """Two that score all of one prompt compute it side by side."""
+    engine = core(loaded("llama"), chunk=64)
+    play(engine, [Job(ask(name, range(30), 0, score_from=0)) for name in ("one", "other")])
+
+    assert (1, 60) == (engine.stats().steps_total, engine.stats().rows_total)
 
 
 def test_what_is_scored_is_never_taken_from_memory(loaded: Models) -> None:

@@ -107,7 +107,7 @@ def run(examples: int, steps: int) -> Counter[str]:
         derandomize=True,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=[phase for phase in (Phase.generate, Phase.shrink) if phase in settings.default.phases],
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(lambda: Everything(tally), settings=profile)

@@ -361,8 +361,8 @@ class Laws(RuleBasedStateMachine):
         self.tally[operation] += 1
 
 
-def run(examples: int, steps: int, *, derandomize: bool, shrink: bool = True) -> Counter[str]:
-    """Play that many histories and count the operations; a failing one is made small unless time matters more."""
+def run(examples: int, steps: int, *, derandomize: bool) -> Counter[str]:
+    """Play that many histories and count the operations; a failing one is made small, unless nobody will read it."""
     tally: Counter[str] = Counter()
     profile = settings(
         max_examples=examples,
@@ -370,7 +370,7 @@ def run(examples: int, steps: int, *, derandomize: bool, shrink: bool = True) ->
         derandomize=derandomize,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
+        phases=[phase for phase in (Phase.generate, Phase.shrink) if phase in settings.default.phases],
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(lambda: Laws(tally), settings=profile)

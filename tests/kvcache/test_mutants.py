@@ -37,11 +37,15 @@ OWN = {
 }
 # What pytest says where a test failed, and what a process says that took too long.
 NOTICED = (1, -14)
-# Imports what is slow to import, but nothing of ours, and plays each line's tests in a fork.
+# Imports what is slow to import, but nothing of ours, and plays each line's tests in a fork. Nobody will read what
+# failed there, so no failing history is made small: that takes minutes.
 NURSERY = """
 import json, os, signal, sys
 import hypothesis.stateful, numpy, pytest, safetensors.torch, torch
+from hypothesis import Phase, settings
 torch.set_num_threads(1)
+settings.register_profile("as found", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("as found")
 for line in sys.stdin:
     folder, files = json.loads(line)
     child = os.fork()

@@ -128,8 +128,8 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": "x", "speed": 1}]},
-        error("Unknown parameter: 'messages[0].speed'.", "messages[0].speed", "unknown_parameter"),
+        {"messages": [{"role": "user", "content": "x", "haste": 1}]},
+        error("Unknown parameter: 'messages[0].haste'.", "messages[0].haste", "unknown_parameter"),
     ),
     (
         CHAT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import replace
 from typing import Any
@@ -42,17 +43,23 @@ TIMINGS = {
 }
 
 
+@functools.cache
+def plain() -> tuple[FakeEngine, Any]:
+    """A server whose engine says three words, for whoever does not look at the engine."""
+    engine = FakeEngine()
+    return engine, create_app(engine, settings())  # type: ignore[arg-type]
+
+
 def chat(engine: FakeEngine | None = None, **fields: Any) -> Answer:
-    app = create_app(engine or FakeEngine(), settings())  # type: ignore[arg-type]
+    app = plain()[1] if engine is None else create_app(engine, settings())  # type: ignore[arg-type]
     return ask(app, "POST", "/v1/chat/completions", json_body={**BODY, **fields})
 
 
 def sent(**fields: Any) -> Request:
     """The engine's request that the body becomes."""
-    engine = FakeEngine()
-    answer = chat(engine, **fields)
+    answer = chat(**fields)
     assert answer.status == 200, answer.body
-    return engine.requests[0]
+    return plain()[0].requests[-1]
 
 
 def without(value: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -385,3 +392,41 @@ def test_how_a_prompt_is_shared_and_shifted_reaches_the_engine() -> None:
 
     assert (hashlib.sha256(b"tenant").digest(), "carry") == (salted.salt, salted.recurrent_shift)
     assert (b"", "rebuild") == (plain.salt, plain.recurrent_shift)
+
+
+def test_breakpoints_reach_the_template_as_places() -> None:
+    """Each is the end of its part, counted in letters of the content as it is joined."""
+    engine = FakeEngine()
+    parts = [
+        {"type": "text", "text": "abc"},
+        {"type": "text", "text": "de", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}},
+        {"type": "text", "text": "f", "prompt_cache_breakpoint": {"mode": "explicit"}},
+    ]
+
+    answer = chat(engine, messages=[{"role": "system", "content": "x"}, {"role": "user", "content": parts}])
+
+    assert 200 == answer.status
+    assert "abc\nde\nf" == engine.tokenizer.rendered[0]["messages"][1]["content"]
+    assert ((1, 6), (1, 8)) == engine.tokenizer.rendered[0]["breakpoints"]
+    assert b"" == engine.requests[0].salt
+
+
+def test_an_explicit_cache_without_breakpoints_is_none() -> None:
+    """As OpenAI has it; nothing is found under a salt that nobody else has, not even by the same request."""
+    explicit = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
+
+    first, second, implicit = sent(**explicit), sent(**explicit), sent(prompt_cache_options={"mode": "implicit"})
+
+    assert first.salt != second.salt
+    assert b"" == implicit.salt
+
+
+@pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", '{"a": NaN}', "[" * 900 + "]" * 900, '{"a": 1, "a": 2}'])
+def test_arguments_that_are_no_strict_object_stay_text(arguments: str) -> None:
+    """A model may have written anything, and the template gets it as it is."""
+    engine = FakeEngine()
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    chat(engine, messages=[*BODY["messages"], {"role": "assistant", "tool_calls": [call]}])
+
+    assert arguments == engine.tokenizer.rendered[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]

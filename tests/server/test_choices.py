@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from engine.types import Delta, Event, Progress, Request, Scored, Started, Usage
 from server.app import create_app
-from tests.server.fakes import Answer, FakeEngine, ask, entry, finished, settings
+from tests.server.fakes import Answer, FakeEngine, Script, ask, entry, finished, settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
@@ -36,9 +37,23 @@ def counts(request: Request) -> list[Event]:
     ]
 
 
-def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
-    app = create_app(engine or FakeEngine(counts), settings())  # type: ignore[arg-type]
+@functools.cache
+def bench() -> tuple[FakeEngine, Any]:
+    """One server for all tests of this file; each says what its engine plays."""
+    engine = FakeEngine()
+    return engine, create_app(engine, settings())  # type: ignore[arg-type]
+
+
+def post(path: str, script: Script = counts, **fields: Any) -> Answer:
+    engine, app = bench()
+    engine.script = script
+    engine.requests.clear()
     return ask(app, "POST", path, json_body={**BODIES[path], **fields})
+
+
+def requests() -> list[Request]:
+    """What the latest body became."""
+    return bench()[0].requests
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -48,25 +63,21 @@ def text_of(choice: dict[str, Any]) -> str:
 @both
 def test_choices_are_requests_of_one_prompt(path: str) -> None:
     """Each has an id and, where one is given, a seed of its own; the prompt is one."""
-    engine = FakeEngine(counts)
-
-    answer = post(path, engine, n=3, seed=2**63 - 1).json
+    answer = post(path, n=3, seed=2**63 - 1).json
 
     assert ["0", "1", "2"] == [text_of(choice) for choice in answer["choices"]]
     assert [0, 1, 2] == [choice["index"] for choice in answer["choices"]]
-    assert [2**63 - 1, -(2**63), -(2**63) + 1] == [request.sampling.seed for request in engine.requests]
-    assert 1 == len({request.prompt for request in engine.requests})
-    assert 3 == len({request.id for request in engine.requests})
+    assert [2**63 - 1, -(2**63), -(2**63) + 1] == [request.sampling.seed for request in requests()]
+    assert 1 == len({request.prompt for request in requests()})
+    assert 3 == len({request.id for request in requests()})
 
 
 @both
 def test_without_a_seed_each_choice_draws_its_own(path: str) -> None:
     """No seed is no seed for all of them."""
-    engine = FakeEngine(counts)
+    post(path, n=2)
 
-    post(path, engine, n=2)
-
-    assert [None, None] == [request.sampling.seed for request in engine.requests]
+    assert [None, None] == [request.sampling.seed for request in requests()]
 
 
 @both
@@ -95,9 +106,7 @@ def test_prompts_and_choices_multiply() -> None:
 
 def test_the_best_of_several_are_shown() -> None:
     """By the mean log-probability of their tokens, which need not be shown for that."""
-    engine = FakeEngine(counts)
-
-    answer = post(TEXT, engine, n=2, best_of=4).json
+    answer = post(TEXT, n=2, best_of=4).json
 
     assert ["3", "2"] == [choice["text"] for choice in answer["choices"]]
     assert [None, None] == [choice["logprobs"] for choice in answer["choices"]]
@@ -158,12 +167,10 @@ def test_every_choice_repeats_its_prompt(stream: bool) -> None:
 
 def test_a_prompt_may_be_scored_without_an_answer() -> None:
     """max_tokens 0 is for that alone."""
-    engine = FakeEngine(counts)
-
-    answer = post(TEXT, engine, prompt="abc", echo=True, logprobs=1, max_tokens=0).json["choices"][0]
     refused = post(TEXT, prompt="abc", max_tokens=0)
+    answer = post(TEXT, prompt="abc", echo=True, logprobs=1, max_tokens=0).json["choices"][0]
 
-    assert (0, 0) == (engine.requests[0].max_tokens, engine.requests[0].score_from)
+    assert (0, 0) == (requests()[0].max_tokens, requests()[0].score_from)
     assert ("abc", ["a", "b", "c"]) == (answer["text"], answer["logprobs"]["tokens"])
     assert (400, "max_tokens") == (refused.status, refused.json["error"]["param"])
 
@@ -195,8 +202,8 @@ def test_labels_stand_behind_the_likeliest() -> None:
         labels = tuple(type(said.chosen)(token, chr(token), b"x", -math.inf) for token in request.labels)
         return [Delta("a", (0,), (type(said)(said.chosen, said.top, (*said.top, *labels)),)), finished(request)]
 
-    chat = post(CHAT, FakeEngine(script), logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
-    text = post(TEXT, FakeEngine(script), logprobs=1, logprob_token_ids=[65]).json
+    chat = post(CHAT, script, logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
+    text = post(TEXT, script, logprobs=1, logprob_token_ids=[65]).json
 
     top = chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert [("<0>", -9999.0), ("A", -9999.0)] == [(one["token"], one["logprob"]) for one in top]
@@ -224,7 +231,7 @@ def test_progress_is_told_before_the_answer(path: str) -> None:
     def script(request: Request) -> list[Event]:
         return [Started(9, 4, 0), Progress(6, 9), Progress(9, 9), Delta("x", (1,)), finished(request)]
 
-    events = post(path, FakeEngine(script), stream=True, return_progress=True).events[:-1]
+    events = post(path, script, stream=True, return_progress=True).events[:-1]
 
     told = [event["prompt_progress"] for event in events[:2]]
     assert [(9, 4, 6), (9, 4, 9)] == [(one["total"], one["cache"], one["processed"]) for one in told]
@@ -241,7 +248,7 @@ def test_time_that_ran_out_before_the_first_token_is_a_408(path: str) -> None:
     def partly(request: Request) -> list[Event]:
         return [Delta("x", (1,)), finished(request, reason="length", stop="deadline", usage=Usage(2, 1, 0))]
 
-    nothing, part = post(path, FakeEngine(late), timeout=1), post(path, FakeEngine(partly), timeout=1)
+    nothing, part = post(path, late, timeout=1), post(path, partly, timeout=1)
 
     error = nothing.json["error"]
     assert (408, "deadline_exceeded", "timeout") == (nothing.status, error["code"], error["param"])

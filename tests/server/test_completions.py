@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,15 @@ from tests.server.fakes import Answer, FakeEngine, Gate, ask, entry, finished, s
 from tests.server.test_chat import TIMINGS, USAGE, without
 
 
+@functools.cache
+def plain() -> tuple[FakeEngine, Any]:
+    """A server whose engine says three words, for whoever does not look at the engine."""
+    engine = FakeEngine()
+    return engine, create_app(engine, settings())  # type: ignore[arg-type]
+
+
 def complete(engine: FakeEngine | None = None, **fields: Any) -> Answer:
-    app = create_app(engine or FakeEngine(), settings())  # type: ignore[arg-type]
+    app = plain()[1] if engine is None else create_app(engine, settings())  # type: ignore[arg-type]
     return ask(app, "POST", "/v1/completions", json_body={"model": "fake", "prompt": "abc", **fields})
 
 

@@ -44,6 +44,11 @@ def post(using: FakeEngine | None = None, *questions: Any, **fields: Any) -> Ans
     return ask(create_app(using or engine(), settings()), "POST", "/v1/decisions", json_body=body)  # type: ignore[arg-type]
 
 
+# For what is refused: to make an app takes longer than to ask it.
+IDLE = engine()
+APP = create_app(IDLE, settings())  # type: ignore[arg-type]
+
+
 def choice(count: int, **fields: Any) -> dict[str, Any]:
     choices = [{"value": f"v{at}"} for at in range(count)]
     return {"type": "choice", "instructions": "Which?", "choices": choices, **fields}
@@ -152,35 +157,31 @@ def test_reasoning_is_skipped() -> None:
     for opened, skipped in (("<think>", [255]), ("", [254, 255]), ("<think></think>", [])):
         using = engine(tokenizer=FakeTokenizer("{{enable_thinking}}<think></think>", opened))
         post(using)
+        rendered = f"{using.tokenizer.rendered[0]['messages'][0]['content']}\n".encode()
 
-        assert skipped == list(using.requests[0].prompt[len(read_bytes := _rendered(using)) :])
+        assert [*rendered, *skipped] == list(using.requests[0].prompt)
         assert {"enable_thinking": False} == using.tokenizer.rendered[0]["arguments"]
-        assert read_bytes == bytes(using.requests[0].prompt[: len(read_bytes)])
-
-
-def _rendered(using: FakeEngine) -> bytes:
-    (message,) = using.tokenizer.rendered[0]["messages"]
-    return f"{message['content']}\n".encode()
 
 
 def test_an_input_of_items_is_a_transcript() -> None:
     """Messages, calls and their answers in order, texts and data in their parts."""
+    text, said = {"type": "input_text", "text": "Hi"}, {"type": "output_text", "text": "Yes"}
     items = [
         {"role": "system", "content": "Be kind."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_json", "data": {"a": [1]}}]},
+        {"type": "message", "role": "user", "content": [text, {"type": "input_json", "data": {"a": [1]}}]},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "seen"},
         {"type": "custom_tool_call", "call_id": "c2", "name": "run", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "files"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Yes"}, {"type": "refusal", "refusal": "no"}]},
-    ]  # fmt: skip
+        {"role": "assistant", "content": [said, {"type": "refusal", "refusal": "no"}]},
+    ]
     using = engine()
     post(using, input=items)
 
     expected = (
-        "[system]\nBe kind.\n\n[user]\nHi\n{\"a\":[1]}\n\n[call of look]\n{}\n\n[answer of look]\nseen\n\n"
+        '[system]\nBe kind.\n\n[user]\nHi\n{"a":[1]}\n\n[call of look]\n{}\n\n[answer of look]\nseen\n\n'
         "[call of run]\nls\n\n[answer of run]\nfiles\n\n[assistant]\nYes\nno"
-    )  # fmt: skip
+    )
     assert f"<input>\n{expected}\n</input>" in read(using)
 
 
@@ -217,8 +218,7 @@ def test_an_input_of_items_is_a_transcript() -> None:
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -> None:
     """With OpenAI's codes, and nothing runs."""
-    using = engine()
-    answer = post(using, **fields)
+    answer = ask(APP, "POST", "/v1/decisions", json_body={"input": "x", "questions": [PREDICATE], **fields})
 
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])
-    assert [] == using.requests
+    assert [] == IDLE.requests

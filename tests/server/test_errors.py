@@ -75,6 +75,8 @@ def test_only_one_file_knows_status_codes() -> None:
         if path.name != "errors.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and type(node.value) is int and 400 <= node.value < 512
+        # OpenAI's limit of questions in a decision.
+        if (path.name, node.value) != ("decisions.py", 400)
     ]
 
     assert [] == found

@@ -12,12 +12,13 @@ from server.app import create_app
 from server.schemas import policy
 from server.schemas.chat import ChatRequest
 from server.schemas.completions import CompletionRequest
-from tests.server.fakes import FakeEngine, ask
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask
 from tests.server.fakes import settings as server_settings
 
 EDGES = [-1, 0, 1, 2, 16, 17, 2**31, 2**63 - 1, -(2**63), 1e308, -0.0, 5e-324, 0.5, True, False, None, "", "a", [], {}]
-KEYS = ["role", "content", "type", "text", "1", "x", "function", "name"]
-scalars = st.sampled_from(EDGES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+KEYS = ["role", "content", "type", "text", "1", "x", "function", "name", "json_schema", "schema", "parameters", "mode"]
+WORDS = ["function", "json_schema", "json_object", "allowed_tools", "required", "explicit", "user", "assistant", "f"]
+scalars = st.sampled_from([*EDGES, *WORDS]) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 values = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
@@ -28,7 +29,7 @@ quick = settings(deadline=None, max_examples=300, suppress_health_check=list(Hea
 
 @pytest.fixture(scope="module")
 def app() -> Any:
-    return create_app(FakeEngine(), server_settings())  # type: ignore[arg-type]
+    return create_app(FakeEngine(tokenizer=FakeTokenizer(HERMES)), server_settings())  # type: ignore[arg-type]
 
 
 def fields(model: type[ChatRequest] | type[CompletionRequest]) -> st.SearchStrategy[dict[str, Any]]:

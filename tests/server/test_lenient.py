@@ -10,7 +10,7 @@ from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, ask, settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "hi", "speed": 1}]
+MESSAGES = [{"role": "user", "content": "hi", "haste": 1}]
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, TEXT: {"prompt": "hi"}}
 both = pytest.mark.parametrize("path", [CHAT, TEXT])
 
@@ -51,7 +51,7 @@ def test_fields_inside_are_left_out_too(lenient: Any) -> None:
     answer = post(lenient, CHAT, messages=[*MESSAGES, {"role": "user", "content": parts}], stream_options=None)
 
     assert [
-        "Unknown parameter: 'messages[0].speed'.",
+        "Unknown parameter: 'messages[0].haste'.",
         "Unknown parameter: 'messages[1].content[0].color'.",
     ] == answer.json["warnings"]
 

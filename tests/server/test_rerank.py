@@ -25,9 +25,13 @@ def judge(request: Request) -> Iterator[Event]:
     yield finished(request, usage=replace(finished(request).usage, completion_tokens=1))
 
 
+# For tests that do not look into the engine: to make an app takes longer than to ask it.
+APP = create_app(FakeEngine(judge, info_value=replace(INFO, context=65536)), settings())  # type: ignore[arg-type]
+
+
 def post(path: str, using: FakeEngine | None = None, **fields: Any) -> Answer:
-    engine = using or FakeEngine(judge, info_value=replace(INFO, context=65536))
-    return ask(create_app(engine, settings()), "POST", path, json_body={"model": "fake", **fields})  # type: ignore[arg-type]
+    app = create_app(using, settings()) if using else APP  # type: ignore[arg-type]
+    return ask(app, "POST", path, json_body={"model": "fake", **fields})
 
 
 DOCUMENTS = ["bad", {"text": "good good"}, "good"]

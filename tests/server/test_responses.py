@@ -13,7 +13,9 @@ from openai.types.responses import Response
 
 from engine.types import Delta, Event, Failed, Request, Started
 from server.app import create_app
+from server.errors import INVALID_VALUE, ApiError
 from server.responses.archive import LOST, Archive
+from server.responses.translation import reworded
 from server.store import LEASE_SECONDS, Record, Store
 from tests.server import wire
 from tests.server.fakes import (
@@ -61,7 +63,8 @@ def post(app: Any, path: str = "", **body: Any) -> Answer:
 
 def get(app: Any, path: str) -> Answer:
     """One reading."""
-    return ask(app, "GET", f"{PATH}/{path}")
+    path, _, query = path.partition("?")
+    return ask(app, "GET", f"{PATH}/{path}", query=query)
 
 
 def events(answer: Answer) -> list[Any]:
@@ -258,6 +261,23 @@ def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: 
     assert 400 <= answer.status < 500
 
 
+@pytest.mark.parametrize(
+    ("chat", "response"),
+    [
+        ("messages[3].content", "input"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("tools[2].function.parameters.type", "tools[2].parameters.type"),
+        ("seed", "seed"),
+    ],
+)
+def test_errors_of_the_chat_are_told_in_other_words(chat: str, response: str) -> None:
+    """In the field and in the sentence."""
+    error = reworded(ApiError(INVALID_VALUE, f"Invalid value for '{chat}': no.", param=chat))
+
+    assert (response, f"Invalid value for '{response}': no.") == (error.param, error.message)
+
+
 def test_a_response_is_read_streamed_and_deleted() -> None:
     """As it was answered; its events from any place on; and then no more."""
     app = make(says("Hello"))
@@ -418,7 +438,7 @@ def test_a_background_response_is_made_without_a_client() -> None:
         id = made["id"]
         assert ("queued", True, []) == (made["status"], made["background"], made["output"])
         assert "queued" == (await read(id))["status"]
-        following = asyncio.create_task(call(app, "GET", f"{PATH}/{id}?stream=true&starting_after=1"))
+        following = asyncio.create_task(call(app, "GET", f"{PATH}/{id}", query="stream=true&starting_after=1"))
         while not begun.reached.is_set():
             await asyncio.sleep(0.01)
         begun.open()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._models import construct_type
 from openai._types import omit
@@ -145,6 +145,7 @@ def test_the_accumulator_sees_the_same_answer() -> None:
     st.sampled_from(["completed", "incomplete"]),
     st.booleans(),
 )
+@settings(max_examples=50)
 def test_whatever_is_said_makes_a_stream_that_clients_read(pieces: list[Piece], status: str, sealed: bool) -> None:
     """Every event has the shape of openai's type of it, none comes out of order, and nothing is lost."""
     events = tell(pieces, writer(sealed=sealed), status)
@@ -233,12 +234,21 @@ def test_logprobs_go_with_the_text() -> None:
     """In the delta and in the whole; never with reasoning."""
     entry: Any = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
     one = writer()
-    pieces = [Reasoning("Hm"), Text("Hel")]
-    events = told([*one.begin(), *one.start(), *one.push(pieces, [entry]), *one.end("completed", USAGE)])
+    spoken = [*one.push([Reasoning("Hm")], [{**entry, "token": "Hm"}]), *one.push([Text("Hel")], [entry])]
+    events = told([*one.begin(), *one.start(), *spoken, *one.end("completed", USAGE)])
 
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [[entry]] == [event["logprobs"] for event in deltas]
     assert [entry] == events[-1]["response"]["output"][1]["content"][0]["logprobs"]
+
+
+def test_logprobs_wait_for_text_that_is_held_back() -> None:
+    """A token may be read as text only when the next one has come."""
+    first, second = ({"token": token, "logprob": -0.5, "bytes": [60], "top_logprobs": []} for token in "<b")
+    one = writer()
+    events = told([*one.begin(), *one.start(), *one.push([], [first]), *one.push([Text("<b")], [second])])  # type: ignore[list-item]
+
+    assert [first, second] == events[-1]["logprobs"]
 
 
 def test_the_first_event_is_a_response_of_openais_type() -> None:

@@ -35,7 +35,8 @@ def test_the_framing_is_exact() -> None:
 
     first = json.loads(body[6 : body.index(b"\n")])
     head = json.dumps(
-        {key: first[key] for key in ("id", "object", "created", "model", "system_fingerprint")}, separators=(",", ":")
+        {key: first[key] for key in ("id", "object", "created", "model", "system_fingerprint", "service_tier")},
+        separators=(",", ":"),
     )[:-1]
     last = body.split(b"\n\n")[3]
     expected = "".join(

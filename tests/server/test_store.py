@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from server.database import MEMORY, StoreError, connect
-from server.store import LEASE_SECONDS, Limits, Record, Store, default_place, open_store
+from server.store import LEASE_SECONDS, Limits, Record, Store, check_store, default_place, open_store, place_of
 from tests.server import postgres
 
 Result = TypeVar("Result")
@@ -267,6 +267,24 @@ def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
     for place in (str(tmp_path), "postgresql://nobody@127.0.0.1:1/none"):
         with pytest.raises(StoreError):
             using(Store(place), lambda store: store.open())
+
+
+def test_a_server_does_not_start_without_the_store_that_it_was_told(tmp_path: Path) -> None:
+    """What was named is looked for at the start; what was not is left alone."""
+    check_store(str(tmp_path / "new" / "store.sqlite"))
+    assert (tmp_path / "new" / "store.sqlite").exists()
+    for setting in (None, "none", "memory"):
+        check_store(setting)
+
+    with pytest.raises(StoreError):
+        check_store(str(tmp_path))
+
+
+def test_the_banner_shows_no_password() -> None:
+    """Where things are kept, and no more."""
+    places = ("none", "memory", "/a/b.sqlite", "postgresql://user:secret@host/db")
+
+    assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [place_of(place) for place in places]
 
 
 def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,19 @@ def test_a_chat_may_think_first_and_a_text_may_not(app: Any, engine: FakeEngine)
 
 
 @both
+def test_a_schema_that_is_not_strict_is_followed_in_part(app: Any, engine: FakeEngine, path: str) -> None:
+    """What cannot be kept of it is told; whatever can be kept is kept without a word."""
+    partly = post(app, path, {"response_format": named({"type": "object", "xunreadable": 1}, strict=False)})
+    whole = post(app, path, {"response_format": named(SCHEMA, strict=False)})
+
+    assert (200, 200) == (partly.status, whole.status)
+    assert "'response_format.json_schema.schema' is followed in part" in partly.json["warnings"][0]
+    assert "warnings" not in whole.json
+    assert all(request.grammar is not None for request in engine.requests[-2:])
+    assert ["lenient" in str(request.grammar) for request in engine.requests[-2:]] == [True, False]
+
+
+@both
 @pytest.mark.parametrize(
     ("fields", "param", "code", "words"),
     [

@@ -12,8 +12,13 @@ from tests.server.fakes import Answer, FakeEngine, ask, settings
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
+# For tests that do not look into the engine: to make an app takes longer than to ask it.
+APP = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+
 def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
-    return ask(create_app(engine or FakeEngine(), settings()), "POST", path, json_body=fields)  # type: ignore[arg-type]
+    app = create_app(engine, settings()) if engine else APP  # type: ignore[arg-type]
+    return ask(app, "POST", path, json_body=fields)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from engine.dialect.finding import Lexicon, find_dialect
 from engine.types import Delta, Event, Request, Started, Usage
 from server.app import create_app
 from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask, entry, finished, settings
@@ -76,7 +77,7 @@ def gathered(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
     return choice
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=60, deadline=None)
 @given(text=texts, whole_cuts=cuts, stream_cuts=cuts, reason=st.sampled_from(["stop", "length"]))
 def test_the_chunks_of_a_stream_are_the_answer_in_one_piece(
     bench: tuple[FakeEngine, Any], text: str, whole_cuts: list[int], stream_cuts: list[int], reason: str
@@ -170,3 +171,18 @@ def test_reasoning_that_the_template_opened_is_reasoning(bench: tuple[FakeEngine
     message = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]["message"]
 
     assert ("abc", "ok") == (message["reasoning_content"], message["content"])
+
+
+def test_a_budget_that_nobody_could_keep_is_refused() -> None:
+    """Where reasoning does not begin with one token, its length is known only if the template has begun it."""
+    tokenizer = FakeTokenizer(HERMES)
+    tokenizer.dialect = find_dialect(HERMES, Lexicon({}, frozenset(), tokenizer.encode))
+    app = create_app(FakeEngine(tokenizer=tokenizer), settings())  # type: ignore[arg-type]
+    body = {**BODY, "thinking_token_budget": 5}
+
+    refused = ask(app, "POST", "/v1/chat/completions", json_body=body)
+    tokenizer.opened = "<think>"
+    begun = ask(app, "POST", "/v1/chat/completions", json_body=body)
+
+    assert (400, "thinking_token_budget") == (refused.status, refused.json["error"]["param"])
+    assert 200 == begun.status

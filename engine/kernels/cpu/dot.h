@@ -56,7 +56,7 @@ inline Totals scales_at(const uint16_t *scales) {
 inline Totals add(Totals totals, Sums sums, Totals scales, float scale) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scales, _mm512_set1_ps(scale)), totals);
 }
-inline void store(float *to, Totals totals) { _mm512_storeu_ps(to, totals); }
+inline void write(float *to, Totals totals) { _mm512_storeu_ps(to, totals); }
 
 #elif defined(__AVX2__)
 
@@ -114,7 +114,7 @@ inline Totals add(const Totals &totals, const Sums &sums, const Totals &scales, 
         return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums.half[i]), weight, totals.half[i]);
     });
 }
-inline void store(float *to, const Totals &totals) {
+inline void write(float *to, const Totals &totals) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_ps(to + 8 * i, totals.half[i]);
 }
 
@@ -167,7 +167,7 @@ inline Totals add(Totals totals, const Sums &sums, const Totals &scales, float s
         totals.output[output] += (float)sums.output[output] * (scales.output[output] * scale);
     return totals;
 }
-inline void store(float *to, const Totals &totals) { memcpy(to, totals.output, sizeof totals.output); }
+inline void write(float *to, const Totals &totals) { memcpy(to, totals.output, sizeof totals.output); }
 
 #endif
 

@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "dot.h"
+#include "vector.h"
 
 namespace {
 
@@ -93,18 +94,17 @@ inline Group quantise(const float *numbers) {
     return group;
 }
 
+template <class Number>
 void quantise_row(const Product &product, int64_t row, const Rows &to) {
     const int64_t first = row / TILE * TILE, rows = lesser(to.rows - first, TILE), place = row - first;
-    const float *from = product.input + row * product.stride;
-    for (int64_t number = 0; number < to.groups; ++number) {
-        alignas(64) float padded[GROUP];
-        const float *numbers = from + number * GROUP;
+    const Number *from = (const Number *)product.input + row * product.stride;
+    for (int64_t number = 0; number < to.groups; ++number, from += GROUP) {
+        alignas(64) float numbers[GROUP] = {};
         const int64_t left = product.columns - number * GROUP;
-        if (left < GROUP) {
-            memset(padded, 0, sizeof padded);
-            memcpy(padded, numbers, left * sizeof(float));
-            numbers = padded;
-        }
+        if (left < GROUP)
+            for (int64_t at = 0; at < left; ++at) numbers[at] = ::number(from[at]);
+        else
+            for (int64_t at = 0; at < GROUP; ++at) numbers[at] = ::number(from[at]);
         const Group group = quantise(numbers);
         const int64_t at = first * to.groups + number * rows;
         to.scales[at + place] = group.scale;
@@ -114,8 +114,18 @@ void quantise_row(const Product &product, int64_t row, const Rows &to) {
     }
 }
 
+inline void put(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
+
+// To the nearest, to even ones of two, and a NaN to a NaN.
+inline void put(bfloat16 *to, const float *from, int64_t count) {
+    for (int64_t at = 0; at < count; ++at) {
+        const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
 // One block of outputs times ROWS rows, the tile that begins with row `first`.
-template <int BITS, int ROWS>
+template <class Number, int BITS, int ROWS>
 inline void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows, int64_t first) {
     constexpr int64_t BYTES = GROUP * OUTPUTS * BITS / 8;
     const int64_t groups = rows.groups, start = first * groups;
@@ -147,55 +157,56 @@ inline void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows,
     }
     const int64_t output = block * OUTPUTS, width = lesser(matrix.outputs - output, OUTPUTS);
     for (int row = 0; row < ROWS; ++row) {
-        float *to = matrix.output + (first + row) * matrix.outputs + output;
-        if (width == OUTPUTS) {
-            store(to, totals[row]);
-            continue;
-        }
-        float last[OUTPUTS];
-        store(last, totals[row]);
-        memcpy(to, last, width * sizeof(float));
+        alignas(64) float numbers[OUTPUTS];
+        write(numbers, totals[row]);
+        put((Number *)matrix.output + (first + row) * matrix.outputs + output, numbers, width);
     }
 }
 
 typedef void Tile(const Matrix &, int64_t, const Rows &, int64_t);
 
-template <int BITS, std::size_t... I>
+template <class Number, int BITS, std::size_t... I>
 inline void multiply_rest(const Matrix &matrix, int64_t block, const Rows &rows, int64_t first, std::index_sequence<I...>) {
-    constexpr Tile *tiles[] = {multiply_tile<BITS, I + 1>...};
+    constexpr Tile *tiles[] = {multiply_tile<Number, BITS, I + 1>...};
     tiles[rows.rows - first - 1](matrix, block, rows, first);
 }
 
-template <int BITS>
+template <class Number, int BITS>
 void multiply_block(const Matrix &matrix, int64_t block, const Rows &rows) {
     int64_t first = 0;
-    for (; first + TILE <= rows.rows; first += TILE) multiply_tile<BITS, TILE>(matrix, block, rows, first);
-    if (first < rows.rows) multiply_rest<BITS>(matrix, block, rows, first, std::make_index_sequence<TILE - 1>());
+    for (; first + TILE <= rows.rows; first += TILE) multiply_tile<Number, BITS, TILE>(matrix, block, rows, first);
+    if (first < rows.rows) multiply_rest<Number, BITS>(matrix, block, rows, first, std::make_index_sequence<TILE - 1>());
 }
 
 // The blocks of all matrices in one count, so that threads share them evenly.
-void multiply(const Product &product, int64_t block, const Rows &rows) {
+template <class Number>
+void multiply_one(const Product &product, int64_t block, const Rows &rows) {
     const Matrix *matrix = product.matrices;
     for (; block >= parts(matrix->outputs, OUTPUTS); ++matrix) block -= parts(matrix->outputs, OUTPUTS);
-    if (matrix->bits == 8) return multiply_block<8>(*matrix, block, rows);
-    multiply_block<4>(*matrix, block, rows);
+    if (matrix->bits == 8) return multiply_block<Number, 8>(*matrix, block, rows);
+    multiply_block<Number, 4>(*matrix, block, rows);
+}
+
+template <class Number>
+int64_t multiply(const Product &product) {
+    const int64_t groups = parts(product.columns, GROUP);
+    const Memory memory(Rows::size(product.rows, groups));
+    if (!memory.start) return NO_MEMORY;
+    const Rows rows(product.rows, groups, memory.start);
+    int64_t blocks = 0;
+    for (int64_t at = 0; at < product.count; ++at) blocks += parts(product.matrices[at].outputs, OUTPUTS);
+#pragma omp parallel num_threads((int)product.threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < product.rows; ++row) quantise_row<Number>(product, row, rows);
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks; ++block) multiply_one<Number>(product, block, rows);
+    }
+    return DONE;
 }
 
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const Product *product) {
-    const int64_t groups = parts(product->columns, GROUP);
-    const Memory memory(Rows::size(product->rows, groups));
-    if (!memory.start) return NO_MEMORY;
-    const Rows rows(product->rows, groups, memory.start);
-    int64_t blocks = 0;
-    for (int64_t at = 0; at < product->count; ++at) blocks += parts(product->matrices[at].outputs, OUTPUTS);
-#pragma omp parallel num_threads((int)product->threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < product->rows; ++row) quantise_row(*product, row, rows);
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks; ++block) multiply(*product, block, rows);
-    }
-    return DONE;
+    return product->format == BFLOAT16 ? multiply<bfloat16>(*product) : multiply<float>(*product);
 }

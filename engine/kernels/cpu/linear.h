@@ -17,17 +17,19 @@
 constexpr int64_t GROUP = 32, OUTPUTS = 16;
 
 enum Outcome : int64_t { DONE, NO_MEMORY };
+enum Format : int64_t { FLOAT32, BFLOAT16 };
 
 struct Matrix {
     const uint8_t *codes;    // aligned to 64 bytes
     const uint16_t *scales;  // aligned to 32 bytes
     int64_t bits;            // 8 or 4
     int64_t outputs;         // as many as there are, the last block may hold fewer
-    float *output;           // [rows][outputs], without gaps
+    void *output;            // [rows][outputs], without gaps
 };
 
 struct Product {
-    const float *input;  // [rows][columns], `stride` numbers from row to row
+    const void *input;  // [rows][columns], `stride` numbers from row to row
+    Format format;      // of the input and all outputs
     int64_t stride, rows, columns;
     const Matrix *matrices;
     int64_t count, threads;

@@ -9,11 +9,16 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.kernels.linear import Products
 from engine.kernels.packing import Packed
+
+# The enumeration of linear.h.
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Matrix(Structure):
@@ -29,7 +34,7 @@ class _Matrix(Structure):
 class _Product(Structure):
     _fields_ = [
         ("input", c_void_p),
-        *((name, c_int64) for name in ("stride", "rows", "columns")),
+        *((name, c_int64) for name in ("format", "stride", "rows", "columns")),
         ("matrices", POINTER(_Matrix)),
         *((name, c_int64) for name in ("count", "threads")),
     ]
@@ -42,23 +47,42 @@ class NativeLinear:
         self._call = ctypes.CDLL(str(library)).cellar_multiply
         self._call.argtypes, self._call.restype = [POINTER(_Product)], c_int64
 
+    def prepare(self, matrices: Sequence[Packed]) -> Products:
+        """What returns, for rows, what engine.kernels.linear.multiply does, from float32 sums. For one thread's use."""
+        return _Products(self._call, matrices)
+
     def multiply(self, rows: Tensor, matrices: Sequence[Packed]) -> list[Tensor]:
-        """What engine.kernels.linear.multiply returns, computed in float32. Raises ValueError where widths differ."""
+        """The same for once."""
+        return self.prepare(matrices)(rows)
+
+
+class _Products:
+    """Some matrices, described to the kernel once."""
+
+    def __init__(self, call: Any, matrices: Sequence[Packed]) -> None:
+        self._call, self._held = call, list(matrices)
+        [self._columns] = {matrix.columns for matrix in matrices}
+        self._matrices = (_Matrix * len(matrices))(*map(_describe, matrices))
+        self._product = _Product(columns=self._columns, matrices=self._matrices, count=len(matrices))
+
+    def __call__(self, rows: Tensor) -> list[Tensor]:
+        """The products. Raises ValueError for rows of another width."""
         count, columns = rows.shape
-        if any(matrix.columns != columns for matrix in matrices):
-            raise ValueError(f"rows of {columns} columns do not fit {[matrix.columns for matrix in matrices]}")
-        floats = rows.float()
-        if floats.stride(1) != 1:
-            floats = floats.contiguous()
-        outputs = [torch.empty(count, matrix.outputs) for matrix in matrices]
-        described = (_Matrix * len(matrices))(*map(_describe, matrices, outputs))
-        product = _Product(
-            floats.data_ptr(), floats.stride(0), count, columns, described, len(matrices), torch.get_num_threads()
-        )
+        if columns != self._columns:
+            raise ValueError(f"rows of {columns} columns do not fit matrices of {self._columns}")
+        known = rows if rows.dtype in _FORMATS else rows.float()
+        if known.stride(1) != 1:
+            known = known.contiguous()
+        outputs = [torch.empty(count, matrix.outputs, dtype=known.dtype) for matrix in self._held]
+        for described, output in zip(self._matrices, outputs, strict=True):
+            described.output = output.data_ptr()
+        product = self._product
+        product.input, product.format = known.data_ptr(), _FORMATS[known.dtype]
+        product.stride, product.rows, product.threads = known.stride(0), count, torch.get_num_threads()
         if self._call(byref(product)):
             raise MemoryError(f"no memory for {count} rows of {columns} columns")
-        return outputs if rows.dtype == torch.float32 else [output.to(rows.dtype) for output in outputs]
+        return outputs if known.dtype == rows.dtype else [output.to(rows.dtype) for output in outputs]
 
 
-def _describe(matrix: Packed, output: Tensor) -> _Matrix:
-    return _Matrix(matrix.codes.data_ptr(), matrix.scales.data_ptr(), matrix.bits, matrix.outputs, output.data_ptr())
+def _describe(matrix: Packed) -> _Matrix:
+    return _Matrix(matrix.codes.data_ptr(), matrix.scales.data_ptr(), matrix.bits, matrix.outputs)

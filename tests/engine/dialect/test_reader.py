@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.message import Reasoning, Text
+from engine.message import CallArguments, CallOpened, Reasoning, Text
 from tests.engine.dialect.speakers import SPEAKERS, TOOLS, Arguments, Speaker, calls_of, read
 
 everyone = pytest.mark.parametrize("name", SPEAKERS)
@@ -34,6 +35,12 @@ PARTS = [
     *('{"name": "get_weather", "arguments": ', '{"name": "ring-2", "parameters": ', '{"a": 1}', '{"text": "x'),
     *("functions.ring-2:0", "get_weather", "call:ring-2", "json", "function", "```json", "```", "=text>", "text"),
     *(" ", "\n", "\n\n", "{", "}", "[", "]", '"', ":", ",", ";", "a", "</", "<", "|>", "[/", "\\", "é", "1", "tru"),
+]
+
+
+SAMPLES = [
+    [("get_weather", {"text": 'a "b"\n', "count": -3, "sure": True, "list": ["x", ""], "deep": {"a": 0.5, "b": "é"}})],
+    [("ring-2", {}), ("get_weather", {"maybe": None, "text": ""})],
 ]
 
 
@@ -97,17 +104,130 @@ def test_calls_come_out_as_they_went_in(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @everyone
-@given(data=st.data())
-@settings(max_examples=10_000, deadline=None)
-def test_pieces_do_not_depend_on_cuts_at_length(name: str, data: st.DataObject) -> None:
-    """The same with ten thousand texts of each format."""
-    check_cuts(name, data)
+def test_pieces_do_not_depend_on_cuts_at_length(name: str) -> None:
+    """Ten thousand random texts of each format, each cut at random; hypothesis would take hours for them."""
+    speaker, random = SPEAKERS[name], Random(name)
+    parts = [*markers(speaker), *PARTS, *(speaker.write(calls) for calls in SAMPLES)]
+    for _ in range(10_000):
+        text = "".join(random.choices(parts, k=random.randint(1, 10)))
+        opened = random.choice(("", speaker.opened, speaker.reasoning[0]))
+        places = random.choices(range(1000), k=random.choice((1, 3, 9, 99)))
+
+        assert read(speaker.dialect, [text], opened=opened) == read(speaker.dialect, cuts(text, places), opened=opened)
 
 
-@pytest.mark.slow
+def test_text_that_looks_like_a_call_is_text() -> None:
+    """A marker with no call behind it, another function's object where nothing else marks a call, half a marker."""
+    hermes, llama = SPEAKERS["hermes"].dialect, SPEAKERS["llama"].dialect
+
+    for text in ("<tool_call> is a marker", '<tool_call>{"name": 1}</tool_call>', "<tool_cal", '<tool_call>{"na'):
+        assert [Text(text)] == read(hermes, text)
+    for text in ('{"name": "unknown", "parameters": {}}', '{"answer": 42}', '{"name": "ring-2", "other": 1'):
+        assert [Text(text)] == read(llama, text)
+
+
+def test_without_tools_calls_are_text() -> None:
+    """Nobody asked for calls, so there are none."""
+    text = SPEAKERS["hermes"].write([("ring-2", {})])
+
+    assert [Text(text)] == read(SPEAKERS["hermes"].dialect, text, tools=[])
+
+
+def test_whitespace_between_parts_is_nobodys() -> None:
+    """Around reasoning, calls and the text between them; a text that stands alone keeps all of its own."""
+    call = SPEAKERS["hermes"].write([("ring-2", {})])
+    dialect = SPEAKERS["hermes"].dialect
+    called = [CallOpened(0, "ring-2"), CallArguments(0, "{}")]
+
+    assert [Text(" \n so \n")] == read(dialect, " \n so \n")
+    assert [Reasoning("a\n b"), Text("so"), *called] == read(dialect, f" <think>\n a\n b \n</think>\n\nso\n\n{call}\n")
+    assert [*called, Text("so\n")] == read(dialect, f"\n{call}\n so\n")
+    assert [Text("a"), *called, Text("\n\nb")] == read(dialect, f"a\n{call}\nb")
+
+
+def test_calls_inside_reasoning_are_reasoning() -> None:
+    """What a model only thinks of it does not do."""
+    call = SPEAKERS["hermes"].write([("ring-2", {})])
+
+    assert [Reasoning(call), Text("so")] == read(SPEAKERS["hermes"].dialect, f"{call}</think>so", opened="<think>\n")
+
+
 @everyone
-@given(data=st.data())
-@settings(max_examples=10_000, deadline=None)
-def test_calls_come_out_at_length(name: str, data: st.DataObject) -> None:
-    """The same with ten thousand answers of each format."""
-    check_calls(name, data)
+def test_an_unfinished_call_gives_what_came(name: str) -> None:
+    """A prefix of the arguments, which is no JSON; and arguments that are JSON only once the call is whole."""
+    speaker = SPEAKERS[name]
+    text = speaker.write([("get_weather", {"text": "abc", "count": 12, "list": ["x"]})])
+    whole = calls_of(read(speaker.dialect, [text], opened=speaker.opened))
+    for stop in range(len(text)):
+        calls = calls_of(read(speaker.dialect, [text[:stop]], opened=speaker.opened))
+
+        assert whole == calls or not [arguments for _, arguments in calls if is_json(arguments)]
+        assert all(name == "get_weather" for name, _ in calls)
+
+
+def test_broken_arguments_go_out_as_they_are() -> None:
+    """What is no JSON is passed on up to the end of the call, so that the client sees it, and the answer goes on."""
+    text = '<tool_call>{"name": "ring-2", "arguments": {"a": tru, b}}</tool_call>\nso'
+    expected = [CallOpened(0, "ring-2"), CallArguments(0, '{"a": tru, b}}'), Text("so")]
+
+    assert expected == read(SPEAKERS["hermes"].dialect, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "ring-2"}', "{}"),
+        ('{"name": "ring-2", "arguments": null}', "{}"),
+        ('{"arguments": {"a": 1}, "name": "ring-2"}', '{"a": 1}'),
+        ('{"name": "ring-2", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+        ('{"id": "x", "name": "ring-2", "parameters": {"a": 1}, "more": [1]}', '{"a": 1}'),
+        ('{"name": "ring-2", "arguments": {"a": "x\ny"}}', '{"a": "x\\ny"}'),
+        ('{"name": "ring-2", "arguments": {"a": "</tool_call>"}}', '{"a": "</tool_call>"}'),
+    ],
+)
+def test_what_models_write_beside_the_rule(body: str, arguments: str) -> None:
+    """No arguments, arguments first, inside a string, by another name, with line breaks or markers in strings."""
+    text = f"<tool_call>\n{body}\n</tool_call>"
+
+    assert [CallOpened(0, "ring-2"), CallArguments(0, arguments)] == read(SPEAKERS["hermes"].dialect, text)
+
+
+def test_a_bare_value_becomes_what_the_schema_says() -> None:
+    """XML-like formats write no types: a string stays one, whatever it looks like."""
+    values = {"text": "12", "count": "12", "sure": "True", "list": '["a"]', "maybe": "null", "other": "hm", "deep": "x"}
+    lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    text = f"<tool_call>\n<function=get_weather>\n{lines}</function>\n</tool_call>"
+    expected = {"text": "12", "count": 12, "sure": True, "list": ["a"], "maybe": None, "other": "hm", "deep": "x"}
+
+    assert [expected] == [json.loads(given) for _, given in calls_of(read(SPEAKERS["qwen xml"].dialect, text))]
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Each piece of text that belongs to arguments goes out at once."""
+    reader = SPEAKERS["hermes"].dialect.reader(TOOLS, "")
+    reader.push('<tool_call>\n{"name": "get_weather", "arguments": ')
+
+    assert [CallOpened(0, "get_weather"), CallArguments(0, '{"text"')] == reader.push('{"text"')
+    assert [CallArguments(0, ': "a lon')] == reader.push(': "a lon')
+    assert [CallArguments(0, 'g one"}')] == reader.push('g one"}}\n</tool')
+
+
+def test_messages_to_oneself_are_reasoning_and_a_preamble_is_text() -> None:
+    """Harmony: analysis, built-in tools, a commentary for the user, a call, in that order."""
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=python<|message|>1+1<|call|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.ring-2<|channel|>commentary json<|message|><|call|>"
+    )
+    said = read(SPEAKERS["harmony"].dialect, text, opened="<|start|>assistant")
+
+    assert [Reasoning("hm\n\n1+1"), Text("I look."), CallOpened(0, "ring-2"), CallArguments(0, "{}")] == said
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is JSON as the standard has it."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,6 +1,10 @@
-"""The rule of the engine, drafts that share its noise: it draws the right distribution, and drafts are often right."""
+"""Drafts that share the noise of the engine's rule: it draws the right distribution, and they are often right."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from torch import Tensor
 from engine.history import History
 from engine.sampling import Draw, emit
 from engine.types import SamplingParams
-from tests.engine.draft.test_lossless import z_score
+from engine.verify import Trial, verify
 
 WARM = SamplingParams()
 VOCABULARY = 50
@@ -58,6 +62,90 @@ def test_neighbouring_positions_are_independent() -> None:
     spread = row.double().softmax(-1)
 
     assert z_score(torch.bincount(first * 4 + second, minlength=16), torch.outer(spread, spread).flatten()) < 5
+
+
+# Two tokens for each draw [draws, 2]: of a target and a guess, whose logits [2, 3, 3] hang on the token before.
+Say = Callable[[Tensor, Tensor, Sequence[Draw]], Tensor]
+
+
+def spoken(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """As the engine says them: the first is drafted with the draw's own noise, then verified."""
+    drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
+    rows = torch.stack((target[0, 0].expand(len(draws), -1), target[1, drafts]), 1).flatten(0, 1)
+    trials = [Trial((draft,), draw, lambda token: False) for draft, draw in zip(drafts.tolist(), draws, strict=True)]
+    said = verify(rows, trials)
+    first = torch.tensor([tokens[0] for tokens in said])
+    second = drawn(target[1, first], later(draws, first))
+    drafted = [number for number, tokens in enumerate(said) if len(tokens) == 2]
+    second[drafted] = torch.tensor([said[number][1] for number in drafted])
+    return torch.stack((first, second), -1)
+
+
+def keeps_likely_drafts(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Planted: a draft that the target finds likely is kept, whatever its noise says."""
+    drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
+    first = drawn(target[0, :1].expand(len(draws), -1), draws)
+    first = torch.where(target[0, 0].softmax(-1)[drafts] > 0.2, drafts, first)
+    return torch.stack((first, drawn(target[1, first], later(draws, first))), -1)
+
+
+def draws_anew(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Planted: where a draft is refused, new noise says what comes in its place."""
+    drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
+    first = drawn(target[0, :1].expand(len(draws), -1), draws)
+    again = drawn(target[0, :1].expand(len(draws), -1), [replace(draw, seed=draw.seed + 10**6) for draw in draws])
+    first = torch.where(first == drafts, first, again)
+    return torch.stack((first, drawn(target[1, first], later(draws, first))), -1)
+
+
+def uses_noise_twice(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Planted: the token behind the draft is drawn with the noise of the draft."""
+    first = drawn(target[0, :1].expand(len(draws), -1), draws)
+    return torch.stack((first, drawn(target[1, first], draws)), -1)
+
+
+def drawn(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """A token a row."""
+    return torch.tensor(emit(rows, draws))
+
+
+def later(draws: Sequence[Draw], tokens: Tensor) -> list[Draw]:
+    """The draws behind one token each."""
+    return [draw.after([token]) for draw, token in zip(draws, tokens.tolist(), strict=True)]
+
+
+def joint(say: Say, count: int) -> float:
+    """How far what is said over so many seeds is from the product of probabilities, in standard deviations."""
+    chance = torch.Generator().manual_seed(3)
+    target = torch.randn(2, 3, 3, generator=chance)
+    guess = target + torch.randn(2, 3, 3, generator=chance)
+    found = torch.zeros(9, dtype=torch.long)
+    for start in range(0, count, 10_000):
+        first, second = say(target, guess, draws(range(start, start + 10_000))).unbind(-1)
+        found += torch.bincount(3 * first + second, minlength=9)
+    spread = target.double().softmax(-1)
+    return z_score(found, (spread[0, 0][:, None] * spread[1]).flatten())
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_drafted_texts_are_distributed_as_the_targets(count: int) -> None:
+    """Whoever drafts: two tokens over seeds have the target's joint distribution."""
+    assert joint(spoken, count) < 5
+
+
+@pytest.mark.parametrize("say", [keeps_likely_drafts, draws_anew, uses_noise_twice])
+def test_wrong_samplers_are_caught(say: Say) -> None:
+    """Each is far outside of chance at as many seeds."""
+    assert joint(say, 10_000) > 8
+
+
+def z_score(found: Tensor, probabilities: Tensor) -> float:
+    """A chi-square statistic in standard deviations from its mean (Wilson and Hilferty)."""
+    count, used = int(found.sum()), probabilities > 0
+    expected = probabilities[used] * count
+    freedom = int(used.sum()) - 1
+    statistic = float(((found[used] - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
 # Sharpness, drift, and by the design notes (algorithms 3.1) how often a draft is right at best and with shared noise.

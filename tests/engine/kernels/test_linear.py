@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from engine.kernels import choice, linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.packing import Bits, Packed, pack
+
+Multiply = Callable[[Tensor, Sequence[Packed]], list[Tensor]]
 
 # What float32 totals of some dozen groups may be off by, of the greatest product.
 TOLERANCE = 1e-6
@@ -50,7 +52,7 @@ def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> Packed:
     return pack(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
 
 
-def product(multiply: linear.Multiply, numbers: Tensor, packed: Packed) -> Tensor:
+def product(multiply: Multiply, numbers: Tensor, packed: Packed) -> Tensor:
     """With one matrix."""
     [result] = multiply(numbers, [packed])
     return result
@@ -202,5 +204,5 @@ def test_without_a_compiler_torch_multiplies(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "KERNELS", {"linear": {"generic": ("-changed",)}})
 
-    assert [linear.multiply] * 2 == [choice.multiplies() for _ in range(2)]
+    assert [linear.prepare] * 2 == [choice.multiplies() for _ in range(2)]
     assert ["in torch instead of C++: no C++ compiler" in line for line in caplog.messages] == [True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.packing import BLOCK, GROUP, Bits, aligned, empty, pack
+from engine.kernels.packing import BLOCK, GROUP, Bits, Room, pack
 
 SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (1500, 200))
 
@@ -20,7 +20,7 @@ def weights(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_weight_is_off_by_part_of_its_groups_greatest(bits: Bits, shape: tuple[int, int]) -> None:
-    """Half a step of 127 with 8 bits, and what rounding the scale costs; with 4 a step of 8 at most, for 8 is no code."""
+    """Half a step of 127 with 8 bits, and what rounding the scale costs; with 4 a step of 8, for 8 is no code."""
     weight = weights(*shape)
     unpacked = pack(weight, bits).unpack(torch.float32)
 
@@ -53,7 +53,7 @@ def test_blocks_are_unpacked_alone(bits: Bits) -> None:
 
 
 def test_codes_lie_where_the_kernel_reads_them() -> None:
-    """The drawing of linear.h: a word holds 4 columns of all outputs, and with 4 bits the next 4 in the upper halves."""
+    """The drawing of linear.h: a word holds 4 columns of all outputs, with 4 bits the next 4 in the upper halves."""
     weight = torch.zeros(32, 96)
     weight[19, 32 + 13] = 127.0
 
@@ -101,9 +101,17 @@ def test_other_types_and_layouts_are_packed_as_well(bits: Bits, dtype: torch.dty
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_a_weight_takes(bits: Bits) -> None:
     """Half a bit beside its code, where nothing is padded."""
-    assert (bits + 0.5) / 8 * 256 * 512 == empty(256, 512, bits).bytes
+    assert (bits + 0.5) / 8 * 256 * 512 == pack(torch.zeros(256, 512), bits).bytes
 
 
-def test_tensors_are_aligned() -> None:
-    """The kernel loads 64 bytes at a time."""
-    assert [0] * 20 == [aligned((size, 3), torch.bfloat16).data_ptr() % 64 for size in range(1, 21)]
+@pytest.mark.parametrize("bits", [8, 4])
+def test_matrices_lie_side_by_side(bits: Bits) -> None:
+    """In one room each keeps what it was given, and all begin where the kernel can load 64 bytes at a time."""
+    some = [weights(*shape) for shape in SHAPES]
+    room = Room([(one.shape[0], one.shape[1]) for one in some], bits)
+
+    packed = [pack(one, bits, room) for one in some]
+
+    assert {0} == {tensor.data_ptr() % 64 for one in packed for tensor in (one.codes, one.scales)}
+    for own, weight in zip(packed, some, strict=True):
+        assert torch.equal(pack(weight, bits).unpack(torch.float32), own.unpack(torch.float32))

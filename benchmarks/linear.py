@@ -1,0 +1,108 @@
+"""Measures quantised matrix products on the CPU: the C++ kernel against what the memory and the library can give.
+
+    python -m benchmarks.linear [--variant avx2] [--threads 1] [--rounds 9]
+
+Everything takes turns, call by call, because a machine is rarely quiet; figures are medians. Matrices go round a set
+that no processor cache holds. One row is bound by memory: its GB/s of codes and scales stand beside what torch.sum
+reads in the same turns. 512 rows are bound by arithmetic: their GOP/s stand beside those of torch._int_mm, the
+library's product of plain int8 matrices, which has one scale at most for all that it adds up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import POOL_BYTES, Call, take_turns
+from engine.kernels import linear
+from engine.kernels.cpu import build
+from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.packing import Bits, Packed, Room, pack
+
+# Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
+SHAPES = ((6144, 1024), (1024, 3072), (4096, 1024))
+FEW, MANY = (1, 2, 4, 8), 512
+
+
+def copies(packed: Packed, bytes_: int) -> Iterator[Packed]:
+    """The same matrix in ever other places, that take so much memory together."""
+    shape, count = (packed.outputs, packed.columns), bytes_ // packed.bytes + 1
+    room = Room([shape] * count, packed.bits)
+    there = [room.matrix(*shape) for _ in range(count)]
+    for one in there:
+        one.codes.copy_(packed.codes)
+        one.scales.copy_(packed.scales)
+    return itertools.cycle(there)
+
+
+def call(native: NativeLinear, rows: Tensor, matrices: Iterator[Packed]) -> Call:
+    """A call that takes the next matrix each time."""
+    return lambda: native.multiply(rows, [next(matrices)])
+
+
+def speed(native: NativeLinear, outputs: int, columns: int, bits: Bits, rounds: int) -> str:
+    """One line of the table."""
+    packed = pack(torch.randn(outputs, columns), bits)
+    matrices, large = copies(packed, POOL_BYTES), torch.ones(packed.bytes // 4)
+    pool = itertools.cycle([large.clone() for _ in range(POOL_BYTES // packed.bytes + 1)])
+    few = [call(native, torch.randn(count, columns), matrices) for count in FEW]
+    plain = torch.randint(-128, 128, (outputs, columns), dtype=torch.int8)
+    codes = torch.randint(-128, 128, (MANY, columns), dtype=torch.int8)
+    # Before the calls of one row, so that every one of these finds the caches in the same state.
+    turns = take_turns([lambda: next(pool).sum(), *few], rounds * 4)
+    read, *times = (statistics.median(own) for own in turns)
+    slow = [call(native, torch.randn(MANY, columns), matrices), lambda: torch._int_mm(codes, plain.T)]
+    many, library = (statistics.median(own) for own in take_turns(slow, rounds))
+    work = 2 * MANY * outputs * columns
+    cells = [
+        *(f"{outputs} x {columns}", f"int{bits}"),
+        *(f"{1e6 * seconds:.0f}" for seconds in times),
+        *(f"{times[at] / times[0]:.2f}" for at in (2, 3)),
+        *(f"{packed.bytes / times[0] / 1e9:.1f}", f"{packed.bytes / read / 1e9:.1f}", f"{read / times[0]:.2f}"),
+        *(f"{work / many / 1e9:.0f}", f"{work / library / 1e9:.0f}", f"{library / many:.2f}"),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def error(outputs: int, columns: int, bits: Bits, outliers: float, times: float) -> float:
+    """Of a product, in parts of it: where a share of a row's columns is so many times as large as the others."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, columns, generator=generator, dtype=torch.float64)
+    rows = torch.randn(64, columns, generator=generator, dtype=torch.float64)
+    rows[:, torch.rand(columns, generator=generator) < outliers] *= times
+    [product] = linear.multiply(rows, [pack(weight, bits)])
+    exact = rows @ weight.T
+    return float((product - exact).norm() / exact.norm())
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default=build.variants("linear")[0], choices=build.variants("linear"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--library", type=Path, help="instead of the one that is built")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    native = NativeLinear(options.library or build.library("linear", options.variant))
+    print(f"{options.variant}, {options.threads} threads\n")
+    heads = "outputs x columns, bits, 1 row us, 2, 4, 8, 4 to 1, 8 to 1, GB/s, read, share, GOP/s, int_mm, share"
+    print("| " + " | ".join(heads.split(", ")) + " |")
+    print("|" + "---|" * 14)
+    with torch.inference_mode():
+        for (outputs, columns), bits in itertools.product(SHAPES, (8, 4)):
+            print(speed(native, outputs, columns, bits, options.rounds), flush=True)
+        print("\n| error of a product, 1024 x 1024 | int8 | int4 |\n|---|---|---|")
+        for name, share, times in (("normal numbers", 0.0, 1.0), ("0.3 % of columns 50 times as large", 0.003, 50.0)):
+            errors = (error(1024, 1024, bits, share, times) for bits in (8, 4))
+            print(f"| {name} | {' | '.join(f'{100 * one:.2f} %' for one in errors)} |")
+
+
+if __name__ == "__main__":
+    main()

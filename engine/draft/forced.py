@@ -1,0 +1,30 @@
+"""Drafts that a grammar makes: where it leaves one way on, that is what will be said, or nearly always.
+
+It leaves one text, of which a model may choose other tokens than these: so they are drafts like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.draft.drafter import Want
+
+
+class ForcedDrafter:
+    """Proposes what the grammar of a request forces; implements Drafter."""
+
+    kind = "grammar"
+
+    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        """For each want what must come next, if anything must."""
+        return [[] if want.draw.rules is None else want.draw.rules.forced()[: want.limit] for want in wants]
+
+    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
+        """The draw of a want knows its text."""
+
+    def forget(self, sequence_id: str) -> None:
+        """Nothing was kept."""
+
+    def rest(self, budget_bytes: int) -> bool:
+        """Nothing outlives the process."""
+        return False

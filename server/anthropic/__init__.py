@@ -1,0 +1,1 @@
+"""Anthropic's messages, over the same turns as OpenAI's chats."""

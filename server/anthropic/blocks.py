@@ -1,0 +1,88 @@
+"""The blocks of an answer while they grow: what they are told in, and what they are in the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from server.schemas.anthropic_answer import AnsweredBlock, AnsweredTool, AnthropicEvent
+
+Kind = Literal["text", "thinking", "tool_use"]
+
+
+class Blocks:
+    """One after the other, in the order in which they are said.
+
+    call_id  the id of the call with a number
+    """
+
+    def __init__(self, call_id: Callable[[int], str]) -> None:
+        self.content: list[AnsweredBlock] = []
+        self._call_id = call_id
+        self._open: Kind | None = None
+        self._said: list[str] = []
+
+    def push(self, pieces: Iterable[Piece]) -> Iterator[AnthropicEvent]:
+        """The events of more of the answer."""
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    if self._open != "text":
+                        yield from self._begin("text", {"type": "text", "text": "", "citations": None})
+                    yield self._more(text, {"type": "text_delta", "text": text})
+                case Reasoning(text):
+                    if self._open != "thinking":
+                        yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                    yield self._more(text, {"type": "thinking_delta", "thinking": text})
+                case CallOpened(index, name):
+                    called = AnsweredTool(type="tool_use", id=self._call_id(index), name=name, input={})
+                    yield from self._begin("tool_use", called)
+                case CallArguments(_, text):
+                    yield self._more(text, {"type": "input_json_delta", "partial_json": text})
+
+    def stop(self) -> Iterator[AnthropicEvent]:
+        """The events of the end of the block that is open, if one is."""
+        if self._open is None:
+            return
+        text = "".join(self._said)
+        block = self.content[-1]
+        if block["type"] == "text":
+            block["text"] = text
+        elif block["type"] == "thinking":
+            block["thinking"], block["signature"] = text, _signature(text)
+            yield self._more("", {"type": "signature_delta", "signature": block["signature"]})
+        else:
+            block["input"] = _input(text)
+        yield AnthropicEvent(type="content_block_stop", index=self._index)
+        self._open = None
+
+    @property
+    def _index(self) -> int:
+        return len(self.content) - 1
+
+    def _begin(self, kind: Kind, empty: AnsweredBlock) -> Iterator[AnthropicEvent]:
+        yield from self.stop()
+        self._open, self._said = kind, []
+        self.content.append(empty.copy())
+        yield AnthropicEvent(type="content_block_start", index=self._index, content_block=empty)
+
+    def _more(self, text: str, delta: Any) -> AnthropicEvent:
+        self._said.append(text)
+        return AnthropicEvent(type="content_block_delta", index=self._index, delta=delta)
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """What a tool is called with; nothing, where the answer was cut in the middle of it."""
+    try:
+        read = json.loads(arguments)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _signature(thought: str) -> str:
+    """Clients drop thinking without one. There is nothing to prove, so it is a digest."""
+    return hashlib.sha256(thought.encode()).hexdigest()

@@ -1,0 +1,185 @@
+"""Anthropic's requests as chats: the same wishes under other names, and errors back to the first ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from pydantic import ValidationError
+
+from engine.errors import EngineError
+from server.ability import SWITCHES
+from server.errors import INVALID_VALUE, MESSAGES, ApiError
+from server.renaming import renamed
+from server.schemas.anthropic import (
+    AnthropicMessage,
+    AnthropicTool,
+    Cached,
+    CountRequest,
+    MessagesRequest,
+    NamedTool,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingFree,
+    ThinkingOff,
+    ThinkingOn,
+    ToolMode,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from server.schemas.chat import ChatRequest
+
+# Claude Code puts a line of this into its system prompt that differs with every request, and would be the end of every
+# cached prefix.
+NONCE = "x-anthropic-billing-header"
+_NAMES = {
+    r"prompt|messages.*": "messages",
+    r"reasoning_effort": "output_config.effort",
+    r"response_format.*": "output_config.format",
+    r"stop(.*)": r"stop_sequences\1",
+    r"thinking_token_budget": "thinking.budget_tokens",
+    r"(tools\[\d+\])\.function\.parameters(.*)": r"\1.input_schema\2",
+    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+}
+
+Told = dict[str, object]
+
+
+def chat_request(body: CountRequest) -> ChatRequest:
+    """The chat that answers the body; ApiError at what no chat can hold."""
+    asked: Told = {
+        "model": body.model,
+        "messages": [*_system(body), *(told for message in body.messages for told in _messages(message))],
+        "continue_final_message": _is_begun(body) or None,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        **_choice(body),
+        **_thinking(body),
+        **_output(body),
+    }
+    if isinstance(body, MessagesRequest):
+        asked.update(_generating(body))
+    try:
+        return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
+    except ValidationError as error:
+        message = f"Invalid value for 'messages': {error.errors()[0]['msg']}."
+        raise ApiError(INVALID_VALUE, message, param="messages") from error
+
+
+def reworded(error: ApiError | EngineError) -> ApiError:
+    """An error of the chat, with the names that Anthropic's client used."""
+    return renamed(error, MESSAGES, _NAMES)
+
+
+def breaks(body: CountRequest) -> bool:
+    """Whether the client said anywhere what is worth keeping in the cache."""
+    system = [] if isinstance(body.system, str | None) else body.system
+    said = [block for message in body.messages if not isinstance(message.content, str) for block in message.content]
+    parts: Sequence[object] = [*system, *said, *(body.tools or ())]
+    marked = any(isinstance(part, Cached) and part.cache_control is not None for part in parts)
+    return marked or body.cache_control is not None
+
+
+def _system(body: CountRequest) -> list[Told]:
+    """The system's message, without what would keep it from ever being found in the cache."""
+    texts = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
+    kept = [_part(block.text, block) for block in texts if not block.text.startswith(NONCE)]
+    return [{"role": "system", "content": kept}] if kept else []
+
+
+def _messages(message: AnthropicMessage) -> Iterator[Told]:
+    """One message as those of a chat: there, what tools answered stands alone, before what the user says."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts = [_part(block.text, block) for block in message.content if isinstance(block, TextBlock)]
+    calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    results = [_result(block) for block in message.content if isinstance(block, ToolResultBlock)]
+    yield from results
+    told: Told = {"role": message.role, "content": texts or None}
+    if thoughts:
+        told["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        told["tool_calls"] = calls
+    if texts or calls or thoughts or not results:
+        yield told
+
+
+def _part(text: str, block: Cached) -> Told:
+    part: Told = {"type": "text", "text": text}
+    return part if block.cache_control is None else {**part, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def _result(block: ToolResultBlock) -> Told:
+    content = [block.content] if isinstance(block.content, str) else [part.text for part in block.content or ()]
+    # Chats have no mark for it.
+    text = "\n".join(["Error:", *content] if block.is_error else content)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": [_part(text, block)]}
+
+
+def _call(block: ToolUseBlock) -> Told:
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _is_begun(body: CountRequest) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    last = body.messages[-1]
+    called = not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content)
+    return last.role == "assistant" and not called
+
+
+def _tool(tool: AnthropicTool) -> Told:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _choice(body: CountRequest) -> Told:
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+    match choice:
+        case NamedTool(name=name):
+            told: object = {"type": "function", "function": {"name": name}}
+        case ToolMode(type=mode):
+            told = "required" if mode == "any" else mode
+    return {"tool_choice": told, "parallel_tool_calls": parallel}
+
+
+def _thinking(body: CountRequest) -> Told:
+    """Templates that have a switch for it are told; others think as they do."""
+    match body.thinking:
+        case ThinkingOff():
+            return {"chat_template_kwargs": dict.fromkeys(SWITCHES, False)}
+        case ThinkingOn(budget_tokens=budget, display=display):
+            shown = None if display != "omitted" else False
+            kwargs = dict.fromkeys(SWITCHES, True)
+            return {"chat_template_kwargs": kwargs, "thinking_token_budget": budget, "include_reasoning": shown}
+        case ThinkingFree(display=display):
+            shown = None if display != "omitted" else False
+            return {"chat_template_kwargs": dict.fromkeys(SWITCHES, True), "include_reasoning": shown}
+    return {}
+
+
+def _output(body: CountRequest) -> Told:
+    config = body.output_config
+    if config is None:
+        return {}
+    format = config.format and {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": config.format.schema_},
+    }
+    return {"reasoning_effort": config.effort, "response_format": format}
+
+
+def _generating(body: MessagesRequest) -> Told:
+    return {
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "user": body.metadata and body.metadata.user_id,
+        "service_tier": "default" if body.service_tier == "standard_only" else None,
+    }

@@ -1,0 +1,208 @@
+"""Anthropic's own API, /v1/messages: what its clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from server.schemas import policy
+from server.schemas.common import Count, Label, StopString
+from server.schemas.content import Strict
+from server.schemas.response_input import kind_of
+from server.schemas.tools import MOST_TOOLS, FunctionName, Schema
+
+MOST_BLOCKS = 2048
+ONLY_TEXT = "this server reads text only, no images or documents"
+
+
+class CacheControl(Strict):
+    """The exact end of a beginning that other requests will have too. `ttl` is a wish: the cache keeps what it can."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cached(Strict):
+    """What may end such a beginning."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_BLOCK
+
+    cache_control: CacheControl | None = None
+
+
+def _only_text(kind: object) -> object:
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError("unsupported_value", ONLY_TEXT)
+    return kind
+
+
+class TextBlock(Cached):
+    """A piece of a text."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+    text: str
+
+
+def _shape(content: object) -> str:
+    return "blocks" if isinstance(content, list) else "string"
+
+
+Texts = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[TextBlock], Field(max_length=MOST_BLOCKS), Tag("blocks")],
+    Discriminator(_shape),
+]
+
+
+class ThinkingBlock(Strict):
+    """What the model said before an answer. The signature is accepted and not read."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(Cached):
+    """A call of the model."""
+
+    type: Literal["tool_use"]
+    id: Label
+    name: Label
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Cached):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+def _kind(block: object) -> str:
+    return str(kind_of(block) or "text")
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(_kind, custom_error_type="unsupported_value", custom_error_message=ONLY_TEXT),
+]
+Blocks = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=MOST_BLOCKS), Tag("blocks")],
+    Discriminator(_shape),
+]
+
+
+class AnthropicMessage(Strict):
+    """A message. What a tool answered comes in one of the user."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+def _own(kind: object) -> object:
+    if isinstance(kind, str) and kind != "custom":
+        raise PydanticCustomError("unsupported_value", "this server has no tools of its own, only those of the client")
+    return kind
+
+
+class AnthropicTool(Cached):
+    """A tool that may be called."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_TOOL
+
+    type: Annotated[Literal["custom"], BeforeValidator(_own)] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: Schema
+    strict: bool | None = None
+
+
+class ToolMode(Strict):
+    """Whether tools are called. "any" means at least one."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["tool"]
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOn(Strict):
+    """The model thinks, `budget_tokens` at most. "omitted" keeps what it thought to itself."""
+
+    type: Literal["enabled"]
+    budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingFree(Strict):
+    """The model thinks as long as it likes."""
+
+    type: Literal["adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingOff(Strict):
+    """The model does not think."""
+
+    type: Literal["disabled"]
+
+
+class JsonOutput(Strict):
+    """The answer is JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """How much is done for an answer, and what it is made of."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutput | None = None
+
+
+class AnthropicMetadata(Strict):
+    """Whom the request is for."""
+
+    user_id: Label | None = None
+
+
+class CountRequest(Strict):
+    """What makes the prompt."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=2048)]
+    system: Texts | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[ToolMode | NamedTool, Field(discriminator="type")] | None = None
+    thinking: Annotated[ThinkingOn | ThinkingFree | ThinkingOff, Field(discriminator="type")] | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountRequest):
+    """What a client of Anthropic asks for."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    metadata: AnthropicMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

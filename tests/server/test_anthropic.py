@@ -1,0 +1,349 @@
+"""/v1/messages: Anthropic's bodies become chat turns, pieces become blocks, and errors have Anthropic's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.types import Delta, Event, Failed, Request, Started, Usage
+from server.anthropic.blocks import Blocks
+from server.app import create_app
+from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
+
+PATH = "/v1/messages"
+HELLO = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
+
+
+def says(text: str, **changes: Any) -> FakeEngine:
+    """An engine whose model says this text letter by letter."""
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 1, 7)
+        for letter in text:
+            yield Delta(letter, (1,))
+        yield finished(request, **changes)
+
+    return FakeEngine(script, tokenizer=FakeTokenizer(HERMES))
+
+
+def post(engine: FakeEngine, path: str = "", **body: Any) -> Answer:
+    """One request for the model `fake`."""
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    return ask(app, "POST", PATH + path, json_body={"model": "fake", "messages": HELLO, **body})
+
+
+def told(answer: Answer) -> list[Any]:
+    """The events of a stream; each names its type twice."""
+    found = []
+    for block in answer.body.decode().split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def accumulated(events: list[Any]) -> list[Any]:
+    """The blocks of a stream, as Anthropic's clients put them together."""
+    blocks: list[Any] = []
+    partial: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert len(blocks) == event["index"]
+            blocks.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            assert len(blocks) - 1 == event["index"]
+            block, delta = blocks[event["index"]], event["delta"]
+            match delta["type"]:
+                case "text_delta":
+                    block["text"] += delta["text"]
+                case "thinking_delta":
+                    block["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    block["signature"] = delta["signature"]
+                case "input_json_delta":
+                    partial[event["index"]] = partial.get(event["index"], "") + delta["partial_json"]
+    for index, text in partial.items():
+        blocks[index]["input"] = json.loads(text)
+    return blocks
+
+
+def conversation(engine: FakeEngine) -> list[Any]:
+    """What the last request made of its messages."""
+    return list(engine.tokenizer.rendered[-1]["messages"])
+
+
+def test_a_message_in_one_piece() -> None:
+    """Its block, its end, and its cost: what was in the cache is no part of the input."""
+    cost = Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1)
+    body = post(says("Hello", usage=cost), max_tokens=9).json
+
+    assert [{"type": "text", "text": "Hello", "citations": None}] == body["content"]
+    assert ("message", "assistant", "fake", "end_turn", None) == (
+        body["type"],
+        body["role"],
+        body["model"],
+        body["stop_reason"],
+        body["stop_sequence"],
+    )
+    usage = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 1, "output_tokens": 5}
+    assert usage == body["usage"]
+    assert body["id"].startswith("msg_")
+
+
+def test_a_stream_in_its_order() -> None:
+    """From message_start to message_stop; thinking, text and a call, each with its end."""
+    text = f"<think>\nhm\n</think>\n\nyes{CALL}"
+    events = told(post(says(text), max_tokens=9, tools=[TOOL], stream=True))
+
+    kinds = [event["type"] for event in events]
+    assert ["message_start", "ping", "content_block_start"] == kinds[:3]
+    assert ["content_block_stop", "message_delta", "message_stop"] == kinds[-3:]
+    assert 3 == kinds.count("content_block_start") == kinds.count("content_block_stop")
+    assert ["thinking", "text", "tool_use"] == [block["type"] for block in accumulated(events)]
+    assert {"stop_reason": "tool_use", "stop_sequence": None} == events[-2]["delta"]
+    assert (2, 1) == (
+        events[0]["message"]["usage"]["input_tokens"],
+        events[0]["message"]["usage"]["cache_read_input_tokens"],
+    )
+
+
+def test_a_stream_adds_up_to_the_message() -> None:
+    """Blocks, reason and usage."""
+    text = f"<think>\nhm\n</think>\n\nyes{CALL}"
+    asked = {"max_tokens": 9, "tools": [TOOL]}
+    whole, events = post(says(text), **asked).json, told(post(says(text), **asked, stream=True))
+
+    streamed = accumulated(events)
+    for block in (*streamed, *whole["content"]):
+        block.pop("id", None)
+    assert whole["content"] == streamed
+    assert {"a": 1} == streamed[2]["input"]
+    assert whole["usage"] == events[-2]["usage"]
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"]
+
+
+pieces = st.lists(
+    st.one_of(
+        st.builds(Text, st.text(min_size=1, max_size=3)),
+        st.builds(Reasoning, st.text(min_size=1, max_size=3)),
+        st.just((CallOpened(0, "f"), CallArguments(0, '{"a":'), CallArguments(0, "1}"))),
+    ),
+    max_size=9,
+)
+
+
+@given(pieces)
+def test_whatever_is_said_the_blocks_are_those_of_the_events(said: list[Any]) -> None:
+    """In any order, nothing is lost and nothing is told outside of a block."""
+    flat: list[Piece] = [piece for each in said for piece in (each if isinstance(each, tuple) else (each,))]
+    blocks = Blocks(lambda index: f"call_{index}")
+
+    events: list[Any] = [*blocks.push(flat), *blocks.stop()]
+
+    assert blocks.content == accumulated(events)
+    spoken = "".join(block["text"] for block in blocks.content if block["type"] == "text")
+    assert "".join(piece.text for piece in flat if isinstance(piece, Text)) == spoken
+
+
+def test_a_conversation_becomes_a_chat() -> None:
+    """System first, results of tools alone, thinking and calls with the message that they belong to."""
+    engine = says("ok")
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1+1"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "so"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "go"},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2", "content": "x", "is_error": True}]},
+    ]
+    assert 200 == post(engine, max_tokens=9, system="be", messages=messages, tools=[TOOL]).status
+
+    told = conversation(engine)
+    assert [("system", "be"), ("user", "1+1"), ("assistant", "so"), ("tool", "2"), ("user", "go")] == [
+        (each["role"], each["content"]) for each in told[:5]
+    ]
+    assert ("tool", "Error:\nx", "t2") == (told[5]["role"], told[5]["content"], told[5]["tool_call_id"])
+    assert 6 == len(told)
+    assert "hm" == told[2]["reasoning_content"]
+    assert {"name": "add", "arguments": {"a": 1}} == told[2]["tool_calls"][0]["function"]
+    assert "t1" == told[3]["tool_call_id"]
+
+
+def test_the_nonce_of_a_client_does_not_spoil_the_cache() -> None:
+    """A system text that differs with every request is left out."""
+    engine = says("ok")
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
+        {"type": "text", "text": "be"},
+    ]
+    assert 200 == post(engine, max_tokens=9, system=system).status
+
+    assert [("system", "be"), ("user", "hi")] == [(each["role"], each["content"]) for each in conversation(engine)]
+
+
+def test_marks_for_the_cache_are_breakpoints() -> None:
+    """Wherever they stand in the messages; and whoever sets one reads what was written to the cache."""
+    engine = says("ok", usage=Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1))
+    kept = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    usage = post(
+        engine,
+        max_tokens=9,
+        system=[{"type": "text", "text": "be", **kept}],
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **kept}]}],
+    ).json["usage"]
+
+    assert ((0, 2), (1, 3)) == tuple(engine.tokenizer.rendered[-1]["breakpoints"])
+    assert (0, 2, 1) == (
+        usage["input_tokens"],
+        usage["cache_creation_input_tokens"],
+        usage["cache_read_input_tokens"],
+    )
+
+
+def test_wishes_reach_the_model() -> None:
+    """The same as in chats, under the names of Anthropic."""
+    engine = says("ok")
+    answer = post(
+        engine,
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        stop_sequences=["END"],
+        thinking={"type": "enabled", "budget_tokens": 7},
+        output_config={"effort": "high"},
+        tools=[TOOL],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        metadata={"user_id": "u"},
+        service_tier="standard_only",
+    )
+
+    assert 200 == answer.status
+    (request,) = engine.requests
+    assert (9, 0.5, 0.9, 3, ("END",)) == (
+        request.max_tokens,
+        request.sampling.temperature,
+        request.sampling.top_p,
+        request.sampling.top_k,
+        request.stop,
+    )
+    assert request.grammar is not None
+    assert request.thinking is not None
+    assert 7 == request.thinking.budget
+    arguments = engine.tokenizer.rendered[-1]["arguments"]
+    assert (True, "high") == (arguments["enable_thinking"], arguments["reasoning_effort"])
+
+
+def test_thinking_can_be_switched_off_or_kept_back() -> None:
+    """Off in the template; omitted, it is thought and not told."""
+    engine = says("<think>\nhm\n</think>\n\nyes")
+    assert 200 == post(engine, max_tokens=9, thinking={"type": "disabled"}).status
+    assert engine.tokenizer.rendered[-1]["arguments"]["enable_thinking"] is False
+
+    content = post(engine, max_tokens=9, thinking={"type": "adaptive", "display": "omitted"}).json["content"]
+    assert engine.tokenizer.rendered[-1]["arguments"]["enable_thinking"] is True
+    assert ["text"] == [block["type"] for block in content]
+
+
+def test_the_last_message_of_the_assistant_is_gone_on_with() -> None:
+    """What Anthropic calls prefilling."""
+    engine = says("ok")
+    messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    assert 200 == post(engine, max_tokens=9, messages=messages).status
+
+    assert engine.tokenizer.rendered[-1]["continue_final_message"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "sequence"),
+    [
+        ({}, "end_turn", None),
+        ({"reason": "length"}, "max_tokens", None),
+        ({"stop": "END"}, "stop_sequence", "END"),
+        ({"stop": 7}, "end_turn", None),
+    ],
+    ids=str,
+)
+def test_why_it_stopped(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
+    """In one piece and streamed."""
+    body = post(says("a", **changes), max_tokens=9).json
+    delta = told(post(says("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
+
+    assert (reason, sequence) == (body["stop_reason"], body["stop_sequence"])
+    assert {"stop_reason": reason, "stop_sequence": sequence} == delta
+
+
+def test_more_than_the_context_is_what_it_leaves() -> None:
+    """The field is required, and clients ask for far more than small models hold."""
+    engine = says("a")
+    assert 200 == post(engine, max_tokens=32000).status
+
+    assert 64 == engine.requests[0].max_tokens
+
+
+def test_a_call_that_is_cut_has_no_input() -> None:
+    """Half of its JSON is nothing to call a tool with."""
+    text = '<tool_call>\n{"name": "add", "arguments": {"a'
+    body = post(says(text, reason="length"), max_tokens=9, tools=[TOOL]).json
+
+    assert ("max_tokens", {}) == (body["stop_reason"], body["content"][0]["input"])
+
+
+def test_tokens_are_counted() -> None:
+    """Those of the prompt that the same message would have."""
+    assert {"input_tokens": len("be\nhi\n")} == post(says(""), "/count_tokens", system="be").json
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": 9, "messages": []}, "messages"),
+        ({}, "max_tokens"),
+        ({"max_tokens": 9, "model": "none"}, "none"),
+        ({"max_tokens": 9, "tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"max_tokens": 9, "tools": [{**TOOL, "input_schema": {"type": 3}}]}, "tools[0].input_schema"),
+        ({"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"max_tokens": 9, "container": "c"}, "container"),
+        ({"max_tokens": 9, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"max_tokens": 9, "messages": [{"role": "user", "content": "x" * 99}]}, "exceeds the available context size"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_anthropics_shape(body: dict[str, Any], words: str, stream: bool) -> None:
+    """With the name that the client used, and before a stream begins."""
+    answer = post(says("a"), **body, stream=stream)
+
+    assert 400 <= answer.status < 500
+    assert "error" == answer.json["type"]
+    assert answer.json["error"]["type"] in ("invalid_request_error", "not_found_error")
+    assert words in answer.json["error"]["message"]
+
+
+def test_a_fault_in_a_stream_is_its_last_event() -> None:
+    """Of the type error, in Anthropic's shape."""
+    engine = FakeEngine(lambda request: [Started(1, 0, 0), Delta("Hel", (1,)), Failed("broken")])
+    last = told(post(engine, max_tokens=9, stream=True))[-1]
+
+    assert ("error", "api_error") == (last["type"], last["error"]["type"])
+    assert "broken" in last["error"]["message"]
