@@ -185,9 +185,7 @@ class Core:
             self._speculation.stepped(sum(grant.rows.length for grant in grants), self._clock() - began)
             for each in said:
                 if each.broken:
-                    # Ended before anything of it is remembered.
-                    reason = each.grant.sequence.deadlock(each.tokens)
-                    self._fail(each.grant.sequence, reason or "the model's output has no finite value here")
+                    self._break(each)
             self._scheduler.computed(grants)
             for each in said:
                 self._hear(each)
@@ -233,16 +231,28 @@ class Core:
 
     def _hear(self, said: Said) -> None:
         """Take what became known of a sequence, up to its end."""
-        sequence, draft = said.grant.sequence, said.grant.draft
         if said.broken:
             return  # it has failed
         self._hear_prompt(said)
+        self._hear_tokens(said)
+
+    def _break(self, said: Said) -> None:
+        """Fail a sequence, before anything of it is remembered; what its own rules ended is sound up to there."""
+        sequence = said.grant.sequence
+        reason = sequence.deadlock(said.tokens)
+        if reason is not None:
+            self._hear_tokens(said)
+        self._fail(sequence, reason or "the model's output has no finite value here")
+
+    def _hear_tokens(self, said: Said) -> None:
+        """Take what a sequence said, up to its end or a None."""
+        sequence, draft = said.grant.sequence, said.grant.draft
         tokens = [token for token in said.tokens if token is not None]
         accepted = 0
         if draft is not None:
             accepted = self._speculation.verified(draft, tokens)
             sequence.refused += len(draft.tokens)
-        for at, (token, entry) in enumerate(zip(tokens, said.logprobs, strict=True)):
+        for at, (token, entry) in enumerate(zip(tokens, said.logprobs, strict=False)):
             if sequence.request.id in self._sequences:
                 # A stop string may end the text inside a draft: what is right behind it is not said either.
                 sequence.accepted += at < accepted

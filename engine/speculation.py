@@ -15,7 +15,7 @@ from engine.sequence import Sequence as Running
 from engine.status import DraftCounts
 from engine.types import LONGEST_DRAFT
 
-# A repetition of so many tokens is likelier right than what a small model says.
+# A repetition of so many tokens may be likelier right than what a small model says.
 _LONG = 4
 
 
@@ -147,11 +147,16 @@ class Speculation:
         known, offers = self._known(wants, served), []
         for sequence, want in wants.items():
             drafter, tokens = known.get(sequence, (None, ()))
-            if self._slow is not None and sequence in served[self._slow.kind] and len(tokens) < _LONG:
-                offers.append(_Offer(sequence, self._slow, want))
-            elif drafter is not None:
+            slow = self._slow if self._slow is not None and sequence in served[self._slow.kind] else None
+            if drafter is not None and (slow is None or self._outdoes(drafter, tokens, slow)):
                 offers.append(_Offer(sequence, drafter, want, tokens))
+            elif slow is not None:
+                offers.append(_Offer(sequence, slow, want))
         return offers
+
+    def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
+        """Whether what a drafter knows is better than what the slow one would say."""
+        return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
 
     def _served(self, drafter: Drafter, sequences: Sequence[Running]) -> set[Running]:
         """Whom a drafter may guess for, and where it seems worth a thought."""

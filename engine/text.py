@@ -115,7 +115,10 @@ class TextStream:
 
     def flush(self) -> Delta | None:
         """What is still held when the sequence ends other than by a stop string."""
-        released, self.stop = self._matcher.push(self._decoder.flush())
+        rest = self._decoder.flush()
+        if self._missing > 0:
+            return self._release(self._matcher.skip(rest) + self._matcher.flush(), everything=True)
+        released, self.stop = self._matcher.push(rest)
         return self._release(released + self._matcher.flush(), everything=self.stop is None)
 
     def _release(self, text: str, *, everything: bool) -> Delta | None:

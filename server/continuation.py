@@ -76,7 +76,7 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
     _check(body)
     shown = body.n or 1
     width = max(body.best_of or 1, shown)
-    followed = await anyio.to_thread.run_sync(follow, service, body, PLAIN, Offer(), "")
+    followed = await follow(service, body, PLAIN, Offer(), "")
     requests: list[Request] = []
     prompts: list[Prompt] = []
     for at, prompt in enumerate(body.prompt):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass, replace
+
+import anyio.to_thread
 
 from engine.dialect.dialect import Dialect
 from engine.errors import InvalidRequest
-from engine.message import Body, ToolChoice
+from engine.message import Body, Tool, ToolChoice
 from engine.types import Grammar
 from server.schemas.common import Generation
 from server.service import Service
 from server.structure import structure
 from server.tools import Offer
 
-# Grammars that are compiled to tell which tool is at fault.
-MOST_TRIED = 16
+ANYTHING = {"type": "object"}
+IN_PART = "'{}' is followed in part, since it is not strict: {}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +28,32 @@ class Followed:
     warnings: tuple[str, ...] = ()
 
 
-def follow(service: Service, body: Generation, dialect: Dialect, offered: Offer, opened: str) -> Followed:
-    """What the whole answer must follow, for a worker thread; InvalidRequest names the field that cannot be."""
-    field, wanted = structure(body) or ("response_format", None)
+async def follow(service: Service, body: Generation, dialect: Dialect, offered: Offer, opened: str) -> Followed:
+    """What the whole answer must follow; InvalidRequest names the field that cannot be followed."""
+    asked = structure(body)
+    if asked is None and not offered.tools:
+        return Followed()
+    return await anyio.to_thread.run_sync(_follow, service, body, asked, dialect, offered, opened)
+
+
+def _follow(
+    service: Service, body: Generation, asked: tuple[str, Body] | None, dialect: Dialect, offered: Offer, opened: str
+) -> Followed:
+    field, wanted = asked or ("response_format", None)
     exactly = None if wanted is None else replace(wanted, strict=True)
     made = _made(dialect, offered, field, exactly, opened)
     if made is None:
         return Followed()
     if body.ignore_eos:
         raise InvalidRequest("ignore_eos", "what follows a structure ends with it")
-    reason = _fault(service, made)
-    if reason is None:
+    if _fault(service, made) is None:
         return Followed(made)
-    if wanted is None:
-        raise next(_worse(service, dialect, offered, opened), InvalidRequest("tools", reason))
-    loosely = None if wanted.strict else _made(dialect, offered, field, wanted, opened)
-    if loosely is None or _fault(service, loosely) is not None:
-        raise InvalidRequest(field, reason)
-    return Followed(loosely, (f"'{field}' is followed in part, since it is not strict: {reason}.",))
+    tools, warnings = _eased(service, dialect, offered, opened)
+    eased = _made(dialect, replace(offered, tools=tools), field, wanted, opened)
+    reason = None if eased is None else _fault(service, eased)
+    if reason is not None:
+        raise InvalidRequest("tools" if wanted is None else field, reason)
+    return Followed(eased, warnings or (IN_PART.format(field, _fault(service, made)),))
 
 
 def _made(dialect: Dialect, offered: Offer, field: str, wanted: Body | None, opened: str) -> Grammar | None:
@@ -62,12 +72,16 @@ def _fault(service: Service, made: Grammar) -> str | None:
     return None
 
 
-def _worse(service: Service, dialect: Dialect, offered: Offer, opened: str) -> Iterator[InvalidRequest]:
-    """The tools that cannot be followed even alone."""
+def _eased(service: Service, dialect: Dialect, offered: Offer, opened: str) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools without schemas that cannot be followed, and a warning of each; InvalidRequest where it is strict."""
     place = "functions[{}].parameters" if offered.legacy else "tools[{}].function.parameters"
-    strict = [(at, tool) for at, tool in enumerate(offered.tools) if tool.strict]
-    for at, tool in strict[:MOST_TRIED]:
-        made = dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
-        reason = None if made is None else _fault(service, made)
+    tools, warnings = list(offered.tools), []
+    for at, tool in enumerate(tools):
+        alone = dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
+        reason = None if alone is None else _fault(service, alone)
+        if reason is not None and tool.strict:
+            raise InvalidRequest(place.format(at), reason)
         if reason is not None:
-            yield InvalidRequest(place.format(at), reason)
+            tools[at] = replace(tool, parameters=json.dumps(ANYTHING))
+            warnings.append(IN_PART.format(place.format(at), reason))
+    return tuple(tools), tuple(warnings)

@@ -30,11 +30,14 @@ class Conversation:
 
 def conversation(messages: Sequence[Message]) -> Conversation:
     """The messages of a body; ApiError at one that lacks what its role needs."""
+    plain: list[dict[str, object]] = []
+    called = 0
     for place, message in enumerate(messages):
         _check(message, f"messages[{place}]")
-    return Conversation(
-        [_plain(message, place, messages) for place, message in enumerate(messages)], tuple(_breakpoints(messages))
-    )
+        called = place if message.function_call is not None else called
+        # Functions had no ids: what one answered belongs to the latest call.
+        plain.append(_plain(message, f"call_{called}"))
+    return Conversation(plain, tuple(_breakpoints(messages)))
 
 
 def has_breakpoints(messages: Sequence[Message]) -> bool:
@@ -54,16 +57,17 @@ def _check(message: Message, place: str) -> None:
         raise ApiError(INVALID_VALUE, f"Missing required parameter: '{place}.{needed}'.", param=f"{place}.{needed}")
 
 
-def _plain(message: Message, place: int, messages: Sequence[Message]) -> dict[str, object]:
+def _plain(message: Message, legacy_id: str) -> dict[str, object]:
     plain: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": ""}
     if message.content is not None:
         plain["content"] = text_of(message.content, BETWEEN)
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    found = {"name": message.name, "tool_call_id": _answered(message, place, messages), "reasoning_content": reasoning}
+    answered = legacy_id if message.role == "function" else message.tool_call_id
+    found = {"name": message.name, "tool_call_id": answered, "reasoning_content": reasoning}
     plain.update({key: value for key, value in found.items() if value is not None})
     calls = [_call(call.id, call.function) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        calls = [_call(_legacy_id(place), message.function_call)]
+        calls = [_call(legacy_id, message.function_call)]
     if calls:
         plain["tool_calls"] = calls
     return plain
@@ -77,18 +81,6 @@ def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
             if part.prompt_cache_breakpoint is not None:
                 yield place, letters
             letters += len(BETWEEN)
-
-
-def _answered(message: Message, place: int, messages: Sequence[Message]) -> str | None:
-    """The id of the call that a message answers; functions had none, so it is that of the latest one."""
-    if message.role != "function":
-        return message.tool_call_id
-    called = (at for at in range(place - 1, -1, -1) if messages[at].function_call is not None)
-    return _legacy_id(next(called, place))
-
-
-def _legacy_id(place: int) -> str:
-    return f"call_{place}"
 
 
 def _call(id: str, function: CalledFunction) -> dict[str, object]:

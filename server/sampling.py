@@ -24,7 +24,7 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
     check_ids("logit_bias", [token for token, _ in bias], vocabulary)
     check_ids("allowed_token_ids", body.allowed_token_ids or (), vocabulary)
-    dry, bad_words = await anyio.to_thread.run_sync(_read, service.engine.tokenizer.predict, body)
+    dry, bad_words = await _read(service.engine.tokenizer.predict, body)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=max(_or(body.top_k, 0), 0),
@@ -53,8 +53,14 @@ def check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
         raise ApiError(INVALID_VALUE, message, param=field)
 
 
-def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
-    """What is given as text and taken as tokens; for a worker thread."""
+async def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
+    """What is given as text and taken as tokens."""
+    if not body.dry_multiplier and not body.bad_words:
+        return None, ()
+    return await anyio.to_thread.run_sync(_encoded, encode, body)
+
+
+def _encoded(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
     words = [tuple(encode(form)) for word in body.bad_words or () for form in _forms(word)]
     return _dry(encode, body), tuple(dict.fromkeys(words))
 

@@ -100,7 +100,7 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         raise can.missing[0]
     talk = conversation(body.messages)
     prompt = await _render(service, body, talk, can)
-    followed = await anyio.to_thread.run_sync(follow, service, body, tokenizer.dialect, can.offer, prompt.opened)
+    followed = await follow(service, body, tokenizer.dialect, can.offer, prompt.opened)
     full = await _request(service, body, prompt, can.budget, id)
     requests = spread(replace(full, grammar=followed.grammar), body.n or 1)
     check_room(service, requests)

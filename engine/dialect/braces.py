@@ -52,7 +52,7 @@ class BraceCall:
     def write(self, lark: Lark, tool: Tool) -> str:
         """Arguments that follow the tool's schema."""
         schema = schema_of(tool)
-        return f"{lark.literal(tool.name)} {_Writer(lark, self.quote, schema).fields(schema, 0)}"
+        return f"{lark.letters(tool.name)} {_Writer(lark, self.quote, schema).fields(schema, 0)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Writer:
     def fields(self, schema: Schema, depth: int) -> str:
         required = required_of(schema)
         members = [
-            (f"{self.lark.literal(f'{key}:')} {self.value(part, depth)}", key in required)
+            (f"{self.lark.letters(f'{key}:')} {self.value(part, depth)}", key in required)
             for key, part in properties_of(schema, self.root).items()
         ]
         return f'"{{" {self.members(members)} "}}"'
@@ -138,5 +138,5 @@ class _Writer:
     def constant(self, value: object) -> str:
         if isinstance(value, str):
             quote = self.lark.literal(self.quote)
-            return f"{quote} {self.lark.literal(value)} {quote}" if value else f"{quote} {quote}"
-        return self.lark.literal(json.dumps(value))
+            return f"{quote} {self.lark.letters(value)} {quote}" if value else f"{quote} {quote}"
+        return self.lark.letters(json.dumps(value))

@@ -52,7 +52,7 @@ class Notation(Protocol):
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read one call; whether its arguments were whole and valid.
 
-        The source is on trial: raises Unlike where there is no call, and releases the source once there is one.
+        The source is on trial: raises Unlike where there is no call, and settles it once there is one.
         """
         ...
 
@@ -100,24 +100,13 @@ class ObjectCall:
     def write(self, lark: Lark, tool: Tool) -> str:
         """The name first, then arguments that follow the tool's schema."""
         head = f"{{{json.dumps(self.name)}: {json.dumps(tool.name)}, {json.dumps(self.arguments)}: "
-        return f"{lark.literal(head)} {arguments(lark, tool)} {lark.literal('}')}"
+        return f"{lark.letters(head)} {arguments(lark, tool)} {lark.letters('}')}"
 
     def _stream(self, source: Source, speech: Speech, name: str) -> Steps[bool]:
         begin(source, speech, name)
         if not (yield from read_json(source, speech.arguments)):
             return False
-        source.hold()
-        try:
-            yield from source.skip_space()
-            while (yield from source.accept(",")):
-                yield from _key(source)
-                yield from _captured(source)
-                yield from source.skip_space()
-            yield from source.expect("}")
-        except Unlike:
-            source.rewind()
-        else:
-            source.release()
+        yield from source.tried(_rest(source))
         return True
 
 
@@ -162,7 +151,7 @@ class NamedCall:
     def write(self, lark: Lark, tool: Tool) -> str:
         """The name with what belongs to it, then arguments that follow the tool's schema."""
         number = lark.pattern(regex(":[0-9]{1,3}")) if self.numbered else ""
-        parts = [lark.literals(*self.before), f"{lark.literal(self.prefix + tool.name)} {number}"]
+        parts = [lark.literals(*self.before), f"{lark.letters(self.prefix + tool.name)} {number}"]
         if self.identity:
             parts += [lark.literal(self.identity), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
         parts += [lark.literals(*self.after), arguments(lark, tool)]
@@ -184,7 +173,7 @@ def read_name(source: Source) -> Steps[str]:
 
 def begin(source: Source, speech: Speech, name: str) -> None:
     """It is a call: its name is sent, and nothing is read again."""
-    source.release()
+    source.settle()
     speech.call(name)
 
 
@@ -198,6 +187,16 @@ def _key(source: Source) -> Steps[str]:
     yield from source.expect(":")
     yield from source.skip_space()
     return key
+
+
+def _rest(source: Source) -> Steps[None]:
+    """What stands behind the arguments in the object that holds them, and its end."""
+    yield from source.skip_space()
+    while (yield from source.accept(",")):
+        yield from _key(source)
+        yield from _captured(source)
+        yield from source.skip_space()
+    yield from source.expect("}")
 
 
 def _captured(source: Source) -> Steps[str]:

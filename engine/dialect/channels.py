@@ -81,7 +81,7 @@ class Channels:
     def write(self, lark: Lark, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> str:
         """Reasoning, then a call or the answer itself. A call ends the answer, so there is one at most."""
         header, begun = _opened(opened)
-        thoughts = f"{lark.until(END)} {lark.literal(START)} {lark.literal('assistant')}"
+        thoughts = f"{lark.until(END)} {lark.literal(START)} {lark.letters('assistant')}"
         more = f"({self._head(lark, _THOUGHTS)} {thoughts})*"
         text = lark.body(body) if body else lark.text(*MARKERS)
         final = f"{self._head(lark, 'final')} {text}"
@@ -98,11 +98,11 @@ class Channels:
         return f"{more} {aside} {alternatives(answers)}"
 
     def _head(self, lark: Lark, channel: str) -> str:
-        return f"{lark.literal(CHANNEL)} {lark.literal(channel)} {lark.literal(MESSAGE)}"
+        return f"{lark.literal(CHANNEL)} {lark.letters(channel)} {lark.literal(MESSAGE)}"
 
     def _write_call(self, lark: Lark, tool: Tool) -> str:
-        header = f"{lark.literal(CHANNEL)} {lark.literal(f'commentary to={_FUNCTIONS}{tool.name} ')}"
-        header += f" {lark.literal(CONSTRAIN)} {lark.literal('json')} {lark.literal(MESSAGE)}"
+        header = f"{lark.literal(CHANNEL)} {lark.letters(f'commentary to={_FUNCTIONS}{tool.name} ')}"
+        header += f" {lark.literal(CONSTRAIN)} {lark.letters('json')} {lark.literal(MESSAGE)}"
         return lark.rule(f"{header} {arguments(lark, tool)}")
 
 

@@ -13,7 +13,7 @@ from engine.dialect.thoughts import Thoughts
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How calls are written by templates that hold all of these markers; `token`: one that the vocabulary must hold."""
+    """How calls are written by models whose template holds all of these markers, and whose vocabulary this token."""
 
     frame: Frame
     markers: tuple[str, ...]
@@ -47,13 +47,11 @@ _GLM = Frame(
     ),
     call=("<tool_call>",),
 )
-_QWEN_XML = Frame(
-    ParameterCall(
-        name=("<function=", ">"), key=("<parameter=", ">"), value=("", "</parameter>"), close="</function>", lines=True
-    ),
-    call=("<tool_call>",),
-    ends=("</tool_call>",),
+_FUNCTION = ParameterCall(
+    name=("<function=", ">"), key=("<parameter=", ">"), value=("", "</parameter>"), close="</function>", lines=True
 )
+_QWEN_XML = Frame(_FUNCTION, call=("<tool_call>",), ends=("</tool_call>",))
+_SEED = Frame(_FUNCTION, call=("<seed:tool_call>",), ends=("</seed:tool_call>",))
 _MINIMAX = Frame(
     ParameterCall(
         name=('<invoke name="', '">'), key=('<parameter name="', '">'), value=("", "</parameter>"), close="</invoke>"
@@ -72,18 +70,21 @@ _COHERE = Frame(
     between=",",
     closes=("]", "<|END_ACTION|>"),
 )
-_PHI = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]", "<|/tool_call|>"))
+_PHI = Frame(ObjectCall(), call=("<|tool_call|>",), ends=("<|/tool_call|>",))
+_PHI_LIST = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]", "<|/tool_call|>"))
 _GRANITE = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]",))
 _HERMES = Frame(ObjectCall(), call=("<tool_call>",), ends=("</tool_call>",))
 _LLAMA = Frame(ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), between=";", bare=True)
 
 # The first whose markers are there: so those with more of them stand before those with some of the same.
 FORMATS = (
-    Format(_KIMI, ("<|tool_calls_section_begin|>",)),
+    # Some of its templates hold none of its markers.
+    Format(_KIMI, ("tools",), token="<|tool_calls_section_begin|>"),
     Format(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
     Format(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
     Format(_GLM, ("<tool_call>", "<arg_key>")),
     Format(_QWEN_XML, ("<tool_call>", "<function=")),
+    Format(_SEED, ("<seed:tool_call>", "<function=")),
     Format(_MINIMAX, ("<minimax:tool_call>",)),
     Format(_GEMMA, ("<|tool_call>",)),
     Format(_FUNCTION_GEMMA, ("<start_function_call>",)),
@@ -91,7 +92,8 @@ FORMATS = (
     Format(_MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     Format(_MISTRAL_LIST, ("[TOOL_CALLS]",)),
     Format(_COHERE, ("<|START_ACTION|>",)),
-    Format(_PHI, ("<|tool_call|>", "<|/tool_call|>")),
+    Format(_PHI, ("<|tool_call|>{", "<|/tool_call|>")),
+    Format(_PHI_LIST, ("<|tool_call|>", "<|/tool_call|>")),
     Format(_GRANITE, ("<|tool_call|>",)),
     Format(_HERMES, ("<tool_call>",)),
     Format(_LLAMA, ('{"name": ', '"parameters": '), token="<|python_tag|>"),

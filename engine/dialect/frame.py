@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.dialect.calls import Notation, Offer
 from engine.dialect.lark import Lark, alternatives
-from engine.dialect.source import Literals, Source, Steps, Unlike
+from engine.dialect.source import Literals, Source, Steps
 from engine.dialect.speech import Speech
 from engine.message import Tool
 
@@ -69,7 +69,7 @@ class Frame:
         return f"{one} {space} {lark.literals(*self.closes)}" if self.closes else one
 
     def _read(self, source: Source, speech: Speech, offer: Offer, rest: tuple[str, ...]) -> Steps[bool]:
-        if not (yield from self._call(source, speech, offer, ("", *rest))):
+        if not (yield from self._call(source, speech, offer, rest)):
             return False
         # Without an opening for all of them, each call opens and closes for itself.
         while self.opens and (yield from self._call(source, speech, offer, (self.between, *self.call))):
@@ -78,21 +78,16 @@ class Frame:
         return True
 
     def _call(self, source: Source, speech: Speech, offer: Offer, before: tuple[str, ...]) -> Steps[bool]:
-        """Read one call on trial; whether there was one."""
-        source.hold()
-        try:
-            yield from source.skip_space()
-            yield from source.expect(*before)
-            yield from source.skip_space()
-            whole = yield from self.notation.read(source, speech, offer)
-        except Unlike:
-            source.rewind()
-            return False
-        if whole:
+        """Read one call; whether there was one."""
+        return (yield from source.tried(self._one(source, speech, offer, before)))
+
+    def _one(self, source: Source, speech: Speech, offer: Offer, before: tuple[str, ...]) -> Steps[None]:
+        yield from source.expect("", *before)
+        yield from source.skip_space()
+        if (yield from self.notation.read(source, speech, offer)):
             yield from _pass(source, self.ends)
         else:
             yield from self._broken(source, speech)
-        return True
 
     def _broken(self, source: Source, speech: Speech) -> Steps[None]:
         """What a model writes instead of JSON goes out as it is: who called sees what is wrong. Nothing means {}."""
@@ -106,9 +101,4 @@ class Frame:
 def _pass(source: Source, literals: tuple[str, ...]) -> Steps[None]:
     """Read these literals away as far as they come."""
     for literal in literals:
-        source.hold()
-        yield from source.skip_space()
-        if (yield from source.accept(literal)):
-            source.release()
-        else:
-            source.rewind()
+        yield from source.tried(source.expect("", literal))

@@ -47,13 +47,17 @@ class Lark:
         """The whitespace that may stand between parts."""
         return self.pattern(_SPACE) + "?"
 
+    def letters(self, text: str) -> str:
+        """A text in ordinary tokens."""
+        return json.dumps(text, ensure_ascii=False)
+
     def literal(self, text: str) -> str:
-        """A text that stands as it is: a marker, or letters."""
+        """A marker: a token of its own, or letters."""
         number = self._tokens.get(text)
-        return json.dumps(text, ensure_ascii=False) if number is None else f"<[{number}]>"
+        return self.letters(text) if number is None else f"<[{number}]>"
 
     def literals(self, *texts: str) -> str:
-        """Such texts behind each other, with whitespace between."""
+        """Markers behind each other, with whitespace between."""
         return f" {self.space()} ".join(self.literal(text) for text in texts if text)
 
     def text(self, *without: str, like: Sequence[str] = (ANYTHING,)) -> str:
@@ -67,7 +71,7 @@ class Lark:
         text = self.text(literal, like=like)
         if literal in self._tokens:
             return f"{text} {self.literal(literal)}"
-        return self.rule(f"{text} {self.literal(before + literal)}", options="[lazy]")
+        return self.rule(f"{text} {self.letters(before + literal)}", options="[lazy]")
 
     def json(self, schema: Mapping[str, object], *, lenient: bool = False) -> str:
         """JSON that follows a schema; lenient: as far as it can be kept."""
@@ -84,7 +88,7 @@ class Lark:
             case "regex":
                 return self.pattern(regex(body.source))
             case "choices":
-                return alternatives(json.dumps(choice, ensure_ascii=False) for choice in body.choices)
+                return alternatives(map(self.letters, body.choices))
             case "grammar":
                 return self.rule(f"%lark {{\n{any_to_lark(body.source)}\n}}")
 

@@ -93,9 +93,9 @@ class ParameterCall:
         """The arguments in the order of the schema, at least those that are required."""
         schema, space = schema_of(tool), lark.space()
         required = required_of(schema)
-        parts = [f"{lark.literals(self.name[0])} {lark.literal(tool.name)} {lark.literals(self.name[1])}"]
+        parts = [f"{lark.literals(self.name[0])} {lark.letters(tool.name)} {lark.literals(self.name[1])}"]
         for key, part in properties_of(schema, schema).items():
-            head = f"{lark.literal(self.key[0])} {lark.literal(key)} {lark.literal(self.key[1])}"
+            head = f"{lark.literal(self.key[0])} {lark.letters(key)} {lark.literal(self.key[1])}"
             value = self._write_value(lark, part, schema, lenient=not tool.strict)
             opens = f"{space} {lark.literal(self.value[0])}" if self.value[0] else ""
             argument = f"{head} {opens} {value} {space}"
@@ -108,9 +108,9 @@ class ParameterCall:
             break_ = f"{lark.space()} " if self.lines else ""
             return f"{break_}{lark.json({**schema, **defined_in(root)}, lenient=lenient)} {break_}{close}"
         line = "\n" if self.lines else ""
-        before = lark.literals(line)
+        before = lark.letters(line) if line else ""
         if values := values_of(schema):
-            return f"{before} {alternatives(lark.literal(str(value)) for value in values)} {before} {close}"
+            return f"{before} {alternatives(lark.letters(str(value)) for value in values)} {before} {close}"
         return f"{before} {lark.until(self.value[1], like=expressions_of(schema), before=line)}"
 
 

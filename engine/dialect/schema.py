@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from llguidance import LLMatcher
+
 from engine.dialect.lark import ANYTHING
 from engine.message import Tool
 
@@ -24,8 +26,25 @@ _DEEPEST = 16
 
 
 def schema_of(tool: Tool) -> Schema:
-    """The schema of a tool's arguments."""
-    return as_schema(json.loads(tool.parameters))
+    """The schema of a tool's arguments; of a tool that is not strict, as far as it can be kept."""
+    schema = json.loads(tool.parameters)
+    return as_schema(schema if tool.strict else loosened(schema))
+
+
+def loosened(value: object) -> object:
+    """A schema without the expressions that llguidance cannot follow, such as lookaround."""
+    if isinstance(value, list):
+        return [loosened(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: part for key, part in value.items() if key != "pattern" or not isinstance(part, str) or _regular(part)}
+    if isinstance(parts := kept.get("patternProperties"), dict):
+        kept["patternProperties"] = {key: part for key, part in parts.items() if _regular(key)}
+    return {key: loosened(part) for key, part in kept.items()}
+
+
+def _regular(expression: str) -> bool:
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(expression))
 
 
 def as_schema(value: object) -> Schema:

@@ -1,7 +1,7 @@
 """Text that comes in pieces, for readers that are written as if it were whole.
 
 A reader is a generator: it yields where it needs more text than there is. So what it reads cannot depend on how the
-text was cut. What may turn out to be no call after all is read on trial (`hold`), and rewound where it was none.
+text was cut. What may turn out to be no call after all is read on trial (`tried`).
 """
 
 from __future__ import annotations
@@ -71,17 +71,21 @@ class Source:
         """No more will come."""
         self._ended = True
 
-    def hold(self) -> None:
-        """From here on the text is read on trial."""
+    def tried(self, steps: Steps[object]) -> Steps[bool]:
+        """Read on trial. Where that raises Unlike, nothing was read, and the answer is False."""
         self._held = self._at
+        try:
+            yield from steps
+        except Unlike:
+            assert self._held is not None
+            self._at = self._held
+            return False
+        finally:
+            self._held = None
+        return True
 
-    def rewind(self) -> None:
-        """The trial failed: the text is read again from where it began."""
-        assert self._held is not None
-        self._at, self._held = self._held, None
-
-    def release(self) -> None:
-        """The trial succeeded."""
+    def settle(self) -> None:
+        """It is certain by now: what was read on trial is not read again."""
         self._held = None
 
     def unread(self, literal: str) -> None:

@@ -82,12 +82,8 @@ class Tagged:
         if not thoughts.begun(opened):
             if thoughts.over(opened):
                 return
-            source.hold()
-            yield from source.skip_space()
-            if not (yield from source.accept(thoughts.opens)):
-                source.rewind()
+            if not (yield from source.tried(source.expect("", thoughts.opens))):
                 return
-            source.release()
             yield from source.accept(thoughts.label)
         while (found := (yield from source.until(self._closing, speech.think))) in self.silent:
             if found == thoughts.closes:

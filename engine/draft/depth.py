@@ -13,21 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from math import log2
 from typing import Protocol
 
 import numpy as np
 
 from engine.draft.acceptance import Acceptance
 from engine.draft.cost import Numbers, StepCost
-from engine.draft.habit import Habit
+from engine.draft.habit import Answer, Habit
 from engine.draft.offer import Candidate, Choice, Offer
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
 # Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
 _CURIOSITY, _PATIENCE = 0.005, 500
+# Steps are alike whose rows, in halvings, differ by less than one part in so many.
+_LIKE = 4
 # Weight of a new measurement of drafting, and how far one may pull.
 _WEIGHT, _CLAMP = 0.15, 0.25
+# Steps after which drafts of a kind may have become better than they were.
+_LONG_AGO = 64
 # Steps for which a kind whose drafts do not pay is not even asked, at most.
 _LONGEST_REST = 31
 
@@ -37,6 +43,9 @@ class Depth(Protocol):
 
     def rests(self, kind: str) -> bool:
         """Whether drafts of a kind are not worth being considered in the next step."""
+
+    def likelier(self, kind: str, other: str) -> bool:
+        """Whether drafts of a kind seem to be right as often as those of another, that take longer to make."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
@@ -66,6 +75,10 @@ class FixedDepth:
     def rests(self, kind: str) -> bool:
         """Only where nothing is ever drafted."""
         return self._depth == 0
+
+    def likelier(self, kind: str, other: str) -> bool:
+        """Nothing is known."""
+        return True
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The depth, or less where a candidate's limit is less."""
@@ -97,6 +110,7 @@ class AdaptiveDepth:
         self._level_seconds: dict[str, float] = {}
         self._habit = Habit()
         self._rests: dict[str, _Rest] = {}
+        self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
         self._savings = 0.0
         # What the choice is expected to lose; None: it is the best that is known.
@@ -107,18 +121,23 @@ class AdaptiveDepth:
         rest = self._rests.get(kind)
         return rest is not None and self._steps < rest.until
 
+    def likelier(self, kind: str, other: str) -> bool:
+        """By their first tokens, or where drafts of the kind were not considered for long."""
+        one, two = (self._acceptance.setdefault(each, Acceptance()) for each in (kind, other))
+        return one.survival(1) >= two.survival(1) or self._steps - self._considered.get(kind, 0) > _LONG_AGO
+
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
         room = self._cost.frontier - rows
         if room < 1 or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
-        # Limits change with every match and near every end: what is right for a kind is right for less of it too.
-        question = (tuple(candidate.kind for candidate in candidates), rows)
+        # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
+        question = (frozenset(candidate.kind for candidate in candidates), round(_LIKE * log2(rows)))
         answer = self._habit.recall(question)
         if answer is not None:
-            return [min(depth, candidate.limit) for depth, candidate in zip(answer, candidates, strict=True)]
+            return _applied(answer, candidates)
         depths = self._think(candidates, rows, room)
-        self._habit.learn(question, depths)
+        self._habit.learn(question, _by_kind(candidates, depths))
         if self._trial is not None:
             self._habit.hold(0)
         return depths
@@ -148,8 +167,9 @@ class AdaptiveDepth:
     def _think(self, candidates: Sequence[Candidate], rows: int, room: int) -> list[int]:
         passed, self._thought = self._steps - self._thought, self._steps
         known = {kind: self._acceptance.setdefault(kind, Acceptance()) for kind in _kinds(candidates)}
-        for acceptance in known.values():
+        for kind, acceptance in known.items():
             acceptance.fade(passed)
+            self._considered[kind] = self._steps
         offer = Offer(candidates, known, self._level_seconds, rows=rows)
         depths = offer.depths(self._decide(offer, np.arange(rows, rows + min(room, offer.size) + 1), passed))
         for kind, acceptance in known.items():
@@ -184,6 +204,20 @@ class _Rest:
         """Whether anything was drafted in this step."""
         self.length = 0 if deepest else min(2 * self.length + 1, _LONGEST_REST)
         self.until = step + self.length
+
+
+def _by_kind(candidates: Sequence[Candidate], depths: Sequence[int]) -> dict[str, list[int]]:
+    """The depths of each kind, deepest first."""
+    found: dict[str, list[int]] = {}
+    for candidate, depth in sorted(zip(candidates, depths, strict=True), key=lambda pair: -pair[1]):
+        found.setdefault(candidate.kind, []).append(depth)
+    return found
+
+
+def _applied(answer: Answer, candidates: Sequence[Candidate]) -> list[int]:
+    """Depths for candidates of the same kinds; the last of a kind has as many further ones as there are."""
+    left = {kind: chain(depths, repeat(depths[-1])) for kind, depths in answer.items()}
+    return [min(next(left[candidate.kind]), candidate.limit) for candidate in candidates]
 
 
 def _kinds(candidates: Sequence[Candidate]) -> list[str]:

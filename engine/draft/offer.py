@@ -29,10 +29,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Some drafts of an offer, the seconds of a step with them, and how much longer it takes than it brings."""
+    """Some drafts of an offer, and the seconds of a step with them.
+
+    gain  tokens that they are expected to bring
+    loss  how many seconds longer the step takes than what it brings is worth
+    """
 
     drafts: Numbers
     seconds: float
+    gain: float = 0.0
     loss: float = 0.0
 
 
@@ -51,15 +56,24 @@ class Offer:
         *,
         rows: int,
     ) -> None:
-        self._rows = rows
-        self._kinds = np.array([candidate.kind for candidate in candidates])
-        self._limits = np.array([candidate.limit for candidate in candidates])
-        self._deepest = int(self._limits.max())
-        self._level_seconds = {kind: level_seconds[kind] for kind in known if level_seconds.get(kind)}
-        self._survival = self._spread({kind: rates.survival(self._deepest) for kind, rates in known.items()})
-        self._ages = self._spread({kind: rates.ages(self._deepest) for kind, rates in known.items()})
-        order = np.argsort(-self._survival, kind="stable")
-        self._order: Numbers = order[self._survival[order] > 0]
+        self._rows, self._count = rows, len(candidates)
+        limits = np.array([candidate.limit for candidate in candidates])
+        deepest = self._deepest = int(limits.max())
+        numbers = {kind: number for number, kind in enumerate(known)}
+        kinds = np.array([numbers[candidate.kind] for candidate in candidates])
+        rates = np.array([acceptance.survival(deepest) for acceptance in known.values()])
+        chances = np.where(np.arange(deepest) < limits[:, None], rates[kinds], 0.0).ravel()
+        order = np.argsort(-chances, kind="stable")
+        # By draft, in the order in which they are taken: its number, survival, level, age, and the seconds of its kind
+        # by level.
+        self._order: Numbers = order[: int((chances > 0).sum())]
+        self._survival = chances[self._order]
+        self._levels = self._order % deepest + 1
+        own = kinds[self._order // deepest]
+        ages = np.array([acceptance.ages(deepest) for acceptance in known.values()])
+        self._ages = ages[own, self._levels - 1]
+        costs = {numbers[kind]: level_seconds[kind] for kind in known if level_seconds.get(kind)}
+        self._paid = [(np.where(own == number, self._levels, 0), seconds) for number, seconds in costs.items()]
 
     @property
     def size(self) -> int:
@@ -72,18 +86,19 @@ class Offer:
         For every cap on the depth, the likeliest drafts up to it, as many as pay. The cap is what makes this right for
         drafters that pay by level: without it, one deep draft of a single sequence costs all of them a level.
         """
-        caps = self._caps()
         # [caps, drafts]: which of the drafts, in their order, a cap lets through.
-        inside = (self._order % self._deepest) < caps[:, None]
+        inside = self._levels <= self._caps()[:, None]
         counts = inside.cumsum(1)
         inside &= counts < len(costs)
         seconds = costs[np.minimum(counts, len(costs) - 1)] + self._drafting(inside)
-        rates = (self._rows + (self._survival[self._order] * inside).cumsum(1)) / seconds
+        rates = (self._rows + (self._survival * inside).cumsum(1)) / seconds
         nothing = Choice(self._order[:0], float(costs[0]))
         if not rates.size or rates.max() <= self._rows / nothing.seconds:
             return nothing
         cap, at = divmod(int(rates.argmax()), len(self._order))
-        return Choice(self._order[: at + 1][inside[cap, : at + 1]], float(seconds[cap, at]))
+        taken = inside[cap, : at + 1]
+        gain = float(self._survival[: at + 1][taken].sum())
+        return Choice(self._order[: at + 1][taken], float(seconds[cap, at]), gain=gain)
 
     def curious(self, best: Choice, costs: Floats, ages: Floats) -> Choice:
         """The choice but the best one that is cheapest to try for the steps that it was not tried.
@@ -91,32 +106,26 @@ class Offer:
         ages[n] are the steps since one of as many rows was measured. Every choice so costs about the same in the long
         run, and what would cost much is tried seldom.
         """
-        drafts = self._order[: len(costs) - 1]
-        costs = costs[: len(drafts) + 1].copy()
-        costs[1:] += self._drafting(np.ones((1, len(self._order)), dtype=np.bool_))[0, : len(drafts)]
-        tokens = self._rows + np.concatenate(([0.0], np.cumsum(self._survival[drafts])))
-        rate = (self._rows + self._survival[best.drafts].sum()) / best.seconds
-        losses = np.maximum(costs - tokens / rate, 0.0)
-        stale = np.maximum(ages[: len(costs)], np.concatenate(([0.0], self._ages[drafts])))
+        count = min(len(self._order), len(costs) - 1)
+        costs = costs[: count + 1].copy()
+        costs[1:] += self._drafting(np.ones((1, len(self._order)), dtype=np.bool_))[0, :count]
+        tokens = self._rows + np.concatenate(([0.0], self._survival[:count].cumsum()))
+        losses = np.maximum(costs - tokens * best.seconds / (self._rows + best.gain), 0.0)
+        stale = np.maximum(ages[: count + 1], np.concatenate(([0.0], self._ages[:count])))
         price = (losses + _LEAST * best.seconds) / np.maximum(stale, 1e-9)
         price[len(best.drafts) : len(best.drafts) + 1] = np.inf
         at = int(price.argmin())
-        return Choice(drafts[:at], float(costs[at]), float(losses[at]))
+        return Choice(self._order[:at], float(costs[at]), loss=float(losses[at]))
 
     def depths(self, choice: Choice) -> list[int]:
         """How deep a choice drafts for each candidate."""
-        counts = np.bincount(choice.drafts // self._deepest, minlength=len(self._limits))
-        return [int(count) for count in counts]
-
-    def _spread(self, by_kind: Mapping[str, list[float]]) -> Floats:
-        """What is known of kinds and levels, for each draft; 0 behind a candidate's limit."""
-        inside = np.arange(self._deepest) < self._limits[:, None]
-        return np.where(inside, np.array([by_kind[kind] for kind in self._kinds]), 0.0).ravel()
+        counts: list[int] = np.bincount(choice.drafts // self._deepest, minlength=self._count).tolist()
+        return counts
 
     def _caps(self) -> Numbers:
         """Where drafting costs nothing, or there is only one to draft for, the order alone is right."""
-        apart = self._level_seconds and len(self._limits) > 1
-        return np.arange(1 if apart else self._deepest, self._deepest + 1)
+        deepest = int(self._levels.max(initial=1))
+        return np.arange(1 if self._paid and self._count > 1 else deepest, deepest + 1)
 
     def _drafting(self, inside: NDArray[np.bool_]) -> Floats:
         """Seconds of drafting the first, the first two, ... of the drafts, but for those outside [caps, drafts].
@@ -124,8 +133,6 @@ class Offer:
         A kind drafts a level for all at once.
         """
         total = np.zeros(inside.shape)
-        for kind, seconds in self._level_seconds.items():
-            own = self._kinds[self._order // self._deepest] == kind
-            levels = np.where(own, self._order % self._deepest + 1, 0)
+        for levels, seconds in self._paid:
             total += seconds * np.maximum.accumulate(levels * inside, axis=1)
         return total

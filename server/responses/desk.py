@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
 from engine.errors import EngineError, Overloaded
+from server.database import StoreError
 from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError
 from server.generation import generate
 from server.responses.archive import Archive, Item, listed, read, whole
+from server.responses.comparison import compare
 from server.responses.items import new_id
-from server.responses.run import Run
-from server.responses.snapshot import snapshot
+from server.responses.run import Diagnose, Run
+from server.responses.snapshot import as_asked, snapshot
 from server.responses.translation import chat_request, reworded
 from server.responses.truncation import fitting_turn
 from server.responses.writer import SETTLED, Writer
@@ -22,6 +25,8 @@ from server.schemas.responses import Prompted, ResponseRequest
 from server.service import Service
 from server.store import LEASE_SECONDS, Store
 from server.turn import Turn, chat_turn
+
+logger = logging.getLogger("cellar.http")
 
 # What a client that finds the background full is told to wait.
 FULL_SECONDS = 10.0
@@ -48,7 +53,7 @@ class Desk:
         if left_out := [*warnings, *turn.warnings]:
             response["warnings"] = left_out
         writer = Writer(response, sealed=body.includes("reasoning.encrypted_content"))
-        run = Run(turn, writer, partial(self._settle, given))
+        run = Run(turn, writer, partial(self._settle, given), await self._diagnose(body.compared, response, turn))
         await self._begin(run, turn, given)
         return run
 
@@ -155,6 +160,19 @@ class Desk:
         except (ApiError, EngineError) as error:
             raise reworded(error) from error
 
+    async def _diagnose(self, compared: str | None, response: ResponseBody, turn: Turn) -> Diagnose | None:
+        """How the use of the cache is to be explained, beside an earlier response."""
+        if compared is None:
+            return None
+        earlier = None if self._archive is None else await self._archive.response(compared)
+        if earlier is None:
+            return lambda cached: {"type": "comparison_response_not_found"}
+        try:
+            old = await self._turn(as_asked(earlier), await self._kept.given(compared) or [], new_id("resp"))
+        except (ApiError, EngineError):
+            return lambda cached: {"type": "unavailable"}
+        return compare(earlier, old.requests[0].prompt, response, turn.requests[0].prompt).verdict
+
     async def _begin(self, run: Run, turn: Turn, given: Sequence[Item]) -> None:
         background = run.response["background"]
         if background:
@@ -168,8 +186,16 @@ class Desk:
             self._running[id] = run
             run.when_over(lambda: self._running.pop(id, None))
         if background:
-            await self._kept.keep(run.response, given, (), settled=False)
+            await self._keep_or_leave(run, given)
             self._spawn_renewal(run)
+
+    async def _keep_or_leave(self, run: Run, given: Sequence[Item]) -> None:
+        """Keep a response that has begun in the background: without that nobody could ever read it."""
+        try:
+            await self._kept.keep(run.response, given, (), settled=False)
+        except StoreError:
+            await run.leave()
+            raise
 
     def _check_room(self) -> None:
         """Responses in the background leave half of the queue to those that somebody waits for."""
@@ -191,8 +217,11 @@ class Desk:
         id = run.response["id"]
         while id in self._running:
             await asyncio.sleep(LEASE_SECONDS / 3)
-            if id in self._running and not await self._kept.renew(id):
-                await run.cancel()
+            try:
+                if id in self._running and not await self._kept.renew(id):
+                    await run.cancel()
+            except StoreError:
+                logger.exception("the lease of a response could not be renewed")
 
 
 def _not_found(id: str) -> ApiError:

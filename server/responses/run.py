@@ -21,7 +21,7 @@ from server.logprobs import chat_logprobs
 from server.responses.translation import reworded
 from server.responses.writer import Writer
 from server.schemas.chat import ChatLogprob
-from server.schemas.response_items import ResponseBody, ResponseEvent, ResponseUsage
+from server.schemas.response_items import CacheDiagnostics, ResponseBody, ResponseEvent, ResponseUsage
 from server.sse import named_frame
 from server.turn import Ended, Said, Turn, said
 from server.usage import written
@@ -30,13 +30,17 @@ logger = logging.getLogger("cellar.http")
 
 # Keeps a response with its events, before anybody sees the last of them.
 Keep = Callable[[ResponseBody, Sequence[bytes]], Awaitable[None]]
+Diagnose = Callable[[int], CacheDiagnostics]
 
 
 class Run:
-    """`keep` is called once, when the response is settled, unless its client left before."""
+    """`keep` is called once, when the response is settled, unless its client left before.
 
-    def __init__(self, turn: Turn, writer: Writer, keep: Keep) -> None:
-        self._turn, self._writer, self._keep = turn, writer, keep
+    diagnose  the use of the cache explained, from the number of cached tokens; None where nobody asked
+    """
+
+    def __init__(self, turn: Turn, writer: Writer, keep: Keep, diagnose: Diagnose | None = None) -> None:
+        self._turn, self._writer, self._keep, self._diagnose = turn, writer, keep, diagnose
         self._frames: list[bytes] = []
         self._changed = asyncio.Event()
         self._admission = AsyncExitStack()
@@ -138,9 +142,13 @@ class Run:
                         self._tell(self._writer.push(what.pieces, self._logprobs(what)))
                     case Ended():
                         check_deadline([what.finished])
-                        usage = _usage(what.finished, what.reasoning_tokens)
-                        return list(self._writer.end("incomplete" if what.reason == "length" else "completed", usage))
+                        return list(self._end(what))
         raise AssertionError("the engine ends every stream with Finished or Failed")
+
+    def _end(self, ended: Ended) -> Iterable[ResponseEvent]:
+        usage = _usage(ended.finished, ended.reasoning_tokens)
+        diagnostics = self._diagnose and self._diagnose(ended.finished.usage.cached_tokens)
+        return self._writer.end("incomplete" if ended.reason == "length" else "completed", usage, diagnostics)
 
     def _broken(self, error: ApiError) -> Iterable[ResponseEvent]:
         self.error = error

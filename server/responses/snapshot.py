@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from server.generation import tier
 from server.schemas.response_items import ResponseBody
-from server.schemas.responses import FunctionTool, ResponseRequest, plain
+from server.schemas.responses import FunctionTool, Prompted, ResponseRequest, plain
 from server.turn import Turn
 
 
 def snapshot(body: ResponseRequest, turn: Turn, *, stored: bool) -> ResponseBody:
     """The response that `body` asks for; in the background it waits first."""
     background = bool(body.background)
-    return ResponseBody(
+    response = ResponseBody(
         id=turn.id,
         object="response",
         created_at=turn.created,
@@ -44,6 +44,15 @@ def snapshot(body: ResponseRequest, turn: Turn, *, stored: bool) -> ResponseBody
         user=body.user,
         metadata=body.metadata or {},
     )
+    if body.prompt_cache_options is not None:
+        response["prompt_cache_options"] = {"mode": "implicit", "ttl": "30m", **plain(body.prompt_cache_options)}
+    return response
+
+
+def as_asked(response: ResponseBody) -> Prompted:
+    """What made the prompt of a response, but for its input."""
+    names = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation")
+    return Prompted.model_validate({name: value for name, value in response.items() if name in names})
 
 
 def _text(body: ResponseRequest) -> dict[str, object]:

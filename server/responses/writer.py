@@ -14,6 +14,7 @@ from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from server.responses.items import Growing, GrowingCall, GrowingMessage, GrowingReasoning, Told
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import (
+    CacheDiagnostics,
     ErrorEvent,
     ItemStatus,
     OutputItem,
@@ -75,13 +76,17 @@ class Writer:
                     assert isinstance(self._open, GrowingCall), "arguments come behind the call that they belong to"
                     yield from self._numbered(self._open.add(text))
 
-    def end(self, status: ResponseStatus, usage: ResponseUsage) -> Iterator[ResponseEvent]:
+    def end(
+        self, status: ResponseStatus, usage: ResponseUsage, diagnostics: CacheDiagnostics | None = None
+    ) -> Iterator[ResponseEvent]:
         """The answer is whole (completed), or was cut off (incomplete)."""
         whole = status == "completed"
         if not self._done and self._open is None:
             yield from self._opening(GrowingMessage())
         yield from self._closing("completed" if whole else "incomplete")
         self._response["status"], self._response["usage"] = status, usage
+        if diagnostics is not None:
+            self._response["prompt_cache_diagnostics"] = diagnostics
         if whole:
             self._response["completed_at"] = int(time.time())
         else:

@@ -95,6 +95,9 @@ RESPONSE_TOOL: Idle = {
     "defer_loading": (False,),
     "output_schema": (),
 }
+RESPONSE_CACHE: Idle = {
+    "prewarm": (False,),
+}
 RESPONSE_REASONING: Idle = {
     "context": ("auto", "all_turns"),
     "mode": ("standard",),
@@ -156,6 +159,7 @@ DOCUMENTED = frozenset(
         *RESPONSES,
         *RESPONSE_CALL,
         *RESPONSE_TOOL,
+        *RESPONSE_CACHE,
         *RESPONSE_REASONING,
         *ANTHROPIC,
         *ANTHROPIC_BLOCK,

@@ -106,6 +106,29 @@ class ReasoningConfig(TypedDict):
     summary: None
 
 
+MissReason = Literal[
+    "model_changed",
+    "tools_changed",
+    "text_format_changed",
+    "reasoning_effort_changed",
+    "verbosity_changed",
+    "input_changed",
+]
+
+
+class CacheDiagnostics(TypedDict):
+    """Why a prompt was, or was not, in the cache, beside an earlier response. Of a miss: why, and how much of it.
+
+    cache_missed_tokens         of the prompt, behind the first difference
+    comparison_reusable_tokens  before it: the number of the first token that differs
+    """
+
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
+    reason: NotRequired[MissReason]
+    cache_missed_tokens: NotRequired[int]
+    comparison_reusable_tokens: NotRequired[int]
+
+
 class ResponseBody(TypedDict):
     """A response, finished or not. What a request may set comes back as it is in force."""
 
@@ -125,6 +148,8 @@ class ResponseBody(TypedDict):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
+    prompt_cache_options: NotRequired[dict[str, object]]
+    prompt_cache_diagnostics: NotRequired[CacheDiagnostics]
     reasoning: ReasoningConfig
     safety_identifier: str | None
     service_tier: str

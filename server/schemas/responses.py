@@ -123,6 +123,14 @@ class Reasoning(Strict):
     generate_summary: Annotated[Literal["auto"], BeforeValidator(_no_summary)] | None = None
 
 
+class ResponseCacheOptions(CacheOptions):
+    """The same as in chats; and the response beside which the use of the cache is explained."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CACHE
+
+    comparison_response_id: Label | None = None
+
+
 class ResponseStreamOptions(Strict):
     """Obfuscation is accepted and not applied."""
 
@@ -156,7 +164,7 @@ class ResponseRequest(Prompted):
     max_tool_calls: Count | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     prompt_cache_key: Label | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     safety_identifier: Label | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
@@ -182,6 +190,11 @@ class ResponseRequest(Prompted):
     def stored(self) -> bool:
         """Whether the client wants it kept; OpenAI's default is yes."""
         return self.store is not False
+
+    @property
+    def compared(self) -> str | None:
+        """The response beside which the use of the cache is to be explained."""
+        return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     def includes(self, what: Include) -> bool:
         """Whether the answer is to have this, which is left out otherwise."""

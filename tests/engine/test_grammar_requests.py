@@ -188,6 +188,25 @@ def test_a_dead_end_fails_the_request_alone(loaded: Models) -> None:
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
 
 
+def test_what_was_said_before_a_dead_end_is_told_with_and_without_drafts(loaded: Models) -> None:
+    """Also where guesses are right up to it; and a stop string before it ends the text well."""
+    letters = [loaded("llama").tokenizer.encode(letter)[0] for letter in "the12"]
+    sampling = SamplingParams(temperature=0.0, allowed_tokens=tuple(letters))
+    rules = {"grammar": Grammar('start: /[tx]/ /[hx]/ /[ex]/ "z"'), "sampling": sampling}
+    some = [ask("dead", PROMPT, 20, **rules), ask("stopped", PROMPT, 20, stop=("he",), **rules)]
+    plain = alone(loaded("llama"), some)
+    script = drafters.ScriptedDrafter(lambda want: letters[want.draw.position - len(PROMPT) :])
+    engine = core(loaded("llama"), speculation=Speculation(None, script, FixedDepth(4), lambda: 0.0))
+    drafted = play(engine, [Job(request) for request in some])
+
+    for answers in (plain, drafted):
+        assert isinstance(answers["dead"].end, Failed)
+        assert ("the", letters[:3]) == (answers["dead"].text, answers["dead"].tokens)
+        assert isinstance(answers["stopped"].end, Finished)
+        assert ("t", "he") == (answers["stopped"].text, answers["stopped"].end.stop)
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+
+
 def test_a_complete_grammar_ends_whatever_else_is_asked(loaded: Models) -> None:
     """Ends that are ignored, a shortest length and allowed tokens yield; stops and limits work as ever."""
     grammar = Grammar('start: "the in"')

@@ -246,7 +246,7 @@ def test_weights_that_are_no_numbers_are_refused_in_words(
 ) -> None:
     """Should one hide where the self-test does not look."""
     spoilt = surgery.pack
-    monkeypatch.setattr(surgery, "pack", lambda weight, bits: spoilt(weight.clone().fill_(wrong), bits))
+    monkeypatch.setattr(surgery, "pack", lambda weight, *others: spoilt(weight.clone().fill_(wrong), *others))
 
     with pytest.raises(ModelUnsupported, match="cannot be quantised: a weight is infinite or no number"):
         load_model(folder("llama"), "float32", quantize="int4")

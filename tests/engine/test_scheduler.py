@@ -62,8 +62,8 @@ def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: Refer
     requests = [ask(tier, (*prompt, at), 8, ignore_eos=True, tier=tier) for at, tier in enumerate(("flex", "default"))]
     for request in requests:
         engine.submit(request)
-    for _ in range(3):
         engine.step()
+    engine.step()
     engine._scheduler._preempt()
     assert ["flex"] == [sequence.request.id for sequence in engine._scheduler.waiting]
 

@@ -115,6 +115,29 @@ def test_every_token_is_told_once_and_in_order(text: str) -> None:
     assert tokens == [token for delta in deltas for token in delta.tokens]
 
 
+@given(text=LETTERS, stops=STOPS, least=st.integers(0, 12))
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+def test_no_stop_counts_that_is_complete_too_early(text: str, stops: list[str], least: int) -> None:
+    """Before so many tokens stops are text, and may be part of a later one; held text is released as ever."""
+    early = len(text.encode()[: max(least - 1, 0)].decode(errors="ignore"))
+    whole = TextStream(Bytes(), stops, least=least)
+    released, expected = "", (text, None)
+    for length in range(early + 1, len(text) + 1):
+        if ends := [stop for stop in stops if text[:length].endswith(stop)]:
+            expected = (text[: length - len(max(ends, key=len))], max(ends, key=len))
+            break
+    for token in text.encode():
+        delta = whole.push(token)
+        released += "" if delta is None else delta.text
+        if whole.stop is not None:
+            break
+    else:
+        delta = whole.flush()
+        released += "" if delta is None else delta.text
+
+    assert expected == (released, whole.stop)
+
+
 def test_a_stop_across_three_deltas_is_found() -> None:
     """A stop string may begin in one token and end in a third."""
     assert ("say ", "<|end|>") == joined(b"say <|end|> more", ["<|end|>"])

@@ -14,24 +14,25 @@ FLOORS = {
         attention recurrent disk components | shelf | radix entries | prefix | forward | cache""",
     "engine": """errors status types message noise kernels.reference kernels.crossing kernels.packing kernels.cpu.build
         prefix sight quantize.survey draft.automaton draft.acceptance draft.cost draft.habit | config text lineage
-        outline wording scoring kernels.latent kernels.linear kernels.cpu.native kernels.cpu.linear
-        draft.library draft.offer dialect.source dialect.lark dialect.speech grammar history filters validity | rules
+        outline wording scoring kernels.latent kernels.linear kernels.cpu.native
+        draft.library draft.offer dialect.source dialect.lark dialect.speech grammar history filters validity |
+        kernels.cpu.linear rules
         dialect.json_text dialect.reader dialect.thoughts dialect.schema | dialect.calls | dialect.frame
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
         quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter | runner crossing
         gathering draft.lookup draft.forced draft.seats verify | draft.chain speculation slots selftest | draft.model scheduler load
         stream | draft.heads | draft.head | draft.loading step | core | engine""",
-    "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content store |
-        schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat schemas.completions
-        schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner usage
+    "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content
+        store | schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat
+        schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner usage
         schemas.response_input schemas.anthropic_answer | schemas.responses schemas.response_items schemas.embeddings
-        schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | service logprobs routes.documented
-        lenient tools messages structure responses.items responses.history anthropic.blocks | ability grammar sampling
-        batch responses.writer responses.translation responses.archive anthropic.translation | generation embeddings
-        labels transcript | fold sse turn continuation asking | ndjson reply tokens decisions scoring chunks
-        text_chunks ollama responses.snapshot responses.truncation responses.run anthropic.answer | answering chat
-        completions responses.desk | routes.chat routes.completions routes.capabilities routes.embeddings
+        schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | service logprobs routes.documented lenient
+        tools messages structure responses.items responses.history anthropic.blocks responses.comparison | ability
+        grammar sampling batch responses.writer responses.translation responses.archive | generation embeddings labels
+        transcript anthropic.translation | fold sse turn continuation asking | ndjson reply tokens decisions scoring
+        chunks text_chunks ollama responses.snapshot responses.truncation responses.run anthropic.answer | answering
+        chat completions responses.desk | routes.chat routes.completions routes.capabilities routes.embeddings
         routes.tokens routes.decisions routes.rerank routes.score routes.health routes.metrics routes.models
         routes.ollama routes.responses routes.anthropic | app | lifecycle | cli""",
 }

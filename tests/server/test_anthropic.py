@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from engine.types import Delta, Event, Failed, Request, Started, Usage
 from server.anthropic.blocks import Blocks
 from server.app import create_app
+from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
 PATH = "/v1/messages"
@@ -129,6 +131,21 @@ def test_a_stream_adds_up_to_the_message() -> None:
     assert {"a": 1} == streamed[2]["input"]
     assert whole["usage"] == events[-2]["usage"]
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"]
+
+
+def test_what_is_sent_fits_the_published_types() -> None:
+    """Messages, events and errors validate against the shapes in /openapi.json, with nothing left over."""
+    text = f"<think>\nhm\n</think>\n\nyes{CALL}"
+    asked = {"max_tokens": 9, "tools": [TOOL]}
+
+    def check(shape: Any, value: Any) -> None:
+        TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
+
+    check(AnsweredMessage, post(says(text), **asked).json)
+    for event in told(post(says(text), **asked, stream=True)):
+        check(AnthropicEvent, event)
+    check(AnthropicErrorBody, post(says(text)).json)
+    check(TokenCount, post(says(text), "/count_tokens").json)
 
 
 pieces = st.lists(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
+from pydantic import TypeAdapter
 
-from engine.types import Delta, Event, Failed, Request, Started
+from engine.types import Delta, Event, Failed, Request, Started, Usage
 from server.app import create_app
 from server.errors import INVALID_VALUE, ApiError
 from server.responses.archive import LOST, Archive
 from server.responses.translation import reworded
+from server.schemas.response_items import InputItems, InputTokens, ResponseBody, ResponseDeleted, ResponseEvent
 from server.store import LEASE_SECONDS, Record, Store
 from tests.server import wire
 from tests.server.fakes import (
@@ -107,6 +111,24 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
     assert "Hello" == "".join(event["delta"] for event in told if event["type"].endswith("text.delta"))
     assert "Hello" == told[-1]["response"]["output"][0]["content"][0]["text"]
     assert b"[DONE]" not in answer.body
+
+
+def test_what_is_sent_fits_the_published_types() -> None:
+    """Responses, events, pages and counts validate against the shapes in /openapi.json, with nothing left over."""
+    app = make(says(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
+    asked = {"input": "q", "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
+    streamed = events(post(app, **asked, stream=True))
+    id = streamed[0]["response"]["id"]
+
+    def check(shape: Any, value: Any) -> None:
+        TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
+
+    for event in streamed:
+        check(ResponseEvent, event)
+    check(ResponseBody, get(app, id).json)
+    check(InputItems, get(app, f"{id}/input_items").json)
+    check(InputTokens, post(app, "/input_tokens", input="q").json)
+    check(ResponseDeleted, ask(app, "DELETE", f"{PATH}/{id}").json)
 
 
 def test_input_items_become_a_conversation() -> None:
@@ -309,6 +331,22 @@ def test_a_response_outlives_its_server(tmp_path: Path) -> None:
     assert [("user", "hi"), ("assistant", "Hello"), ("user", "x")] == rendered(engine)
 
 
+def test_a_store_that_breaks_takes_no_answer_with_it(tmp_path: Path) -> None:
+    """Who waits for an answer gets it; what only the store could give is an error, and no work goes on for it."""
+    place = tmp_path / "responses.sqlite"
+    engine = says("a", "b", "c")
+    app = make(engine, store=str(place))
+    assert 200 == post(app, input="hi").status
+    with closing(sqlite3.connect(place)) as other:
+        other.execute("DROP TABLE responses")
+
+    whole, behind = post(app, input="hi").json, post(app, **BACKGROUND)
+    assert "b" == whole["output"][0]["content"][0]["text"]
+    assert (500, "internal_error") == (behind.status, behind.json["error"]["code"])
+    assert 500 == get(app, whole["id"]).status
+    assert set() == engine.running
+
+
 def test_what_is_not_to_be_stored_is_not() -> None:
     """Neither read nor gone on from."""
     app = make(says("a"))
@@ -352,6 +390,32 @@ def test_input_items_come_in_pages() -> None:
     for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("after=none", "after"), ("order=x", "order")):
         refused = get(app, f"{id}/input_items?{query}")
         assert (400, param) == (refused.status, refused.json["error"]["param"])
+
+
+def test_the_use_of_the_cache_is_explained() -> None:
+    """Beside an earlier response: a hit where the prompt goes on from it, else what parts them, and where."""
+    cost = Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=2)
+    engine = FakeEngine(
+        lambda request: [Delta("a", (1,)), finished(request, usage=cost)], tokenizer=FakeTokenizer(HERMES)
+    )
+    app = make(engine)
+    first = post(app, input="hi").json
+
+    def explained(compared: str = first["id"], **body: Any) -> Any:
+        options = {"comparison_response_id": compared}
+        answer = post(app, **{"input": "hi", **body}, prompt_cache_options=options).json
+        assert compared == answer["prompt_cache_options"]["comparison_response_id"]
+        Response.model_validate(answer)
+        return answer["prompt_cache_diagnostics"]
+
+    assert {"type": "cache_hit"} == explained(input="x", previous_response_id=first["id"])
+    missed = {"type": "cache_miss", "cache_missed_tokens": 2, "comparison_reusable_tokens": 1}
+    assert {**missed, "reason": "input_changed"} == explained(input="ho")
+    assert {**missed, "reason": "tools_changed"} == explained(input="ho", tools=[TOOL])
+    assert {"type": "comparison_response_not_found"} == explained("resp_none")
+    cost = Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=0)
+    assert {"type": "unavailable"} == explained()
+    assert "prompt_cache_diagnostics" not in first
 
 
 def test_tokens_are_counted() -> None:

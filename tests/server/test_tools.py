@@ -257,3 +257,18 @@ def test_a_model_without_calls_refuses_tools() -> None:
     )
     assert 200 == chat(FakeEngine(), tools=[], tool_choice="auto").status
     assert 200 == chat(FakeEngine(), tools=TOOLS, tool_choice="none").status
+
+
+def test_a_tool_that_is_not_strict_is_kept_as_far_as_it_can_be() -> None:
+    """Another tool's call is bound as before, and the answer tells what could not be."""
+    weird = {"type": "function", "function": {"name": "weird", "parameters": {"type": "object", "unkeepable": 1}}}
+
+    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES))
+    answer = chat(engine, tools=[TOOLS[0], weird], tool_choice="required")
+
+    (warning,) = answer.json["warnings"]
+    assert "'tools[1].function.parameters' is followed in part" in warning
+    assert engine.requests[0].grammar is not None
+    assert "weird" in engine.requests[0].grammar.source
+    assert "unkeepable" not in engine.requests[0].grammar.source
+    assert "unkeepable" in engine.tokenizer.rendered[0]["tools"][1].parameters

@@ -41,6 +41,7 @@ struct Desk {
     float *keys, *values;      // [TILE][width] in float32, where the pool holds them otherwise
     Gathered part, whole;
     const float *key[TILE], *value[TILE];
+    const bfloat16 *narrow_key[TILE], *narrow_value[TILE];  // where they stand in the pool, if they are read there
     int64_t oldest[BLOCK], newest[BLOCK];  // positions that a line sees: [oldest, newest]
 };
 
@@ -128,12 +129,27 @@ class Kernel {
             fetch(block, tile, from, to, desk);
             score_tile(block, from, to, desk);
             for (int64_t line = 0; line < block.lines; ++line) weigh(tile, line, desk, sums);
-            by_lines(block.lines, [&](int64_t line, auto count) {
-                mix_columns<count()>(desk.scores + line * TILE, desk.value, from, to, sums.values + line * value_width,
-                                     value_width);
-            });
+            if (reads_narrow(block))
+                mix_tile(block, from, to, desk.narrow_value, desk, sums);
+            else
+                mix_tile(block, from, to, desk.value, desk, sums);
         }
         return start < stop;
+    }
+
+    template <class Number>
+    void mix_tile(const Block &block, int64_t from, int64_t to, const Number *const *values, const Desk &desk,
+                  Gathered &sums) const {
+        by_lines(block.lines, [&](int64_t line, auto count) {
+            mix_columns<count()>(desk.scores + line * TILE, values, from, to, sums.values + line * value_width, value_width);
+        });
+    }
+
+    // Whether numbers are brought to float32 where they are used, not before: that pays where few lines use them
+    // (measured: a third of the time of a decode).
+    bool reads_narrow(const Block &block) const {
+        return std::is_same_v<Element, bfloat16> && block.lines < MANY && key_width == call.keys.width &&
+               value_width == call.values.width;
     }
 
     int64_t cell(const Segment &segment, int64_t position) const {
@@ -144,6 +160,7 @@ class Kernel {
     // Where the keys and values of a tile's positions [from, to) stand as float32.
     void fetch(const Block &block, int64_t tile, int64_t from, int64_t to, Desk &desk) const {
         const Segment &segment = *block.segment;
+        const bool narrow = reads_narrow(block);
         for (int64_t at = from; at < to; ++at) {
             // What follows in a run, processors guess on their own, and better.
             if (segment.cells && tile + at + AHEAD < segment.start + segment.rows) {
@@ -152,12 +169,20 @@ class Kernel {
                 ask_for(call.values, stored(call.values, block.head, later));
             }
             const int64_t own = cell(segment, tile + at);
+            if (narrow) {
+                desk.narrow_key[at] = touched((const bfloat16 *)stored(call.keys, block.head, own), key_width);
+                desk.narrow_value[at] = touched((const bfloat16 *)stored(call.values, block.head, own), value_width);
+                continue;
+            }
             desk.key[at] = fetch_one(call.keys, key_width, block.head, own, desk.keys + at * key_width);
             desk.value[at] = fetch_one(call.values, value_width, block.head, own, desk.values + at * value_width);
         }
         // Keys are scored KEYS or LANES at a time: others than asked for are some that may be read.
-        for (int64_t at = from / LANES * LANES; at < from; ++at) desk.key[at] = desk.key[from];
-        for (int64_t at = to; at % LANES; ++at) desk.key[at] = desk.key[from];
+        const auto fill = [&](auto *keys) {
+            for (int64_t at = from / LANES * LANES; at < from; ++at) keys[at] = keys[from];
+            for (int64_t at = to; at % LANES; ++at) keys[at] = keys[from];
+        };
+        narrow ? fill(desk.narrow_key) : fill(desk.key);
     }
 
     const Element *stored(const Plane &plane, int64_t head, int64_t cell) const {
@@ -180,9 +205,14 @@ class Kernel {
 
     void score_tile(const Block &block, int64_t from, int64_t to, Desk &desk) const {
         if (block.lines >= MANY) return score_tile_turned(block, from, to, desk);
+        reads_narrow(block) ? score_keys(block, from, to, desk.narrow_key, desk) : score_keys(block, from, to, desk.key, desk);
+    }
+
+    template <class Number>
+    void score_keys(const Block &block, int64_t from, int64_t to, const Number *const *keys, const Desk &desk) const {
         for (int64_t key = from / KEYS * KEYS; key < to; key += KEYS) {
             by_lines(block.lines, [&](int64_t line, auto count) {
-                score<count()>(desk.queries + line * key_width, desk.key + key, key_width, desk.scores + line * TILE + key);
+                score<count()>(desk.queries + line * key_width, keys + key, key_width, desk.scores + line * TILE + key);
             });
         }
     }

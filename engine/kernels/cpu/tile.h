@@ -44,15 +44,15 @@ struct Gathered {
 };
 
 // Scores of KEYS keys for some lines: scores[line][key] = query[line] . key.
-template <int COUNT>
-inline void score(const float *queries, const float *const *keys, int64_t width, float *scores) {
+template <int COUNT, class Number>
+inline void score(const float *queries, const Number *const *keys, int64_t width, float *scores) {
     Vector products[COUNT][KEYS] = {};
     for (int64_t at = 0; at < width; at += LANES) {
         Vector query[COUNT];
         for (int line = 0; line < COUNT; ++line) query[line] = load(queries + line * width + at);
 #pragma GCC unroll 8
         for (int key = 0; key < KEYS; ++key) {
-            const Vector column = kept(load(keys[key] + at));
+            const Vector column = kept(wide(keys[key] + at));
             for (int line = 0; line < COUNT; ++line) products[line][key] += query[line] * column;
         }
     }
@@ -103,19 +103,19 @@ inline void score_turned(const float *queries, const float *turned, int64_t widt
 }
 
 // Add the values [from, to) of a tile, weighted, to COUNT lines' sums; WIDE vectors of columns.
-template <int COUNT, int WIDE>
-inline void mix(const float *weights, const float *const *values, int64_t from, int64_t to, int64_t at, float *sums,
+template <int COUNT, int WIDE, class Number>
+inline void mix(const float *weights, const Number *const *values, int64_t from, int64_t to, int64_t at, float *sums,
                 int64_t width) {
     Vector own[COUNT][WIDE];
     for (int line = 0; line < COUNT; ++line)
         for (int column = 0; column < WIDE; ++column) own[line][column] = load(sums + line * width + at + column * LANES);
     for (int64_t key = from; key < to; ++key) {
-        const float *value = values[key] + at;
+        const Number *value = values[key] + at;
         Vector weight[COUNT];
         for (int line = 0; line < COUNT; ++line) weight[line] = spread(weights[line * TILE + key]);
 #pragma GCC unroll 8
         for (int column = 0; column < WIDE; ++column) {
-            const Vector part = kept(load(value + column * LANES));
+            const Vector part = kept(wide(value + column * LANES));
             for (int line = 0; line < COUNT; ++line) own[line][column] += weight[line] * part;
         }
     }
@@ -123,8 +123,8 @@ inline void mix(const float *weights, const float *const *values, int64_t from, 
         for (int column = 0; column < WIDE; ++column) store(sums + line * width + at + column * LANES, own[line][column]);
 }
 
-template <int COUNT>
-inline void mix_columns(const float *weights, const float *const *values, int64_t from, int64_t to, float *sums,
+template <int COUNT, class Number>
+inline void mix_columns(const float *weights, const Number *const *values, int64_t from, int64_t to, float *sums,
                         int64_t width) {
     int64_t at = 0;
     for (; at + COLUMNS * LANES <= width; at += COLUMNS * LANES)

@@ -122,7 +122,15 @@ def _mistral_list(calls: Calls) -> str:
     return f"[TOOL_CALLS] [{_objects(calls)}]"
 
 
+def _seed(calls: Calls) -> str:
+    return _qwen_xml(calls).replace("tool_call>", "seed:tool_call>")
+
+
 def _phi(calls: Calls) -> str:
+    return "".join(f"<|tool_call|>{_objects([call])}<|/tool_call|>" for call in calls)
+
+
+def _phi_list(calls: Calls) -> str:
     return f"<|tool_call|>[{_objects(calls)}]<|/tool_call|>"
 
 
@@ -212,7 +220,11 @@ SPEAKERS = {
     "mistral": Speaker("[TOOL_CALLS][ARGS]", _MISTRAL, _mistral, ("[THINK]", "[/THINK]")),
     "mistral numbered": Speaker("[TOOL_CALLS][CALL_ID][ARGS]", _MISTRAL, _mistral_numbered, ("[THINK]", "[/THINK]")),
     "mistral list": Speaker("[TOOL_CALLS]", _MISTRAL[:1], _mistral_list, ("", "")),
-    "phi": Speaker(_THINK + "<|tool_call|><|/tool_call|>", (), _phi),
+    "seed": Speaker(
+        "<seed:think></seed:think><seed:tool_call><function=", (), _seed, ("<seed:think>", "</seed:think>")
+    ),
+    "phi": Speaker(_THINK + "<|tool_call|>{}<|/tool_call|>", (), _phi),
+    "phi list": Speaker(_THINK + "<|tool_call|><|/tool_call|>", (), _phi_list),
     "granite": Speaker(_THINK + "<|tool_call|>", ("<|tool_call|>",), _granite),
     "cohere": Speaker(
         "<|START_THINKING|><|END_THINKING|><|START_ACTION|>",
@@ -222,7 +234,7 @@ SPEAKERS = {
     ),
     "deepseek 3": Speaker(_THINK + "<｜tool▁calls▁begin｜>```json", _DEEPSEEK, _deepseek_3),
     "deepseek 3.1": Speaker(_THINK + "<｜tool▁calls▁begin｜>", _DEEPSEEK, _deepseek_3_1),
-    "kimi": Speaker(_THINK + "<|tool_calls_section_begin|>", _KIMI, _kimi),
+    "kimi": Speaker(_THINK + "{% if tools %}", _KIMI, _kimi),
     "gemma": Speaker(
         "<|tool_call><|channel><channel|>",
         ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),

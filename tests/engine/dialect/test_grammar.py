@@ -209,3 +209,15 @@ def test_reasoning_may_come_before_required_calls() -> None:
 
     assert all(isinstance(pieces[0], Reasoning | CallOpened) for pieces in found)
     assert any(isinstance(pieces[0], Reasoning) for pieces in found)
+
+
+@everyone
+def test_a_loose_schema_is_kept_as_far_as_it_can_be(name: str) -> None:
+    """What llguidance does not know in the schema of a tool that is not strict costs that keyword only."""
+    unknown = {"type": "string", "pattern": "^(?=x)", "not": {"const": "y"}, "format": "moon"}
+    schema = {"type": "object", "properties": {"a": unknown, "b": True}, "dependentRequired": {"a": ["b"]}}
+    loose = [Tool("ring-2", "", json.dumps(schema))]
+    grammar = dialect(name).grammar(loose, ToolChoice("required"), None, SPEAKERS[name].opened)
+
+    assert grammar is not None
+    assert not LLMatcher(vocabulary(name)[1], LLMatcher.grammar_from_lark(grammar.source)).get_error()

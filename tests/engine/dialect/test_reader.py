@@ -126,6 +126,18 @@ def test_text_that_looks_like_a_call_is_text() -> None:
         assert [Text(text)] == read(llama, text)
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama", "harmony"])
+def test_what_is_read_on_trial_has_an_end(name: str) -> None:
+    """Space without end, and an opening behind an opening, are read once, not again and again."""
+    dialect, space = SPEAKERS[name].dialect, " " * 5000
+    call = SPEAKERS["hermes"].write([("ring-2", {})])
+
+    assert [Text(f"{space}a")] == read(SPEAKERS["hermes"].dialect, [f"{space}a"])
+    assert [Text(f"<tool_call>{space}{{")] == read(SPEAKERS["hermes"].dialect, [f"<tool_call>{space}{{"])
+    assert calls_of(read(SPEAKERS["hermes"].dialect, [f"{'<tool_call>' * 500}{space}{call}"]))
+    assert read(dialect, [space * 3]) == read(dialect, [space, space, space])
+
+
 def test_without_tools_calls_are_text() -> None:
     """Nobody asked for calls, so there are none."""
     text = SPEAKERS["hermes"].write([("ring-2", {})])

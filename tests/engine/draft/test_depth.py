@@ -237,6 +237,20 @@ def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
     assert 4 < trials[10.0] < trials[0.0] / 2
 
 
+def test_the_likelier_of_two_kinds_is_known_and_the_other_is_not_given_up() -> None:
+    """By what was judged; what was not tried for long is taken once more."""
+    depth = AdaptiveDepth()
+    for number in range(200):
+        for kind, chosen in (("a", 4), ("b", 4)) if number < 20 else (("b", 4),):
+            depth.choose([Candidate(kind, chosen)], rows=1)
+            depth.verified(kind, chosen, 0 if kind == "a" else chosen)
+        depth.stepped(2, 1.0)
+        if number == 19:
+            assert (False, True) == (depth.likelier("a", "b"), depth.likelier("b", "a"))
+
+    assert depth.likelier("a", "b")
+
+
 def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world that does not change, most choices are those made before."""
     thoughts = []
@@ -264,4 +278,5 @@ def test_a_fixed_depth_is_fixed() -> None:
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
     assert not depth.rests(KIND)
+    assert depth.likelier(KIND, "other")
     assert FixedDepth(0).rests(KIND)

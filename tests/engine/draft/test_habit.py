@@ -14,10 +14,13 @@ def recalled(habit: Habit, question: str) -> int:
 
 
 def test_what_was_often_right_is_asked_seldom() -> None:
-    """An answer is given once, three times, seven times before it is thought over; a new one must prove itself."""
+    """An answer is given once, three times, seven times before it is thought over; a new one must prove itself.
+
+    How many have what lies between does not make it another.
+    """
     habit, times = Habit(), []
-    for answer in ((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (3, 4), (3, 4)):
-        habit.learn("who", answer)
+    for answer in ((2, 1), (2, 1), (2, 2, 1), (2, 1), (2, 1), (4, 3), (4, 3)):
+        habit.learn("who", {"model": answer})
         times.append(recalled(habit, "who"))
 
     assert [0, 1, 3, 7, 7, 0, 1] == times
@@ -27,20 +30,20 @@ def test_another_question_is_thought_over() -> None:
     """What was learnt of one question is no answer to another."""
     habit = Habit()
     for _ in range(3):
-        habit.learn("who", (1,))
+        habit.learn("who", {"model": (1,)})
 
     assert habit.recall("when") is None
-    assert (1,) == habit.recall("who")
+    assert {"model": (1,)} == habit.recall("who")
 
 
 def test_an_exception_is_no_habit() -> None:
     """It is given as often as was said, and then one thinks, and begins anew."""
     habit = Habit()
     for _ in range(4):
-        habit.learn("who", (1,))
-    habit.learn("who", (5,))
+        habit.learn("who", {"model": (1,)})
+    habit.learn("who", {"model": (5,)})
     habit.hold(2)
 
     assert 2 == recalled(habit, "who")
-    habit.learn("who", (1,))
+    habit.learn("who", {"model": (1,)})
     assert 0 == recalled(habit, "who")
