@@ -29,7 +29,7 @@ __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 # Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
 _CURIOSITY, _PATIENCE = 0.005, 500
 # Steps are alike whose rows, in halvings, differ by less than one part in so many.
-_LIKE = 4
+_LIKE = 3
 # Weight of a new measurement of drafting, and how far one may pull.
 _WEIGHT, _CLAMP = 0.15, 0.25
 # Steps after which drafts of a kind may have become better than they were.

@@ -28,8 +28,8 @@ class Habit:
         return self._answer
 
     def learn(self, question: Hashable, answer: Answer) -> None:
-        """What thinking came to."""
-        same = question == self._question and _gist(answer) == _gist(self._answer)
+        """What thinking came to. An answer that was right for other questions too has proven itself."""
+        same = _gist(answer) == _gist(self._answer)
         self._streak = min(self._streak + 1, _LONGEST) if same else 0
         self._question, self._answer, self._left = question, answer, 2**self._streak - 1
 
