@@ -142,6 +142,8 @@ def tapped(model: Any, wanted: Tensor, pooled: Tensor) -> Iterator[Tap]:
 
     with model.get_output_embeddings().register_forward_pre_hook(narrow):
         yield tap
+    if tap.states.shape[0] != pooled.shape[0]:
+        raise NotImplementedError("the model makes its logits without its output layer")
 
 
 def encode(model: Any, media: Mapping[str, Tensor], start: int) -> dict[int, tuple[Tensor, Tensor]]:

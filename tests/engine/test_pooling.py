@@ -141,6 +141,14 @@ def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
     assert torch.equal(rows[[0, 3, 5]], tap.states)
 
 
+def test_a_model_that_goes_around_its_output_layer_is_told() -> None:
+    """Rather than to hand out a vector of nothing."""
+    model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
+
+    with pytest.raises(NotImplementedError), hooks.tapped(model, torch.tensor([0]), torch.tensor([0])):
+        pass
+
+
 def test_a_pool_takes_what_it_needs_in_any_pieces() -> None:
     """A mean needs all rows once, in order; the last state needs one."""
     states = torch.arange(12.0).view(6, 2)

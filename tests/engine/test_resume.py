@@ -113,7 +113,8 @@ def test_what_was_given_up_comes_back_from_host_memory(talks: Talks, kind: str, 
     for position in positions:
         memory.clear(1)
         memory.forget()
-        expected = talk.thinned(position, (*MARKS, LENGTH)) if position >= LEAST_LOADED else 0
+        deepest = talk.thinned(position, (*MARKS, LENGTH))
+        expected = deepest if deepest >= LEAST_LOADED else 0
 
         assert expected == memory.recall(1, talk.tokens[:position])
         assert talk.goes_on(memory, 1, position), position
