@@ -152,6 +152,9 @@ class Speculation:
                 offers.append(_Offer(sequence, drafter, want, tokens))
             elif slow is not None:
                 offers.append(_Offer(sequence, slow, want))
+        offered = {offer.drafter.kind for offer in offers}
+        for kind in {drafter.kind for drafter, _ in known.values()} - offered:
+            self._depth.outdone(kind)
         return offers
 
     def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:

@@ -70,7 +70,7 @@ class Options:
     draft_quantize
         As --quantize, for the draft model. Default: the same.
     shelf
-        Folder where computed prompts are kept for the next start. Default: they end with the process.
+        Folder where computed prompts are kept for the next start; none, the default: they end with the process.
     shelf_bytes
         Bytes that the files in the folder may take.
     shelf_memory_bytes
@@ -137,7 +137,7 @@ class Options:
             draft_model=self.draft_model or None,
             draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
             draft_quantize=self.draft_quantize,
-            shelf=self.shelf or None,
+            shelf=None if self.shelf in (None, "", "none") else self.shelf,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,
             store=self.store or None,

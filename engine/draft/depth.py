@@ -47,6 +47,9 @@ class Depth(Protocol):
     def likelier(self, kind: str, other: str) -> bool:
         """Whether drafts of a kind seem to be right as often as those of another, that take longer to make."""
 
+    def outdone(self, kind: str) -> None:
+        """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
+
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
 
@@ -79,6 +82,9 @@ class FixedDepth:
     def likelier(self, kind: str, other: str) -> bool:
         """Nothing is known."""
         return True
+
+    def outdone(self, kind: str) -> None:
+        """Nothing is learnt."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The depth, or less where a candidate's limit is less."""
@@ -125,6 +131,10 @@ class AdaptiveDepth:
         """By their first tokens, or where drafts of the kind were not considered for long."""
         one, two = (self._acceptance.setdefault(each, Acceptance()) for each in (kind, other))
         return one.survival(1) >= two.survival(1) or self._steps - self._considered.get(kind, 0) > _LONG_AGO
+
+    def outdone(self, kind: str) -> None:
+        """The kind need not be asked for some steps."""
+        self._rests.setdefault(kind, _Rest()).decide(0, self._steps)
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""

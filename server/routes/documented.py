@@ -13,6 +13,7 @@ from server.schemas.anthropic_answer import AnthropicEvent
 from server.schemas.chat import ChatChunk
 from server.schemas.completions import Completion
 from server.schemas.errors import ErrorBody
+from server.schemas.ollama import Line
 from server.schemas.response_items import ResponseEvent
 
 REFERENCE = "#/components/schemas/{model}"
@@ -25,8 +26,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def streamed(whole: type, chunk: Any) -> dict[int | str, dict[str, Any]]:
     """The answer of a route that can stream: JSON, or events that each hold JSON."""
-    event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(chunk)}
-    return {200: {"model": whole, "content": {"text/event-stream": {"schema": event}}}}
+    return _also(whole, "text/event-stream", chunk)
+
+
+def lined(line: type) -> dict[int | str, dict[str, Any]]:
+    """The answer of a route that can stream: JSON, or such JSON a line."""
+    return _also(line, "application/x-ndjson", line)
 
 
 def install(app: FastAPI) -> None:
@@ -38,11 +43,16 @@ def install(app: FastAPI) -> None:
             if isinstance(route, StrictRoute):
                 route.describe()
         document = plain()
-        for chunk in (ChatChunk, Completion, ResponseEvent, AnthropicEvent):
+        for chunk in (ChatChunk, Completion, ResponseEvent, AnthropicEvent, Line):
             document["components"]["schemas"].update(_definitions(chunk))
         return document
 
     app.openapi = complete  # type: ignore[method-assign]
+
+
+def _also(whole: type, media: str, part: Any) -> dict[int | str, dict[str, Any]]:
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(part)}
+    return {200: {"model": whole, "content": {media: {"schema": text}}}}
 
 
 @functools.cache

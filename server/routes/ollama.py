@@ -17,7 +17,7 @@ from server.errors import INVALID_VALUE, ApiError
 from server.generation import generate
 from server.ndjson import LineStream
 from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now
-from server.routes.documented import RESPONSES
+from server.routes.documented import lined
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
     Asking,
@@ -28,11 +28,18 @@ from server.schemas.ollama import (
     GenerateRequest,
     Line,
     OllamaChatRequest,
+    OllamaErrorBody,
     ShowRequest,
+    Version,
 )
 from server.service import Service
 from server.turn import chat_turn
 from server.version import version
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OllamaErrorBody, "description": "The request cannot be served as it is, or not now."},
+    "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
+}
 
 # Clients write a tag behind every name; here a name has one model.
 _TAG = ":latest"
@@ -46,7 +53,7 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _add_chats(app: FastAPI, service: Service) -> None:
-    @app.post("/api/chat", responses={**RESPONSES, 200: {"model": Line}})
+    @app.post("/api/chat", responses={**RESPONSES, **lined(Line)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         model = _ready(service, body)
@@ -54,7 +61,7 @@ def _add_chats(app: FastAPI, service: Service) -> None:
             return Json({**_loaded(model), "message": {"role": "assistant", "content": ""}})
         return await _answer(service, request, chat_body(body, model), plain=False)
 
-    @app.post("/api/generate", responses={**RESPONSES, 200: {"model": Line}})
+    @app.post("/api/generate", responses={**RESPONSES, **lined(Line)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
         model = _ready(service, body)
@@ -92,10 +99,10 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:
-    @app.get("/api/version", responses=RESPONSES)
+    @app.get("/api/version", responses={**RESPONSES, 200: {"model": Version}})
     async def tell_version() -> Response:
         """The version of this server."""
-        return Json({"version": version()})
+        return Json(Version(version=version()))
 
     @app.get("/api/tags", responses=RESPONSES)
     async def tags() -> Response:

@@ -190,3 +190,15 @@ class Embedding(TypedDict):
     """The vector of one text."""
 
     embedding: list[float]
+
+
+class OllamaErrorBody(TypedDict):
+    """What every answer with a status of 400 or more holds, and the last line of a stream that broke."""
+
+    error: str
+
+
+class Version(TypedDict):
+    """The version of the server."""
+
+    version: str

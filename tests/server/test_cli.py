@@ -146,7 +146,7 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     )
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
     assert (None, None) == (parsed(CELLAR_DRAFT_MODEL="").draft_model, parsed("--draft-tokens", "auto").draft_tokens)
-    assert (None, "x") == (parsed(CELLAR_SHELF="").shelf, parsed(CELLAR_SHELF="x").shelf)
+    assert [None, None, "x"] == [parsed(CELLAR_SHELF=name).shelf for name in ("", "none", "x")]
 
 
 def test_the_settings_reach_the_engine() -> None:

@@ -251,6 +251,18 @@ def test_the_likelier_of_two_kinds_is_known_and_the_other_is_not_given_up() -> N
     assert depth.likelier("a", "b")
 
 
+def test_a_kind_that_is_outdone_rests() -> None:
+    """The oftener, the longer; it is asked again all the same."""
+    depth, asked = AdaptiveDepth(), 0
+    for _ in range(400):
+        if not depth.rests("lookup"):
+            asked += 1
+            depth.outdone("lookup")
+        depth.stepped(1, 1.0)
+
+    assert 10 < asked < 30
+
+
 def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world that does not change, most choices are those made before."""
     thoughts = []
@@ -274,6 +286,7 @@ def test_a_fixed_depth_is_fixed() -> None:
     depth.verified(KIND, 3, 0)
     depth.drafted(KIND, 3, 100.0)
     depth.caught_up(KIND, 3, 100.0)
+    depth.outdone(KIND)
     depth.stepped(4, 100.0)
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
