@@ -128,7 +128,7 @@ class Tap:
 def tapped(model: Any, wanted: Tensor, pooled: Tensor) -> Iterator[Tap]:
     """Inside the block, a forward asked for the rows `kept` leaves the states of `pooled` and gives logits of `wanted`.
 
-    Both are ascending. The states are those behind the last norm; their rows have no logits, the most of a row's memory.
+    Both are ascending. The states are those behind the last norm; their rows get no logits, which take most memory.
     """
     tap = Tap(torch.unique(torch.cat((wanted, pooled))), torch.empty(0))
 

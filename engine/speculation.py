@@ -85,7 +85,7 @@ class Speculation:
         rows  of the step without drafts
         room  for drafts, all together
         """
-        offers = self._offers(sequences)
+        offers = self._offers(sequences, rows)
         if not offers or room < 1:
             return {}
         chosen: dict[Running, int] = {}
@@ -139,9 +139,9 @@ class Speculation:
     def _drafters(self) -> list[Drafter]:
         return [drafter for drafter in (self._quick, self._slow, self._forced) if drafter is not None]
 
-    def _offers(self, sequences: Sequence[Running]) -> list[_Offer]:
+    def _offers(self, sequences: Sequence[Running], rows: int) -> list[_Offer]:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
-        served = {drafter.kind: self._served(drafter, sequences) for drafter in self._drafters}
+        served = {drafter.kind: self._served(drafter, sequences, rows) for drafter in self._drafters}
         anyone = set().union(*served.values())
         wants = {one: want for one in sequences if one in anyone and (want := self._want(one)).limit > 0}
         known, offers = self._known(wants, served), []
@@ -154,16 +154,16 @@ class Speculation:
                 offers.append(_Offer(sequence, slow, want))
         offered = {offer.drafter.kind for offer in offers}
         for kind in {drafter.kind for drafter, _ in known.values()} - offered:
-            self._depth.outdone(kind)
+            self._depth.outdone(kind, rows)
         return offers
 
     def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
         """Whether what a drafter knows is better than what the slow one would say."""
         return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
 
-    def _served(self, drafter: Drafter, sequences: Sequence[Running]) -> set[Running]:
+    def _served(self, drafter: Drafter, sequences: Sequence[Running], rows: int) -> set[Running]:
         """Whom a drafter may guess for, and where it seems worth a thought."""
-        rests, kind = self._depth.rests(drafter.kind), drafter.kind
+        rests, kind = self._depth.rests(drafter.kind, rows), drafter.kind
         if drafter is self._forced:
             sequences = [one for one in sequences if one.request.grammar is not None]
         return {one for one in sequences if one.may_draft(kind) and (not rests or _settled(one))}

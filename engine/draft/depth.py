@@ -34,20 +34,20 @@ _LIKE = 3
 _WEIGHT, _CLAMP = 0.15, 0.25
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
-# Steps for which a kind whose drafts do not pay is not even asked, at most.
-_LONGEST_REST = 31
+# Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
+_LONGEST_REST, _FEWER = 31, 0.8
 
 
 class Depth(Protocol):
     """Chooses depths, and is told what came of it."""
 
-    def rests(self, kind: str) -> bool:
-        """Whether drafts of a kind are not worth being considered in the next step."""
+    def rests(self, kind: str, rows: int) -> bool:
+        """Whether drafts of a kind are not worth being considered in the next step, which computes `rows` anyway."""
 
     def likelier(self, kind: str, other: str) -> bool:
         """Whether drafts of a kind seem to be right as often as those of another, that take longer to make."""
 
-    def outdone(self, kind: str) -> None:
+    def outdone(self, kind: str, rows: int) -> None:
         """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
@@ -75,7 +75,7 @@ class FixedDepth:
     def __init__(self, depth: int) -> None:
         self._depth = depth
 
-    def rests(self, kind: str) -> bool:
+    def rests(self, kind: str, rows: int) -> bool:
         """Only where nothing is ever drafted."""
         return self._depth == 0
 
@@ -83,7 +83,7 @@ class FixedDepth:
         """Nothing is known."""
         return True
 
-    def outdone(self, kind: str) -> None:
+    def outdone(self, kind: str, rows: int) -> None:
         """Nothing is learnt."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
@@ -122,19 +122,19 @@ class AdaptiveDepth:
         # What the choice is expected to lose; None: it is the best that is known.
         self._trial: float | None = None
 
-    def rests(self, kind: str) -> bool:
+    def rests(self, kind: str, rows: int) -> bool:
         """Whether drafts of a kind did not pay lately; they are looked at again after 31 steps at most."""
         rest = self._rests.get(kind)
-        return rest is not None and self._steps < rest.until
+        return rest is not None and self._steps < rest.until and rows > _FEWER * rest.rows
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
         one, two = (self._acceptance.setdefault(each, Acceptance()) for each in (kind, other))
         return one.survival(1) >= two.survival(1) or self._steps - self._considered.get(kind, 0) > _LONG_AGO
 
-    def outdone(self, kind: str) -> None:
+    def outdone(self, kind: str, rows: int) -> None:
         """The kind need not be asked for some steps."""
-        self._rests.setdefault(kind, _Rest()).decide(0, self._steps)
+        self._rests.setdefault(kind, _Rest()).decide(0, self._steps, rows)
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
@@ -186,7 +186,7 @@ class AdaptiveDepth:
             deepest = max(depth for one, depth in zip(candidates, depths, strict=True) if one.kind == kind)
             acceptance.tried(deepest)
             if self._trial is None:
-                self._rests.setdefault(kind, _Rest()).decide(deepest, self._steps)
+                self._rests.setdefault(kind, _Rest()).decide(deepest, self._steps, rows)
         return depths
 
     def _decide(self, offer: Offer, rows: Numbers, passed: int) -> Choice:
@@ -205,15 +205,19 @@ class AdaptiveDepth:
 
 @dataclass(slots=True)
 class _Rest:
-    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay."""
+    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay.
+
+    rows  of the step in which it did not
+    """
 
     until: int = 0
     length: int = 0
+    rows: int = 0
 
-    def decide(self, deepest: int, step: int) -> None:
-        """Whether anything was drafted in this step."""
+    def decide(self, deepest: int, step: int, rows: int) -> None:
+        """Whether anything was drafted in this step, and how many rows it had anyway."""
         self.length = 0 if deepest else min(2 * self.length + 1, _LONGEST_REST)
-        self.until = step + self.length
+        self.until, self.rows = step + self.length, rows
 
 
 def _by_kind(candidates: Sequence[Candidate], depths: Sequence[int]) -> dict[str, list[int]]:

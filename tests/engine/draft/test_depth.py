@@ -208,7 +208,7 @@ def test_a_kind_that_does_not_pay_rests() -> None:
     """Always wrong, it is soon left in peace for most steps; it is tried again, and the other kind never rests."""
     depth, asked = AdaptiveDepth(), {"good": 0, "bad": 0}
     for number in range(600):
-        awake = [kind for kind in asked if not depth.rests(kind)]
+        awake = [kind for kind in asked if not depth.rests(kind, 2)]
         depths = depth.choose([Candidate(kind, 4) for kind in awake], rows=2)
         for kind, chosen in zip(awake, depths, strict=True):
             asked[kind] += number >= 100
@@ -225,7 +225,7 @@ def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
     for reading in (0.0, 10.0):
         depth, trials[reading] = AdaptiveDepth(), 0
         for number in range(20_000):
-            chosen = [] if depth.rests(KIND) else depth.choose([Candidate(KIND, 4)], rows=1)
+            chosen = [] if depth.rests(KIND, 1) else depth.choose([Candidate(KIND, 4)], rows=1)
             if any(chosen):
                 trials[reading] += number > 1000
                 depth.verified(KIND, 1, 0)
@@ -255,12 +255,14 @@ def test_a_kind_that_is_outdone_rests() -> None:
     """The oftener, the longer; it is asked again all the same."""
     depth, asked = AdaptiveDepth(), 0
     for _ in range(400):
-        if not depth.rests("lookup"):
+        if not depth.rests("lookup", 4):
             asked += 1
-            depth.outdone("lookup")
+            depth.outdone("lookup", 4)
         depth.stepped(1, 1.0)
 
     assert 10 < asked < 30
+    assert depth.rests("lookup", 4)
+    assert not depth.rests("lookup", 3), "what does not pay beside many rows may pay beside few"
 
 
 def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,10 +288,10 @@ def test_a_fixed_depth_is_fixed() -> None:
     depth.verified(KIND, 3, 0)
     depth.drafted(KIND, 3, 100.0)
     depth.caught_up(KIND, 3, 100.0)
-    depth.outdone(KIND)
+    depth.outdone(KIND, 4)
     depth.stepped(4, 100.0)
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
-    assert not depth.rests(KIND)
+    assert not depth.rests(KIND, 1)
     assert depth.likelier(KIND, "other")
-    assert FixedDepth(0).rests(KIND)
+    assert FixedDepth(0).rests(KIND, 1)
