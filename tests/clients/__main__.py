@@ -1,6 +1,7 @@
-"""Start a server, run each environment's tests against it, and write docs/compatibility.md from what came out.
+"""Start a server for each environment, run its tests against it, and write docs/compatibility.md from what came out.
 
-python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation
+python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation \
+    fuzz=.venv/clients-fuzz
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +34,10 @@ PACKAGES = {
     "test_ollama": "ollama",
     "test_openai": "openai",
     "test_pydantic_ai": "pydantic-ai-slim",
+    "test_schemathesis": "schemathesis",
 }
+# What else a server is started with, by the name of an environment: ten thousand answers had better be short.
+FLAGS = {"fuzz": ("--context", "256")}
 HEAD = """# Clients
 
 Other people's clients against a server with the bundled model. `make test-clients` runs them and writes this page; each
@@ -47,8 +51,8 @@ number is the tests that passed, of those there are.
 def main(environments: Mapping[str, Path]) -> int:
     """Run all; the number of tests that failed."""
     rows: dict[tuple[str, str], dict[str, list[bool]]] = {}
-    with _server() as url:
-        for name, folder in environments.items():
+    for name, folder in environments.items():
+        with _server(FLAGS.get(name, ())) as url:
             for file, features in _results(url, name, folder).items():
                 package = PACKAGES[file]
                 rows[package, _version(folder, package)] = features
@@ -57,10 +61,10 @@ def main(environments: Mapping[str, Path]) -> int:
 
 
 @contextmanager
-def _server() -> Iterator[str]:
+def _server(more: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--shelf", "none"]
+        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--shelf", "none", *more]
         with log.open("w") as errors, serving(flags, errors) as url:
             yield url
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 URL = os.environ.get("CELLAR_CLIENTS_URL")
-collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*"]
+collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*"]
 
 
 @pytest.fixture(scope="session")
