@@ -242,7 +242,7 @@ class Core:
         reason = sequence.deadlock(said.tokens)
         if reason is not None:
             self._hear_tokens(said)
-        self._fail(sequence, reason or "the model's output has no finite value here")
+        self._fail(sequence, reason or "the model's output has no finite value here", own=reason is not None)
 
     def _hear_tokens(self, said: Said) -> None:
         """Take what a sequence said, up to its end or a None."""
@@ -306,11 +306,11 @@ class Core:
         self._scheduler.remove(sequence)
         self._close(sequence)
 
-    def _fail(self, sequence: Sequence, reason: str) -> None:
+    def _fail(self, sequence: Sequence, reason: str, *, own: bool = False) -> None:
         if sequence.request.id not in self._sequences:
             return  # it ended in this very step, before another row broke
         self._totals["failed"] += 1
-        self._say(sequence, Failed(reason))
+        self._say(sequence, Failed(reason, own))
         # What broke it may stand in its cells: nobody else shall have them.
         self._scheduler.discard(sequence)
         self._close(sequence)

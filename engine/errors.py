@@ -15,6 +15,7 @@ EngineError
 │   ├── Draining          the server is going down
 │   └── EngineDead        the engine thread ended
 └── SequenceFailed        a running sequence broke; the others go on
+    └── Unsatisfiable     by its own rules, which leave nothing to say: it would break again
 """
 
 from __future__ import annotations
@@ -128,3 +129,7 @@ class SequenceFailed(EngineError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Unsatisfiable(SequenceFailed):
+    """What the request allows leaves no token to say: the same request would end the same way."""

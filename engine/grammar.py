@@ -19,7 +19,8 @@ from engine.prefix import common_prefix
 # are llguidance's defaults: each bounds a compile or a mask to some tens of milliseconds.
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000,
-    initial_lexer_fuel=1_000_000,
+    # Less than the default, which lets nested repetitions compute for seconds.
+    initial_lexer_fuel=400_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
@@ -27,6 +28,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _SILENT = 0
+# A limit that is met so few tokens after a new beginning was met by this text alone.
+_OWN_TOKENS = 32
 
 
 class Compiled:
@@ -67,6 +70,9 @@ class Matcher:
         self._said: list[int] = []
         # What the state has taken behind the text.
         self._ahead: list[int] = []
+        # Where it began anew, in tokens of the text; and the guesses behind which a limit was met.
+        self._renewed = -_OWN_TOKENS
+        self._limit: tuple[int, ...] | None = None
         self.error = ""
 
     def append(self, token: int) -> None:
@@ -75,6 +81,7 @@ class Matcher:
             self._go((token,))
         del self._ahead[:1]
         self._said.append(token)
+        self._limit = None
 
     def allowed(self, guessed: Sequence[int]) -> Tensor | None:
         """Which tokens may come behind the text and `guessed` [size]; None where the grammar forbids the guesses.
@@ -82,13 +89,17 @@ class Matcher:
         None at all where a limit is met. It must not be somebody else's use of the grammar that meets it, so that is
         tried with a grammar of its own first.
         """
+        if self._limit is not None and tuple(guessed[: len(self._limit)]) == self._limit:
+            return torch.zeros(self._size, dtype=torch.bool)
         mask = self._mask(guessed)
         self.error = self._state.get_error()
-        if self.error:
+        if self.error and len(self._said) - self._renewed >= _OWN_TOKENS:
             self._restart()
             mask = self._mask(guessed)
             self.error = self._state.get_error()
         if self.error:
+            # Whatever lies behind these guesses meets it too, and to find that out would cost as much again.
+            self._limit = tuple(guessed)
             self._restart()
             return torch.zeros(self._size, dtype=torch.bool)
         return None if mask is None else _unpacked(mask, self._size)
@@ -111,6 +122,7 @@ class Matcher:
 
     def _restart(self) -> None:
         """An error is for ever: begin anew, and read the text again."""
+        self._renewed = len(self._said)
         self._state = self._compiled.begin_anew()
         self._state.try_consume_tokens(self._said)
         self._ahead = []

@@ -56,7 +56,7 @@ class Sequence:
         decoder = tokenizer.decoder(request.prompt, special=request.special)
         self.text = TextStream(decoder, request.stop, least=request.min_tokens)
         self.cached: int | None = None
-        self._capacity = capacity
+        self._capacity, self._found = capacity, (0, False)
         self.accepted = self.refused = 0
         self.scores = None if request.score_from is None else Scores(request.prompt, request.score_from)
         self.pool = None if request.pooling is None else Pool(request.pooling, len(request.prompt))
@@ -138,6 +138,12 @@ class Sequence:
         """The places worth resuming at in (start, stop], in order. After a shift there are none."""
         return [] if self.lineage.shifts else sorted(mark for mark in self._marks if start < mark <= stop)
 
+    def find(self, known: int, *, parted: bool) -> None:
+        """So much of the prompt is remembered, and whether others went on differently there."""
+        self.mark(known)
+        if self.cached is None:
+            self._found = known, parted
+
     def start(self, cached: int, now: float) -> bool:
         """The sequence got a slot. Returns whether for the first time: after a preemption it has started before."""
         if self.cached is not None:
@@ -187,6 +193,8 @@ class Sequence:
             shifted_tokens=past.dropped,
             accepted_tokens=self.accepted,
             refused_tokens=self.refused,
+            known_tokens=self._found[0],
+            parted=self._found[1],
         )
 
     def timings(self, now: float) -> Timings:

@@ -43,7 +43,7 @@ class Slots:
         keys = sequence.lineage.keys(min(sequence.reusable, self._cache.capacity))
         salt = sequence.lineage.salt
         standing = self._cache.recall(sequence.slot, keys, salt=salt)
-        sequence.mark(self._cache.known(keys, salt=salt))
+        sequence.find(self._cache.known(keys, salt=salt), parted=self._cache.parts(keys, salt=salt))
         return self.rewind(sequence, standing)
 
     def rewind(self, sequence: Sequence, length: int) -> int:

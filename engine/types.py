@@ -262,6 +262,8 @@ class Usage:
     """What a request cost. Counts are tokens, but for `context_shifts`.
 
     accepted_tokens, refused_tokens  drafted ones that were said, and that were not
+    known_tokens  of the prompt that were remembered when it was looked for, whether or not one could go on there
+    parted        whether others went on differently there
     """
 
     prompt_tokens: int
@@ -271,6 +273,8 @@ class Usage:
     shifted_tokens: int = 0
     accepted_tokens: int = 0
     refused_tokens: int = 0
+    known_tokens: int = 0
+    parted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +346,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a request that broke; `reason` is fit for the client's eyes."""
+    """The last event of a request that broke; `reason` is fit for the client's eyes.
+
+    own  whether its own rules left nothing to say: the same request would break again
+    """
 
     reason: str
+    own: bool = False
 
 
 Event = Started | Progress | Scored | Embedded | Delta | Finished | Failed

@@ -156,6 +156,10 @@ class Cache:
         """How many of the tokens somebody else came by, which may be more than `recall` could reach."""
         return self._tree.known(np.asarray(tokens, dtype=np.int64), salt)
 
+    def parts(self, tokens: Sequence[int], *, salt: bytes = b"") -> bool:
+        """Whether others went on differently where what is known of the tokens ends."""
+        return self._tree.parts(np.asarray(tokens, dtype=np.int64), salt)
+
     def make_room(self, spans: Sequence[Span]) -> int:
         """Forget what is remembered and wanted least until the spans fit; the rows that still lack (0: they fit)."""
         self._check_idle()

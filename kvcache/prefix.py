@@ -107,6 +107,11 @@ class PrefixTree:
         """How many of the tokens the tree knows, whether or not one could go on there."""
         return self._radix.walk(tokens, salt)[1]
 
+    def parts(self, tokens: Tokens, salt: bytes) -> bool:
+        """Whether others went on differently where what the tree knows of the tokens ends."""
+        path, depth = self._radix.walk(tokens, salt)
+        return bool(path) and depth < len(tokens) and (depth < path[-1].stop or bool(path[-1].children))
+
     def evict(self, lacking: Sequence[int]) -> bool:
         """Release what is wanted least until each component has what it lacks, or nothing helps; whether any came free.
 

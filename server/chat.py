@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from server.chunks import ChatChunks, finish_reason
+from server.diagnostics import diagnose
 from server.generation import Events, tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.reply import Reply, gather
@@ -47,6 +48,8 @@ class ChatAnswer:
         if len(replies) == 1:
             answer["timings"] = timings(finished[0])
         self._add_prompt(answer, replies[0])
+        if self.body.return_cache_diagnostics:
+            answer["prompt_cache_diagnostics"] = await diagnose(self.turn, finished[0])
         if self.body.metadata is not None:
             answer["metadata"] = self.body.metadata
         if self.warnings:

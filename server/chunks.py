@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from engine.types import Progress, Scored, Started
+from server.diagnostics import diagnose
 from server.generation import Events, tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice
@@ -31,7 +32,7 @@ class ChatChunks:
         self._wording = Wording.of(turn.body, turn.body.top_logprobs or 0)
         self._warnings = warnings
         self._begun: set[int] = set()
-        self._ended: list[Ended] = []
+        self._ended: dict[int, Ended] = {}
 
     async def of(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
         """The role once, what is said, the end of each choice, and the cost of all if it was asked for."""
@@ -42,6 +43,8 @@ class ChatChunks:
                     self._open(chunk)
                     opening = False
                 yield chunk
+        if self._body.return_cache_diagnostics:
+            yield await self._diagnosed()
         if self._body.include_usage:
             yield self._cost()
 
@@ -104,7 +107,7 @@ class ChatChunks:
                 return {"tool_calls": [CallDelta(index=at, function={"arguments": text})]}
 
     def _end(self, index: int, ended: Ended) -> ChatChunk:
-        self._ended.append(ended)
+        self._ended[index] = ended
         chunk = self._chunk(index, {})
         chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
         chunk["choices"][0]["stop_reason"] = ended.finished.stop
@@ -112,10 +115,15 @@ class ChatChunks:
             chunk["timings"] = timings(ended.finished)
         return chunk
 
+    async def _diagnosed(self) -> ChatChunk:
+        chunk = self._frame([])
+        chunk["prompt_cache_diagnostics"] = await diagnose(self._turn, self._ended[0].finished)
+        return chunk
+
     def _cost(self) -> ChatChunk:
         chunk = self._frame([])
-        finished = [ended.finished for ended in self._ended]
-        chunk["usage"] = usage([finished], sum(ended.reasoning_tokens for ended in self._ended))
+        finished = [ended.finished for ended in self._ended.values()]
+        chunk["usage"] = usage([finished], sum(ended.reasoning_tokens for ended in self._ended.values()))
         if len(finished) == 1:
             chunk["timings"] = timings(finished[0])
         return chunk

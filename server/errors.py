@@ -40,6 +40,7 @@ UNKNOWN_PARAMETER = Kind(400, "invalid_request_error", "unknown_parameter")
 UNSUPPORTED_PARAMETER = Kind(400, "invalid_request_error", "unsupported_parameter")
 UNSUPPORTED_VALUE = Kind(400, "invalid_request_error", "unsupported_value")
 PREVIOUS_RESPONSE_NOT_FOUND = Kind(400, "invalid_request_error", "previous_response_not_found")
+UNSATISFIABLE = Kind(400, "invalid_request_error", "unsatisfiable")
 CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
@@ -137,6 +138,8 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
             return ApiError(INVALID_VALUE, f"Invalid value for '{error.field}': {error.reason}.", param=error.field)
         case engine_errors.Unavailable():
             return _unavailable(error)
+        case engine_errors.Unsatisfiable():
+            return ApiError(UNSATISFIABLE, f"The request allows no answer: {error.reason}.")
         case engine_errors.SequenceFailed():
             return ApiError(GENERATION_FAILED, f"The generation failed: {error.reason}")
         case _:

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.errors import Draining, EngineDead, Loading, SequenceFailed
+from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
 from engine.types import Event, Failed, Request
 from server.errors import MODEL_NOT_FOUND, ApiError
 from server.metrics import Endpoint, Metrics
@@ -76,6 +76,8 @@ class Service:
                 yield event
 
     def _raise(self, failed: Failed) -> None:
+        if failed.own:
+            raise Unsatisfiable(failed.reason)
         # The engine says why in words; whether to try again is for its state to say.
         if self.engine.phase == "draining":
             raise Draining()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -35,6 +35,7 @@ from server.errors import INVALID_VALUE, ApiError
 from server.generation import Events, check_room, request, spread
 from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
+from server.places import Messages, Places
 from server.schemas.chat import ChatRequest
 from server.service import Service
 from server.tools import Offer
@@ -65,6 +66,8 @@ class Turn:
     """A body that is checked and rendered.
 
     requests  one for each choice, of one prompt
+    places    where its messages stand in the prompt
+    bypassed  whether it wants nothing from the cache
     opened    what the template wrote behind the last message
     warnings  what was asked for and is not done, where the server or the schema of the answer is lenient
     """
@@ -76,6 +79,8 @@ class Turn:
     body: ChatRequest
     requests: tuple[Request, ...]
     dialect: Dialect
+    places: Places
+    bypassed: bool = False
     offer: Offer = field(default_factory=Offer)
     opened: str = ""
     warnings: tuple[str, ...] = ()
@@ -99,7 +104,8 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
     if can.missing and not service.settings.lenient:
         raise can.missing[0]
     talk = conversation(body.messages)
-    prompt = await _render(service, body, talk, can)
+    render = _renderer(service, body, talk, can)
+    prompt = await anyio.to_thread.run_sync(render, talk.messages)
     followed = await follow(service, body, tokenizer.dialect, can.offer, prompt.opened)
     full = await _request(service, body, prompt, can.budget, id)
     requests = spread(replace(full, grammar=followed.grammar), body.n or 1)
@@ -112,6 +118,8 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         body=body,
         requests=requests,
         dialect=tokenizer.dialect,
+        places=Places(talk.messages, prompt.tokens, lambda messages: render(messages).tokens),
+        bypassed=_cached(body).cache_prompt is False,
         offer=can.offer,
         opened=prompt.opened,
         warnings=(*(error.message for error in can.missing), *followed.warnings),
@@ -199,18 +207,16 @@ def _max_tokens(body: ChatRequest) -> int | None:
     return old if new is None else new
 
 
-async def _render(service: Service, body: ChatRequest, talk: Conversation, can: Ability) -> Rendering:
+def _renderer(service: Service, body: ChatRequest, talk: Conversation, can: Ability) -> Callable[[Messages], Rendering]:
     continued = bool(body.continue_final_message)
-    render = functools.partial(
+    return functools.partial(
         service.engine.tokenizer.render_chat,
-        talk.messages,
         tools=can.offer.tools,
         add_generation_prompt=not continued and body.add_generation_prompt is not False,
         continue_final_message=continued,
         arguments=can.arguments,
         breakpoints=talk.breakpoints,
     )
-    return await anyio.to_thread.run_sync(render)
 
 
 async def _request(service: Service, body: ChatRequest, prompt: Rendering, budget: int | None, id: str) -> Request:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# What a rate is worth before anything was seen of it: so many observations. A first position starts at _GUESS, a later
+# What a rate is worth before anything was seen of it: so many observations. A first position starts at a guess, a later
 # one at the rate of the position before it.
-_PRIOR, _GUESS = 2.0, 0.5
+_PRIOR = 2.0
 # What a round forgets of all rounds before it: about the last 500 count.
 _KEPT = 0.998
 
@@ -14,9 +14,12 @@ class Acceptance:
 
     Old rounds fade with time and not with observations: what was not tried for long becomes uncertain, and then a
     single surprise changes the estimate.
+
+    guess  how often the first is right, as long as nothing is known
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess: float = 0.5) -> None:
+        self._guess = guess
         self._right: list[float] = []
         self._judged: list[float] = []
         self._tried: list[int] = []
@@ -40,7 +43,7 @@ class Acceptance:
 
     def survival(self, length: int) -> list[float]:
         """Chances that the first 1, 2, ... `length` drafts are all right."""
-        chances, rate, chance = [], _GUESS, 1.0
+        chances, rate, chance = [], self._guess, 1.0
         for at in range(length):
             right, judged = (self._right[at], self._judged[at]) if at < len(self._judged) else (0.0, 0.0)
             rate = (right + _PRIOR * rate) / (judged + _PRIOR)

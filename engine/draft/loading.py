@@ -116,7 +116,9 @@ def make_speculation(
     """The drafters that the settings ask for, over caches of their own."""
     quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
     forced = None if config.drafter == "none" else ForcedDrafter()
-    depth = AdaptiveDepth() if config.draft_tokens is None else FixedDepth(config.draft_tokens)
+    depth = (
+        AdaptiveDepth(trusted=(ForcedDrafter.kind,)) if config.draft_tokens is None else FixedDepth(config.draft_tokens)
+    )
     if isinstance(draft, Heads):
         head = _head_drafter(config, target, draft)
         return Speculation(quick, head, depth, clock, forced=forced, reader=head)

@@ -38,17 +38,19 @@ def bits_for(settings: Quantize, choice: Choice, available_bytes: int) -> Bits |
 
 
 def quantize(model: nn.Module, choice: Choice, store: Store, prepare: Prepare) -> None:
-    """Replace the chosen layers one after the other, so that their own weights leave the memory one by one.
+    """Replace the chosen layers, whose own weights leave the memory one by one.
 
-    They are read from the store, or made, with a progress bar where a person looks on, and stored.
+    What replaces them is read from the store, or made, with a progress bar where a person looks on, and stored.
     """
     shapes = {layer.name: (layer.weight.shape[0], layer.weight.shape[1]) for layer in choice.layers}
     known = store.read(shapes)
     made, room = dict[str, Packed](), Room(shapes.values() if known is None else (), store.bits)
+    others: dict[nn.Module, nn.Module] = {}
     for group in _shown(choice, f"quantize to int{store.bits}" if known is None else "take quantized weights"):
         matrices = [pack(layer.weight, store.bits, room) if known is None else known[layer.name] for layer in group]
         made |= {layer.name: matrix for layer, matrix in zip(group, matrices, strict=True)}
-        _put(model, group, matrices, prepare)
+        others |= _exchanged(group, matrices, prepare)
+    replace(model, others)
     if known is None:
         store.write(made)
     _tell(model, choice, store.bits)
@@ -64,13 +66,16 @@ def _quantized(model: nn.Module) -> Iterator[QuantizedLinear]:
     return (module for module in model.modules() if isinstance(module, QuantizedLinear))
 
 
-def _put(model: nn.Module, group: Sequence[Layer], matrices: Sequence[Packed], prepare: Prepare) -> None:
-    """Replace one group; what is left of its layers is empty."""
+def _exchanged(
+    group: Sequence[Layer], matrices: Sequence[Packed], prepare: Prepare
+) -> dict[nn.Module, QuantizedLinear]:
+    """What stands for the layers of one group from now on; what is left of these is empty."""
     siblings = Siblings(prepare(matrices))
     pairs = enumerate(zip(group, matrices, strict=True))
-    replace(model, {one.module: QuantizedLinear(siblings, number, packed, one) for number, (one, packed) in pairs})
+    new = {one.module: QuantizedLinear(siblings, number, packed, one) for number, (one, packed) in pairs}
     for layer in group:
         layer.module.register_parameter("weight", None)
+    return new
 
 
 def _shown(choice: Choice, what: str) -> Iterable[tuple[Layer, ...]]:

@@ -170,8 +170,9 @@ class _Weight(Tensor):
 
 def replace(model: nn.Module, others: dict[nn.Module, nn.Module]) -> None:
     """Put others in the places of some modules, wherever the model holds them."""
+    new = set(others.values())
     for parent in list(model.modules()):
-        if parent in others.values():
+        if parent in new:
             continue
         for name, child in parent._modules.items():
             if child is not None and child in others:

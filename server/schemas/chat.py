@@ -104,6 +104,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_cache_diagnostics: bool | None = None
 
 
 class TopLogprob(TypedDict):
@@ -165,6 +166,27 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
+class PromptCacheDiagnostics(TypedDict):
+    """How much of a prompt was found in the cache, and why not more of it.
+
+    reason  null: all was found that ever can be, which is all but its last token
+            "bypassed"     the request does not use the cache
+            "scored"       it asked for what must be computed, such as log-probabilities of its prompt
+            "unreachable"  more was remembered, but not all that it takes to go on there
+            "unknown"      nothing was remembered that begins like it, under its `cache_salt`
+            "diverged"     what was remembered goes on differently
+            "ended"        what was remembered ends there: the rest is new, or was given up for others
+    first_divergent_token    where what was remembered ends; null: it reaches to the end, or was not looked for
+    first_divergent_message  the message that it stands in or behind; null: it stands before the first one's text
+    """
+
+    cached_tokens: int
+    missed_tokens: int
+    reason: Literal["bypassed", "scored", "unreachable", "unknown", "diverged", "ended"] | None
+    first_divergent_token: int | None
+    first_divergent_message: int | None
+
+
 class ChatCompletion(TypedDict):
     """An answer in one piece."""
 
@@ -180,6 +202,7 @@ class ChatCompletion(TypedDict):
     metadata: NotRequired[dict[str, str]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_cache_diagnostics: NotRequired[PromptCacheDiagnostics]
     warnings: NotRequired[list[str]]
 
 
@@ -224,7 +247,7 @@ class ChunkChoice(TypedDict):
 class ChatChunk(TypedDict):
     """One event of a stream. `usage` is there if it was asked for: null but in the last chunk, which has no choices.
 
-    `warnings`, `prompt_token_ids` and `prompt_logprobs` stand in the first chunk that they are known in.
+    `warnings`, `prompt_token_ids` and what else begins with `prompt_` stand in the first chunk that they are known in.
     """
 
     id: str
@@ -239,4 +262,5 @@ class ChatChunk(TypedDict):
     prompt_progress: NotRequired[Progress]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_cache_diagnostics: NotRequired[PromptCacheDiagnostics]
     warnings: NotRequired[list[str]]

@@ -184,6 +184,7 @@ def test_a_dead_end_fails_the_request_alone(loaded: Models) -> None:
 
     assert isinstance(answers["dead"].end, Failed)
     assert "leave no token" in answers["dead"].end.reason
+    assert answers["dead"].end.own
     assert alone(loaded("llama"), [fine])["fine"].tokens == answers["fine"].tokens
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
 

@@ -237,3 +237,12 @@ def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
         whole["text"],
     )
     assert ["Hi", "<end>"] == streamed
+
+
+def test_rules_that_leave_nothing_to_say_are_the_clients_fault() -> None:
+    """The same request would end the same way, so no client shall try it again."""
+    engine = FakeEngine(lambda request: [Failed("no token is left", own=True)])
+
+    answer = complete(engine)
+
+    assert (400, "unsatisfiable") == (answer.status, answer.json["error"]["code"])

@@ -251,6 +251,18 @@ def test_the_likelier_of_two_kinds_is_known_and_the_other_is_not_given_up() -> N
     assert depth.likelier("a", "b")
 
 
+def test_a_kind_that_is_trusted_is_tried_at_once() -> None:
+    """Where a row costs two thirds of a step, a draft that is right half of the time does not pay; a sure one does."""
+    chosen = {}
+    for kind in ("sure", "unsure"):
+        depth = AdaptiveDepth(trusted=("sure",))
+        depth.stepped(1, 1.0)
+        depth.stepped(2, 1.66)
+        chosen[kind] = depth.choose([Candidate(kind, 1)], rows=1)
+
+    assert {"sure": [1], "unsure": [0]} == chosen
+
+
 def test_a_kind_that_is_outdone_rests() -> None:
     """The oftener, the longer; it is asked again all the same."""
     depth, asked = AdaptiveDepth(), 0

@@ -1,0 +1,84 @@
+// Rows times a matrix of plain numbers, as it lies: to[row][output] = row . weights[output].
+//
+// A product is summed in LANES parts, each in the order of the columns, and these in one order: so it comes out the same
+// bit for bit, whatever rows stand beside its own.
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+// Rows and outputs that are multiplied at once: their sums fill the registers.
+constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 3, OUTPUTS_AT_ONCE = 4;
+// Bytes of rows that stay in a core's cache while all outputs meet them.
+constexpr int64_t ROW_BYTES = 512 * 1024;
+
+// The first `count` numbers, and zeros.
+template <class Number>
+inline Vector wide_part(const Number *from, int64_t count) {
+    Number part[LANES] = {};
+    memcpy(part, from, count * sizeof(Number));
+    return wide(part);
+}
+
+template <int ROWS, int OUTPUTS, class Number>
+inline void dot(const float *rows, int64_t row_stride, const Number *weights, int64_t stride, int64_t columns, float *to,
+                int64_t to_stride) {
+    Vector products[ROWS][OUTPUTS] = {};
+    int64_t at = 0;
+    for (; at + LANES <= columns; at += LANES) {
+        Vector weight[OUTPUTS];
+#pragma GCC unroll 4
+        for (int output = 0; output < OUTPUTS; ++output) weight[output] = kept(wide(weights + output * stride + at));
+#pragma GCC unroll 6
+        for (int row = 0; row < ROWS; ++row) {
+            const Vector own = load(rows + row * row_stride + at);
+#pragma GCC unroll 4
+            for (int output = 0; output < OUTPUTS; ++output) products[row][output] += own * weight[output];
+        }
+    }
+    if (at < columns)
+        for (int row = 0; row < ROWS; ++row) {
+            const Vector own = wide_part(rows + row * row_stride + at, columns - at);
+            for (int output = 0; output < OUTPUTS; ++output)
+                products[row][output] += own * wide_part(weights + output * stride + at, columns - at);
+        }
+    for (int row = 0; row < ROWS; ++row) {
+        const Vector result = sums<OUTPUTS>(products[row]);
+        memcpy(to + row * to_stride, &result, OUTPUTS * sizeof(float));
+    }
+}
+
+template <int OUTPUTS, class Number>
+inline void dot_rows(const float *rows, int64_t count, int64_t row_stride, const Number *weights, int64_t stride,
+                     int64_t columns, float *to, int64_t to_stride) {
+    const auto some = [&](int64_t row, auto rows_at_once) {
+        dot<rows_at_once(), OUTPUTS>(rows + row * row_stride, row_stride, weights, stride, columns, to + row * to_stride,
+                                     to_stride);
+    };
+    int64_t row = 0;
+    for (; row + ROWS_AT_ONCE <= count; row += ROWS_AT_ONCE) some(row, std::integral_constant<int, ROWS_AT_ONCE>());
+    for (; row + 2 <= count; row += 2) some(row, std::integral_constant<int, 2>());
+    if (row < count) some(row, std::integral_constant<int, 1>());
+}
+
+// The outputs [first, last) of all rows.
+template <class Number>
+void multiply_plain(const float *rows, int64_t count, int64_t row_stride, const Number *weights, int64_t stride,
+                    int64_t columns, int64_t first, int64_t last, float *to, int64_t to_stride) {
+    const int64_t fit = ROW_BYTES / (columns * (int64_t)sizeof(float)) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    const int64_t step = fit > ROWS_AT_ONCE ? fit : ROWS_AT_ONCE;
+    for (int64_t row = 0; row < count; row += step) {
+        const int64_t some = count - row < step ? count - row : step;
+        const float *from = rows + row * row_stride;
+        float *place = to + row * to_stride;
+        int64_t output = first;
+        for (; output + OUTPUTS_AT_ONCE <= last; output += OUTPUTS_AT_ONCE)
+            dot_rows<OUTPUTS_AT_ONCE>(from, some, row_stride, weights + output * stride, stride, columns, place + output,
+                                      to_stride);
+        for (; output < last; ++output)
+            dot_rows<1>(from, some, row_stride, weights + output * stride, stride, columns, place + output, to_stride);
+    }
+}
+
+}  // namespace
