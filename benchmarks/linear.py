@@ -28,6 +28,10 @@ from engine.kernels.packing import Bits, Packed, Room, pack
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
 SHAPES = ((6144, 1024), (1024, 3072), (4096, 1024))
 FEW, MANY = (1, 2, 4, 8), 512
+HEADS = (
+    *("outputs x columns", "bits", "1 row us", "2", "4", "8", "4 to 1", "8 to 1"),
+    *("GB/s", "read", "share", "GOP/s", "int_mm", "share"),
+)
 
 
 def copies(packed: Packed, bytes_: int) -> Iterator[Packed]:
@@ -91,9 +95,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     native = NativeLinear(options.library or build.library("linear", options.variant))
     print(f"{options.variant}, {options.threads} threads\n")
-    heads = "outputs x columns, bits, 1 row us, 2, 4, 8, 4 to 1, 8 to 1, GB/s, read, share, GOP/s, int_mm, share"
-    print("| " + " | ".join(heads.split(", ")) + " |")
-    print("|" + "---|" * 14)
+    print("| " + " | ".join(HEADS) + " |")
+    print("|" + "---|" * len(HEADS))
     with torch.inference_mode():
         for (outputs, columns), bits in itertools.product(SHAPES, (8, 4)):
             print(line(native, outputs, columns, bits, options.rounds), flush=True)

@@ -103,7 +103,7 @@ def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
         for part in (plan.weights_bytes, plan.cells * plan.cell_bytes, plan.window_bytes, plan.work_bytes)
     )
     return (
-        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype; "
+        f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
         f"it is {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for the windows of {slots} slots "
         f"and {work} of work"
     )

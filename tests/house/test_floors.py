@@ -25,16 +25,17 @@ FLOORS = {
         stream | draft.heads | draft.head | draft.loading step | core | engine""",
     "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content
         store | schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat
-        schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner usage
-        schemas.response_input schemas.anthropic_answer | schemas.responses schemas.response_items schemas.embeddings
-        schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | places service logprobs routes.documented
-        lenient tools messages structure responses.items responses.history anthropic.blocks responses.comparison |
-        ability grammar sampling batch responses.writer responses.translation responses.archive |
-        generation embeddings labels transcript anthropic.translation | fold sse turn continuation asking | ndjson reply tokens decisions scoring
-        diagnostics text_chunks ollama responses.snapshot responses.truncation responses.run anthropic.answer | chunks |
-        answering chat completions responses.desk | routes.chat routes.completions routes.capabilities routes.embeddings
-        routes.tokens routes.decisions routes.rerank routes.score routes.health routes.metrics routes.models
-        routes.ollama routes.responses routes.anthropic | app | lifecycle | cli""",
+        schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner
+        usage schemas.response_input schemas.anthropic_answer | schemas.responses schemas.response_items
+        schemas.embeddings schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | places service
+        logprobs routes.documented lenient tools messages structure responses.items responses.history anthropic.blocks
+        responses.comparison | ability grammar sampling batch responses.writer responses.translation responses.archive
+        | generation embeddings labels transcript anthropic.translation | fold sse turn continuation asking | ndjson
+        reply tokens decisions scoring diagnostics text_chunks ollama responses.snapshot responses.truncation
+        responses.run anthropic.answer | chunks | answering chat completions responses.desk | routes.chat
+        routes.completions routes.capabilities routes.embeddings routes.tokens routes.decisions routes.rerank
+        routes.score routes.health routes.metrics routes.models routes.ollama routes.responses routes.anthropic | app
+        | lifecycle | cli""",
 }
 
 # What each package never imports, whatever for.

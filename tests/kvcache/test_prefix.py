@@ -286,6 +286,17 @@ def test_tokens_are_known_farther_than_they_are_recalled() -> None:
     assert 0 == cache.known(range(30), salt=b"other")
 
 
+def test_the_tree_tells_where_texts_part() -> None:
+    """Inside an edge and at its end; what only ends, is the same, or is nobody's beginning parts from nothing."""
+    cache = make(FULL, slots=2, capacity=64, cells=128)
+    for text in ([1, 2, 3, 4], [1, 2, 5]):
+        remember(cache, text)
+    texts = ([1, 2, 3, 9], [1, 2, 9], [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 2, 3], [9])
+
+    assert [True, True, False, False, False, False] == [cache.parts(text) for text in texts]
+    assert not cache.parts([1, 2, 9], salt=b"other")
+
+
 def test_gaps_are_healed_by_who_computes_them_anew() -> None:
     """Where two texts part, the second visitor computes what is missing, and the third finds it."""
     cache = thinned()

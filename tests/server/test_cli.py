@@ -78,6 +78,8 @@ def test_every_option(parsed: Any) -> None:
         "absorb",
         "--kv-dtype",
         "int8",
+        "--quantize",
+        "int4",
         "--shelf",
         "kept",
         "--shelf-bytes",
@@ -110,6 +112,7 @@ def test_every_option(parsed: Any) -> None:
             threads=2,
             mla="absorb",
             kv_dtype="int8",
+            quantize="int4",
             shelf="kept",
             shelf_bytes=1000,
             shelf_memory_bytes=10,
@@ -161,13 +164,14 @@ def test_the_settings_reach_the_engine() -> None:
         threads=1,
         mla="expand",
         kv_dtype="bfloat16",
+        quantize="auto",
     ).engine_config()
     drafted = Settings(drafter="model", draft_model="small", draft_tokens=0).engine_config()
     shelved = Settings(shelf="kept", shelf_bytes=5, shelf_memory_bytes=6).engine_config()
 
     assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
     assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
-    assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16") == (
+    assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16", "auto") == (
         config.model,
         config.dtype,
         config.context,
@@ -177,6 +181,7 @@ def test_the_settings_reach_the_engine() -> None:
         config.threads,
         config.mla,
         config.kv_dtype,
+        config.quantize,
     )
 
 

@@ -121,6 +121,7 @@ CHATS = [
     Row("max_completion_tokens", 5, "request.max_tokens", 5),
     Row("logprobs", True, "answer.choices.0.logprobs.content.0.token", "Hello"),
     Row("top_logprobs", 2, "request.logprobs", 2, {"logprobs": True}),
+    Row("return_cache_diagnostics", True, "answer.prompt_cache_diagnostics.reason", "unknown"),
     Row("logprob_token_ids", [7], "request.labels", (7,), {"logprobs": True}),
     Row(
         "return_tokens_as_token_ids",

@@ -23,9 +23,11 @@ inline Vector load_some(const float *from, int64_t count) {
 }
 inline void store_some(float *to, Vector vector, int64_t count) { memcpy(to, &vector, count * sizeof(float)); }
 
-inline void add_row(float *to, const float *more, int64_t width) {
-    if (!more) return;
-    for (int64_t at = 0; at < width; ++at) to[at] += more[at];
+inline void add_row(float *__restrict to, const float *__restrict more, const float *__restrict bias, int64_t width) {
+    if (bias)
+        for (int64_t at = 0; at < width; ++at) to[at] += more[at] + bias[at];
+    else
+        for (int64_t at = 0; at < width; ++at) to[at] += more[at];
 }
 
 inline float total(const float *from, int64_t width) {

@@ -60,7 +60,7 @@ struct Layer {
     float scale;
     int64_t turn, cells;  // which of the step's
     Plane key_plane, value_plane;
-    Reach reach;
+    Kind reach;
     int64_t reach_size;
 };
 

@@ -1,0 +1,34 @@
+"""The benchmark of quantised products prints what it says, and measures errors that are those of the format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import linear
+from engine.kernels.cpu import build
+from engine.kernels.cpu.linear import NativeLinear
+
+
+def test_a_line_has_a_cell_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of tiny matrices."""
+    monkeypatch.setattr(linear, "POOL_BYTES", 2**20)
+    monkeypatch.setattr(linear, "MANY", 32)
+    torch.set_num_threads(1)
+    try:
+        native = NativeLinear(build.library("linear"))
+    except build.NoLibrary as error:
+        pytest.skip(error.reason)
+
+    cells = linear.line(native, 64, 96, 8, rounds=1).strip("| ").split(" | ")
+
+    assert len(linear.HEADS) == len(cells)
+    assert ["64 x 96", "int8"] == cells[:2]
+
+
+def test_outliers_spoil_a_group_and_not_a_row() -> None:
+    """The error grows where a few columns are very large, but not by much."""
+    torch.set_num_threads(1)
+    plain, planted = (linear.error(128, 512, 8, share, 50.0) for share in (0.0, 0.01))
+
+    assert 0.005 < plain < 0.01 < planted < 0.03

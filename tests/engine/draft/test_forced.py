@@ -1,0 +1,46 @@
+"""What a grammar forces is drafted, and costs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.draft.depth import FixedDepth
+from engine.draft.forced import ForcedDrafter
+from engine.load import Loaded
+from engine.speculation import Speculation
+from engine.types import Grammar, SamplingParams, SpeculationParams
+from tests.engine.draft import drafters
+from tests.engine.models import VOCABULARY, core
+from tests.engine.play import Job, ask, play
+
+WAY = SamplingParams(temperature=0.9, seed=3)
+GRAMMAR = Grammar('start: ("yes: it is so" | "no: it is not so") /[0-9]{2}/')
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_grammar_forces_is_drafted_and_said(loaded: Callable[..., Loaded], beside: bool) -> None:
+    """All of it is right, beside a drafter that is always wrong too, which drafts where nothing is forced."""
+    target, request = loaded("llama"), ask("one", (5, 6, 7), 30, sampling=WAY, grammar=GRAMMAR)
+    wrong = drafters.of_random_length(VOCABULARY) if beside else None
+    engine = core(target, speculation=Speculation(None, wrong, FixedDepth(8), lambda: 0.0, forced=ForcedDrafter()))
+
+    answer, alone = play(engine, [Job(request)])["one"], play(core(target), [Job(request)])["one"]
+
+    counts = {one.kind: one for one in engine.stats().drafts}["grammar"]
+    assert alone.tokens == answer.tokens
+    assert counts.accepted == counts.drafted
+    assert sum(counts.accepted) > 6
+
+
+def test_who_wants_no_drafts_gets_none(loaded: Callable[..., Loaded]) -> None:
+    """Nor does who has no grammar."""
+    engine = core(
+        loaded("llama"), speculation=Speculation(None, None, FixedDepth(8), lambda: 0.0, forced=ForcedDrafter())
+    )
+    none = SpeculationParams("none")
+    play(engine, [Job(ask("a", (5, 6), 8, grammar=GRAMMAR, speculation=none)), Job(ask("b", (5, 6), 8))])
+
+    assert [0] == [sum(one.drafted) for one in engine.stats().drafts]
+    assert () == engine._speculation.kinds

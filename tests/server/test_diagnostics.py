@@ -1,0 +1,79 @@
+"""Why a prompt was computed: the reason that the counts of the engine amount to, and the message that it is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.types import Started, Usage
+from server.app import create_app
+from tests.server.fakes import FakeEngine, ask, finished, settings
+
+TURNS = [
+    {"role": "system", "content": "abc"},
+    {"role": "user", "content": "def"},
+    {"role": "assistant", "content": "-"},
+    {"role": "user", "content": "ghi"},
+]
+# The fake tokenizer writes a byte a token, and a line a message.
+LENGTH = len("abc\ndef\n-\nghi\n")
+
+
+def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any:
+    """The diagnostics of an answer, the same in one piece and in a stream."""
+    cost = Usage(LENGTH, 3, cached, known_tokens=known, parted=parted)
+    engine = FakeEngine(lambda request: [Started(LENGTH, cached, 7), finished(request, usage=cost)])
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    body = {"messages": TURNS, "return_cache_diagnostics": True, **fields}
+    whole = ask(app, "POST", "/v1/chat/completions", json_body=body).json
+    events = ask(app, "POST", "/v1/chat/completions", json_body={**body, "stream": True}).events
+    told = [event for event in events if isinstance(event, dict) and "prompt_cache_diagnostics" in event]
+
+    assert ([[]], [whole["prompt_cache_diagnostics"]]) == (
+        [event["choices"] for event in told],
+        [event["prompt_cache_diagnostics"] for event in told],
+    )
+    return whole["prompt_cache_diagnostics"]
+
+
+@pytest.mark.parametrize(
+    ("known", "cached", "parted", "fields", "reason", "token", "message"),
+    [
+        (LENGTH - 1, LENGTH - 1, False, {}, None, None, None),
+        (0, LENGTH - 1, False, {}, None, None, None),
+        (0, 0, False, {}, "unknown", 0, 0),
+        (6, 6, True, {}, "diverged", 6, 1),
+        (6, 6, False, {}, "ended", 6, 1),
+        (9, 6, True, {}, "unreachable", 9, 2),
+        (LENGTH - 1, 6, False, {}, "unreachable", None, None),
+        # It waited for another request, which went on differently.
+        (4, 11, False, {}, "diverged", 11, 3),
+        (0, 0, False, {"cache_prompt": False}, "bypassed", None, None),
+        (0, 0, False, {"prompt_cache_options": {"mode": "explicit"}}, "bypassed", None, None),
+        (6, 6, False, {"prompt_logprobs": 0}, "scored", None, None),
+    ],
+)
+def test_reasons(
+    known: int,
+    cached: int,
+    parted: bool,
+    fields: dict[str, Any],
+    reason: str | None,
+    token: int | None,
+    message: int | None,
+) -> None:
+    """One for each way to miss the cache, and none where all was found that can be."""
+    assert {
+        "cached_tokens": cached,
+        "missed_tokens": LENGTH - cached,
+        "reason": reason,
+        "first_divergent_token": token,
+        "first_divergent_message": message,
+    } == tell(known, cached, parted=parted, **fields)
+
+
+@pytest.mark.parametrize(("token", "message"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2), (10, 3), (12, 3)])
+def test_each_token_has_its_message(token: int, message: int) -> None:
+    """From where its text begins up to the next one's."""
+    assert message == tell(token, token, parted=True)["first_divergent_message"]
