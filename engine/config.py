@@ -38,7 +38,7 @@ class EngineConfig:
     draft_tokens that are guessed at a time unless a request says otherwise, 0 to LONGEST_DRAFT; None: as many as seem
                  to pay, none included
     draft_quantize  as `quantize`, for the draft model; None: the same
-    kernels      who computes attention; "auto": what is fastest of all that this machine can run or build
+    kernels      who computes attention and quantised weights; "auto": what is fastest of all that this machine can have
     mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
     shelf        folder where remembered content is kept for the next start; None: nowhere
     shelf_bytes  that its files may take together

@@ -40,8 +40,7 @@ from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelMissing, ModelUnsupported
 from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
-from engine.kernels import choice, reference
-from engine.kernels.choice import multiplies
+from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
 from engine.kernels.reference import Attend
 from engine.memory import Sizes, available_bytes, plan_memory
@@ -154,12 +153,13 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
 
 def _quantize(config: EngineConfig, model: Any, survey: Survey, identity: str, available: int) -> Bits | None:
     """Quantise what the survey has found, as far as the settings want it; how many bits a weight got."""
-    choice = survey.close()
-    bits = bits_for(config.quantize, choice, available)
+    found = survey.close()
+    bits = bits_for(config.quantize, found, available)
     if bits is None:
         return None
+    prepare = linear.prepare if config.kernels == "torch" else choice.multiplies()
     try:
-        quantize(model, choice, Store(identity, bits), multiplies())
+        quantize(model, found, Store(identity, bits), prepare)
     except ValueError as error:
         raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
     return bits

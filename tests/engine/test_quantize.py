@@ -101,6 +101,20 @@ def surveyed(model: nn.Module, *batches: Tensor) -> Choice:
     return survey.close()
 
 
+def test_torch_computes_the_same_weights(folder: Folder) -> None:
+    """Without a kernel the model says nearly the same: roundings differ, and codes of rows with them."""
+    rows = torch.tensor([[5, 6, 7, 8, 200, 3, 9]])
+    with torch.inference_mode():
+        plain, kernel, others = (
+            load_model(folder("llama"), "float32", **settings).model(input_ids=rows, use_cache=False).logits[0]
+            for settings in ({}, {"quantize": "int8"}, {"quantize": "int8", "kernels": "torch"})
+        )
+
+    lost = float((kernel - plain).norm() / plain.norm())
+    assert 1e-4 < lost < 0.05
+    assert float((others - kernel).norm() / plain.norm()) < lost
+
+
 class Block(nn.Module):
     """A layer as models have them, and some that must stay."""
 

@@ -17,6 +17,7 @@ BORDERS = {
     "engine/core.py": "a step that breaks fails its own sequences",
     "engine/load.py": "a model that cannot run packed is refused in words",
     "engine/selftest.py": "a model that fails its self-test is refused in words",
+    "engine/draft/heads.py": "a head that cannot be read or run packed is refused in words",
     "server/limits.py": "the HTTP border, before the first byte",
     "server/sse.py": "the HTTP border, behind the first byte",
     "server/responses/run.py": "the HTTP border of a task that outlives its request",

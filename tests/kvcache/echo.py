@@ -116,3 +116,11 @@ def no_leak(cache: Cache) -> None:
             np.add.at(owners, cells[cells != HOLE], 1)
         assert owners.tolist() == group.pool.references.tolist()
         assert group.pool.free == int((owners == 0).sum())
+
+
+def save_all(cache: Cache, size: int = 10**6) -> None:
+    """Write all that can be written, some `size` bytes at a time; that must come to an end."""
+    for _ in range(500):
+        if not cache.save_some(size):
+            return
+    raise AssertionError("saving goes on for ever")

@@ -18,7 +18,7 @@ from kvcache import disk, prefix, shelf
 from kvcache.cache import Cache
 from kvcache.disk import Disk, Refused, Stretch
 from kvcache.shelf import ShelfConfig
-from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember
+from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember, save_all
 
 TEXT = tuple(range(100, 140))
 
@@ -56,8 +56,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = opened(folder)
     for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
         remember(cache, text, seal=True)
-    while cache.save_some(10**6):
-        pass
+    save_all(cache)
     return folder
 
 
@@ -272,8 +271,7 @@ def test_a_disk_that_fails_is_reported_once_and_left_alone(
             assert tried == len(reports)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
-    while cache.save_some(10**6):
-        pass
+    save_all(cache)
 
     assert len(TEXT) == recalled(opened(tmp_path), TEXT)
 
@@ -285,8 +283,7 @@ def test_a_folder_that_vanishes_is_made_anew(folder: Path) -> None:
 
     assert 0 == recalled(cache, TEXT[:30])
     remember(cache, TEXT[:30])
-    while cache.save_some(10**6):
-        pass
+    save_all(cache)
     assert 30 == recalled(opened(folder), TEXT[:30])
 
 

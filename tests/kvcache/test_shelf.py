@@ -15,7 +15,7 @@ from kvcache.disk import Disk
 from kvcache.prefix import Counts
 from kvcache.shelf import Shelf, ShelfConfig
 from kvcache.spec import LayerSpec
-from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember
+from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember, save_all
 
 TEXT = tuple(range(100, 160))
 KINDS = {
@@ -46,12 +46,6 @@ def on_disk(folder: Path, size: int = 10**7, *, identity: str = "model") -> Shel
     return ShelfConfig(folder=folder, disk_bytes=size, identity=identity)
 
 
-def save(cache: Cache) -> None:
-    """Write all that can be written."""
-    while cache.save_some(1000):
-        pass
-
-
 def build(layers: Sequence[LayerSpec], state_bytes: int | None, config: ShelfConfig) -> Cache:
     """A cache of a kind."""
     cache = make(*(layers or (FULL,)), state_bytes=state_bytes, shelf=config)
@@ -80,7 +74,7 @@ def test_what_was_saved_survives_the_process(
     remember(cache, TEXT[:40], seal=True)
     for text in (TEXT, other):
         remember(cache, text, seal=True)
-    save(cache)
+    save_all(cache, 1000)
     again = build(layers, state_bytes, on_disk(tmp_path))
 
     for text in (other, TEXT, TEXT[:40]):
@@ -98,7 +92,7 @@ def test_what_becomes_of_remembered_tokens_is_counted(tmp_path: Path) -> None:
     cache._tree.evict([0, 5])
     assert Counts(thinned=40) == cache.counts
     cache.forget()
-    save(cache)
+    save_all(cache, 1000)
     assert Counts(thinned=40, evicted=60, saved=60) == cache.counts
     for _ in range(2):
         assert 20 == recalled(cache, TEXT[:30])
@@ -111,7 +105,7 @@ def test_a_text_that_leaves_a_shelved_one_is_served_as_far_as_they_agree(at: int
     """With full attention a restart serves any beginning, to the token."""
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
-    save(cache)
+    save_all(cache, 1000)
     again = make(FULL, shelf=on_disk(tmp_path))
 
     assert at == recalled(again, (*TEXT[:at], 7, 7))
@@ -123,7 +117,7 @@ def test_salts_stay_apart_on_the_shelf(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], salt=b"one")
     remember(cache, TEXT[:30], salt=b"two")
-    save(cache)
+    save_all(cache, 1000)
     again = make(FULL, shelf=on_disk(tmp_path))
 
     assert [20, 30, 0] == [recalled(again, TEXT, salt=salt) for salt in (b"one", b"two", b"")]
@@ -165,7 +159,7 @@ def test_what_is_given_up_before_it_is_written_waits_for_it(tmp_path: Path) -> N
     cache.forget()
 
     assert (True, 0) == (cache.shelf_bytes[0] > 0, cache.shelf_bytes[1])
-    save(cache)
+    save_all(cache, 1000)
     assert (0, True) == (cache.shelf_bytes[0], cache.shelf_bytes[1] > 0)
     assert len(TEXT) == recalled(cache, TEXT)
     assert len(TEXT) == recalled(make(FULL, shelf=on_disk(tmp_path)), TEXT)
@@ -189,7 +183,7 @@ def test_files_keep_to_their_budget(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path, 6000))
     for first in range(8):
         remember(cache, (first, *TEXT[:20]))
-        save(cache)
+        save_all(cache, 1000)
         files = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
 
         assert sum(files) == cache.shelf_bytes[1] <= 6000
@@ -203,7 +197,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
     """A folder that is larger than it may be is made smaller, and what was used last stays."""
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
-    save(cache)
+    save_all(cache, 1000)
     size = cache.shelf_bytes[1]
     again = make(FULL, shelf=on_disk(tmp_path, size // 2))
 
@@ -218,7 +212,7 @@ def test_times_of_use_survive_the_process(older: int, tmp_path: Path) -> None:
     texts, seen = [(first, *TEXT[:20]) for first in (1, 2)], set[Path]()
     for at, text in enumerate(texts):
         remember(cache, text)
-        save(cache)
+        save_all(cache, 1000)
         files = set(tmp_path.rglob("*.safetensors")) - seen
         seen |= files
         for file in files:
@@ -291,7 +285,7 @@ def test_a_file_is_looked_into_once_to_see_that_it_is_of_no_use(
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT, seal=True)
     cache.forget()
-    save(cache)
+    save_all(cache, 1000)
     again, read, names = make(FULL, WINDOW, shelf=on_disk(tmp_path)), Disk.read, list[str]()
     monkeypatch.setattr(Disk, "read", lambda self, name: (names.append(name), read(self, name))[1])
     asked = []
@@ -308,7 +302,7 @@ def test_what_a_slot_computes_anew_takes_the_place_of_what_is_shelved(tmp_path: 
     """Content below a shelved beginning is remembered, for the slot has the beginning too."""
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], seal=True)
-    save(cache)
+    save_all(cache, 1000)
     cache.forget()
     feed(cache, 0, TEXT[:30])
     cache.remember(0, TEXT[:30])
@@ -323,7 +317,7 @@ def test_a_grown_answer_is_written_where_it_was_left_off(tmp_path: Path) -> None
     cache = make(FULL, shelf=on_disk(tmp_path))
     for length in (20, 21, 40):
         remember(cache, TEXT[:length])
-        save(cache)
+        save_all(cache, 1000)
     again = make(FULL, shelf=on_disk(tmp_path))
 
     assert not cache.save_some(10**9)
@@ -350,10 +344,10 @@ def test_what_was_healed_is_written_anew(tmp_path: Path) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
     assert cache._tree.evict([0, len(TEXT) - 3])
-    save(cache)
+    save_all(cache, 1000)
     assert 0 == recalled(cache, TEXT[:32])
     remember(cache, TEXT[:32], seal=True)
-    save(cache)
+    save_all(cache, 1000)
     again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
 
     assert 32 == recalled(again, TEXT[:35])
@@ -364,9 +358,9 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     """What one deletes the other does without; what one writes the other's successor has."""
     one, two = (make(FULL, shelf=on_disk(tmp_path)) for _ in range(2))
     remember(one, TEXT)
-    save(one)
+    save_all(one, 1000)
     remember(two, TEXT)
-    save(two)
+    save_all(two, 1000)
     three = make(FULL, shelf=on_disk(tmp_path))
     for file in tmp_path.rglob("*.safetensors"):
         file.unlink()
@@ -374,5 +368,5 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     assert len(TEXT) == recalled(one, TEXT)
     assert 0 == recalled(three, TEXT)
     remember(three, TEXT)
-    save(three)
+    save_all(three, 1000)
     assert len(TEXT) == recalled(make(FULL, shelf=on_disk(tmp_path)), TEXT)

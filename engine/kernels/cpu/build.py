@@ -30,6 +30,7 @@ _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
 KERNELS = {
     "attention": {"avx512": _AVX512, "avx2": _AVX2, "generic": ()},
     "linear": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "generic": ()},
+    "step": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2},
 }
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),

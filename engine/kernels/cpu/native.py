@@ -24,15 +24,19 @@ from kvcache.spec import Reach
 
 # The enumerations of attention.h.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_REACHES = {"full": 0, "window": 1, "chunk": 2}
+REACHES = {"full": 0, "window": 1, "chunk": 2}
 _NO_MEMORY, _BAD_CELL = 1, 2
 
 
-class _Segment(Structure):
+class SegmentFields(Structure):
+    """A segment, as attention.h has it."""
+
     _fields_ = [(name, c_int64) for name in ("row", "rows", "start", "first", "run")] + [("cells", c_void_p)]
 
 
-class _Plane(Structure):
+class PlaneFields(Structure):
+    """A layer's keys or values, as attention.h has them."""
+
     _fields_ = [("data", c_void_p), ("scales", c_void_p)] + [
         (name, c_int64) for name in ("width", "head_stride", "cell_stride", "scale_stride")
     ]
@@ -45,13 +49,13 @@ class _Call(Structure):
         ("query_row_stride", c_int64),
         ("output", c_void_p),
         ("sinks", c_void_p),
-        ("segments", POINTER(_Segment)),
+        ("segments", POINTER(SegmentFields)),
         ("segment_count", c_int64),
         ("heads", c_int64),
         ("key_heads", c_int64),
         ("cells", c_int64),
-        ("keys", _Plane),
-        ("values", _Plane),
+        ("keys", PlaneFields),
+        ("values", PlaneFields),
         ("format", c_int64),
         ("reach", c_int64),
         ("reach_size", c_int64),
@@ -62,7 +66,7 @@ class _Call(Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """A layer's keys or values as they lie: numbers [key_heads, cells, width], scales [key_heads, cells] of int8."""
 
     numbers: Tensor
@@ -103,7 +107,7 @@ class Native:
         _check(queries, k.numbers, v.numbers, bent, segments)
         output = torch.empty(queries.shape[1], queries.shape[0], v.numbers.shape[2])
         call = _describe(queries, k, v, segments, bent, output)
-        call.reach, call.reach_size = _REACHES[reach.kind], reach.size
+        call.reach, call.reach_size = REACHES[reach.kind], reach.size
         call.scale, call.softcap = scale, softcap or 0.0
         self._run(call)
         return output.to(query.dtype)
@@ -116,14 +120,14 @@ class Native:
             raise IndexError(f"a table names a cell outside the pool of {call.cells}")
 
 
-def _rows(stored: Stored) -> _Rows | None:
+def _rows(stored: Stored) -> Rows | None:
     """What a layer holds; None in a format that the kernel does not know."""
     plane, layer = stored.plane, stored.layer
     if isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS and plane.rows.device.type == "cpu":
-        return _Rows(plane.rows[layer])
+        return Rows(plane.rows[layer])
     # Latents are stored in parts with a scale each.
     if isinstance(plane, Int8Plane) and len(plane.parts) == 1 and plane.codes.device.type == "cpu":
-        return _Rows(plane.codes[layer], plane.scales[layer, :, :, 0])
+        return Rows(plane.codes[layer], plane.scales[layer, :, :, 0])
     return None
 
 
@@ -164,7 +168,7 @@ def _is_whole(segment: Segment) -> bool:
 
 
 def _describe(
-    query: Tensor, keys: _Rows, values: _Rows, segments: Sequence[Segment], sinks: Tensor | None, output: Tensor
+    query: Tensor, keys: Rows, values: Rows, segments: Sequence[Segment], sinks: Tensor | None, output: Tensor
 ) -> _Call:
     """The addresses and sizes of a call; the tensors must outlive it."""
     heads, cells, _ = keys.numbers.shape
@@ -174,27 +178,29 @@ def _describe(
         query_row_stride=query.stride(1),
         output=output.data_ptr(),
         sinks=None if sinks is None else sinks.data_ptr(),
-        segments=(_Segment * len(segments))(*map(_segment, segments)),
+        segments=(SegmentFields * len(segments))(*map(segment_fields, segments)),
         segment_count=len(segments),
         heads=query.shape[0],
         key_heads=heads,
         cells=cells,
-        keys=_plane(keys),
-        values=_plane(values),
+        keys=plane_fields(keys),
+        values=plane_fields(values),
         format=FORMATS[keys.numbers.dtype],
         threads=torch.get_num_threads(),
     )
 
 
-def _segment(segment: Segment) -> _Segment:
+def segment_fields(segment: Segment) -> SegmentFields:
+    """The fields of a segment, whose table must outlive them."""
     rows, cells = segment.rows, segment.cells
     run, table = (cells.start, None) if isinstance(cells, slice) else (0, cells.data_ptr())
-    return _Segment(rows.start, rows.stop - rows.start, segment.start, segment.first, run, table)
+    return SegmentFields(rows.start, rows.stop - rows.start, segment.start, segment.first, run, table)
 
 
-def _plane(rows: _Rows) -> _Plane:
+def plane_fields(rows: Rows) -> PlaneFields:
+    """The fields of rows, which must outlive them."""
     numbers, scales = rows.numbers, rows.scales
-    return _Plane(
+    return PlaneFields(
         data=numbers.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         width=numbers.shape[2],

@@ -37,9 +37,6 @@ inline void put(bfloat16 *to, const float *from, int64_t count) {
 // The most numbers that any layer needs of each kind.
 struct Sizes {
     int64_t projected = 0, attended = 0, inner = 0, activated = 0, desk = 0, part = 0;
-
-    template <class Element>
-    static Sizes of(const Step &step);
 };
 
 template <class Element>
@@ -50,7 +47,7 @@ class Walk {
     // Bytes of memory that `begin` needs.
     int64_t size() const {
         const int64_t numbers = rows * (5 * step.width + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
-                                step.threads * sizes.desk + most_blocks() * most_parts() * sizes.part;
+                                step.threads * sizes.desk + parted() * most_parts() * sizes.part;
         return numbers * sizeof(float) + most_blocks() * sizeof(Block) + step.cells_count * rows * sizeof(int64_t) + 4096;
     }
 
@@ -65,7 +62,7 @@ class Walk {
         attention_made = numbers(rows * step.width), mlp_made = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
-        desks = numbers(step.threads * sizes.desk), parts = numbers(most_blocks() * most_parts() * sizes.part);
+        desks = numbers(step.threads * sizes.desk), parts = numbers(parted() * most_parts() * sizes.part);
         blocks = (Block *)take(most_blocks() * sizeof(Block));
         targets = (int64_t *)take(step.cells_count * rows * sizeof(int64_t));
         for (int64_t at = 0; at < step.cells_count; ++at) find_targets(step.cells[at], targets + at * rows);
@@ -106,6 +103,9 @@ class Walk {
         for (int64_t at = 0; at < step.layer_count; ++at) most = larger(most, cut(describe(step.layers[at]), nullptr));
         return most;
     }
+
+    // The most blocks that are cut into parts.
+    int64_t parted() const { return step.threads > 1 ? lesser(most_blocks(), BLOCKS_A_THREAD * step.threads) : 0; }
 
     int64_t most_parts() const {
         int64_t most = 0;
@@ -191,7 +191,7 @@ class Walk {
         Desk desk;
         kernel.furnish(desk, desks + omp_get_thread_num() * sizes.desk);
         const auto part_at = [&](int64_t block, int64_t part) {
-            return parts + block * most_parts_now() * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
+            return parts + block * parts_at_most * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
         };
         if (step.threads > 1 && block_count < BLOCKS_A_THREAD * step.threads && parts_at_most > 1) {
 #pragma omp for collapse(2) schedule(dynamic, 1)
@@ -205,8 +205,6 @@ class Walk {
             for (int64_t at = 0; at < block_count; ++at) kernel.run(blocks[at], desk);
         }
     }
-
-    int64_t most_parts_now() const { return parts_at_most; }
 
     // One head of one row: its bias, norm and turn, and a key's or value's way to its cell.
     void make_head(const Layer &layer, const Heads &heads, int64_t kind, int64_t row, int64_t head) {

@@ -1,0 +1,1 @@
+"""A whole step in one native call, for decoders of the common shape."""

@@ -1,0 +1,129 @@
+"""Finds the first half of a layer: how its queries, keys and values come from the states, and how they turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from engine import hooks
+from engine.native.decoder import Heads, Norm, NoShape, Turn, Way
+from engine.native.norm import find_norm, normalise
+from engine.native.same import agree, same
+from engine.native.trace import Event, Multiplied, Normed
+from engine.plan import LayerPlan
+from kvcache.spec import Rotation
+
+_NO_NORM = Norm("none", 0)
+
+
+def find_way(norm: Normed, events: Sequence[Event], call: hooks.Call, positions: Tensor, plan: LayerPlan) -> Way:
+    """How a layer makes its queries, keys and values. Raises NoShape.
+
+    norm       the layer's first
+    events     from there to the attention
+    positions  of the rows
+    """
+    _check(call, plan)
+    matrices = [event for event in events if isinstance(event, Multiplied)]
+    norms = [find_norm(event) for event in events if isinstance(event, Normed)] or [_NO_NORM, _NO_NORM]
+    for matrix in matrices:
+        agree("a projection", norm.made, matrix.taken)
+    if plan.spec.rotation is None or len(norms) != 2:
+        raise NoShape("its keys are made in another way")
+    for places in _layouts(call, len(matrices)):
+        raw = [_heads(place, matrices) for place in places]
+        query, key = (normalise(own, rows) for own, rows in zip(norms, raw, strict=False))
+        turn = Turn(plan.spec.rotation, _scaling(key, call.key, plan.spec.rotation))
+        query, key = (_turned(rows, turn, positions) for rows in (query, key))
+        if same(query, call.query) and same(key, call.key) and same(raw[2], call.value):
+            return Way(
+                norm=find_norm(norm),
+                projections=tuple(matrix.linear for matrix in matrices),
+                queries=places[0],
+                keys=places[1],
+                values=places[2],
+                of_queries=norms[0],
+                of_keys=norms[1],
+                turn=turn,
+                scale=call.scale,
+            )
+    raise NoShape("its queries, keys and values are made in another way")
+
+
+def _check(call: hooks.Call, plan: LayerPlan) -> None:
+    bent = {"caps its scores": call.softcap, "has sinks": call.sinks, "adds a bias to its scores": call.bias}
+    for reason, own in bent.items():
+        if own is not None:
+            raise NoShape(f"its attention {reason}")
+    if call.layer != plan.layer:
+        raise NoShape("its layers run in another order than they store")
+
+
+def _layouts(call: hooks.Call, matrices: int) -> Iterator[tuple[Heads, Heads, Heads]]:
+    """Where queries, keys and values may lie: in a matrix each, in one after the other, or in one head by head."""
+    heads, _, width = call.query.shape
+    key_heads, value_width = call.key.shape[0], call.value.shape[2]
+    if matrices == 3:
+        yield (
+            Heads(0, 0, width, heads, width),
+            Heads(1, 0, width, key_heads, width),
+            Heads(2, 0, value_width, key_heads, value_width),
+        )
+    if matrices == 1:
+        keys, values = heads * width, (heads + key_heads) * width
+        yield (
+            Heads(0, 0, width, heads, width),
+            Heads(0, keys, width, key_heads, width),
+            Heads(0, values, value_width, key_heads, value_width),
+        )
+    if matrices == 1 and heads == key_heads:
+        stride = 2 * width + value_width
+        yield (
+            Heads(0, 0, stride, heads, width),
+            Heads(0, width, stride, heads, width),
+            Heads(0, 2 * width, stride, heads, value_width),
+        )
+
+
+def _heads(place: Heads, matrices: Sequence[Multiplied]) -> Tensor:
+    """[heads, rows, width]"""
+    made = matrices[place.matrix].made
+    if made.shape[1] < place.offset + (place.count - 1) * place.stride + place.width:
+        raise NoShape("its queries, keys and values are made in another way")
+    starts = range(place.offset, place.offset + place.count * place.stride, place.stride)
+    return torch.stack([made[:, start : start + place.width] for start in starts])
+
+
+def pairs(rotation: Rotation, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and second column of every pair [..., pairs] of heads [..., width]."""
+    begin, count = rotation.offset, len(rotation.inverse_frequency)
+    if rotation.layout == "half":
+        return columns[..., begin : begin + count], columns[..., begin + count : begin + 2 * count]
+    return columns[..., begin : begin + 2 * count : 2], columns[..., begin + 1 : begin + 2 * count : 2]
+
+
+def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [rows, pairs] of positions [rows], scaled: computed in float32, as transformers does."""
+    frequency = torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
+    angle = positions.float()[:, None] * frequency
+    return angle.cos() * turn.scaling, angle.sin() * turn.scaling
+
+
+def _turned(heads: Tensor, turn: Turn, positions: Tensor) -> Tensor:
+    turned = heads.clone()
+    cosine, sine = angles(turn, positions)
+    (x, y), (first, second) = pairs(turn.rotation, heads), pairs(turn.rotation, turned)
+    first.copy_(x * cosine - y * sine)
+    second.copy_(y * cosine + x * sine)
+    return turned
+
+
+def _scaling(heads: Tensor, turned: Tensor, rotation: Rotation) -> float:
+    """By how much turned columns are larger than before."""
+    if not rotation.inverse_frequency or heads.shape != turned.shape:
+        return 1.0
+    sizes = [sum(float(part.double().square().sum()) for part in pairs(rotation, own)) for own in (turned, heads)]
+    found = (sizes[0] / max(sizes[1], 1e-30)) ** 0.5
+    return 1.0 if abs(found - 1.0) < 1e-5 else found
