@@ -44,6 +44,7 @@ from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
 from engine.kernels.reference import Attend
 from engine.memory import Sizes, available_bytes, plan_memory
+from engine.native.choosing import fastest
 from engine.plan import LayerPlan
 from engine.quantize.store import Store
 from engine.quantize.surgery import bits_for, bytes_of, quantize
@@ -129,6 +130,9 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     if survey is not None:
         on_phase("quantize")
     bits = None if survey is None else _quantize(config, model, survey, f"{_fingerprint(folder)} {dtype}", available)
+    if config.kernels == "auto" and config.device == "cpu":
+        on_phase("native step")
+        runner = fastest(model, runner, facts, context=config.context or longest_context(text))
     sizes = _sizes(model, runner.layers, dtype, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)

@@ -20,8 +20,11 @@ FLOORS = {
         dialect.json_text dialect.reader dialect.thoughts dialect.schema | dialect.calls | dialect.frame
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
-        quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter | runner crossing
-        gathering draft.lookup draft.forced draft.seats verify | draft.chain speculation slots selftest | draft.model scheduler load
+        quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter native.decoder native.library |
+        runner crossing
+        gathering draft.lookup draft.forced draft.seats verify native.same native.trace native.description |
+        draft.chain speculation slots selftest native.norm | native.attention native.mlp | native.shape native.runner |
+        native.choosing | draft.model scheduler load
         stream | draft.heads | draft.head | draft.loading step | core | engine""",
     "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content
         store | schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat

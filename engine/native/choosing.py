@@ -1,0 +1,61 @@
+"""Who runs a model: the native step where the model is of its shape and it says the same, else the runner as it is."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from engine.gathering import GatheringRunner
+from engine.kernels.cpu import build
+from engine.kernels.cpu.build import NoLibrary
+from engine.native.decoder import NoShape
+from engine.native.library import Library
+from engine.native.runner import NativeRunner
+from engine.native.shape import find_decoder
+from engine.runner import Runner
+from engine.selftest import Facts, difference
+
+log = logging.getLogger("cellar.engine")
+
+# In what the native step reads and writes keys and values.
+_STORED = (torch.float32, torch.bfloat16)
+
+
+def fastest(
+    model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int
+) -> Runner | GatheringRunner:
+    """The runner of a model in the processor's memory that is fastest: `plain`, or one in its stead.
+
+    facts    those that `plain` was found with
+    context  positions that the model knows
+    """
+    known = facts.dtype == torch.float32 and (facts.stored or facts.dtype) in _STORED
+    if not known or facts.recurrent or facts.encoder is not None or not isinstance(plain, Runner):
+        return plain
+    try:
+        decoder = find_decoder(model, plain.layers, vocabulary=facts.vocabulary, context=context)
+        native = NativeRunner(plain, decoder, _library())
+    except (NoShape, NoLibrary) as error:
+        log.info("layers run in torch operations, not in one native call: %s", error.reason)
+        return plain
+    differs = difference(plain, native, model, facts)
+    if differs is not None:
+        log.warning("layers run in torch operations, for the native step changes them: %s", differs)
+        return plain
+    return native
+
+
+@cache
+def _library() -> Library:
+    """Raises NoLibrary."""
+    variants = build.variants("step")
+    if not variants:
+        raise NoLibrary("it needs AVX2 or AVX-512, which this processor has not")
+    file = build.library("step", variants[0])
+    try:
+        return Library(file)
+    except OSError as error:
+        raise NoLibrary(f"the library cannot be loaded: {error}") from error
