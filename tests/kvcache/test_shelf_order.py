@@ -14,8 +14,8 @@ from kvcache.cache import Cache
 from kvcache.component import Content
 from kvcache.disk import Disk, Stretch
 from kvcache.shelf import ShelfConfig
-from tests.kvcache.echo import FULL, WINDOW, make, recalled, remember
-from tests.kvcache.test_shelf import TEXT, in_memory, on_disk, save, small
+from tests.kvcache.echo import FULL, WINDOW, make, recalled, remember, save_all
+from tests.kvcache.test_shelf import TEXT, in_memory, on_disk, small
 
 __all__ = ["small"]
 
@@ -25,7 +25,7 @@ def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
     cache = make(FULL, shelf=on_disk(folder))
     for text in texts:
         remember(cache, text)
-    save(cache)
+    save_all(cache, 1000)
     return cache.shelf_bytes[1]
 
 
@@ -34,10 +34,10 @@ def test_what_is_wanted_less_does_not_push_out_what_is_wanted_more(tmp_path: Pat
     old, new = (1, *TEXT[:20]), (2, *TEXT[:20])
     cache = make(FULL, shelf=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
     remember(cache, new)
-    save(cache)
+    save_all(cache, 1000)
     remember(cache, old)
     assert 21 == recalled(cache, new)
-    save(cache)
+    save_all(cache, 1000)
 
     assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), new)
 
@@ -69,7 +69,7 @@ def test_places_to_resume_at_survive_the_process(tmp_path: Path) -> None:
     """A sealed end stays one: what grows behind it does not take what going on there needs. Other cuts do not stay."""
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], seal=True)
-    save(cache)
+    save_all(cache, 1000)
     again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     assert 1 == again._tree.nodes
     remember(again, TEXT)
@@ -87,13 +87,13 @@ def test_after_a_start_what_was_used_longest_ago_goes_first(tmp_path: Path) -> N
         cache = make(FULL, shelf=on_disk(folder))
         for at, text in enumerate(texts[:2]):
             remember(cache, text)
-            save(cache)
+            save_all(cache, 1000)
             for file in set(folder.rglob("*.safetensors")) - seen:
                 os.utime(file, (1000 + (at != older), 1000 + (at != older)))
                 seen.add(file)
         again = make(FULL, shelf=on_disk(folder, cache.shelf_bytes[1]))
         remember(again, texts[2])
-        save(again)
+        save_all(again, 1000)
         last = make(FULL, shelf=on_disk(folder))
 
         assert [21, 21, 0] == [recalled(last, text) for text in (texts[2], texts[1 - older], texts[older])]
@@ -143,9 +143,9 @@ def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, m
     for text in texts:
         remember(cache, text)
         cache.forget()
-        save(cache)
+        save_all(cache, 1000)
     want(cache, texts[0], monkeypatch)
-    save(cache)
+    save_all(cache, 1000)
 
     assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), texts[0])
 
@@ -154,7 +154,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     """A file of the right name that lies elsewhere is none of ours, found at the start or looked for later."""
     cache = make(FULL, shelf=on_disk(tmp_path / "here"))
     remember(cache, TEXT[:20])
-    save(cache)
+    save_all(cache, 1000)
     found = make(FULL, shelf=on_disk(tmp_path / "here"))
     for file in list((tmp_path / "here").rglob("*.safetensors")):
         file.rename(tmp_path / file.name)
