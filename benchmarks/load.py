@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import httpx
 from benchmarks.samples import OK, Run, Sample
 
 Done = Callable[[Sample], None]
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,16 @@ class Ask:
     timeout_seconds: float
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def body(self, model: str, prompt: str) -> dict[str, Any]:
-        """Return the JSON body of one streamed chat request."""
+    def path(self, prompt: Prompt) -> str:
+        """Return where the request goes, behind /v1: text is a chat, token ids are continued as they are."""
+        return "/chat/completions" if isinstance(prompt, str) else "/completions"
+
+    def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
+        """Return the JSON body of one streamed request."""
+        asked = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else {"prompt": prompt}
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": prompt}],
+            **asked,
             "max_tokens": self.max_tokens,
             "temperature": 0,
             "stream": True,
@@ -85,17 +91,17 @@ class Answer:
         elif any(choice.get("finish_reason") for choice in choices):
             self.outcome = OK
         self.usage = event.get("usage") or self.usage
-        if any(has_text(choice.get("delta") or {}) for choice in choices):
+        if any(has_text(choice.get("delta") or choice) for choice in choices):
             self.arrivals.append(seconds)
 
 
 def has_text(delta: dict[str, Any]) -> bool:
-    """Whether a delta carries something that the model wrote; the first of many servers carries only a role."""
-    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+    """Whether a delta, or a choice of a completion, carries what the model wrote; often the first has only a role."""
+    return any(delta.get(name) for name in ("content", "text", "reasoning_content", "reasoning", "tool_calls"))
 
 
 async def closed(
-    client: httpx.AsyncClient, server: Server, ask: Ask, *, prompts: list[str], streams: int, done: Done
+    client: httpx.AsyncClient, server: Server, ask: Ask, *, prompts: Sequence[Prompt], streams: int, done: Done
 ) -> Run:
     """Send all prompts, `streams` of them at any time."""
     waiting = iter(prompts)
@@ -132,7 +138,7 @@ async def opened(
     return Run(len(prompts), time.perf_counter() - start, tuple(samples))
 
 
-async def send(client: httpx.AsyncClient, server: Server, ask: Ask, *, prompt: str, start: float) -> Sample:
+async def send(client: httpx.AsyncClient, server: Server, ask: Ask, *, prompt: Prompt, start: float) -> Sample:
     """Send one request and read its answer to the end; whatever happens is an outcome, not an exception."""
     sent = time.perf_counter()
     answer = Answer()
@@ -140,7 +146,7 @@ async def send(client: httpx.AsyncClient, server: Server, ask: Ask, *, prompt: s
     try:
         async with (
             asyncio.timeout(ask.timeout_seconds),
-            client.stream("POST", f"{server.url}/chat/completions", json=body, headers=server.headers) as response,
+            client.stream("POST", server.url + ask.path(prompt), json=body, headers=server.headers) as response,
         ):
             if response.status_code != 200:
                 answer.outcome = f"http {response.status_code}"

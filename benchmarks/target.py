@@ -96,17 +96,27 @@ def git(*arguments: str) -> str | None:
 @contextmanager
 def serving(arguments: str, log: Path) -> Iterator[str]:
     """Start `cellar serve` with more arguments on a free port, yield its base URL when it is ready, end it after."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     cellar = Path(sys.executable).with_name("cellar")
     if not cellar.exists():
         raise Unusable(f"--serve needs {cellar}: install the project into this environment first")
+    with started(f"{shlex.quote(str(cellar))} serve {arguments} --port {{port}}", ready="/ready", log=log) as url:
+        yield url
+
+
+@contextmanager
+def started(command: str, *, ready: str, log: Path) -> Iterator[str]:
+    """Start any server, with a free port for {port}; yield its base URL once `ready` answers 200, end it after."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = shlex.split(command.replace("{port}", str(port)))
     with log.open("wb") as out:
-        command = [str(cellar), "serve", *shlex.split(arguments), "--port", str(port)]
-        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            server = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise Unusable(f"{words[0]} cannot be started: {error}") from error
     try:
-        wait_until_ready(server, f"http://127.0.0.1:{port}/ready", log)
+        wait_until_ready(server, f"http://127.0.0.1:{port}{ready}", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         server.terminate()

@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
 from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
-from engine.kernels.reference import Attend
 from engine.memory import Sizes, available_bytes, plan_memory
 from engine.native.choosing import fastest
 from engine.plan import LayerPlan
@@ -120,19 +119,13 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     recurrent = _install(model)
     on_phase("kernels")
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    attend = _attend(config, dtype, stored)
-    facts = Facts(
-        vocabulary=text.vocab_size, recurrent=recurrent, dtype=dtype, stored=stored, mla=config.mla, attend=attend
-    )
-    on_phase("self-test")
     encoder = _encoder(name, model, budget_bytes=available // 8)
-    runner = find_runner(name, model, replace(facts, encoder=encoder))
-    if survey is not None:
-        on_phase("quantize")
+    facts = _facts(config, text.vocab_size, recurrent=recurrent, dtype=dtype, stored=stored, encoder=encoder)
+    on_phase("self-test")
+    runner = find_runner(name, model, facts)
+    on_phase("quantize" if survey is not None else "native step")
     bits = None if survey is None else _quantize(config, model, survey, f"{_fingerprint(folder)} {dtype}", available)
-    if config.kernels == "auto" and config.device == "cpu":
-        on_phase("native step")
-        runner = fastest(model, runner, facts, context=config.context or longest_context(text))
+    runner = _fastest(config, model, runner, facts)
     sizes = _sizes(model, runner.layers, dtype, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
@@ -329,10 +322,35 @@ def _install(model: Any) -> bool:
     return recurrence.install(model)
 
 
-def _attend(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> Attend:
+def _facts(
+    config: EngineConfig,
+    vocabulary: int,
+    *,
+    recurrent: bool,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    encoder: Encoder | None,
+) -> Facts:
+    attend = reference.attend
+    if config.kernels != "torch" and config.device == "cpu":
+        attend = choice.fastest(dtype, stored)
+    return Facts(
+        vocabulary=vocabulary,
+        recurrent=recurrent,
+        dtype=dtype,
+        stored=stored,
+        mla=config.mla,
+        attend=attend,
+        encoder=encoder,
+    )
+
+
+def _fastest(
+    config: EngineConfig, model: Any, runner: Runner | GatheringRunner, facts: Facts
+) -> Runner | GatheringRunner:
     if config.kernels == "torch" or config.device != "cpu":
-        return reference.attend
-    return choice.fastest(dtype, stored)
+        return runner
+    return fastest(model, runner, facts, context=config.context or longest_context(model.config.get_text_config()))
 
 
 def known_context(name: str, folder: Path) -> int:

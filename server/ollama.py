@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from server.batch import Outcome
 from server.embeddings import vector
+from server.errors import invalid_field
 from server.generation import Events
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
@@ -43,18 +46,18 @@ _SAME = (
 
 
 def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
-    """The chat that the body asks for, under the name that its answer shall have."""
+    """The chat that the body asks for, under the name that its answer shall have; ApiError at what no chat can hold."""
     fields: dict[str, Any] = {"model": model, "messages": list(_messages(body.messages)), **_common(body)}
     if body.tools:
         fields["tools"] = body.tools
-    return ChatRequest.model_validate(fields)
+    return _chat(fields)
 
 
 def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
     """A prompt as a chat of one message, behind the system's."""
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
-    return ChatRequest.model_validate({"model": model, "messages": messages, **_common(body)})
+    return _chat({"model": model, "messages": messages, **_common(body)})
 
 
 @dataclass(slots=True)
@@ -168,6 +171,15 @@ def _texts(pieces: Sequence[Piece], calls: _Calls) -> tuple[str, str]:
             case CallOpened() | CallArguments():
                 calls.take(piece)
     return text, thinking
+
+
+def _chat(fields: dict[str, Any]) -> ChatRequest:
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        # Tools and messages have the same names in both bodies.
+        fault = error.errors()[0]
+        raise invalid_field({**fault, "loc": ("body", *fault["loc"])}, fields) from error
 
 
 def _common(body: Asking) -> dict[str, Any]:

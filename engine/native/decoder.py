@@ -1,7 +1,7 @@
 """What the native step knows of a model: its layers as the parts of one common shape.
 
-    states > norm > projections > (norm) > turn > attention > output > + states
-    states > norm > inner matrices > activation (times up) > down > + states
+states > norm > projections > (norm) > turn > attention > output > + states
+states > norm > inner matrices > activation (times up) > down > + states
 """
 
 from __future__ import annotations

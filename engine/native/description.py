@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.native.decoder import Activation, Columns, Decoder, Heads, Linear, Mlp, NoShape, Norm, NormKind, Turn, Way
+from engine.native.decoder import Activation, Columns, Decoder, Heads, Linear, Mlp, Norm, NormKind, NoShape, Turn, Way
 from engine.native.library import HeadsFields, LayerFields, LinearFields, NormFields
 from engine.quantize.layers import QuantizedLinear
 
 # The enumerations of step.h.
 _WEIGHTS = {torch.float32: 0, torch.bfloat16: 1}
+# By words of codes in a group, engine/kernels/packing.py: as many as a code has bits.
 _CODES = {8: 2, 4: 3}
 _NORMS: dict[NormKind, int] = {"none": 0, "root_mean_square": 1, "layer": 2}
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
@@ -61,7 +62,14 @@ def describe_linear(linear: Linear) -> LinearFields:
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise NoShape(f"a bias is {bias.dtype}")
     if isinstance(linear, QuantizedLinear):
-        raise NoShape("its weights are quantised")
+        return LinearFields(
+            weights=linear.codes.data_ptr(),
+            scales=linear.scales.data_ptr(),
+            bias=_address(bias),
+            kind=_CODES[linear.codes.shape[2]],
+            outputs=linear.out_features,
+            columns=linear.in_features,
+        )
     weight = linear.weight
     if weight.dtype not in _WEIGHTS or weight.stride(1) != 1 or weight.device.type != "cpu":
         raise NoShape(f"a matrix is {weight.dtype}, or does not lie row by row in the processor's memory")

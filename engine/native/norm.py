@@ -32,7 +32,9 @@ def find_norm(seen: Normed) -> Norm:
 
 def same_rows(expected: Tensor, actual: Tensor) -> bool:
     """Whether each row is the same: they are of very different sizes."""
-    return all(same(one / one.abs().max(), other / one.abs().max()) for one, other in zip(expected, actual, strict=True))
+    return all(
+        same(one / one.abs().max(), other / one.abs().max()) for one, other in zip(expected, actual, strict=True)
+    )
 
 
 def normalise(norm: Norm, rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from engine.native.decoder import Attention, Decoder, Linear, Mlp, NoShape
 from engine.native.mlp import find_mlp
 from engine.native.norm import find_norm
 from engine.native.same import agree
-from engine.native.trace import Attended, Event, Multiplied, Normed, Trace, trace
+from engine.native.trace import Attended, Event, Multiplied, Normed, trace
 from engine.plan import LayerPlan
 
 # Events by letter: Linear, Norm, Attention. A layer: its norm, projections with norms of heads, attention and output, a
@@ -39,7 +39,9 @@ def find_decoder(model: Any, plans: Sequence[LayerPlan], *, vocabulary: int, con
     cut = list(_cut(seen.events))
     if len(cut) - 1 != len(plans):
         raise NoShape("its layers are not of one norm, projections, attention and matrices each")
-    states = cut[0][0].taken
+    first = cut[0][0]
+    assert isinstance(first, Normed)
+    states = first.taken
     scale = _scale(seen.embeddings, states)
     layers = []
     for number, events in enumerate(cut[:-1]):

@@ -26,12 +26,14 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def streamed(whole: type, chunk: Any) -> dict[int | str, dict[str, Any]]:
     """The answer of a route that can stream: JSON, or events that each hold JSON."""
-    return _also(whole, "text/event-stream", chunk)
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(chunk)}
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+    return _also(whole, "text/event-stream", event)
 
 
 def lined(line: type) -> dict[int | str, dict[str, Any]]:
     """The answer of a route that can stream: JSON, or such JSON a line."""
-    return _also(line, "application/x-ndjson", line)
+    return _also(line, "application/x-ndjson", _schema(line))
 
 
 def install(app: FastAPI) -> None:
@@ -50,9 +52,9 @@ def install(app: FastAPI) -> None:
     app.openapi = complete  # type: ignore[method-assign]
 
 
-def _also(whole: type, media: str, part: Any) -> dict[int | str, dict[str, Any]]:
-    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(part)}
-    return {200: {"model": whole, "content": {media: {"schema": text}}}}
+def _also(whole: type, media: str, item: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    # As OpenAPI 3.2 has it for what comes one by one.
+    return {200: {"model": whole, "content": {media: {"itemSchema": item}}}}
 
 
 @functools.cache

@@ -30,6 +30,8 @@ class Peer:
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    completions: list[dict[str, Any]] = field(default_factory=list)
+    model: str = "good"
     running: int = 0
     most_running: int = 0
 
@@ -40,7 +42,7 @@ class Peer:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [{"id": "good", "object": "model"}]})
+        return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
@@ -49,6 +51,25 @@ class Peer:
         if body["model"] == "busy" and body["max_tokens"] == 16 and len(self.prompts) % 4 == 0:
             return JSONResponse({"error": {"message": "full"}}, status_code=429)
         return StreamingResponse(self.events(body), media_type="text/event-stream")
+
+    async def complete(self, request: Request) -> Response:
+        """Answer POST /v1/completions: as many pieces of one token as asked for, the last with why it ended."""
+        body = await request.json()
+        self.completions.append(body)
+        return StreamingResponse(self.pieces(body), media_type="text/event-stream")
+
+    async def pieces(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """Yield the events of one completion; the model "short" forgets the last token."""
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        count = body["max_tokens"] - (body["model"] == "short")
+        for _ in range(count):
+            await asyncio.sleep(0.001)
+            yield event(choices=[{"index": 0, "text": "token", "finish_reason": None}])
+        self.running -= 1
+        yield event(choices=[{"index": 0, "text": "", "finish_reason": "length"}])
+        yield event(choices=[], usage={"prompt_tokens": len(body["prompt"]), "completion_tokens": count})
+        yield "data: [DONE]\n\n"
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """Yield the events of one answer."""
@@ -90,7 +111,11 @@ def usage(words: int) -> dict[str, Any]:
 def peer() -> Iterator[Peer]:
     """A running server of its own for each test."""
     peer = Peer()
-    routes = [Route("/v1/models", peer.models), Route("/v1/chat/completions", peer.chat, methods=["POST"])]
+    routes = [
+        Route("/v1/models", peer.models),
+        Route("/v1/chat/completions", peer.chat, methods=["POST"]),
+        Route("/v1/completions", peer.complete, methods=["POST"]),
+    ]
     # Without the protocol asyncio leaves Nagle's algorithm on, and pieces wait 40 ms for each other.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from server.app import create_app
+from server.errors import MESSAGES, OLLAMA
 from server.schemas.models import Model, ModelList
 from server.settings import Settings
 from tests.server.fakes import FakeEngine, ask, settings
@@ -118,5 +119,17 @@ def test_the_document_types_requests_answers_events_and_errors() -> None:
     assert references(document) <= defined
     content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert {"application/json", "text/event-stream"} == content.keys()
-    assert "choices" in content["text/event-stream"]["schema"]["contentSchema"]["properties"]
+    assert "choices" in content["text/event-stream"]["itemSchema"]["properties"]["data"]["contentSchema"]["properties"]
     assert not [name for name in defined if "HTTPValidationError" in name]
+
+
+def test_the_document_has_the_errors_of_each_api() -> None:
+    """Every operation declares refusals and faults, in the shape that its clients read."""
+    document = ask(app(), "GET", "/openapi.json").json
+    shapes = {MESSAGES: "AnthropicErrorBody", OLLAMA: "OllamaErrorBody"}
+
+    for path, operations in document["paths"].items():
+        shape = next((shape for begin, shape in shapes.items() if path.startswith(begin)), "ErrorBody")
+        wanted = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
+        for operation in operations.values():
+            assert [wanted] * 2 == [operation["responses"][status]["content"] for status in ("4XX", "5XX")], path

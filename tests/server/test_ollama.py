@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from engine.types import Delta, Embedded, Event, Request, Started
 from server.app import create_app
+from server.schemas.ollama import Line, OllamaErrorBody
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -162,6 +164,8 @@ def test_names_have_a_tag() -> None:
         ({"options": {"num_ctx": 65}}, "options.num_ctx"),
         ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "images"),
         ({"template": "{{ .Prompt }}"}, "template"),
+        ({"tools": [{"x": {}}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "function": {"name": "no name"}}]}, "tools[0].function.name"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(body: Any, named: str) -> None:
@@ -200,3 +204,23 @@ def test_texts_become_vectors() -> None:
     assert [[pytest.approx(0.6), pytest.approx(0.8)]] * 2 == many["embeddings"]
     assert [pytest.approx(0.6), pytest.approx(0.8)] == one["embedding"]
     assert 6 == many["prompt_eval_count"]
+
+
+def test_what_is_sent_fits_the_published_types() -> None:
+    """Answers, lines and errors validate against the shapes in /openapi.json, with nothing left over."""
+    text = f"<think>\nhm\n</think>\n\nyes{CALL}"
+
+    def check(shape: Any, value: Any) -> None:
+        TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
+
+    check(Line, post(says(text), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json)
+    for line in lines(post(says(text), "chat", messages=MESSAGES, tools=[TOOL])):
+        check(Line, line)
+    for line in lines(post(says(text), "generate", prompt="hi")):
+        check(Line, line)
+    check(OllamaErrorBody, post(says("x"), "chat", messages=MESSAGES, what=1).json)
+    document = ask(create_app(says("x"), settings()), "GET", "/openapi.json").json
+    for path in ("chat", "generate"):
+        content = document["paths"][f"/api/{path}"]["post"]["responses"]["200"]["content"]
+        assert {"application/json", "application/x-ndjson"} == content.keys()
+        assert "created_at" in content["application/x-ndjson"]["itemSchema"]["properties"]

@@ -7,11 +7,9 @@
 //     rows                 [row] ... [row + rows)
 #pragma once
 
-#include <cstdint>
+#include "format.h"
 
-enum Format : int64_t { FLOAT32, BFLOAT16, INT8 };
 enum Kind : int64_t { FULL, WINDOW, CHUNK };
-enum Outcome : int64_t { DONE, NO_MEMORY, BAD_CELL };
 
 struct Segment {
     int64_t row, rows;     // of the batch: [row, row + rows)

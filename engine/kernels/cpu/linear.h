@@ -12,12 +12,9 @@
 //                                   4 further
 #pragma once
 
-#include <cstdint>
+#include "format.h"
 
 constexpr int64_t GROUP = 32, OUTPUTS = 16;
-
-enum Outcome : int64_t { DONE, NO_MEMORY };
-enum Format : int64_t { FLOAT32, BFLOAT16 };
 
 struct Matrix {
     const uint8_t *codes;    // aligned to 64 bytes

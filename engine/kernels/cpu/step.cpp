@@ -4,13 +4,16 @@
 // Each row is computed as if it were alone, in an order that neither its neighbours nor the threads change.
 #include "step.h"
 
-#include "attention.cpp"
+#include <omp.h>
+
+#include "blocks.h"
 #include "plain.h"
+#include "quantised.h"
 #include "rows.h"
 
 namespace {
 
-// Outputs that a thread takes at a time.
+// Outputs that a thread takes at a time: whole blocks of quantised ones.
 constexpr int64_t SHARE = 32;
 
 inline int64_t outputs(const Linear *matrices, int64_t count) {
@@ -24,19 +27,9 @@ inline float *made_by(float *start, const Linear *matrices, int64_t at, int64_t 
     return start + rows * outputs(matrices, at);
 }
 
-inline void put(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
-
-// To the nearest, to even ones of two, and a NaN to a NaN.
-inline void put(bfloat16 *to, const float *from, int64_t count) {
-    for (int64_t at = 0; at < count; ++at) {
-        const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-    }
-}
-
 // The most numbers that any layer needs of each kind.
 struct Sizes {
-    int64_t projected = 0, attended = 0, inner = 0, activated = 0, desk = 0, part = 0;
+    int64_t projected = 0, attended = 0, inner = 0, activated = 0, groups = 0, desk = 0, part = 0;
 };
 
 template <class Element>
@@ -48,7 +41,7 @@ class Walk {
     int64_t size() const {
         const int64_t numbers = rows * (5 * step.width + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
                                 step.threads * sizes.desk + parted() * most_parts() * sizes.part;
-        return numbers * sizeof(float) + most_blocks() * sizeof(Block) + step.cells_count * rows * sizeof(int64_t) + 4096;
+        return numbers * sizeof(float) + most_blocks() * sizeof(Block) + step.cells_count * rows * sizeof(int64_t) + Rows::size(most_rows(), sizes.groups) + 4096;
     }
 
     void begin(char *memory) {
@@ -64,6 +57,7 @@ class Walk {
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
         desks = numbers(step.threads * sizes.desk), parts = numbers(parted() * most_parts() * sizes.part);
         blocks = (Block *)take(most_blocks() * sizeof(Block));
+        codes = take(Rows::size(most_rows(), sizes.groups));
         targets = (int64_t *)take(step.cells_count * rows * sizeof(int64_t));
         for (int64_t at = 0; at < step.cells_count; ++at) find_targets(step.cells[at], targets + at * rows);
     }
@@ -92,6 +86,8 @@ class Walk {
             most.attended = larger(most.attended, layer.queries.count * layer.values.width);
             most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
             most.activated = larger(most.activated, layer.down.columns);
+            const int64_t columns = larger(larger(step.width, layer.output.columns), layer.down.columns);
+            most.groups = larger(most.groups, ::parts(columns, GROUP));
             most.desk = larger(most.desk, padded(kernel.desk_size()));
             most.part = larger(most.part, kernel.part_size(BLOCK));
         }
@@ -103,6 +99,9 @@ class Walk {
         for (int64_t at = 0; at < step.layer_count; ++at) most = larger(most, cut(describe(step.layers[at]), nullptr));
         return most;
     }
+
+    // A row may be wanted more than once.
+    int64_t most_rows() const { return larger(rows, step.wanted_count); }
 
     // The most blocks that are cut into parts.
     int64_t parted() const { return step.threads > 1 ? lesser(most_blocks(), BLOCKS_A_THREAD * step.threads) : 0; }
@@ -245,26 +244,51 @@ class Walk {
         for (int64_t at = 0; at < step.kept_count; ++at)
             normalise(step.last, step.states + step.kept[at] * step.width, step.kept_states + at * step.width);
         multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
+        if (!step.head.bias) return;
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < step.wanted_count; ++at)
+            for (int64_t i = 0; i < step.head.outputs; ++i) step.logits[at * step.head.outputs + i] += step.head.bias[i];
     }
 
     // Rows times some matrices of as many columns; what they make stands one behind the other.
     void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t own_rows) {
         const int64_t columns = matrices->columns;
+        const Rows quantised(own_rows, ::parts(columns, GROUP), codes);
         int64_t shares = 0;
-        for (int64_t at = 0; at < count; ++at) shares += (matrices[at].outputs + SHARE - 1) / SHARE;
+        bool coded = false;
+        for (int64_t at = 0; at < count; ++at) {
+            shares += ::parts(matrices[at].outputs, SHARE);
+            coded = coded || matrices[at].kind >= BYTES;
+        }
+        if (coded) {
+            Product product = {};
+            product.input = from, product.stride = product.columns = columns;
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < own_rows; ++row) quantise_row<float>(product, row, quantised);
+        }
 #pragma omp for schedule(static)
         for (int64_t share = 0; share < shares; ++share) {
             int64_t at = 0, own = share;
-            for (; own >= (matrices[at].outputs + SHARE - 1) / SHARE; ++at) own -= (matrices[at].outputs + SHARE - 1) / SHARE;
-            const Linear &matrix = matrices[at];
-            float *place = made_by(to, matrices, at, own_rows);
-            const int64_t first = own * SHARE, last = lesser(first + SHARE, matrix.outputs);
-            if (matrix.kind == PLAIN)
-                multiply_plain(from, own_rows, columns, (const float *)matrix.weights, matrix.stride, columns, first, last,
-                               place, matrix.outputs);
+            for (; own >= ::parts(matrices[at].outputs, SHARE); ++at) own -= ::parts(matrices[at].outputs, SHARE);
+            multiply_share(matrices[at], own * SHARE, from, quantised, made_by(to, matrices, at, own_rows));
+        }
+    }
+
+    // A matrix's outputs from `first` on.
+    void multiply_share(const Linear &matrix, int64_t first, const float *from, const Rows &quantised, float *to) {
+        const int64_t last = lesser(first + SHARE, matrix.outputs);
+        const auto plain = [&](auto *weights) {
+            multiply_plain(from, quantised.rows, matrix.columns, weights, matrix.stride, matrix.columns, first, last, to,
+                           matrix.outputs);
+        };
+        if (matrix.kind == PLAIN) return plain((const float *)matrix.weights);
+        if (matrix.kind == HALVES) return plain((const bfloat16 *)matrix.weights);
+        const Matrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind == BYTES ? 8 : 4, matrix.outputs, to};
+        for (int64_t block = first / OUTPUTS; block < ::parts(last, OUTPUTS); ++block) {
+            if (matrix.kind == BYTES)
+                multiply_block<float, 8>(own, block, quantised);
             else
-                multiply_plain(from, own_rows, columns, (const bfloat16 *)matrix.weights, matrix.stride, columns, first,
-                               last, place, matrix.outputs);
+                multiply_block<float, 4>(own, block, quantised);
         }
     }
 
@@ -275,6 +299,7 @@ class Walk {
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
     float *desks = nullptr, *parts = nullptr;
     Block *blocks = nullptr;
+    char *codes = nullptr;
     int64_t *targets = nullptr;
     int64_t block_count = 0, parts_at_most = 0;
 };

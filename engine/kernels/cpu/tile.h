@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "memory.h"
 #include "vector.h"
 
 namespace {
@@ -13,8 +14,6 @@ constexpr int KEYS = LANES == 16 ? 8 : 4, COLUMNS = LANES == 16 ? 8 : 4;
 constexpr int TURNED = LANES == 16 ? 4 : 2;  // lines that are scored at once against turned keys
 constexpr float NOTHING = -1e30f;  // the greatest score of a line that has seen no key
 
-inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 // What some lines have gathered: the softmax's greatest score, its sum, and the weighted sum of values.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,10 @@ def report(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     # One worker: so that a seed is a run, and since two of them in Python 3.11 trip over each other in `ast`.
     command += ["--workers", "1", "--suppress-health-check", "all", "--request-timeout", str(SLOWEST_SECONDS)]
     command += ["--report", "json", "--report-json-path", "report.json", "--no-color"]
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    hooks = {**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        command, cwd=folder, env=hooks, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     print(done.stdout[-20_000:])
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found

@@ -1,0 +1,90 @@
+"""Tiny decoders whose every number counts, and both ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import hooks
+from engine.kernels import linear
+from engine.kernels.packing import Bits
+from engine.native import choosing
+from engine.native.runner import NativeRunner
+from engine.quantize.store import Store
+from engine.quantize.surgery import quantize
+from engine.quantize.survey import Survey
+from engine.runner import Runner
+from engine.selftest import Facts, find_runner
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.tiny import VOCABULARY, settings
+
+CONTEXT = 256
+
+# Of each step the slots and how many rows they get: chunks, single rows, and both at once.
+Steps = Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A model as transformers' modules compute it over cells, and what `fastest` takes in their stead."""
+
+    model: Any
+    plain: Runner
+    fastest: Runner
+
+    def states(self, runner: Runner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Logits and states of every row, by slot and position, however the steps cut them."""
+        specs = [plan.spec for plan in runner.layers]
+        some = Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=stored)
+        told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for step in steps:
+            spans = [Span(slot, some.length(slot), rows) for slot, rows in step]
+            places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
+            rows = list(range(len(places)))
+            with some.forward(spans) as forward:
+                made = runner.run_with_states(forward, [token(*place) for place in places], rows, rows)
+            told |= dict(zip(places, zip(*made, strict=True), strict=True))
+        logits, states = zip(*(told[place] for place in sorted(told)), strict=True)
+        return torch.stack(logits), torch.stack(states)
+
+
+def token(slot: int, position: int) -> int:
+    """Some token; slots say different things."""
+    return (31 * slot + 7 * position + position * position) % VOCABULARY
+
+
+@cache
+def both(family: str, bits: Bits | None = None) -> Both:
+    """The tiny model of a family, quantised if need be; its norms and biases are random too."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **settings(family))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+    hooks.install_latent(model)
+    facts = Facts(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float32)
+    survey = Survey(model)
+    plain = find_runner(family, model, facts)
+    choice = survey.close()
+    assert isinstance(plain, Runner)
+    if bits is not None:
+        quantize(model, choice, Store(family, bits), linear.prepare)
+    runner = choosing.fastest(model, plain, facts, context=CONTEXT)
+    assert isinstance(runner, Runner)
+    return Both(model, plain, runner)
+
+
+def native(family: str, bits: Bits | None = None) -> Both:
+    """The same, where the native step knows the family."""
+    made = both(family, bits)
+    assert isinstance(made.fastest, NativeRunner)
+    return made

@@ -1,0 +1,163 @@
+"""The native step says what transformers' modules say, and of each row the same bit for bit whoever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.cpu import build
+from engine.kernels.packing import Bits
+from engine.native.runner import NativeRunner
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.native.decoders import CONTEXT, Steps, both, native, token
+
+try:
+    build.library("step", build.variants("step")[0])
+except (build.NoLibrary, IndexError) as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# Biases, norms of heads, windows, matrices in one, halves and pairs that turn, layers that do not, gates and none.
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral", "phi", "phi3", "gpt_neox", "gemma", "glm", "smollm3", "starcoder2"),
+    *("nemotron", "stablelm", "arcee"),
+)
+OTHERS = ("olmo2", "gemma2", "gpt2", "mixtral", "gpt_oss", "granitemoe")
+MIXED: Steps = (((0, 9), (1, 30)), ((2, 17), (0, 1), (1, 3)), ((0, 1), (1, 1), (2, 1)), ((0, 40), (2, 1)))
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def apart(expected: Tensor, actual: Tensor) -> float:
+    """The greatest difference, in parts of the largest number."""
+    return float((expected - actual).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_says_what_the_modules_say(family: str) -> None:
+    """Logits and states of chunks and single rows, within rounding of float32."""
+    model = native(family)
+    expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+
+    assert apart(expected[0], actual[0]) < 1e-5
+    assert apart(expected[1], actual[1]) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mistral"])
+def test_neither_neighbours_nor_chunks_change_a_bit(family: str, bits: Bits | None) -> None:
+    """One row at a time alone, beside seven others, or in chunks of any size: the same numbers to the last bit."""
+    model, length = native(family, bits), 21
+    alone = [((slot, 1),) for slot in range(8) for _ in range(length)]
+    batch = [[(slot, 1) for slot in range(8)] for _ in range(length)]
+    chunks = [((slot, rows),) for slot in range(8) for rows in (7, 1, 13)]
+    expected, _ = model.states(model.fastest, alone)
+
+    assert torch.equal(expected, model.states(model.fastest, batch)[0])
+    assert torch.equal(expected, model.states(model.fastest, chunks)[0])
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_threads_change_no_bit(bits: Bits | None) -> None:
+    """The same with one thread, two and three."""
+    model = native("llama", bits)
+    expected, _ = model.states(model.fastest, MIXED)
+
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(expected, model.states(model.fastest, MIXED)[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_quantised_matrices_are_the_modules(family: str, bits: Bits) -> None:
+    """Rows are rounded as the modules round them, so logits are those of the output layer but for its sums."""
+    model = native(family, bits)
+    expected, _ = model.states(model.plain, MIXED)
+    logits, states = model.states(model.fastest, MIXED)
+    head: nn.Module = model.model.get_output_embeddings()
+
+    assert apart(head(states), logits) < 1e-6
+    # A code in a thousand falls the other way.
+    assert apart(expected, logits) < 3e-2
+
+
+def test_cells_of_16_bits_hold_what_torch_would_store() -> None:
+    """Keys and values are rounded to the nearest: both runners store the same but for what rounding decides."""
+    model = native("qwen3")
+    specs = [plan.spec for plan in model.plain.layers]
+    planes = []
+    for runner in (model.plain, model.fastest):
+        some = Cache(specs, slots=1, capacity=32, cells=32, dtype=torch.bfloat16)
+        with some.forward([Span(0, 0, 32)]) as forward:
+            runner.run(forward, [token(0, at) for at in range(32)], [31])
+            cells = forward.segments(0)[0].cells
+            planes.append([stored.read(cells, torch.float32) for stored in forward.stored(0)])
+
+    for expected, actual in zip(*planes, strict=True):
+        assert (expected != actual).float().mean() < 0.01
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
+
+
+def test_long_contexts_are_cut_among_threads() -> None:
+    """Attention beyond one part of the cells, with several threads, is that of one."""
+    model = native("llama")
+    steps = (((0, CONTEXT - 3),), ((0, 1),), ((0, 2),))
+    expected = model.states(model.fastest, steps)[0]
+    torch.set_num_threads(4)
+
+    assert torch.equal(expected, model.states(model.fastest, steps)[0])
+
+
+def test_a_row_that_is_not_finite_stays_alone() -> None:
+    """A token whose embedding is broken spoils the sequence that has it, and no other."""
+    model, steps = native("llama"), (((0, 5), (1, 5)), ((0, 1), (1, 1)))
+    expected, _ = model.states(model.fastest, steps)
+    weight = model.model.get_input_embeddings().weight
+    before = weight[token(1, 0)].clone()
+    weight[token(1, 0)] = torch.nan
+    try:
+        actual, _ = model.states(model.fastest, steps)
+    finally:
+        weight[token(1, 0)] = before
+
+    assert torch.equal(expected[:6], actual[:6])
+    assert actual[6:].isnan().all()
+
+
+def test_rows_that_see_each_other_are_left_to_the_modules() -> None:
+    """The native step knows no ranges of tokens that see those behind them."""
+    model, told = native("llama"), []
+    for runner in (model.plain, model.fastest):
+        some = Cache([plan.spec for plan in runner.layers], slots=1, capacity=16, cells=16, dtype=torch.float32)
+        with some.forward([Span(0, 0, 9, mutual=((2, 6),))]) as forward:
+            told.append(runner.run(forward, list(range(9)), list(range(9))))
+
+    assert torch.equal(*told)
+
+
+def test_who_listens_to_the_modules_hears_them() -> None:
+    """A hook on the decoder, such as a draft head's, gets its states: then the modules run."""
+    model, heard = native("llama"), []
+    handle = model.model.get_decoder().register_forward_hook(lambda module, taken, made: heard.append(made))
+    try:
+        model.states(model.fastest, (((0, 3),),))
+    finally:
+        handle.remove()
+
+    assert 1 == len(heard)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_shapes_run_as_they_are(family: str) -> None:
+    """What is not of the common shape is not forced into it."""
+    assert not isinstance(both(family).fastest, NativeRunner)
