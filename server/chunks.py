@@ -130,13 +130,7 @@ class ChatChunks:
 
     def _progress(self, index: int, event: Progress) -> ChatChunk:
         chunk = self._frame([])
-        meter = self._meters[index]
-        chunk["prompt_progress"] = {
-            "total": event.prompt_tokens,
-            "cache": meter.cached,
-            "processed": event.computed,
-            "time_ms": meter.milliseconds(),
-        }
+        chunk["prompt_progress"] = self._meters[index].progress(event)
         return chunk
 
     def _scored(self, event: Scored) -> ChatChunk:

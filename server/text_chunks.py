@@ -110,13 +110,7 @@ class TextChunks:
 
     def _progress(self, index: int, event: Progress) -> Completion:
         chunk = self._frame([])
-        meter = self._meters[index]
-        chunk["prompt_progress"] = {
-            "total": event.prompt_tokens,
-            "cache": meter.cached,
-            "processed": event.computed,
-            "time_ms": meter.milliseconds(),
-        }
+        chunk["prompt_progress"] = self._meters[index].progress(event)
         return chunk
 
     def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None = None) -> Completion:

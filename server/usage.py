@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.types import Finished, Started, Timings, Usage
+from engine.types import Finished, Progress, Started, Timings, Usage
+from server.schemas.common import Progress as ProgressBody
 from server.schemas.common import TimingsBody, UsageBody
 
 
@@ -78,14 +79,14 @@ class Meter:
             self._first = time.monotonic()
         self._said += tokens
 
-    def milliseconds(self) -> float:
-        """Since it got its slot."""
-        return _milliseconds(time.monotonic() - self._started)
-
-    @property
-    def cached(self) -> int:
-        """Tokens of the prompt that were found in the cache."""
-        return self._cached
+    def progress(self, event: Progress) -> ProgressBody:
+        """How far its prompt is."""
+        return ProgressBody(
+            total=event.prompt_tokens,
+            cache=self._cached,
+            processed=event.computed,
+            time_ms=_milliseconds(time.monotonic() - self._started),
+        )
 
     def reading(self) -> Finished:
         """As if it ended now."""
