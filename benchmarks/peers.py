@@ -125,8 +125,8 @@ def find_sides(given: argparse.Namespace, stack: ExitStack) -> tuple[Server, Ser
         named = [("cellar", ours), ("peer", peer)]
     if len(named) != 2:
         raise Unusable("give --cellar and --peer, or --base-url NAME=URL twice, or --smoke")
-    ours, peer = (side(name, check_url(url, allow_remote=False)) for name, url in named)
-    return ours, peer
+    first, second = (side(name, check_url(url, allow_remote=False)) for name, url in named)
+    return first, second
 
 
 def side(name: str, url: str) -> Server:
@@ -140,7 +140,8 @@ async def measure(
     """Return all pairs; who goes first changes from turn to turn, so that a drift of the machine meets both."""
     duel = Duel((sides[0].name, sides[1].name))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # While one side is measured the other closes idle connections, and a request on such a one fails.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:  # no proxy to this machine
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("warming up", total=2 * pairs * len(chosen))

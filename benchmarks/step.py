@@ -2,18 +2,20 @@
 
     python -m benchmarks.step [--layers 4] [--rounds 15] [--quantize int8] [--threads 2]
 
-Models have random weights, the widths of a published one, and fewer layers and tokens in its proportion. Both sides take turns, call by call, because
-a machine is rarely quiet: figures are medians, and the ratio is theirs. "outside" is the share of a native step that is
-not the one call: tables, angles, embeddings.
+Models have random weights, the widths of a published one, and fewer layers and tokens in its proportion. Both sides
+take turns, call by call, because a machine is rarely quiet: figures are medians, and the ratio is theirs. "outside" is
+the share of a native step that is not the one call: tables, angles, embeddings.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +108,8 @@ def load(name: str, layers: int, quantized: Quantize) -> tuple[Runner, NativeRun
     plain = find_runner(name, model, facts)
     choice = survey.close()
     if quantized in ("int8", "int4"):
-        quantize(model, choice, Store("benchmark", 8 if quantized == "int8" else 4), multiplies())
+        with tempfile.TemporaryDirectory() as folder:
+            quantize(model, choice, Store(name, 8 if quantized == "int8" else 4, Path(folder)), multiplies())
     native = fastest(model, plain, facts, context=4096)
     assert isinstance(plain, Runner)
     assert isinstance(native, NativeRunner), "the native step does not know the model"

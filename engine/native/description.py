@@ -62,11 +62,14 @@ def describe_linear(linear: Linear) -> LinearFields:
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise NoShape(f"a bias is {bias.dtype}")
     if isinstance(linear, QuantizedLinear):
+        codes, scales = linear.codes, linear.scales
+        assert isinstance(codes, Tensor)
+        assert isinstance(scales, Tensor)
         return LinearFields(
-            weights=linear.codes.data_ptr(),
-            scales=linear.scales.data_ptr(),
+            weights=codes.data_ptr(),
+            scales=scales.data_ptr(),
             bias=_address(bias),
-            kind=_CODES[linear.codes.shape[2]],
+            kind=_CODES[codes.shape[2]],
             outputs=linear.out_features,
             columns=linear.in_features,
         )

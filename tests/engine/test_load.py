@@ -48,7 +48,7 @@ def test_the_phases_are_told_in_order(folder: Folder) -> None:
     phases: list[str] = []
     load(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=1), phases.append)
 
-    assert ["resolve", "weights", "calibrate", "kernels", "self-test"] == phases
+    assert ["resolve", "weights", "calibrate", "kernels", "self-test", "native step"] == phases
 
 
 def test_a_local_folder_is_itself(folder: Folder) -> None:

@@ -44,8 +44,12 @@ inline void dot(const float *rows, int64_t row_stride, const Number *weights, in
                 products[row][output] += own * wide_part(weights + output * stride + at, columns - at);
         }
     for (int row = 0; row < ROWS; ++row) {
-        const Vector result = sums<OUTPUTS>(products[row]);
-        memcpy(to + row * to_stride, &result, OUTPUTS * sizeof(float));
+        if constexpr (OUTPUTS == 1) {
+            to[row * to_stride] = sum(products[row][0]);
+        } else {
+            const Vector result = sums<OUTPUTS>(products[row]);
+            memcpy(to + row * to_stride, &result, OUTPUTS * sizeof(float));
+        }
     }
 }
 

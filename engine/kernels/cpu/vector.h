@@ -168,9 +168,10 @@ inline void turn(Vector *rows) {
     if constexpr (STEP > 1) turn<STEP / 2>(rows);
 }
 
-// Sums of COUNT vectors, a power of two of at most LANES: lane i of the result holds that of vector i.
+// Sums of COUNT vectors, a power of two from LANES / 4 to LANES: lane i of the result holds that of vector i.
 template <int COUNT>
 inline Vector sums(Vector *vectors) {
+    static_assert(4 * COUNT >= LANES, "more folds would be needed");
     constexpr auto lanes = std::make_index_sequence<LANES>();
     Vector left[COUNT];
     for (int i = 0; i < COUNT; ++i) left[i] = vectors[i];

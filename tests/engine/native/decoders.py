@@ -63,15 +63,20 @@ def token(slot: int, position: int) -> int:
 @cache
 def both(family: str, bits: Bits | None = None) -> Both:
     """The tiny model of a family, quantised if need be; its norms and biases are random too."""
+    return of_config(AutoConfig.for_model(family, **settings(family)), bits)
+
+
+def of_config(config: Any, bits: Bits | None = None) -> Both:
+    """The same of other settings."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **settings(family))
+    family = config.model_type
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter += 0.3 * torch.randn_like(parameter)
     hooks.install_latent(model)
-    facts = Facts(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float32)
+    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
     survey = Survey(model)
     plain = find_runner(family, model, facts)
     choice = survey.close()

@@ -16,7 +16,7 @@ from tests.engine.native.decoders import CONTEXT, both
 from tests.engine.tiny import VOCABULARY
 
 
-class Doubled(LlamaRMSNorm):
+class Doubled(LlamaRMSNorm):  # type: ignore[misc]
     """No norm that is known."""
 
     def forward(self, rows: Tensor) -> Tensor:

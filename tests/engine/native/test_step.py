@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from engine.kernels.cpu import build
 from engine.kernels.packing import Bits
 from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.native.decoders import CONTEXT, Steps, both, native, token
+from tests.engine.native.decoders import CONTEXT, Steps, both, native, of_config, token
+from tests.engine.tiny import VOCABULARY, settings
 
 try:
     build.library("step", build.variants("step")[0])
@@ -50,6 +52,17 @@ def test_the_step_says_what_the_modules_say(family: str) -> None:
 
     assert apart(expected[0], actual[0]) < 1e-5
     assert apart(expected[1], actual[1]) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_odd_sizes_are_computed_to_the_end(bits: Bits | None) -> None:
+    """No size is a multiple of what the processor takes at a time."""
+    odd = {"hidden_size": 68, "intermediate_size": 101, "head_dim": 10, "vocab_size": VOCABULARY + 3}
+    model = of_config(AutoConfig.for_model("llama", **{**settings("llama"), **odd}), bits)
+    expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+
+    assert isinstance(model.fastest, NativeRunner)
+    assert apart(expected[0], actual[0]) < (1e-5 if bits is None else 3e-2)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
