@@ -14,18 +14,16 @@ FLOORS = {
         attention recurrent disk components | shelf | radix entries | prefix | forward | cache""",
     "engine": """errors status types message noise kernels.reference kernels.crossing kernels.packing kernels.cpu.build
         prefix sight quantize.survey draft.automaton draft.acceptance draft.cost draft.habit | config text lineage
-        outline wording scoring kernels.latent kernels.linear kernels.cpu.native
-        draft.library draft.offer dialect.source dialect.lark dialect.speech grammar history filters validity |
-        kernels.cpu.linear rules
+        outline wording scoring kernels.latent kernels.linear kernels.cpu.native draft.library draft.offer
+        dialect.source dialect.lark dialect.speech grammar history filters validity | kernels.cpu.linear rules
         dialect.json_text dialect.reader dialect.thoughts dialect.schema | dialect.calls | dialect.frame
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
-        quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter native.decoder native.library |
-        runner crossing
-        gathering draft.lookup draft.forced draft.seats verify native.same native.trace native.description |
-        draft.chain speculation slots selftest native.norm | native.attention native.mlp | native.shape native.runner |
-        native.choosing | draft.model scheduler load
-        stream | draft.heads | draft.head | draft.loading step | core | engine""",
+        quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter native.decoder
+        native.library | runner crossing gathering draft.lookup draft.forced draft.seats verify native.same
+        native.trace native.description | draft.chain speculation slots selftest native.norm | native.attention
+        native.mlp | native.shape native.runner | native.choosing | draft.model scheduler load stream |
+        draft.heads | draft.head | draft.loading step | core | engine""",
     "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content
         store | schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat
         schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner
