@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,3 +30,12 @@ def loaded(folder: Callable[[str], Path]) -> Callable[..., Loaded]:
 def reference(folder: Callable[[str], Path]) -> Callable[..., Reference]:
     """A family's tiny model in transformers alone."""
     return cache(lambda family, dtype="float64": Reference(folder(family), getattr(torch, dtype)))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch and the kernels compute with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -29,12 +29,7 @@ REACHES = (Reach(), Reach("window", 9), Reach("chunk", 12))
 Folder = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

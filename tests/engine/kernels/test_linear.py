@@ -23,12 +23,7 @@ SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (256, 512), 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 23)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=build.variants("linear"))
