@@ -11,11 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.message import Piece, Reasoning, Text
 from server.batch import Outcome
 from server.embeddings import vector
 from server.errors import invalid_field
 from server.generation import Events
+from server.reply import Call as MadeCall
+from server.reply import Growing, gather
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
     AnswerMessage,
@@ -60,27 +62,6 @@ def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
     return _chat({"model": model, "messages": messages, **_common(body)})
 
 
-@dataclass(slots=True)
-class _Calls:
-    """The calls of an answer, put together from their pieces: Ollama's clients get each one whole."""
-
-    names: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
-
-    def take(self, piece: CallOpened | CallArguments) -> None:
-        if isinstance(piece, CallOpened):
-            self.names.append(piece.name)
-            self.arguments.append("")
-        else:
-            self.arguments[piece.index] += piece.text
-
-    def whole(self, turn: Turn) -> list[Call]:
-        return [
-            Call(id=turn.call_id(0, at), function={"index": at, "name": name, "arguments": _object(text)})
-            for at, (name, text) in enumerate(zip(self.names, self.arguments, strict=True))
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class OllamaAnswer:
     """The answer to a chat or, with `plain`, to a prompt, in one piece or line by line."""
@@ -90,28 +71,22 @@ class OllamaAnswer:
     begun: float = field(default_factory=time.monotonic)
 
     async def whole(self, events: Events) -> Line:
-        """All lines as one."""
-        text, thinking, calls = "", "", list[Call]()
-        line: Line | None = None
-        async for line in self.lines(events):
-            message = line.get("message")
-            text += line.get("response", "") if message is None else message["content"]
-            thinking += line.get("thinking", "") if message is None else message.get("thinking", "")
-            calls += [] if message is None else message.get("tool_calls", [])
-        assert line is not None, "a turn ends with the line of its costs"
-        return self._say(line, text, thinking, calls)
+        """All of it at once."""
+        [reply] = await gather(self.turn, events)
+        return self._say(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
 
     async def lines(self, events: Events) -> AsyncGenerator[Line, None]:
         """Text as it comes, calls when they are complete, then the costs."""
-        calls = _Calls()
+        growing = Growing()
         async for _, event in said(self.turn, events):
             if isinstance(event, Said):
-                text, thinking = _texts(event.pieces, calls)
+                growing.take(event)
+                text, thinking = (_joined(event.pieces, kind) for kind in (Text, Reasoning))
                 if text or thinking:
                     yield self._say(self._line(), text, thinking)
             elif isinstance(event, Ended):
-                if calls.names:
-                    yield self._say(self._line(), "", "", calls.whole(self.turn))
+                if growing.names:
+                    yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
                 yield self._last(event)
 
     def _line(self) -> Line:
@@ -133,7 +108,7 @@ class OllamaAnswer:
         )
         return self._say(line, "", "")
 
-    def _say(self, line: Line, text: str, thinking: str, calls: Sequence[Call] = ()) -> Line:
+    def _say(self, line: Line, text: str, thinking: str, calls: Sequence[MadeCall] = ()) -> Line:
         """The line with what is said in it, where clients of its kind look."""
         line = line.copy()
         if self.plain:
@@ -145,7 +120,7 @@ class OllamaAnswer:
         if thinking:
             message["thinking"] = thinking
         if calls:
-            message["tool_calls"] = list(calls)
+            message["tool_calls"] = [_told(at, call) for at, call in enumerate(calls)]
         return line
 
 
@@ -160,17 +135,12 @@ def embedded(model: str, outcomes: Sequence[Outcome], dimensions: int | None, be
     )
 
 
-def _texts(pieces: Sequence[Piece], calls: _Calls) -> tuple[str, str]:
-    text = thinking = ""
-    for piece in pieces:
-        match piece:
-            case Text():
-                text += piece.text
-            case Reasoning():
-                thinking += piece.text
-            case CallOpened() | CallArguments():
-                calls.take(piece)
-    return text, thinking
+def _joined(pieces: Sequence[Piece], kind: type[Text | Reasoning]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+def _told(at: int, call: MadeCall) -> Call:
+    return Call(id=call.id, function={"index": at, "name": call.name, "arguments": _object(call.arguments)})
 
 
 def _chat(fields: dict[str, Any]) -> ChatRequest:

@@ -34,7 +34,9 @@ class Reply:
 
 
 @dataclass(slots=True)
-class _Growing:
+class Growing:
+    """One choice as it is told, piece by piece."""
+
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -45,6 +47,7 @@ class _Growing:
     scored: Scored | None = None
 
     def take(self, more: Said) -> None:
+        """More of it."""
         self.tokens.extend(more.tokens)
         self.logprobs.extend(more.logprobs)
         for piece in more.pieces:
@@ -62,10 +65,15 @@ class _Growing:
             case CallArguments(index, text):
                 self.arguments[index].append(text)
 
+    def calls(self, turn: Turn, index: int) -> tuple[Call, ...]:
+        """The calls so far, of choice number `index`."""
+        pairs = zip(self.names, self.arguments, strict=True)
+        return tuple(Call(turn.call_id(index, at), name, "".join(parts)) for at, (name, parts) in enumerate(pairs))
+
 
 async def gather(turn: Turn, events: Events) -> list[Reply]:
     """All choices of a turn, in order. ApiError where the time ran out before any of them said anything."""
-    growing = [_Growing() for _ in turn.requests]
+    growing = [Growing() for _ in turn.requests]
     async for index, what in said(turn, events):
         match what:
             case Said():
@@ -79,13 +87,12 @@ async def gather(turn: Turn, events: Events) -> list[Reply]:
     return replies
 
 
-def _reply(turn: Turn, index: int, choice: _Growing) -> Reply:
+def _reply(turn: Turn, index: int, choice: Growing) -> Reply:
     assert choice.ended is not None, "the engine ends every stream with Finished or Failed"
-    calls = zip(choice.names, choice.arguments, strict=True)
     return Reply(
         text="".join(choice.text),
         reasoning="".join(choice.reasoning),
-        calls=tuple(Call(turn.call_id(index, at), name, "".join(said)) for at, (name, said) in enumerate(calls)),
+        calls=choice.calls(turn, index),
         tokens=tuple(choice.tokens),
         logprobs=tuple(choice.logprobs),
         ended=choice.ended,

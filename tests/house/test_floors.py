@@ -32,8 +32,8 @@ FLOORS = {
         logprobs routes.documented lenient tools messages structure responses.items responses.history anthropic.blocks
         responses.comparison | ability grammar sampling batch responses.writer responses.translation responses.archive
         | generation embeddings labels transcript anthropic.translation | fold sse turn continuation asking | ndjson
-        reply tokens decisions scoring diagnostics text_chunks ollama responses.snapshot responses.truncation
-        responses.run anthropic.answer | chunks | answering chat completions responses.desk | routes.chat
+        reply tokens decisions scoring diagnostics text_chunks responses.snapshot responses.truncation
+        responses.run anthropic.answer | chunks ollama | answering chat completions responses.desk | routes.chat
         routes.completions routes.capabilities routes.embeddings routes.tokens routes.decisions routes.rerank
         routes.score routes.health routes.metrics routes.models routes.ollama routes.responses routes.anthropic | app
         | lifecycle | cli""",
