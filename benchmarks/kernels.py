@@ -5,6 +5,9 @@
 Both sides take turns, call by call, because a machine is rarely quiet: the ratio is that of their medians, the time the
 least. Calls go round the layers of a pool that no processor cache holds. GB/s are bytes of keys and values that a call
 has to read once, over the least time; beside it stands what torch.sum reads from memory that is as large.
+
+A second table has sequences that begin with the same cells: in one call, where the kernel reads these once, and each in
+a call of its own.
 """
 
 from __future__ import annotations
@@ -45,15 +48,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """What every sequence of a batch does: `rows` queries behind `depth` cells."""
+    """What each sequence of a batch does: `rows` queries behind `depth` cells; all share the first `prefix`."""
 
     name: str
     rows: int
     depth: int
     sequences: int = 1
+    prefix: int = 0
 
 
-SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("Llama-3.2-1B", 32, 8, 64))
+SHAPES = (Shape("Qwen3-0.6B", 16, 8, 128), Shape("Llama-3.2-1B", 32, 8, 64), Shape("SmolLM2-135M", 9, 3, 64))
 WORKS = (
     Work("decode", 1, 512),
     Work("decode", 1, 2048),
@@ -65,13 +69,15 @@ WORKS = (
     Work("prefill", 512, 2048),
 )
 
+SHARED = tuple(Work("decode", 1, 2112, sequences, prefix=2048) for sequences in (2, 8, 16, 64))
+
 
 class Bench:
     """One pool, and calls that attend to it."""
 
     def __init__(self, shape: Shape, work: Work, dtype: torch.dtype) -> None:
         self.length = work.rows + work.depth
-        cells = self.length * work.sequences
+        cells = work.prefix + (self.length - work.prefix) * work.sequences
         self.bytes = 2 * shape.key_heads * cells * shape.width * dtype.itemsize
         self.layers = max(POOL_BYTES // self.bytes, 1)
         numbers = tuple(range(self.layers))
@@ -82,16 +88,18 @@ class Bench:
         query = torch.randn(shape.heads, work.rows * work.sequences, shape.width)
         # A model in bfloat16 asks in bfloat16, for which torch has instructions of its own.
         self.query = query.bfloat16() if dtype == torch.bfloat16 else query
-        self._work, self._turn = work, itertools.cycle(numbers)
+        self._work, self._cells, self._turn = work, cells, itertools.cycle(numbers)
 
     def runs(self) -> list[Segment]:
-        """Every sequence's cells side by side."""
-        return self._segments([slice(at, at + self.length) for at in self._starts()])
+        """Every sequence's cells side by side; it shares none."""
+        return self._segments([slice(at * self.length, (at + 1) * self.length) for at in range(self._work.sequences)])
 
     def tables(self) -> list[Segment]:
         """Every sequence's cells all over the pool."""
-        shuffled = torch.randperm(self.length * self._work.sequences, generator=torch.Generator().manual_seed(0))
-        return self._segments([shuffled[at : at + self.length].contiguous() for at in self._starts()])
+        own = self.length - self._work.prefix
+        shuffled = torch.randperm(self._cells, generator=torch.Generator().manual_seed(0))
+        shared, rest = shuffled[: self._work.prefix], shuffled[self._work.prefix :]
+        return self._segments([torch.cat((shared, part)) for part in torch.split(rest, own)])
 
     def call(self, attend: Callable[..., Tensor], segments: Sequence[Segment]) -> Call:
         """A call that takes the next layer each time."""
@@ -103,8 +111,10 @@ class Bench:
 
         return run
 
-    def _starts(self) -> range:
-        return range(0, self.length * self._work.sequences, self.length)
+    def each(self, attend: Callable[..., Tensor], segments: Sequence[Segment]) -> Call:
+        """The same in a call for each sequence."""
+        calls = [self.call(attend, [segment]) for segment in segments]
+        return lambda: [call() for call in calls]
 
     def _segments(self, cells: Sequence[slice | Tensor]) -> list[Segment]:
         rows = self._work.rows
@@ -143,6 +153,23 @@ def row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, rounds: in
     return "| " + " | ".join(cells) + " |"
 
 
+def shared_row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, rounds: int) -> str:
+    """One line of the table of those that share: microseconds and their ratio."""
+    bench = Bench(shape, work, dtype)
+    tables = bench.tables()
+    times = take_turns([bench.call(native.attend, tables), bench.each(native.attend, tables)], rounds)
+    together, each = (1e6 * statistics.median(own) for own in times)
+    cells = (
+        shape.name,
+        str(work.sequences),
+        str(work.prefix),
+        f"{together:.0f}",
+        f"{each:.0f}",
+        f"{each / together:.2f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
 def read_bandwidth() -> float:
     """Bytes a second that torch.sum reads."""
     numbers = torch.ones(POOL_BYTES // 4)
@@ -167,6 +194,9 @@ def main() -> None:
     with torch.inference_mode():
         for shape, work in itertools.product(SHAPES, WORKS):
             print(row(shape, work, getattr(torch, options.dtype), native, options.rounds), flush=True)
+        print("\n| model | sequences | shared cells | together us | each alone us | times |\n|---|---|---|---|---|---|")
+        for shape, work in itertools.product(SHAPES, SHARED):
+            print(shared_row(shape, work, getattr(torch, options.dtype), native, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,14 @@ class _Kept:
 class GatheringRunner:
     """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
 
-    layers  what it stores, for the cache: found by running two tokens
+    layers      what it stores, for the cache: found by running two tokens
+    has_states  whether `run_with_states` can be called with rows to pool: the self-test has seen that it can
     """
 
     def __init__(self, model: Any) -> None:
         """Raises NothingToGather, or whatever the model raises."""
         self._model = model
+        self.has_states = False
         self._device = next(model.parameters()).device
         self._known = frozenset(inspect.signature(type(model).forward).parameters)
         memory = DynamicCache(config=model.config)
@@ -75,11 +77,6 @@ class GatheringRunner:
         sights  as at Runner; models with encoders are not run this way
         """
         return self.run_with_states(forward, tokens, wanted, (), sights)[0]
-
-    @property
-    def has_states(self) -> bool:
-        """Whether `run_with_states` can be called with rows to pool."""
-        return hooks.has_states(self._model)
 
     def run_with_states(
         self,

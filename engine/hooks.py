@@ -107,9 +107,17 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor, *, lo
     return logits if logits.shape[0] <= wanted.shape[0] else logits[wanted]
 
 
-def has_states(model: Any) -> bool:
-    """Whether the states that enter the model's output layer can be had."""
-    return model.get_output_embeddings() is not None
+@contextmanager
+def watching_output(model: Any) -> Iterator[Callable[[], bool]]:
+    """What this gives tells whether the model has called its output layer inside the block: else it has no tap."""
+    calls: list[bool] = []
+    layer = model.get_output_embeddings()
+    handle = None if layer is None else layer.register_forward_pre_hook(lambda *_: calls.append(True))
+    try:
+        yield lambda: bool(calls)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 @dataclass(slots=True)

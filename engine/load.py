@@ -1,12 +1,11 @@
 """From a name to a model that is known to give right results here: resolve, load, calibrate, check.
 
-Only safetensors are read, no code of a checkpoint is ever run, and the network is touched in `resolve` alone.
+Only safetensors are read, and no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    StrictDataclassError,
-)
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,13 +27,15 @@ from transformers.utils.logging import disable_progress_bar
 from engine import hooks, recurrence
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
-from engine.errors import ModelMissing, ModelUnsupported
+from engine.errors import ModelUnsupported
+from engine.folder import BROKEN, fingerprint, is_small, one_line, resolve, threads_for
 from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
 from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
 from engine.memory import Sizes, available_bytes, plan_memory
 from engine.native.choosing import fastest
+from engine.native.runner import NativeRunner
 from engine.plan import LayerPlan
 from engine.quantize.store import Store
 from engine.quantize.surgery import bits_for, bytes_of, quantize
@@ -52,23 +44,6 @@ from engine.runner import Runner
 from engine.selftest import Facts, find_runner
 from engine.status import MemoryPlan, ModelInfo
 from engine.tokenizer import Tokenizer
-
-# What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
-_BROKEN = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
-_SMALL_BYTES = 64 * 2**20
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +82,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     folder = resolve(config.model)
     name = config.model or BUNDLED_NAME
     available = max(available_bytes() - promised_bytes, 0)
-    torch.set_num_threads(config.threads or _threads(folder))
+    torch.set_num_threads(config.threads or threads_for(folder))
     on_phase("weights")
     model, dtype = _read(name, folder, config)
     text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
@@ -124,19 +99,20 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     on_phase("self-test")
     runner = find_runner(name, model, facts)
     on_phase("quantize" if survey is not None else "native step")
-    bits = None if survey is None else _quantize(config, model, survey, f"{_fingerprint(folder)} {dtype}", available)
+    bits = None if survey is None else _quantize(config, model, survey, f"{fingerprint(folder)} {dtype}", available)
     runner = _fastest(config, model, runner, facts)
-    sizes = _sizes(model, runner.layers, dtype, stored)
+    computed = torch.float32 if isinstance(runner, NativeRunner) else dtype
+    sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
     tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=min(context, memory.cells))
     info = ModelInfo(
         name=name,
         folder=str(folder),
-        fingerprint=_fingerprint(folder),
+        fingerprint=fingerprint(folder),
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_format(dtype, bits),
+        dtype=_format(computed, dtype, bits),
         vocabulary=text.vocab_size,
         context=context,
         slots=slots,
@@ -162,72 +138,26 @@ def _quantize(config: EngineConfig, model: Any, survey: Survey, identity: str, a
     return bits
 
 
-def _format(dtype: torch.dtype, bits: Bits | None) -> str:
-    """The number format, as people read it."""
-    name = str(dtype).removeprefix("torch.")
-    return name if bits is None else f"{name}, int{bits} weights"
-
-
-def resolve(model: str | None) -> Path:
-    """The folder of a model: the bundled one, a local one, or one of the hub and its cache. Raises ModelMissing."""
-    if model is None:
-        return _bundled()
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelMissing(model, "the folder has no config.json")
-        return folder
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
-    return _download(model)
-
-
-def _bundled() -> Path:
-    here = Path(__file__).resolve().parent
-    # In a wheel the model lies inside the package, in a checkout beside it.
-    for folder in (here / "bundled" / "target", here.parent / "models" / "target"):
-        if (folder / "config.json").is_file():
-            return folder
-    raise ModelMissing(BUNDLED_NAME, "this installation came without the bundled model; name one: cellar serve MODEL")
-
-
-def _download(model: str) -> Path:
-    try:
-        return Path(snapshot_download(model, allow_patterns=_FILES, endpoint=os.environ.get("HF_ENDPOINT")))
-    except GatedRepoError as error:
-        raise ModelMissing(model, "its owner asks for a token: set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelMissing(model, "the hub has no model of this name") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelMissing(model, "the hub is out of reach and the model is not in the local cache") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
-
-
-def _threads(folder: Path) -> int:
-    """Threads to compute with: one where a layer is too small to be worth waking the others.
-
-    Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 with two.
-    """
-    return 1 if _small(folder) else os.cpu_count() or 1
-
-
-def _small(folder: Path) -> bool:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) < _SMALL_BYTES
+def _format(computed: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
+    """The number formats, as people read them: in what it computes, and what of other formats its weights have."""
+    names = [str(one).removeprefix("torch.") for one in (computed, dtype)]
+    weights = names[1] if bits is None else f"int{bits}"
+    return names[0] if weights == names[0] else f"{names[0]}, {weights} weights"
 
 
 def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
-    """The number format to compute in.
+    """The number format of weights, and to compute in.
 
     "auto" is bfloat16 for checkpoints in it where the processor multiplies it (measured 1.3-3 times faster than float32
     on AVX512-BF16, slower without), and float32 else: for small models too, where exactness costs nothing.
+    Weights and cells have it then; where the native step runs the model, it computes in float32 (`_fastest`).
     """
     if settings.dtype != "auto":
         chosen: torch.dtype = getattr(torch, settings.dtype)
         return chosen
     stored = getattr(config.get_text_config(), "dtype", None)
     native = settings.device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if stored == torch.bfloat16 and native and not _small(folder) else torch.float32
+    return torch.bfloat16 if stored == torch.bfloat16 and native and not is_small(folder) else torch.float32
 
 
 def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.dtype]:
@@ -245,8 +175,8 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
             attn_implementation="eager",
             output_loading_info=True,
         )
-    except _BROKEN as error:
-        raise ModelUnsupported(name, _one_line(error)) from error
+    except BROKEN as error:
+        raise ModelUnsupported(name, one_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
@@ -272,19 +202,6 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
 
 
-def _fingerprint(folder: Path) -> str:
-    """A digest of the weights: of the headers, the sizes, and a sample of the bytes, for all would take seconds."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as content:
-            for at in range(0, size, max(size // _SAMPLES, 1)):
-                content.seek(at)
-                digest.update(content.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
-
-
 def _identity(folder: Path, info: ModelInfo, stored: torch.dtype, layers: tuple[LayerPlan, ...]) -> str:
     """A digest of what cells and states depend on besides tokens: what the shelf has of another model is not read."""
     settings = (folder / "config.json").read_bytes()
@@ -296,8 +213,8 @@ def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return Tokenizer(tokenizer, vocabulary=vocabulary, context=context)
-    except _BROKEN as error:
-        raise ModelUnsupported(name, f"its tokenizer cannot be read: {_one_line(error)}") from error
+    except BROKEN as error:
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {one_line(error)}") from error
 
 
 def _freeze_rotation(model: Any, context: int) -> None:
@@ -348,7 +265,9 @@ def _facts(
 def _fastest(
     config: EngineConfig, model: Any, runner: Runner | GatheringRunner, facts: Facts
 ) -> Runner | GatheringRunner:
-    if config.kernels == "torch" or config.device != "cpu":
+    # The native step computes in float32 whatever the weights are: not where another format is asked for by name.
+    asked = config.dtype not in ("auto", "float32")
+    if config.kernels == "torch" or config.device != "cpu" or asked:
         return runner
     return fastest(model, runner, facts, context=config.context or longest_context(model.config.get_text_config()))
 
@@ -357,8 +276,8 @@ def known_context(name: str, folder: Path) -> int:
     """The context that the model in a folder was trained for, without loading it. Raises ModelUnsupported."""
     try:
         return longest_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
-    except _BROKEN as error:
-        raise ModelUnsupported(name, _one_line(error)) from error
+    except BROKEN as error:
+        raise ModelUnsupported(name, one_line(error)) from error
 
 
 def longest_context(text: Any) -> int:
@@ -393,8 +312,3 @@ def _start_tokens(model: Any) -> tuple[int, ...]:
     sources, names = (model.generation_config, model.config), ("decoder_start_token_id", "forced_bos_token_id")
     known = [next((at for one in sources if (at := getattr(one, name, None)) is not None), None) for name in names]
     return tuple(token for token in known if isinstance(token, int))
-
-
-def _one_line(error: Exception) -> str:
-    first = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {first[:300]}"

@@ -20,7 +20,8 @@ from kvcache.forward import Forward
 class Runner:
     """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
-    layers  what it stores, for the cache
+    layers      what it stores, for the cache
+    has_states  whether `run_with_states` can be called: the self-test has seen that it can
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Runner:
         self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
         self._readers = frozenset(layer for plan in layers for layer in plan.readers)
         self._mla, self._attend = mla, attend
+        self.has_states = False
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -48,11 +50,6 @@ class Runner:
         sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
         """
         return self._run(forward, tokens, self._tensor(wanted), sights)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether `run_with_states` can be called."""
-        return hooks.has_states(self._model)
 
     def run_with_states(
         self,

@@ -86,7 +86,9 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
     for confession, make in _ways(facts):
         try:
             runner = make(model)
-            _compare(alone, _played(runner, model, cases, facts, facts.dtype), facts.dtype)
+            with hooks.watching_output(model) as was_called:
+                _compare(alone, _played(runner, model, cases, facts, facts.dtype), facts.dtype)
+            runner.has_states = was_called()
         except Exception as error:
             reason = reason or f"{type(error).__name__}: {error}"
             continue

@@ -7,7 +7,6 @@ whoever wants to see weights calls `unpack`.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.pages import Pages, padded
+
 Bits = Literal[8, 4]
 
 # Columns that share a scale, and rows (outputs) that lie side by side.
 GROUP, BLOCK = 32, 16
 # Weights that are packed or unpacked at a time: they stay in the processor's cache.
 _AT_ONCE = 2**18
-# The kernel loads 64 bytes at a time.
-_ALIGNMENT = 64
 # With 4 bits the greatest weight of a group may be given these codes; the best of all is taken.
 _GREATEST_CODES = (-8.0, -7.5, -7.0, -6.5, 6.5, 7.0)
 
@@ -68,11 +67,7 @@ _ZERO: dict[Bits, int] = {8: 128, 4: 8}
 
 
 class Room:
-    """Memory for the matrices of a model, side by side, in huge pages where the system has some.
-
-    Measured: the kernel reads twice as many bytes a second from them on a busy machine. What malloc gives lies in them
-    by chance at best: most matrices are small, and what was used before keeps its pages.
-    """
+    """Memory for the matrices of a model (engine/kernels/pages.py)."""
 
     def __init__(self, shapes: Iterable[tuple[int, int]], bits: Bits) -> None:
         """For matrices of these outputs and columns."""
@@ -80,17 +75,12 @@ class Room:
         sizes = [
             size for shape in shapes for size in (_codes_shape(*shape, bits).numel(), 2 * _scales_shape(*shape).numel())
         ]
-        self._left = _pages(sum(map(_padded, sizes)))
+        self._pages = Pages(sum(map(padded, sizes)))
 
     def matrix(self, outputs: int, columns: int) -> Packed:
         """The next one; its codes and scales are anything yet."""
-        codes = self._take(_codes_shape(outputs, columns, self.bits), torch.uint8)
-        return Packed(codes, self._take(_scales_shape(outputs, columns), torch.bfloat16), outputs, columns)
-
-    def _take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        size = shape.numel() * dtype.itemsize
-        own, self._left = self._left[:size], self._left[_padded(size) :]
-        return own.view(dtype).view(shape)
+        codes = self._pages.take(_codes_shape(outputs, columns, self.bits), torch.uint8)
+        return Packed(codes, self._pages.take(_scales_shape(outputs, columns), torch.bfloat16), outputs, columns)
 
 
 def _codes_shape(outputs: int, columns: int, bits: Bits) -> torch.Size:
@@ -99,19 +89,6 @@ def _codes_shape(outputs: int, columns: int, bits: Bits) -> torch.Size:
 
 def _scales_shape(outputs: int, columns: int) -> torch.Size:
     return torch.Size((-(-outputs // BLOCK), -(-columns // GROUP), BLOCK))
-
-
-def _pages(size: int) -> Tensor:
-    """Bytes of anything that nobody has used before."""
-    if not hasattr(mmap, "MADV_HUGEPAGE") or size == 0:
-        return torch.empty(size, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(weight: Tensor, bits: Bits, room: Room | None = None) -> Packed:

@@ -2,63 +2,101 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from engine import hooks
-from engine.native.decoder import Heads, Norm, NoShape, Turn, Way
-from engine.native.norm import find_norm, normalise
+from engine.native.decoder import NO_NORM, Heads, Norm, NoShape, Turn, Way
+from engine.native.norm import normalise
 from engine.native.same import agree, same
-from engine.native.trace import Event, Multiplied, Normed
+from engine.native.trace import Multiplied, Normed
 from engine.plan import LayerPlan
 from kvcache.spec import Rotation
 
-_NO_NORM = Norm("none", 0)
+_OTHER = "its queries, keys and values are made in another way"
 
 
-def find_way(norm: Normed, events: Sequence[Event], call: hooks.Call, positions: Tensor, plan: LayerPlan) -> Way:
+def find_way(
+    norm: Norm,
+    entering: Tensor,
+    events: Sequence[Multiplied | Normed],
+    call: hooks.Call,
+    positions: Tensor,
+    plan: LayerPlan,
+) -> Way:
     """How a layer makes its queries, keys and values. Raises NoShape.
 
     norm       the layer's first
+    entering   what it makes, [rows, width]
     events     from there to the attention
     positions  of the rows
     """
-    _check(call, plan)
+    if call.bias is not None:
+        raise NoShape("its attention adds a bias to its scores")
+    if call.layer != plan.layer:
+        raise NoShape("its layers run in another order than they store")
     matrices = [event for event in events if isinstance(event, Multiplied)]
-    norms = [find_norm(event) for event in events if isinstance(event, Normed)] or [_NO_NORM, _NO_NORM]
+    norms = [event.norm for event in events if isinstance(event, Normed)] or [NO_NORM, NO_NORM]
     for matrix in matrices:
-        agree("a projection", norm.made, matrix.taken)
-    if plan.spec.rotation is None or len(norms) != 2:
-        raise NoShape("its keys are made in another way")
-    for places in _layouts(call, len(matrices)):
+        agree("a projection", entering, matrix.taken)
+    if len(norms) != 2:
+        raise NoShape(_OTHER)
+    # Where keys are no turned ones, they may be as they are.
+    rotation = plan.spec.rotation or Rotation()
+    for places, turns_first in itertools.product(_layouts(call, len(matrices)), (False, True)):
         raw = [_heads(place, matrices) for place in places]
-        query, key = (normalise(own, rows) for own, rows in zip(norms, raw, strict=False))
-        turn = Turn(plan.spec.rotation, _scaling(key, call.key, plan.spec.rotation))
-        query, key = (_turned(rows, turn, positions) for rows in (query, key))
-        if same(query, call.query) and same(key, call.key) and same(raw[2], call.value):
+        if not same(raw[2], call.value):
+            continue
+        turn, query, key = _made(raw, norms, call, rotation, positions, turns_first=turns_first)
+        if same(query, call.query) and same(key, call.key):
             return Way(
-                norm=find_norm(norm),
+                norm=norm,
                 projections=tuple(matrix.linear for matrix in matrices),
                 queries=places[0],
                 keys=places[1],
                 values=places[2],
                 of_queries=norms[0],
                 of_keys=norms[1],
+                turns_first=turns_first,
                 turn=turn,
                 scale=call.scale,
+                softcap=call.softcap or 0.0,
+                sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
             )
-    raise NoShape("its queries, keys and values are made in another way")
+    raise NoShape(_OTHER)
 
 
-def _check(call: hooks.Call, plan: LayerPlan) -> None:
-    bent = {"caps its scores": call.softcap, "has sinks": call.sinks, "adds a bias to its scores": call.bias}
-    for reason, own in bent.items():
-        if own is not None:
-            raise NoShape(f"its attention {reason}")
-    if call.layer != plan.layer:
-        raise NoShape("its layers run in another order than they store")
+def _made(
+    raw: Sequence[Tensor],
+    norms: Sequence[Norm],
+    call: hooks.Call,
+    rotation: Rotation,
+    positions: Tensor,
+    *,
+    turns_first: bool,
+) -> tuple[Turn, Tensor, Tensor]:
+    """Queries and keys [heads, rows, width] of raw ones, and how they turn."""
+    if turns_first:
+        turn = Turn(rotation, 1.0)
+        query, key = (_normed(own, _turned(rows, turn, positions)) for own, rows in zip(norms, raw, strict=False))
+        return turn, query, key
+    query, key = (_normed(own, rows) for own, rows in zip(norms, raw, strict=False))
+    turn = Turn(rotation, _scaling(key, call.key, rotation))
+    return turn, _turned(query, turn, positions), _turned(key, turn, positions)
+
+
+def _normed(norm: Norm, heads: Tensor) -> Tensor:
+    """Heads [heads, rows, width], each by itself or all of a row at once."""
+    count, _, width = heads.shape
+    if norm.kind == "none" or norm.width == width:
+        return normalise(norm, heads)
+    if norm.width != count * width:
+        raise NoShape(_OTHER)
+    whole = normalise(norm, heads.transpose(0, 1).flatten(1))
+    return whole.view(-1, count, width).transpose(0, 1)
 
 
 def _layouts(call: hooks.Call, matrices: int) -> Iterator[tuple[Heads, Heads, Heads]]:
@@ -91,7 +129,7 @@ def _heads(place: Heads, matrices: Sequence[Multiplied]) -> Tensor:
     """[heads, rows, width]"""
     made = matrices[place.matrix].made
     if made.shape[1] < place.offset + (place.count - 1) * place.stride + place.width:
-        raise NoShape("its queries, keys and values are made in another way")
+        raise NoShape(_OTHER)
     starts = range(place.offset, place.offset + place.count * place.stride, place.stride)
     return torch.stack([made[:, start : start + place.width] for start in starts])
 

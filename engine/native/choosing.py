@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,36 +12,46 @@ import torch
 from engine.gathering import GatheringRunner
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NoLibrary
+from engine.kernels.packing import Packed
 from engine.native.decoder import Decoder, NoShape
 from engine.native.library import Library
+from engine.native.placing import place
 from engine.native.runner import NativeRunner
 from engine.native.shape import find_decoder, linears
-from engine.quantize.layers import QuantizedLinear
+from engine.native.widening import Widened
 from engine.runner import Runner
 from engine.selftest import Facts, difference
 
 log = logging.getLogger("cellar.engine")
 
-# In what the native step reads and writes keys and values.
-_STORED = (torch.float32, torch.bfloat16)
+# In what the native step finds weights, and reads and writes keys and values.
+_KNOWN = (torch.float32, torch.bfloat16)
 
 
 def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int) -> Runner | GatheringRunner:
     """The runner of a model in the processor's memory that is fastest: `plain`, or one in its stead.
 
+    That one computes in float32, whatever the model's weights are.
+
     facts    those that `plain` was found with
     context  positions that the model knows
     """
-    known = facts.dtype == torch.float32 and (facts.stored or facts.dtype) in _STORED
+    known = facts.dtype in _KNOWN and (facts.stored or facts.dtype) in _KNOWN
     if not known or facts.recurrent or facts.encoder is not None or not isinstance(plain, Runner):
         return plain
+    exact = replace(facts, dtype=torch.float32)
     try:
-        decoder = find_decoder(model, plain.layers, vocabulary=facts.vocabulary, context=context)
-        native = NativeRunner(plain, decoder, _library())
+        with Widened(model):
+            decoder = find_decoder(model, plain.layers, vocabulary=facts.vocabulary, context=context)
+        library = _library()
+        place(model)
+        unrounded = NativeRunner(plain, decoder, library, rounds=False)
     except (NoShape, NoLibrary) as error:
         log.info("layers run in torch operations, not in one native call: %s", error.reason)
         return plain
-    size, allowed = difference(plain, native, model, facts), _allowed(decoder)
+    allowed = _allowed(decoder)
+    with Widened(model):
+        size = difference(plain, unrounded, model, exact)
     if not size <= allowed:
         log.warning(
             "layers run in torch operations, for the native step changes logits by %.2g, where %.2g is rounding",
@@ -48,12 +59,12 @@ def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, contex
             allowed,
         )
         return plain
-    return native
+    return NativeRunner(plain, decoder, library)
 
 
 def _allowed(decoder: Decoder) -> float:
     """How far logits may differ, in parts of the largest: where rows are quantised, codes may fall the other way."""
-    return 3e-2 if any(isinstance(linear, QuantizedLinear) for linear in linears(decoder)) else 1e-3
+    return 3e-2 if any(isinstance(linear.weight, Packed) for linear in linears(decoder)) else 1e-3
 
 
 @cache

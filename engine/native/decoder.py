@@ -1,7 +1,7 @@
 """What the native step knows of a model: its layers as the parts of one common shape.
 
-states > norm > projections > (norm) > turn > attention > output > + states
-states > norm > inner matrices > activation (times up) > down > + states
+states > (norm) > projections > (norm) > turn > attention > output > (norm) > + states
+states > (norm) > inner matrices > activation (times up) > down > (norm) > + states
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.quantize.layers import QuantizedLinear
+from engine.kernels.packing import Packed
 from kvcache.spec import Rotation
 
-Linear: TypeAlias = nn.Linear | QuantizedLinear
 NormKind = Literal["none", "root_mean_square", "layer"]
+Scoring = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
@@ -25,6 +25,18 @@ class NoShape(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix that rows are multiplied by, and what is added.
+
+    weight  [outputs, columns] as the model holds it, or quantised
+    bias    [outputs] float32, or None
+    """
+
+    weight: Tensor | Packed
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,10 @@ class Norm:
     epsilon: float = 0.0
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+
+# In place of a norm that a model has not.
+NO_NORM = Norm("none", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +86,13 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How states become queries, keys and values; `scale` is what scores are multiplied by."""
+    """How states become queries, keys and values, and how these are compared.
+
+    of_queries, of_keys  norms of each head, or of a row's heads all at once
+    turns_first          whether heads turn before their norms
+    scale, softcap       what scores are multiplied by, and what bounds them; 0: nothing does
+    sinks                [heads] float32, scores that take their part of a row's weights; None: there are none
+    """
 
     norm: Norm
     projections: tuple[Linear, ...]
@@ -79,38 +101,102 @@ class Way:
     values: Heads
     of_queries: Norm
     of_keys: Norm
+    turns_first: bool
     turn: Turn
     scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """The first half of a layer; `layer` is its place among those that store."""
+    """The first half of a layer; what comes out of the norm `after` is added to the states `share` times."""
 
-    layer: int
     way: Way
     output: Linear
+    after: Norm
+    share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
-    """The second half: activation(gate) * up, or without up. It is `parallel` if it reads what the first half read."""
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """activation(gate) * up, or without up, of what the inner matrices make, times the last one."""
 
-    norm: Norm
     inner: tuple[Linear, ...]
     gate: Columns
     up: Columns | None
     activation: Activation
     down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Chooses experts for each row, by scores that are the softmax of what `linear` makes, or its sigmoid.
+
+    correction    [experts] float32, added where experts are chosen; None: nothing is
+    renormalised  whether the weights of the chosen have a sum of 1, before they are multiplied by `factor`
+    """
+
+    linear: Linear
+    scoring: Scoring
+    correction: Tensor | None
+    chosen: int
+    renormalised: bool
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Of each row the chosen ones' activation(gate) * up, times their last matrices.
+
+    inner        [experts, 2 * width, columns], the gates first
+    down         [experts, columns, width]
+    shared_gate  of one output, whose sigmoid weights what the layer's own matrices make; None: nothing does
+    """
+
+    router: Router
+    inner: Tensor
+    down: Tensor
+    activation: Activation
+    shared_gate: Linear | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """The second half: matrices that all rows go through, experts, or both.
+
+    parallel  it reads what the first half reads
+    """
+
+    norm: Norm
+    gated: Gated | None
+    experts: Experts | None
+    after: Norm
+    share: float
     parallel: bool
+
+
+Layer: TypeAlias = tuple[Attention, Mlp]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What makes logits: of the states' norm times `head`, `scale` times, between -softcap and softcap; 0: anywhere."""
+
+    norm: Norm
+    head: Linear
+    scale: float
+    softcap: float
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model of the common shape; `scale` is what embeddings are multiplied by, `head` what makes the logits."""
+    """A model of the common shape.
 
-    embedding: nn.Module
+    embedding  [vocabulary, width], of which rows enter the first layer `scale` times as large
+    """
+
+    embedding: Tensor
     scale: float
-    layers: tuple[tuple[Attention, Mlp], ...]
-    last: Norm
-    head: Linear
+    layers: tuple[Layer, ...]
+    ending: Ending

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.native.decoder import Activation, Columns, Decoder, Heads, Linear, Mlp, Norm, NormKind, NoShape, Turn, Way
-from engine.native.library import HeadsFields, LayerFields, LinearFields, NormFields
-from engine.quantize.layers import QuantizedLinear
+from engine.kernels.packing import Packed
+from engine.native.decoder import (
+    NO_NORM,
+    Activation,
+    Attention,
+    Columns,
+    Decoder,
+    Experts,
+    Gated,
+    Heads,
+    Linear,
+    Mlp,
+    Norm,
+    NormKind,
+    NoShape,
+    Scoring,
+    Turn,
+    Way,
+)
+from engine.native.library import ExpertsFields, HeadsFields, LayerFields, LinearFields, NormFields
 
 # The enumerations of step.h.
 _WEIGHTS = {torch.float32: 0, torch.bfloat16: 1}
-# By words of codes in a group, engine/kernels/packing.py: as many as a code has bits.
 _CODES = {8: 2, 4: 3}
 _NORMS: dict[NormKind, int] = {"none": 0, "root_mean_square": 1, "layer": 2}
+_SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu_squared": 4}
 
 
@@ -23,32 +41,74 @@ def describe_layers(decoder: Decoder, turns: Sequence[Turn]) -> list[LayerFields
     """All layers but for their planes and cells; `turns` are those of a step."""
     layers = []
     for attention, mlp in decoder.layers:
-        fields = LayerFields(output=describe_linear(attention.output))
-        _describe_way(attention.way, fields)
+        fields = LayerFields()
+        _describe_attention(attention, fields)
         fields.turn = turns.index(attention.way.turn)
         _describe_mlp(mlp, fields)
         layers.append(fields)
     return layers
 
 
+def _describe_attention(attention: Attention, fields: LayerFields) -> None:
+    way = attention.way
+    _describe_way(way, fields)
+    fields.scale, fields.softcap, fields.sinks = way.scale, way.softcap, _address(way.sinks)
+    fields.output, fields.after_attention = describe_linear(attention.output), describe_norm(attention.after)
+    fields.attention_share = attention.share
+
+
 def _describe_way(way: Way, fields: LayerFields) -> None:
     fields.before_attention = describe_norm(way.norm)
     fields.of_queries, fields.of_keys = describe_norm(way.of_queries), describe_norm(way.of_keys)
+    whole = [norm != NO_NORM and norm.width != way.keys.width for norm in (way.of_queries, way.of_keys)]
+    if any(whole) and (not all(whole) or way.turns_first):
+        raise NoShape("its heads are brought to one size in another way")
+    fields.turns_first, fields.norms_whole = way.turns_first, any(whole)
     for at, linear in enumerate(way.projections):
         fields.projections[at] = describe_linear(linear)
-    fields.projection_count, fields.scale = len(way.projections), way.scale
+    fields.projection_count = len(way.projections)
     fields.queries, fields.keys, fields.values = (_heads(own) for own in (way.queries, way.keys, way.values))
 
 
 def _describe_mlp(mlp: Mlp, fields: LayerFields) -> None:
-    fields.before_mlp = describe_norm(mlp.norm)
-    for at, linear in enumerate(mlp.inner):
+    fields.before_mlp, fields.after_mlp = describe_norm(mlp.norm), describe_norm(mlp.after)
+    fields.parallel, fields.mlp_share = mlp.parallel, mlp.share
+    if mlp.gated is not None:
+        _describe_gated(mlp.gated, fields)
+    if mlp.experts is not None:
+        fields.experts = ctypes.pointer(describe_experts(mlp.experts))
+
+
+def _describe_gated(gated: Gated, fields: LayerFields) -> None:
+    for at, linear in enumerate(gated.inner):
         fields.inner[at] = describe_linear(linear)
-    fields.inner_count, fields.down = len(mlp.inner), describe_linear(mlp.down)
-    up = mlp.up or Columns(-1, 0)
-    fields.gate_matrix, fields.gate_offset = mlp.gate.matrix, mlp.gate.offset
+    fields.inner_count, fields.down = len(gated.inner), describe_linear(gated.down)
+    up = gated.up or Columns(-1, 0)
+    fields.gate_matrix, fields.gate_offset = gated.gate.matrix, gated.gate.offset
     fields.up_matrix, fields.up_offset = up.matrix, up.offset
-    fields.activation, fields.parallel = _ACTIVATIONS[mlp.activation], mlp.parallel
+    fields.activation = _ACTIVATIONS[gated.activation]
+
+
+def describe_experts(experts: Experts) -> ExpertsFields:
+    """A layer's experts. Raises NoShape where they are stored in another way than the step reads."""
+    router, (_, columns, width) = experts.router, experts.down.shape
+    if experts.inner.dtype not in _WEIGHTS or not (experts.inner.is_contiguous() and experts.down.is_contiguous()):
+        raise NoShape(f"its experts are {experts.inner.dtype}, or do not lie row by row")
+    return ExpertsFields(
+        router=describe_linear(router.linear),
+        correction=_address(router.correction),
+        scoring=_SCORINGS[router.scoring],
+        chosen=router.chosen,
+        renormalised=router.renormalised,
+        factor=router.factor,
+        inner=experts.inner.data_ptr(),
+        down=experts.down.data_ptr(),
+        kind=_WEIGHTS[experts.inner.dtype],
+        width=width,
+        columns=columns,
+        activation=_ACTIVATIONS[experts.activation],
+        gate=LinearFields() if experts.shared_gate is None else describe_linear(experts.shared_gate),
+    )
 
 
 def describe_norm(norm: Norm) -> NormFields:
@@ -58,28 +118,22 @@ def describe_norm(norm: Norm) -> NormFields:
 
 def describe_linear(linear: Linear) -> LinearFields:
     """A matrix's. Raises NoShape where it is stored in another way than the step reads."""
-    bias = linear.bias
-    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous()):
-        raise NoShape(f"a bias is {bias.dtype}")
-    if isinstance(linear, QuantizedLinear):
-        codes, scales = linear.codes, linear.scales
-        assert isinstance(codes, Tensor)
-        assert isinstance(scales, Tensor)
-        return LinearFields(
-            weights=codes.data_ptr(),
-            scales=scales.data_ptr(),
-            bias=_address(bias),
-            kind=_CODES[codes.shape[2]],
-            outputs=linear.out_features,
-            columns=linear.in_features,
-        )
     weight = linear.weight
+    if isinstance(weight, Packed):
+        return LinearFields(
+            weights=weight.codes.data_ptr(),
+            scales=weight.scales.data_ptr(),
+            bias=_address(linear.bias),
+            kind=_CODES[weight.bits],
+            outputs=weight.outputs,
+            columns=weight.columns,
+        )
     if weight.dtype not in _WEIGHTS or weight.stride(1) != 1 or weight.device.type != "cpu":
         raise NoShape(f"a matrix is {weight.dtype}, or does not lie row by row in the processor's memory")
     outputs, columns = weight.shape
     return LinearFields(
         weights=weight.data_ptr(),
-        bias=_address(bias),
+        bias=_address(linear.bias),
         kind=_WEIGHTS[weight.dtype],
         outputs=outputs,
         columns=columns,

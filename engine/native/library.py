@@ -51,20 +51,40 @@ class CellsFields(Structure):
     _fields_ = [("segments", POINTER(SegmentFields)), ("count", c_int64), ("cells", c_int64)]
 
 
+class ExpertsFields(Structure):
+    """A layer's experts."""
+
+    _fields_ = [
+        ("router", LinearFields),
+        ("correction", c_void_p),
+        *((name, c_int64) for name in ("scoring", "chosen", "renormalised")),
+        ("factor", c_float),
+        *((name, c_void_p) for name in ("inner", "down")),
+        *((name, c_int64) for name in ("kind", "width", "columns", "activation")),
+        ("gate", LinearFields),
+    ]
+
+
 class LayerFields(Structure):
     """A layer."""
 
     _fields_ = [
-        *((name, NormFields) for name in ("before_attention", "of_queries", "of_keys", "before_mlp")),
+        *((name, NormFields) for name in ("before_attention", "of_queries", "of_keys", "after_attention")),
+        *((name, NormFields) for name in ("before_mlp", "after_mlp")),
         ("projections", LinearFields * 3),
         ("output", LinearFields),
         ("inner", LinearFields * 2),
         ("down", LinearFields),
         *((name, c_int64) for name in ("projection_count", "inner_count")),
         *((name, HeadsFields) for name in ("queries", "keys", "values")),
+        *((name, c_int64) for name in ("norms_whole", "turns_first")),
         *((name, c_int64) for name in ("gate_matrix", "gate_offset", "up_matrix", "up_offset")),
-        *((name, c_int64) for name in ("activation", "parallel")),
-        ("scale", c_float),
+        ("activation", c_int64),
+        ("experts", POINTER(ExpertsFields)),
+        ("parallel", c_int64),
+        *((name, c_float) for name in ("attention_share", "mlp_share")),
+        ("sinks", c_void_p),
+        *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int64) for name in ("turn", "cells")),
         *((name, PlaneFields) for name in ("key_plane", "value_plane")),
         *((name, c_int64) for name in ("reach", "reach_size")),
@@ -87,7 +107,7 @@ class StepFields(Structure):
         ("kept", c_void_p),
         *((name, c_int64) for name in ("kept_count", "wanted_count")),
         *((name, c_void_p) for name in ("kept_states", "logits")),
-        ("threads", c_int64),
+        *((name, c_int64) for name in ("rounds", "threads")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Finds the second half of a layer: its inner matrices, and what is done with what they make."""
+"""Finds out what is done with what a layer's inner matrices make."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 from torch import Tensor
 from torch.nn import functional
 
-from engine.native.decoder import Activation, Columns, Mlp, NoShape
-from engine.native.norm import find_norm
-from engine.native.same import agree, same
-from engine.native.trace import Event, Multiplied, Normed
+from engine.native.decoder import Activation, Columns, Gated, NoShape
+from engine.native.same import same
+from engine.native.trace import Multiplied
+from engine.native.walk import Walk
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -22,37 +22,15 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def find_mlp(first: Normed, output: Multiplied, events: Sequence[Event]) -> tuple[Mlp, Tensor]:
-    """The second half, and what it adds to the states. Raises NoShape.
-
-    first   the layer's first norm
-    output  what the first half ends with
-    events  behind that
-    """
-    own = [event for event in events if isinstance(event, Normed)]
-    *inner, down = (event for event in events if isinstance(event, Multiplied))
-    norm, parallel = _norm(first, output, own[0] if own else first)
-    for matrix in inner:
-        agree("a layer's second half", norm.made, matrix.taken)
-    gate, up, activation = _activation(inner, down.taken)
-    mlp = Mlp(
-        norm=find_norm(norm),
-        inner=tuple(matrix.linear for matrix in inner),
-        gate=gate,
-        up=up,
-        activation=activation,
-        down=down.linear,
-        parallel=parallel,
-    )
-    return mlp, down.made
-
-
-def _norm(first: Normed, output: Multiplied, norm: Normed) -> tuple[Normed, bool]:
-    """The second half's norm, and whether it takes what the first one's does."""
-    if same(first.taken, norm.taken):
-        return norm, True
-    agree("a layer's second norm", first.taken + output.made, norm.taken)
-    return norm, False
+def find_gated(walk: Walk, rows: Tensor) -> tuple[Gated, Tensor]:
+    """The matrices that rows go through next, and what they make. Raises NoShape."""
+    inner = walk.linears(rows)
+    if not 1 <= len(inner) <= 2:
+        raise NoShape("the second half of its layers is not of one matrix or two, and one more")
+    taken = walk.next_taken()
+    gate, up, activation = _activation(inner, taken)
+    down = walk.linear("a layer's last matrix", taken)
+    return Gated(tuple(matrix.linear for matrix in inner), gate, up, activation, down.linear), down.made
 
 
 def _activation(inner: Sequence[Multiplied], taken: Tensor) -> tuple[Columns, Columns | None, Activation]:

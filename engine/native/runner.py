@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,16 +24,21 @@ class NativeRunner(Runner):
     Belongs to the engine thread.
     """
 
-    def __init__(self, plain: Runner, decoder: Decoder, library: Library) -> None:
-        """Raises NoShape where a matrix is stored in a way that the step does not read."""
+    def __init__(self, plain: Runner, decoder: Decoder, library: Library, *, rounds: bool = True) -> None:
+        """Raises NoShape where a matrix is stored in a way that the step does not read.
+
+        rounds  whether rows may be rounded to bfloat16 to meet weights in it, where the processor is faster so
+        """
         super().__init__(plain._model, plain.layers, plain._mla, plain._attend)
-        self._decoder, self._library = decoder, library
+        self._decoder, self._library, self._rounds = decoder, library, rounds
+        self.has_states = True
+        self._watched = plain._model.get_decoder()
         self._turns = tuple(dict.fromkeys(attention.way.turn for attention, _ in decoder.layers))
         layers = describe_layers(decoder, self._turns)
         self._fields = (LayerFields * len(layers))(*layers)
         self._planes: list[Plane | None] = [None] * len(layers)
         self._format = FORMATS[torch.float32]
-        self._last, self._head = describe_norm(decoder.last), describe_linear(decoder.head)
+        self._last, self._head = describe_norm(decoder.ending.norm), describe_linear(decoder.ending.head)
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -43,11 +47,6 @@ class NativeRunner(Runner):
         if not self._can(forward, sights):
             return super().run(forward, tokens, wanted, sights)
         return self._take(forward, tokens, wanted, ())[0]
-
-    @property
-    def has_states(self) -> bool:
-        """Whether `run_with_states` can be called: always."""
-        return True
 
     def run_with_states(
         self,
@@ -68,13 +67,14 @@ class NativeRunner(Runner):
         keys, _ = forward.stored(0)
         stored = isinstance(keys.plane, FloatPlane) and keys.plane.rows.dtype in FORMATS
         # What is hooked into the model's own modules, such as a draft head's ear, hears nothing of a native step.
-        return stored and not looks and not self._model.get_decoder()._forward_hooks
+        return stored and not looks and not self._watched._forward_hooks
 
     def _take(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], pooled: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            states = self._embed(tokens)
+            # The rows [rows, width] that the first layer takes; they are overwritten.
+            states = self._decoder.embedding[self._tensor(tokens)].float() * self._decoder.scale
             kept = self._tensor([*wanted, *pooled])
             kept_states = states.new_empty(len(kept), states.shape[1])
             logits = states.new_empty(len(wanted), self._head.outputs)
@@ -86,19 +86,22 @@ class NativeRunner(Runner):
             step.kept, step.kept_count, step.wanted_count = kept.data_ptr(), len(kept), len(wanted)
             step.kept_states, step.logits = kept_states.data_ptr(), logits.data_ptr()
             self._library.take(step)
-        return logits, kept_states[len(wanted) :]
+            return self._bounded(logits), kept_states[len(wanted) :]
 
-    def _embed(self, tokens: Sequence[int]) -> Tensor:
-        """The states [rows, width] that the first layer takes, to be overwritten."""
-        embedding: Any = self._decoder.embedding
-        states: Tensor = embedding(self._tensor(tokens))
-        return states if self._decoder.scale == 1.0 else states * self._decoder.scale
+    def _bounded(self, logits: Tensor) -> Tensor:
+        """Logits of what the head makes, which is overwritten."""
+        scale, cap = self._decoder.ending.scale, self._decoder.ending.softcap
+        scaled = logits if scale == 1.0 else logits.mul_(scale)
+        return scaled if cap == 0.0 else scaled.div_(cap).tanh_().mul_(cap)
 
     def _describe(self, forward: Forward, turns: Sequence[tuple[Tensor, Tensor]]) -> StepFields:
         """The step but for its rows; the forward holds the tables that it reads."""
         cells: dict[int, CellsFields] = {}
+        # The planes of a cache stay where they are.
+        if forward.stored(0)[0].plane is not self._planes[0]:
+            for at in range(len(self._fields)):
+                self._place(forward, at)
         for at, fields in enumerate(self._fields):
-            self._place(forward, at)
             segments = forward.segments(at)
             if id(segments) not in cells:
                 cells[id(segments)] = _cells(segments, forward.stored(at)[0])
@@ -112,14 +115,13 @@ class NativeRunner(Runner):
             format=self._format,
             last=self._last,
             head=self._head,
+            rounds=self._rounds,
             threads=torch.get_num_threads(),
         )
 
     def _place(self, forward: Forward, at: int) -> None:
-        """Let a layer's fields name its planes; they are those of the step before, unless the cache is another."""
+        """Let a layer's fields name its planes."""
         keys, values = forward.stored(at)
-        if self._planes[at] is keys.plane:
-            return
         assert isinstance(keys.plane, FloatPlane)
         assert isinstance(values.plane, FloatPlane)
         fields, reach = self._fields[at], forward.reach(at)

@@ -22,3 +22,12 @@ def agree(what: str, expected: Tensor, actual: Tensor) -> None:
     """Raise NoShape where two tensors differ."""
     if not same(expected, actual):
         raise NoShape(f"{what} takes something else than what the part before it makes")
+
+
+def ratio(rows: Tensor, others: Tensor) -> float:
+    """How many times as large the others are, by least squares; 1 where that is all but it."""
+    if rows.shape != others.shape:
+        raise NoShape("its rows change their width")
+    wide = rows.double()
+    found = float((wide * others.double()).sum() / (wide * wide).sum().clamp_min(1e-30))
+    return 1.0 if abs(found - 1.0) < 1e-5 else found

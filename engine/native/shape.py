@@ -6,25 +6,19 @@ a model that does anything else on its way, whatever it is, has no shape here an
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.native.attention import find_way
-from engine.native.decoder import Attention, Decoder, Linear, Mlp, NoShape
-from engine.native.mlp import find_mlp
-from engine.native.norm import find_norm
-from engine.native.same import agree
-from engine.native.trace import Attended, Event, Multiplied, Normed, trace
+from engine.native.decoder import Attention, Decoder, Ending, Layer, Linear, NoShape
+from engine.native.half import find_mlp
+from engine.native.same import agree, ratio, same
+from engine.native.trace import trace
+from engine.native.walk import Walk
 from engine.plan import LayerPlan
-
-# Events by letter: Linear, Norm, Attention. A layer: its norm, projections with norms of heads, attention and output, a
-# norm where the second half has its own, inner matrices and the last.
-_LAYER = re.compile(r"NL{1,3}(?:N?L){0,2}N?AL(N?)(L{2,3})")
-_END = "NL"
 
 
 def find_decoder(model: Any, plans: Sequence[LayerPlan], *, vocabulary: int, context: int) -> Decoder:
@@ -33,70 +27,68 @@ def find_decoder(model: Any, plans: Sequence[LayerPlan], *, vocabulary: int, con
     plans    of its layers that store (engine/plan.py)
     context  positions that it knows
     """
-    seen = trace(model, vocabulary=vocabulary, context=context)
     if any(plan.readers for plan in plans):
         raise NoShape("some of its layers share their keys and values")
-    cut = list(_cut(seen.events))
-    if len(cut) - 1 != len(plans):
-        raise NoShape("its layers are not of one norm, projections, attention and matrices each")
-    first = cut[0][0]
-    assert isinstance(first, Normed)
-    states = first.taken
-    scale = _scale(seen.embeddings, states)
-    layers = []
-    for number, events in enumerate(cut[:-1]):
-        attention, mlp, states = _layer(events, seen.positions, number, plans[number], states)
-        layers.append((attention, mlp))
-    last, head = cut[-1]
-    assert isinstance(last, Normed)
-    assert isinstance(head, Multiplied)
-    agree("its last norm", states, last.taken)
-    agree("its output layer", last.made, head.taken)
-    agree("its logits", head.made, seen.logits)
-    return Decoder(model.get_input_embeddings(), scale, tuple(layers), find_norm(last), head.linear)
+    seen = trace(model, vocabulary=vocabulary, context=context)
+    walk = Walk(seen.events)
+    try:
+        states = walk.next_taken()
+        scale = ratio(seen.embeddings, states)
+        agree("its first layer", seen.embeddings * scale, states)
+        layers = []
+        for plan in plans:
+            layer, states = _layer(walk, seen.positions, plan, states)
+            layers.append(layer)
+        ending = _ending(walk, states, seen.logits, _numbers(model))
+    except NoShape as error:
+        if seen.unknown:
+            raise NoShape(f"{error.reason}; it has layers of the kind {seen.unknown[0]}") from error
+        raise
+    return Decoder(model.get_input_embeddings().weight, scale, tuple(layers), ending)
 
 
-def _cut(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
-    """The events of each layer, and the two behind the last one; fewer where they are of another order."""
-    letters = "".join({Multiplied: "L", Normed: "N", Attended: "A"}[type(event)] for event in events)
-    at = 0
-    while (found := _LAYER.match(letters, at)) is not None:
-        yield events[at : found.end()]
-        at = found.end()
-    if letters[at:] != _END:
-        raise NoShape("its layers are not of one norm, projections, attention and matrices each")
-    yield events[at:]
-
-
-def _scale(embeddings: Tensor, states: Tensor) -> float:
-    """What embeddings are multiplied by."""
-    wide = embeddings.double()
-    found = float((wide * states.double()).sum() / (wide * wide).sum())
-    scale = 1.0 if abs(found - 1.0) < 1e-6 else found
-    agree("its embeddings", embeddings.float() * scale, states)
-    return scale
-
-
-def _layer(
-    events: Sequence[Event], positions: Tensor, number: int, plan: LayerPlan, states: Tensor
-) -> tuple[Attention, Mlp, Tensor]:
+def _layer(walk: Walk, positions: Tensor, plan: LayerPlan, states: Tensor) -> tuple[Layer, Tensor]:
     """Both halves of a layer, and the states behind it."""
-    norm, *rest = events
-    assert isinstance(norm, Normed)
-    agree("a layer's first norm", states, norm.taken)
-    at = next(at for at, event in enumerate(rest) if isinstance(event, Attended))
-    seen, output = rest[at : at + 2]
-    assert isinstance(seen, Attended)
-    assert isinstance(output, Multiplied)
-    agree("what follows attention", seen.made, output.taken)
-    way = find_way(norm, rest[:at], seen.call, positions, plan)
-    attention = Attention(layer=number, way=way, output=output.linear)
-    mlp, made = find_mlp(norm, output, rest[at + 2 :])
-    return attention, mlp, states + output.made + made
+    norm, entering = walk.norm(states)
+    before, seen = walk.until_attention()
+    way = find_way(norm, entering, before, seen.call, positions, plan)
+    output = walk.linear("what follows attention", seen.made)
+    after, made = walk.norm(output.made)
+    taken = walk.next_taken()
+    parallel = same(states, taken) or same(entering, taken)
+    share = 1.0 if parallel else ratio(made, taken - states)
+    own = states if parallel else states + share * made
+    mlp, states = find_mlp(walk, own, norm, entering, made if parallel else None)
+    return (Attention(way=way, output=output.linear, after=after, share=share), mlp), states
+
+
+def _ending(walk: Walk, states: Tensor, logits: Tensor, numbers: Sequence[float]) -> Ending:
+    """What follows the last layer; `numbers` are those that may bound logits."""
+    norm, made = walk.norm(states)
+    if norm.kind == "none":
+        raise NoShape("it has no norm behind its last layer")
+    head = walk.linear("its output layer", made)
+    scale = ratio(head.made, logits)
+    if same(head.made * scale, logits):
+        return Ending(norm, head.linear, scale, 0.0)
+    for cap in numbers:
+        if same(cap * torch.tanh(head.made / cap), logits):
+            return Ending(norm, head.linear, 1.0, cap)
+    raise NoShape("its logits are made in another way")
+
+
+def _numbers(model: Any) -> list[float]:
+    """What a model's settings have of numbers above zero."""
+    values = model.config.get_text_config().to_dict().values()
+    return sorted({float(value) for value in values if isinstance(value, int | float) and value > 0})
 
 
 def linears(decoder: Decoder) -> Iterator[Linear]:
-    """All matrices."""
+    """All matrices; those of experts in one."""
     for attention, mlp in decoder.layers:
-        yield from itertools.chain(attention.way.projections, (attention.output,), mlp.inner, (mlp.down,))
-    yield decoder.head
+        yield from (*attention.way.projections, attention.output)
+        if mlp.gated is not None:
+            yield from (*mlp.gated.inner, mlp.gated.down)
+        if mlp.experts is not None:
+            yield from map(Linear, (mlp.experts.inner, mlp.experts.down))
+    yield decoder.ending.head

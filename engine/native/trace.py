@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from engine import hooks
-from engine.native.decoder import Linear, NoShape
+from engine.kernels.packing import Packed
+from engine.native.decoder import Linear, Norm, NoShape
+from engine.native.norm import find_norm
+from engine.native.same import same
 from engine.quantize.layers import QuantizedLinear
 
 # The first positions of the tokens; two more are far away, for some models change what they compute there.
 _POSITIONS = (0, 1, 5, 29)
+# How many times as large logits are made: so what bounds them shows.
+_LOUD = 32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,9 @@ class Multiplied:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """Some other layer with weights was called, a norm if it is known at all: rows [rows, width] both."""
+    """A norm was called: rows [rows, width] both."""
 
-    norm: nn.Module
+    norm: Norm
     taken: Tensor
     made: Tensor
 
@@ -44,16 +49,56 @@ class Attended:
     made: Tensor
 
 
-Event: TypeAlias = Multiplied | Normed | Attended
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A router was called, which tells weights and numbers of chosen experts [rows, chosen]; see `ask`.
+
+    weight  [experts, columns]
+    others  what it was given beside rows
+    """
+
+    router: nn.Module
+    weight: Tensor
+    taken: Tensor
+    others: tuple[Any, ...]
+    weights: Tensor
+    chosen: Tensor
+
+    def ask(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What it tells of other rows [rows, columns]."""
+        with torch.inference_mode():
+            _, weights, chosen = self.router(rows, *self.others)
+        return weights, chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Experts were called with rows, and the weights of the chosen ones; their matrices are [experts, ...]."""
+
+    inner: Tensor
+    down: Tensor
+    taken: Tensor
+    weights: Tensor
+    chosen: Tensor
+    made: Tensor
+
+
+Event: TypeAlias = Multiplied | Normed | Attended | Routed | Mixed
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All that happened in one forward: the tokens' embeddings [rows, width] as they come, the logits at the end."""
+    """What happened in one forward.
+
+    embeddings  [rows, width] of the tokens, as they lie in the table
+    unknown     kinds of layers with weights that are no linear ones and no norms
+    logits      after the last linear layer, whose output was made louder
+    """
 
     positions: Tensor
     embeddings: Tensor
     events: tuple[Event, ...]
+    unknown: tuple[str, ...]
     logits: Tensor
 
 
@@ -83,36 +128,81 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
     context  positions that the model knows
     """
     events: list[Event] = []
+    watcher = _Watcher(events)
     positions = torch.tensor([at for at in (*_POSITIONS, context // 2, context - 1) if at < context])
     rows = torch.arange(len(positions))
     tokens = rows * (vocabulary // len(rows))
-    with ExitStack() as stack, torch.inference_mode(), hooks.listening(_Listener(events)):
-        embedding = model.get_input_embeddings()
+    with ExitStack() as stack, torch.inference_mode():
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None or not isinstance(embedding, nn.Embedding):
+            raise NoShape("its embeddings or its output layer are no tables")
+        stack.callback(head.register_forward_hook(lambda module, taken, made: _LOUD * made).remove)
         for module in model.modules():
-            if module is not embedding and _has_weights(module):
-                stack.enter_context(_Hooked(module, events))
-        logits = hooks.forward(model, tokens, positions, rows)
-        return Trace(positions, embedding(tokens), tuple(events), logits)
+            if module is not embedding:
+                stack.callback(module.register_forward_hook(watcher.note).remove)
+        with hooks.listening(_Listener(events)):
+            logits = hooks.forward(model, tokens, positions, rows)
+        return Trace(positions, embedding.weight[tokens].float(), tuple(events), tuple(watcher.unknown), logits)
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLinear) or any(True for _ in module.parameters(recurse=False))
+class _Watcher:
+    """Notes the calls of a model's innermost modules."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self._asking = False
+        self.unknown: list[str] = []
+
+    def note(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
+        """A forward hook. Whatever else a model does shows in what follows."""
+        if self._asking or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
+            return
+        # Copies, for some models go on in the same memory.
+        taken = inputs[0].flatten(0, -2).clone()
+        if isinstance(made, tuple):
+            self._note_router(module, inputs, taken, made)
+        elif isinstance(made, Tensor) and len(inputs) == 3:
+            self._note_experts(module, inputs, taken, made)
+        elif isinstance(made, Tensor) and len(inputs) == 1:
+            self._note_plain(module, taken, made.flatten(0, -2).clone())
+
+    def _note_router(self, module: nn.Module, inputs: tuple[Any, ...], taken: Tensor, made: tuple[Any, ...]) -> None:
+        weight = getattr(module, "weight", None)
+        told = len(made) == 3 and all(isinstance(one, Tensor) and len(one) == len(taken) for one in made)
+        if told and isinstance(weight, Tensor) and weight.dim() == 2:
+            self._events.append(Routed(module, weight, taken, inputs[1:], made[1].float(), made[2]))
+
+    def _note_experts(self, module: nn.Module, inputs: tuple[Any, ...], taken: Tensor, made: Tensor) -> None:
+        own = list(module.parameters())
+        if len(own) != 2 or any(one.dim() != 3 for one in own):
+            return
+        inner, down = own
+        fits = inner.shape[1:] == (2 * down.shape[2], down.shape[1]) and down.shape[1] == taken.shape[1]
+        if fits and isinstance(inputs[2], Tensor):
+            self._events.append(Mixed(inner, down, taken, inputs[2].float(), inputs[1], made.flatten(0, -2).clone()))
+
+    def _note_plain(self, module: nn.Module, taken: Tensor, made: Tensor) -> None:
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            self._events.append(Multiplied(linear_of(module), taken, made))
+        elif next(module.children(), None) is None and taken.shape == made.shape and not same(taken, made):
+            self._note_norm(module, taken, made)
+
+    def _note_norm(self, module: nn.Module, taken: Tensor, made: Tensor) -> None:
+        self._asking = True
+        try:
+            self._events.append(Normed(find_norm(module, taken, made), taken, made))
+        except NoShape:
+            if any(True for _ in module.parameters()):
+                self.unknown.append(type(module).__name__)
+        finally:
+            self._asking = False
 
 
-class _Hooked:
-    """Notes the calls of one module, as long as the block lasts."""
-
-    def __init__(self, module: nn.Module, events: list[Event]) -> None:
-        self._module, self._events = module, events
-
-    def __enter__(self) -> None:
-        self._handle = self._module.register_forward_hook(self._note)
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _note(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
-        if not (len(inputs) == 1 and isinstance(inputs[0], Tensor) and isinstance(made, Tensor)):
-            raise NoShape(f"it has layers of the kind {type(module).__name__}")
-        kind: Callable[..., Event] = Multiplied if isinstance(module, nn.Linear | QuantizedLinear) else Normed
-        self._events.append(kind(module, inputs[0].flatten(0, -2), made.flatten(0, -2)))
+def linear_of(module: nn.Linear | QuantizedLinear) -> Linear:
+    """A linear layer's numbers."""
+    bias = None if module.bias is None else module.bias.detach().float().contiguous()
+    if isinstance(module, nn.Linear):
+        return Linear(module.weight, bias)
+    assert isinstance(module.codes, Tensor)
+    assert isinstance(module.scales, Tensor)
+    return Linear(Packed(module.codes, module.scales, module.out_features, module.in_features), bias)

@@ -19,7 +19,8 @@ from fastapi.responses import FileResponse, JSONResponse
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
-from engine.load import load, resolve
+from engine.folder import resolve
+from engine.load import load
 from tests.engine.models import CONTEXT
 from tests.engine.play import Job, ask, play
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import normalize
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from engine import hooks
 from engine.load import Loaded
 from engine.pooling import Pool
+from engine.selftest import Facts, find_runner
 from engine.types import Failed, Finished, Pooling, Request
 from kvcache.spec import Span
 from tests.engine.families import build
 from tests.engine.mixes import prompts
 from tests.engine.models import CONTEXT, Reference, core
 from tests.engine.play import Answer, Job, ask, play
+from tests.engine.tiny import settings
 
 Models = Callable[..., Loaded]
 References = Callable[..., Reference]
@@ -127,6 +132,32 @@ def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
             assert torch.allclose(alone[position], states[row], atol=1e-3)
     assert torch.allclose(family.alone(first), logits[0], atol=1e-3)
     assert torch.allclose(family.alone(second[:2]), logits[1], atol=1e-3)
+
+
+class Quiet(LlamaForCausalLM):  # type: ignore[misc]
+    """Makes its logits without a call of its output layer."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> CausalLMOutputWithPast:
+        """The logits of every row."""
+        own = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        states = self.model(input_ids=input_ids, **own).last_hidden_state
+        return CausalLMOutputWithPast(logits=nn.functional.linear(states, self.lm_head.weight))
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(Quiet, False), (LlamaForCausalLM, True)])
+def test_what_a_model_does_not_show_is_known_at_load(kind: type[Any], shown: bool) -> None:
+    """A model whose output layer is never called has no states that could be told: its requests are refused early."""
+    config = AutoConfig.for_model("llama", **settings("llama"))
+    model = kind(config).eval().requires_grad_(False)
+    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
+
+    assert shown == find_runner("quiet", model, facts).has_states
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -10,7 +10,8 @@
 // Where a block has many lines, the keys of a tile are turned into columns first, for then no sum runs across a vector.
 //
 // Tiles and parts begin at absolute positions, a line's sums run over them in order, and nothing else enters into them:
-// a row comes out the same bit for bit, however the prompt was cut, whatever else the batch holds, with any threads.
+// a row comes out the same bit for bit, however the prompt was cut, whatever else the batch holds, with any threads. So
+// it does where several blocks walk their first tiles together, because these are the same cells (sharing.h).
 #pragma once
 
 #include "attention.h"
@@ -29,10 +30,12 @@ constexpr int64_t FEW = 4;
 // How many positions before their turn cells of a table are asked for (measured: 20 % of a decode's time).
 constexpr int64_t AHEAD = 32;
 
-// Some lines of one segment and one key head.
+// Some lines of one segment and one key head. Others may have walked its first positions for it: these it leaves out.
 struct Block {
     const Segment *segment;
     int64_t head, line, lines, parts;
+    int64_t shared = 0;      // such positions, whole tiles of them
+    float *state = nullptr;  // what the lines have gathered there: of all whole parts, then of the part behind them
 };
 
 // One thread's memory for one block.
@@ -73,30 +76,62 @@ class Kernel {
         memset(desk.keys, 0, TILE * (key_width + value_width) * sizeof(float));
     }
 
+    // Numbers that the state of a block holds.
+    int64_t state_size(int64_t lines) const { return 2 * part_size(lines); }
+
+    // The first positions of blocks of one key head that have them in the same cells: into the blocks' states.
+    void run_shared(const Block *const *members, int64_t count, Desk &desk) const {
+        Block all = *members[0];
+        all.lines = 0;
+        for (int64_t at = 0; at < count; ++at) {
+            prepare(*members[at], desk, all.lines);
+            all.lines += members[at]->lines;
+        }
+        desk.whole.clear(all.lines, value_width);
+        int64_t part = 0;
+        for (;; ++part) {
+            desk.part.clear(all.lines, value_width);
+            gather(all, part * PART, lesser(all.shared, (part + 1) * PART), desk, desk.part);
+            if (part == all.shared / PART) break;
+            desk.whole.add(desk.part, all.lines, value_width);
+        }
+        int64_t line = 0;
+        for (int64_t at = 0; at < count; line += members[at++]->lines) {
+            state_whole(*members[at]).copy(desk.whole, line, members[at]->lines, value_width);
+            state_part(*members[at]).copy(desk.part, line, members[at]->lines, value_width);
+        }
+    }
+
     // A whole block on one thread.
     void run(const Block &block, Desk &desk) const {
-        prepare(block, desk);
-        desk.whole.clear(block.lines, value_width);
-        for (int64_t part = 0; part < block.parts; ++part) {
-            if (!gather(block, part, desk, desk.part)) continue;
-            desk.whole.add(desk.part, block.lines, value_width);
+        prepare(block, desk, 0);
+        const Gathered whole = begin(block, desk);
+        for (int64_t part = first_part(block); part < block.parts; ++part) {
+            const Gathered own = begin_part(block, part, desk.part);
+            gather_part(block, part, desk, own);
+            whole.add(own, block.lines, value_width);
         }
-        finish(block, desk.whole);
+        finish(block, whole);
     }
+
+    // The first part that is left to be gathered.
+    int64_t first_part(const Block &block) const { return block.shared / PART; }
 
     // The positions of one part, for a block whose parts are gathered by several threads.
     void run_part(const Block &block, int64_t part, Desk &desk, float *memory) const {
-        prepare(block, desk);
-        Gathered result = Gathered::at(memory, block.lines);
-        gather(block, part, desk, result);
+        if (part < first_part(block)) return;
+        prepare(block, desk, 0);
+        const Gathered result = Gathered::at(memory, block.lines), own = begin_part(block, part, result);
+        gather_part(block, part, desk, own);
+        if (own.values != result.values) result.copy(own, 0, block.lines, value_width);
     }
 
     // What is left to do for such a block: memory holds its parts.
     void join(const Block &block, float *memory, Desk &desk) const {
-        desk.whole.clear(block.lines, value_width);
-        for (int64_t part = 0; part < block.parts; ++part)
-            desk.whole.add(Gathered::at(memory + part * part_size(block.lines), block.lines), block.lines, value_width);
-        finish(block, desk.whole);
+        const Gathered whole = begin(block, desk);
+        for (int64_t part = first_part(block); part < block.parts; ++part)
+            whole.add(Gathered::at(memory + part * part_size(block.lines), block.lines), block.lines, value_width);
+        finish(block, whole);
     }
 
   private:
@@ -109,23 +144,46 @@ class Kernel {
         return 0;
     }
 
-    void prepare(const Block &block, Desk &desk) const {
-        for (int64_t line = 0; line < block.lines; ++line) {
-            desk.newest[line] = block.segment->start + row(block, line);
-            desk.oldest[line] = larger(oldest(desk.newest[line]), block.segment->first);
+    Gathered state_whole(const Block &block) const { return Gathered::at(block.state, block.lines); }
+    Gathered state_part(const Block &block) const {
+        return Gathered::at(block.state + part_size(block.lines), block.lines);
+    }
+
+    // What a block has gathered of whole parts before its own work begins.
+    Gathered begin(const Block &block, Desk &desk) const {
+        if (block.state) return state_whole(block);
+        desk.whole.clear(block.lines, value_width);
+        return desk.whole;
+    }
+
+    // And of a part: nothing, in `sums`, unless it is the one in which others have stopped.
+    Gathered begin_part(const Block &block, int64_t part, const Gathered &sums) const {
+        if (block.state && part == first_part(block)) return state_part(block);
+        sums.clear(block.lines, value_width);
+        return sums;
+    }
+
+    // Lay a block's lines on the desk, the first as number `place`.
+    void prepare(const Block &block, Desk &desk, int64_t place) const {
+        for (int64_t line = 0; line < block.lines; ++line, ++place) {
+            desk.newest[place] = block.segment->start + row(block, line);
+            desk.oldest[place] = larger(oldest(desk.newest[place]), block.segment->first);
             const float *from = call.query + head(block, line) * call.query_head_stride +
                                 (block.segment->row + row(block, line)) * call.query_row_stride;
-            float *to = desk.queries + line * key_width;
+            float *to = desk.queries + place * key_width;
             for (int64_t at = 0; at < call.keys.width; ++at) to[at] = from[at] * call.scale;
             for (int64_t at = call.keys.width; at < key_width; ++at) to[at] = 0;
         }
     }
 
-    // The softmax's sums over one part; false if no line sees any of it.
-    bool gather(const Block &block, int64_t part, Desk &desk, Gathered &sums) const {
-        const int64_t start = larger(desk.oldest[0], part * PART);
-        const int64_t stop = lesser(desk.newest[block.lines - 1] + 1, (part + 1) * PART);
-        sums.clear(block.lines, value_width);
+    // The softmax's sums over what is left of one part.
+    void gather_part(const Block &block, int64_t part, Desk &desk, const Gathered &sums) const {
+        const int64_t start = larger(larger(desk.oldest[0], part * PART), block.shared);
+        gather(block, start, lesser(desk.newest[block.lines - 1] + 1, (part + 1) * PART), desk, sums);
+    }
+
+    // Add positions [start, stop) to the sums.
+    void gather(const Block &block, int64_t start, int64_t stop, Desk &desk, const Gathered &sums) const {
         for (int64_t tile = start / TILE * TILE; tile < stop; tile += TILE) {
             const int64_t from = larger(start - tile, 0), to = lesser(stop - tile, TILE);
             fetch(block, tile, from, to, desk);
@@ -136,12 +194,11 @@ class Kernel {
             else
                 mix_tile(block, from, to, desk.value, desk, sums);
         }
-        return start < stop;
     }
 
     template <class Number>
     void mix_tile(const Block &block, int64_t from, int64_t to, const Number *const *values, const Desk &desk,
-                  Gathered &sums) const {
+                  const Gathered &sums) const {
         by_lines(block.lines, [&](int64_t line, auto count) {
             mix_columns<count()>(desk.scores + line * TILE, values, from, to, sums.values + line * value_width, value_width);
         });
@@ -232,7 +289,7 @@ class Kernel {
     }
 
     // Turn a line's scores of a tile into weights, and bring its sums to the same greatest score.
-    void weigh(int64_t tile, int64_t line, Desk &desk, Gathered &sums) const {
+    void weigh(int64_t tile, int64_t line, Desk &desk, const Gathered &sums) const {
         float *scores = desk.scores + line * TILE;
         const int32_t low = (int32_t)larger(desk.oldest[line] - tile, 0);
         const int32_t high = (int32_t)lesser(desk.newest[line] - tile, TILE);
@@ -265,7 +322,7 @@ class Kernel {
         }
     }
 
-    void rescale(int64_t line, float by, Gathered &sums) const {
+    void rescale(int64_t line, float by, const Gathered &sums) const {
         float *values = sums.values + line * value_width;
         for (int64_t at = 0; at < value_width; at += LANES) store(values + at, load(values + at) * by);
         sums.total[line] *= by;
@@ -307,6 +364,9 @@ int64_t cut(const Call &call, Block *blocks) {
     return count;
 }
 
+// Fewer blocks than keep all threads busy are cut once more, into their parts.
+constexpr int64_t BLOCKS_A_THREAD = 4;
+
 bool in_pool(const Call &call) {
     for (int64_t at = 0; at < call.segment_count; ++at) {
         const Segment &segment = call.segments[at];
@@ -317,8 +377,5 @@ bool in_pool(const Call &call) {
     }
     return true;
 }
-
-// Fewer blocks than keep all threads busy are cut once more, into their parts.
-constexpr int64_t BLOCKS_A_THREAD = 4;
 
 }  // namespace

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,13 +31,19 @@ _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
 KERNELS = {
     "attention": {"avx512": _AVX512, "avx2": _AVX2, "generic": ()},
     "linear": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "generic": ()},
-    "step": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2},
+    "step": {
+        "bfloat16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+        "vnni": (*_AVX512, "-mavx512vnni"),
+        "avx2": _AVX2,
+    },
 }
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
 )
 _BUILD_SECONDS = 120
+# Builds of one variant: several checkouts, or versions, may take turns.
+_KEPT = 4
 _DIGEST_BYTES = 32
 
 
@@ -56,8 +63,16 @@ def variants(kernel: str) -> tuple[str, ...]:
 def _capable() -> set[str]:
     """What of all variants this processor can run, by torch's names of the same capabilities."""
     capability = torch.backends.cpu.get_cpu_capability()
-    wide, vnni = capability == "AVX512", torch.cpu._is_vnni_supported()
-    found = {"avx512": wide, "vnni": wide and vnni, "avx2": capability in ("AVX2", "AVX512"), "generic": True}
+    wide = capability == "AVX512"
+    vnni = wide and torch.cpu._is_vnni_supported()
+    halves = vnni and torch.cpu._is_avx512_bf16_supported()
+    found = {
+        "bfloat16": halves,
+        "avx512": wide,
+        "vnni": vnni,
+        "avx2": capability in ("AVX2", "AVX512"),
+        "generic": True,
+    }
     return {variant for variant, can in found.items() if can}
 
 
@@ -83,6 +98,7 @@ def library(
     target = _private(cache or _users_cache()) / _name(kernel, variant, _version(compiler), KERNELS[kernel][variant])
     if not _is_sound(target):
         _build(compiler, kernel, variant, target)
+        _prune(target.parent, f"{kernel}-{variant}-*.so")
     return target
 
 
@@ -131,6 +147,17 @@ def _build(compiler: str, kernel: str, variant: str, target: Path) -> None:
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(product, target)
+
+
+def _prune(cache: Path, pattern: str) -> None:
+    """Of the builds of one variant, keep those that were made last."""
+    found = []
+    for file in cache.glob(pattern):
+        # Another process may do the same.
+        with suppress(FileNotFoundError):
+            found.append((file.stat().st_mtime_ns, file))
+    for _, file in sorted(found)[:-_KEPT]:
+        file.unlink(missing_ok=True)
 
 
 def _run(command: list[str]) -> str:

@@ -4,32 +4,18 @@
 // Each row is computed as if it were alone, in an order that neither its neighbours nor the threads change.
 #include "step.h"
 
-#include <omp.h>
+#include <optional>
 
-#include "blocks.h"
-#include "plain.h"
-#include "quantised.h"
+#include "experts.h"
+#include "matrices.h"
 #include "rows.h"
+#include "work.h"
 
 namespace {
 
-// Outputs that a thread takes at a time: whole blocks of quantised ones.
-constexpr int64_t SHARE = 32;
-
-inline int64_t outputs(const Linear *matrices, int64_t count) {
-    int64_t sum = 0;
-    for (int64_t at = 0; at < count; ++at) sum += matrices[at].outputs;
-    return sum;
-}
-
-// What matrix number `at` makes: they stand one behind the other, each [rows][outputs].
-inline float *made_by(float *start, const Linear *matrices, int64_t at, int64_t rows) {
-    return start + rows * outputs(matrices, at);
-}
-
 // The most numbers that any layer needs of each kind.
 struct Sizes {
-    int64_t projected = 0, attended = 0, inner = 0, activated = 0, groups = 0, desk = 0, part = 0;
+    int64_t projected = 0, attended = 0, inner = 0, activated = 0, columns = 0, work = 0, mixture = 0;
 };
 
 template <class Element>
@@ -39,9 +25,9 @@ class Walk {
 
     // Bytes of memory that `begin` needs.
     int64_t size() const {
-        const int64_t numbers = rows * (5 * step.width + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
-                                step.threads * sizes.desk + parted() * most_parts() * sizes.part;
-        return numbers * sizeof(float) + most_blocks() * sizeof(Block) + step.cells_count * rows * sizeof(int64_t) + Rows::size(most_rows(), sizes.groups) + 4096;
+        const int64_t numbers = rows * (5 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated);
+        return numbers * sizeof(float) + sizes.work + step.cells_count * rows * sizeof(int64_t) +
+               Multiplier::size(most_rows(), sizes.columns) + sizes.mixture + 4096;
     }
 
     void begin(char *memory) {
@@ -55,9 +41,11 @@ class Walk {
         attention_made = numbers(rows * step.width), mlp_made = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
-        desks = numbers(step.threads * sizes.desk), parts = numbers(parted() * most_parts() * sizes.part);
-        blocks = (Block *)take(most_blocks() * sizeof(Block));
-        codes = take(Rows::size(most_rows(), sizes.groups));
+        mixed = numbers(rows * step.width), gates = numbers(rows);
+        mixture = Mixture(take(sizes.mixture));
+        work_memory = take(sizes.work);
+        char *const own = take(Multiplier::size(most_rows(), sizes.columns));
+        multiplier = Multiplier(own, most_rows(), sizes.columns, step.rounds);
         targets = (int64_t *)take(step.cells_count * rows * sizeof(int64_t));
         for (int64_t at = 0; at < step.cells_count; ++at) find_targets(step.cells[at], targets + at * rows);
     }
@@ -68,9 +56,9 @@ class Walk {
             const Layer &layer = step.layers[at];
             enter(layer, at > 0 ? &step.layers[at - 1] : nullptr);
             attend(layer);
-            multiply(&layer.output, 1, attended, attention_made, rows);
+            multiplier.multiply(&layer.output, 1, attended, attention_made, rows);
             if (!layer.parallel) go_on(layer);
-            feed(layer, layer.parallel ? beside : normed);
+            feed(layer);
         }
         leave(step.layers[step.layer_count - 1]);
     }
@@ -80,41 +68,19 @@ class Walk {
         Sizes most;
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
-            const Call call = describe(layer);
-            const Kernel<Element> kernel(call);
             most.projected = larger(most.projected, outputs(layer.projections, layer.projection_count));
             most.attended = larger(most.attended, layer.queries.count * layer.values.width);
             most.inner = larger(most.inner, outputs(layer.inner, layer.inner_count));
             most.activated = larger(most.activated, layer.down.columns);
-            const int64_t columns = larger(larger(step.width, layer.output.columns), layer.down.columns);
-            most.groups = larger(most.groups, ::parts(columns, GROUP));
-            most.desk = larger(most.desk, padded(kernel.desk_size()));
-            most.part = larger(most.part, kernel.part_size(BLOCK));
+            if (layer.experts) most.mixture = larger(most.mixture, Mixture::size(*layer.experts, rows));
+            most.columns = larger(most.columns, larger(larger(step.width, layer.output.columns), layer.down.columns));
+            most.work = larger(most.work, Work<Element>::size(describe(layer)));
         }
-        return most;
-    }
-
-    int64_t most_blocks() const {
-        int64_t most = 0;
-        for (int64_t at = 0; at < step.layer_count; ++at) most = larger(most, cut(describe(step.layers[at]), nullptr));
         return most;
     }
 
     // A row may be wanted more than once.
     int64_t most_rows() const { return larger(rows, step.wanted_count); }
-
-    // The most blocks that are cut into parts.
-    int64_t parted() const { return step.threads > 1 ? lesser(most_blocks(), BLOCKS_A_THREAD * step.threads) : 0; }
-
-    int64_t most_parts() const {
-        int64_t most = 0;
-        for (int64_t at = 0; at < step.cells_count; ++at)
-            for (int64_t i = 0; i < step.cells[at].count; ++i) {
-                const Segment &segment = step.cells[at].segments[i];
-                most = larger(most, (segment.start + segment.rows - 1) / PART + 1);
-            }
-        return most;
-    }
 
     void find_targets(const Cells &cells, int64_t *to) const {
         for (int64_t at = 0; at < cells.count; ++at) {
@@ -137,49 +103,57 @@ class Walk {
         call.heads = layer.queries.count, call.key_heads = layer.keys.count, call.cells = step.cells[layer.cells].cells;
         call.keys = layer.key_plane, call.values = layer.value_plane, call.format = step.format;
         call.reach = layer.reach, call.reach_size = layer.reach_size;
-        call.scale = layer.scale, call.threads = step.threads;
+        call.scale = layer.scale, call.softcap = layer.softcap, call.sinks = layer.sinks;
+        call.threads = step.threads;
         return call;
     }
 
-    // Add to a row's states what the layer before has left to be added.
+    // Add to a row's states what a half of a layer made of them, which is overwritten.
+    void add(float *made, const Linear &last, const Norm &after, float share, int64_t row) const {
+        float *states = step.states + row * step.width, *own = made + row * step.width;
+        if (after.kind == NO_NORM && share == 1) return add_row(states, own, last.bias, step.width);
+        if (last.bias) add_row(own, last.bias, nullptr, step.width);
+        if (after.kind != NO_NORM) normalise(after, own, own);
+        for (int64_t at = 0; at < step.width; ++at) states[at] += share * own[at];
+    }
+
+    // What the layer before has left to be added to a row's states.
     void settle(const Layer *before, int64_t row) const {
         if (!before) return;
-        float *states = step.states + row * step.width;
-        if (before->parallel) add_row(states, attention_made + row * step.width, before->output.bias, step.width);
-        add_row(states, mlp_made + row * step.width, before->down.bias, step.width);
+        if (before->parallel) add(attention_made, before->output, before->after_attention, before->attention_share, row);
+        add(mlp_made, before->down, before->after_mlp, before->mlp_share, row);
     }
+
+    // The states of all rows behind a norm, which may be none.
+    const float *behind(const Norm &norm, const float *normed) const { return norm.kind == NO_NORM ? step.states : normed; }
 
     void enter(const Layer &layer, const Layer *before) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             settle(before, row);
             const float *states = step.states + row * step.width;
-            normalise(layer.before_attention, states, normed + row * step.width);
-            if (layer.parallel) normalise(layer.before_mlp, states, beside + row * step.width);
+            if (layer.before_attention.kind != NO_NORM) normalise(layer.before_attention, states, normed + row * step.width);
+            if (layer.parallel && layer.before_mlp.kind != NO_NORM)
+                normalise(layer.before_mlp, states, beside + row * step.width);
         }
-        multiply(layer.projections, layer.projection_count, normed, projected, rows);
+        multiplier.multiply(layer.projections, layer.projection_count, behind(layer.before_attention, normed), projected, rows);
     }
 
     void go_on(const Layer &layer) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
-            float *states = step.states + row * step.width;
-            add_row(states, attention_made + row * step.width, layer.output.bias, step.width);
-            normalise(layer.before_mlp, states, normed + row * step.width);
+            add(attention_made, layer.output, layer.after_attention, layer.attention_share, row);
+            if (layer.before_mlp.kind != NO_NORM)
+                normalise(layer.before_mlp, step.states + row * step.width, normed + row * step.width);
         }
     }
 
     void attend(const Layer &layer) {
         const Heads *kinds[] = {&layer.queries, &layer.keys, &layer.values};
         const int64_t heads = layer.queries.count + layer.keys.count + layer.values.count;
-        const Call call = describe(layer);
-        const Kernel<Element> kernel(call);
 #pragma omp single nowait
-        {
-            block_count = cut(call, blocks);
-            parts_at_most = 0;
-            for (int64_t at = 0; at < block_count; ++at) parts_at_most = larger(parts_at_most, blocks[at].parts);
-        }
+        work.emplace(describe(layer), work_memory);
+        if (layer.norms_whole) norm_rows(layer);
 #pragma omp for schedule(static) collapse(2)
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t number = 0; number < heads; ++number) {
@@ -187,35 +161,42 @@ class Walk {
                 while (head >= kinds[kind]->count) head -= kinds[kind++]->count;
                 make_head(layer, *kinds[kind], kind, row, head);
             }
-        Desk desk;
-        kernel.furnish(desk, desks + omp_get_thread_num() * sizes.desk);
-        const auto part_at = [&](int64_t block, int64_t part) {
-            return parts + block * parts_at_most * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
-        };
-        if (step.threads > 1 && block_count < BLOCKS_A_THREAD * step.threads && parts_at_most > 1) {
-#pragma omp for collapse(2) schedule(dynamic, 1)
-            for (int64_t at = 0; at < block_count; ++at)
-                for (int64_t part = 0; part < parts_at_most; ++part)
-                    if (part < blocks[at].parts) kernel.run_part(blocks[at], part, desk, part_at(at, part));
-#pragma omp for schedule(static)
-            for (int64_t at = 0; at < block_count; ++at) kernel.join(blocks[at], part_at(at, 0), desk);
-        } else {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t at = 0; at < block_count; ++at) kernel.run(blocks[at], desk);
-        }
+        work->run();
+    }
+
+    // Norms of all queries of a row at once, and of all its keys.
+    void norm_rows(const Layer &layer) {
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t kind = 0; kind < 2; ++kind) {
+                const Heads &heads = kind == 0 ? layer.queries : layer.keys;
+                const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
+                float *own = head_of(layer, heads, row, 0);
+                add_bias(layer, heads, own, 0, norm.width);
+                normalise(norm, own, own);
+            }
+    }
+
+    float *head_of(const Layer &layer, const Heads &heads, int64_t row, int64_t head) const {
+        return made_by(projected, layer.projections, heads.matrix, rows) + row * layer.projections[heads.matrix].outputs +
+               heads.offset + head * heads.stride;
+    }
+
+    void add_bias(const Layer &layer, const Heads &heads, float *own, int64_t head, int64_t width) const {
+        const float *bias = layer.projections[heads.matrix].bias;
+        if (bias) add_row(own, bias + heads.offset + head * heads.stride, nullptr, width);
     }
 
     // One head of one row: its bias, norm and turn, and a key's or value's way to its cell.
     void make_head(const Layer &layer, const Heads &heads, int64_t kind, int64_t row, int64_t head) {
-        const Linear &matrix = layer.projections[heads.matrix];
-        const int64_t at = heads.offset + head * heads.stride;
-        float *own = made_by(projected, layer.projections, heads.matrix, rows) + row * matrix.outputs + at;
-        if (matrix.bias)
-            for (int64_t i = 0; i < heads.width; ++i) own[i] += matrix.bias[at + i];
+        float *own = head_of(layer, heads, row, head);
+        const bool whole = kind < 2 && layer.norms_whole;
+        if (!whole) add_bias(layer, heads, own, head, heads.width);
         if (kind < 2) {
             const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
-            if (norm.kind != NO_NORM) normalise(norm, own, own);
-            turn_head(step.turns[layer.turn], row, own);
+            if (layer.turns_first) turn_head(step.turns[layer.turn], row, own);
+            if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
+            if (!layer.turns_first) turn_head(step.turns[layer.turn], row, own);
         }
         if (kind == 0) return;
         const Plane &plane = kind == 1 ? layer.key_plane : layer.value_plane;
@@ -223,8 +204,27 @@ class Walk {
         put((Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride, own, heads.width);
     }
 
-    void feed(const Layer &layer, const float *from) {
-        multiply(layer.inner, layer.inner_count, from, inner, rows);
+    void feed(const Layer &layer) {
+        const float *from = behind(layer.before_mlp, layer.parallel ? beside : normed);
+        if (layer.inner_count) feed_own(layer, from);
+        if (layer.experts) feed_experts(layer, *layer.experts, from);
+    }
+
+    // What a layer's own matrices make, if it has any, is added to what its experts make.
+    void feed_experts(const Layer &layer, const Experts &experts, const float *from) {
+        mixture.run(experts, multiplier, from, mixed, rows);
+        if (experts.gate.weights) multiplier.multiply(&experts.gate, 1, from, gates, rows);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const float share = experts.gate.weights ? 1 / (1 + expf(-gates[row])) : 1;
+            float *own = mlp_made + row * step.width;
+            const float *more = mixed + row * step.width;
+            for (int64_t at = 0; at < step.width; ++at) own[at] = layer.inner_count ? share * own[at] + more[at] : more[at];
+        }
+    }
+
+    void feed_own(const Layer &layer, const float *from) {
+        multiplier.multiply(layer.inner, layer.inner_count, from, inner, rows);
         const Linear &gate = layer.inner[layer.gate_matrix], &up = layer.inner[layer.up_matrix < 0 ? 0 : layer.up_matrix];
         const float *gates = made_by(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset;
         const float *ups = layer.up_matrix < 0 ? nullptr : made_by(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset;
@@ -234,7 +234,7 @@ class Walk {
         for (int64_t row = 0; row < rows; ++row)
             activate_row(layer.activation, gates + row * gate.outputs, gate_bias, ups ? ups + row * up.outputs : nullptr,
                          up_bias, activated + row * layer.down.columns, layer.down.columns);
-        multiply(&layer.down, 1, activated, mlp_made, rows);
+        multiplier.multiply(&layer.down, 1, activated, mlp_made, rows);
     }
 
     void leave(const Layer &before) {
@@ -243,53 +243,11 @@ class Walk {
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.kept_count; ++at)
             normalise(step.last, step.states + step.kept[at] * step.width, step.kept_states + at * step.width);
-        multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
+        multiplier.multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
         if (!step.head.bias) return;
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.wanted_count; ++at)
             for (int64_t i = 0; i < step.head.outputs; ++i) step.logits[at * step.head.outputs + i] += step.head.bias[i];
-    }
-
-    // Rows times some matrices of as many columns; what they make stands one behind the other.
-    void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t own_rows) {
-        const int64_t columns = matrices->columns;
-        const Rows quantised(own_rows, ::parts(columns, GROUP), codes);
-        int64_t shares = 0;
-        bool coded = false;
-        for (int64_t at = 0; at < count; ++at) {
-            shares += ::parts(matrices[at].outputs, SHARE);
-            coded = coded || matrices[at].kind >= BYTES;
-        }
-        if (coded) {
-            Product product = {};
-            product.input = from, product.stride = product.columns = columns;
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < own_rows; ++row) quantise_row<float>(product, row, quantised);
-        }
-#pragma omp for schedule(static)
-        for (int64_t share = 0; share < shares; ++share) {
-            int64_t at = 0, own = share;
-            for (; own >= ::parts(matrices[at].outputs, SHARE); ++at) own -= ::parts(matrices[at].outputs, SHARE);
-            multiply_share(matrices[at], own * SHARE, from, quantised, made_by(to, matrices, at, own_rows));
-        }
-    }
-
-    // A matrix's outputs from `first` on.
-    void multiply_share(const Linear &matrix, int64_t first, const float *from, const Rows &quantised, float *to) {
-        const int64_t last = lesser(first + SHARE, matrix.outputs);
-        const auto plain = [&](auto *weights) {
-            multiply_plain(from, quantised.rows, matrix.columns, weights, matrix.stride, matrix.columns, first, last, to,
-                           matrix.outputs);
-        };
-        if (matrix.kind == PLAIN) return plain((const float *)matrix.weights);
-        if (matrix.kind == HALVES) return plain((const bfloat16 *)matrix.weights);
-        const Matrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind == BYTES ? 8 : 4, matrix.outputs, to};
-        for (int64_t block = first / OUTPUTS; block < ::parts(last, OUTPUTS); ++block) {
-            if (matrix.kind == BYTES)
-                multiply_block<float, 8>(own, block, quantised);
-            else
-                multiply_block<float, 4>(own, block, quantised);
-        }
     }
 
     const Step &step;
@@ -297,11 +255,12 @@ class Walk {
     const Sizes sizes;
     float *normed = nullptr, *beside = nullptr, *attention_made = nullptr, *mlp_made = nullptr;
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
-    float *desks = nullptr, *parts = nullptr;
-    Block *blocks = nullptr;
-    char *codes = nullptr;
+    char *work_memory = nullptr;
+    std::optional<Work<Element>> work;  // the attention of the layer that is being computed
+    float *mixed = nullptr, *gates = nullptr;
+    Multiplier multiplier;
+    Mixture mixture;
     int64_t *targets = nullptr;
-    int64_t block_count = 0, parts_at_most = 0;
 };
 
 template <class Element>

@@ -24,12 +24,18 @@ struct Gathered {
     static Gathered at(float *memory, int64_t lines) {
         return {memory, memory + lines, memory + padded(2 * lines)};
     }
-    void clear(int64_t lines, int64_t width) {
+    void clear(int64_t lines, int64_t width) const {
         for (int64_t line = 0; line < lines; ++line) greatest[line] = NOTHING, total[line] = 0;
         memset(values, 0, lines * width * sizeof(float));
     }
+    // Take what some lines, the first being number `line`, have gathered elsewhere.
+    void copy(const Gathered &other, int64_t line, int64_t lines, int64_t width) const {
+        memcpy(greatest, other.greatest + line, lines * sizeof(float));
+        memcpy(total, other.total + line, lines * sizeof(float));
+        memcpy(values, other.values + line * width, lines * width * sizeof(float));
+    }
     // Add what the same lines gathered from later positions.
-    void add(const Gathered &other, int64_t lines, int64_t width) {
+    void add(const Gathered &other, int64_t lines, int64_t width) const {
         for (int64_t line = 0; line < lines; ++line) {
             const float top = fmaxf(greatest[line], other.greatest[line]);
             const float ours = expf(greatest[line] - top), theirs = expf(other.greatest[line] - top);
@@ -45,16 +51,23 @@ struct Gathered {
 // Scores of KEYS keys for some lines: scores[line][key] = query[line] . key.
 template <int COUNT, class Number>
 inline void score(const float *queries, const Number *const *keys, int64_t width, float *scores) {
-    Vector products[COUNT][KEYS] = {};
+    Vector products[COUNT][KEYS];
+#pragma GCC unroll 4
+    for (int line = 0; line < COUNT; ++line)
+#pragma GCC unroll 8
+        for (int key = 0; key < KEYS; ++key) products[line][key] = Vector{};
     for (int64_t at = 0; at < width; at += LANES) {
         Vector query[COUNT];
+#pragma GCC unroll 4
         for (int line = 0; line < COUNT; ++line) query[line] = load(queries + line * width + at);
 #pragma GCC unroll 8
         for (int key = 0; key < KEYS; ++key) {
             const Vector column = kept(wide(keys[key] + at));
+#pragma GCC unroll 4
             for (int line = 0; line < COUNT; ++line) products[line][key] += query[line] * column;
         }
     }
+#pragma GCC unroll 4
     for (int line = 0; line < COUNT; ++line) {
         const Vector result = sums<KEYS>(products[line]);
         memcpy(scores + line * TILE, &result, KEYS * sizeof(float));

@@ -89,6 +89,18 @@ def test_a_spoilt_file_is_built_anew(bench: Bench, content: bytes) -> None:
     assert 2 == bench.builds
 
 
+def test_only_the_last_builds_are_kept(bench: Bench) -> None:
+    """Compilers and versions come and go: what they built does not pile up, and the one in use is always there."""
+    last = None
+    for version in range(9):
+        bench.install(version=str(version))
+        last = bench.library()
+
+    kept = sorted(bench.cache.glob("*.so"))
+    assert 4 == len(kept)
+    assert last in kept
+
+
 def test_without_a_compiler_the_reason_says_so(bench: Bench) -> None:
     """Nothing is built, and people learn what to install."""
     (bench.path / "g++").unlink()

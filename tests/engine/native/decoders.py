@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import hooks
 from engine.kernels import linear
-from engine.kernels.packing import Bits
 from engine.native import choosing
 from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
@@ -27,6 +26,8 @@ from tests.engine.tiny import VOCABULARY, settings
 
 CONTEXT = 256
 
+# Bits of a weight: float32 and bfloat16, or quantised.
+Weights = Literal[32, 16, 8, 4]
 # Of each step the slots and how many rows they get: chunks, single rows, and both at once.
 Steps = Sequence[Sequence[tuple[int, int]]]
 
@@ -61,35 +62,36 @@ def token(slot: int, position: int) -> int:
 
 
 @cache
-def both(family: str, bits: Bits | None = None) -> Both:
-    """The tiny model of a family, quantised if need be; its norms and biases are random too."""
-    return of_config(AutoConfig.for_model(family, **settings(family)), bits)
+def both(family: str, weights: Weights = 32) -> Both:
+    """The tiny model of a family; its norms and biases are random too."""
+    return of_config(AutoConfig.for_model(family, **settings(family)), weights)
 
 
-def of_config(config: Any, bits: Bits | None = None) -> Both:
+def of_config(config: Any, weights: Weights = 32) -> Both:
     """The same of other settings."""
     torch.set_num_threads(1)
+    dtype = torch.bfloat16 if weights == 16 else torch.float32
     torch.manual_seed(0)
     family = config.model_type
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter += 0.3 * torch.randn_like(parameter)
     hooks.install_latent(model)
-    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
+    facts = Facts(vocabulary=config.get_text_config().vocab_size, recurrent=False, dtype=dtype)
     survey = Survey(model)
     plain = find_runner(family, model, facts)
     choice = survey.close()
     assert isinstance(plain, Runner)
-    if bits is not None:
-        quantize(model, choice, Store(family, bits), linear.prepare)
+    if weights == 8 or weights == 4:
+        quantize(model, choice, Store(family, weights), linear.prepare)
     runner = choosing.fastest(model, plain, facts, context=CONTEXT)
     assert isinstance(runner, Runner)
     return Both(model, plain, runner)
 
 
-def native(family: str, bits: Bits | None = None) -> Both:
+def native(family: str, weights: Weights = 32) -> Both:
     """The same, where the native step knows the family."""
-    made = both(family, bits)
+    made = both(family, weights)
     assert isinstance(made.fastest, NativeRunner)
     return made

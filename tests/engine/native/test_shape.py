@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -12,8 +13,8 @@ from engine.native.decoder import NoShape
 from engine.native.norm import find_norm, normalise
 from engine.native.shape import find_decoder
 from engine.native.trace import Normed
-from tests.engine.native.decoders import CONTEXT, both
-from tests.engine.tiny import VOCABULARY
+from tests.engine.native.decoders import CONTEXT, both, of_config
+from tests.engine.tiny import VOCABULARY, settings
 
 
 class Doubled(LlamaRMSNorm):  # type: ignore[misc]
@@ -32,26 +33,27 @@ def seen(norm: nn.Module) -> Normed:
         nn.init.normal_(parameter)
     rows = torch.randn(5, 24) * torch.logspace(-3, 2, 5)[:, None]
     with torch.inference_mode():
-        return Normed(norm, rows, norm(rows))
+        made = norm(rows)
+    return Normed(find_norm(norm, rows, made), rows, made)
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
 def test_norms_are_known_by_what_they_compute(kind: type[nn.Module], epsilon: float) -> None:
     """Weights around 0 and around 1, with and without a mean; rows near zero show epsilon."""
-    event = seen(kind(24, eps=epsilon))
-    norm = find_norm(event)
+    module = kind(24, eps=epsilon)
+    event = seen(module)
     small = 1e-3 * event.taken
 
-    assert epsilon == norm.epsilon
+    assert epsilon == event.norm.epsilon
     with torch.inference_mode():
-        torch.testing.assert_close(normalise(norm, small), event.norm(small))
+        torch.testing.assert_close(normalise(event.norm, small), module(small))
 
 
 def test_another_norm_is_none() -> None:
     """What computes something else has no place in a native step."""
     with pytest.raises(NoShape, match="Doubled"):
-        find_norm(seen(Doubled(24)))
+        seen(Doubled(24))
 
 
 def test_a_decoder_is_described_by_its_parts() -> None:
@@ -62,14 +64,15 @@ def test_a_decoder_is_described_by_its_parts() -> None:
     )
     attention, mlp = neox.layers[0]
     assert (48, 16) == (attention.way.queries.stride, attention.way.keys.offset)
-    assert (True, "gelu", None) == (mlp.parallel, mlp.activation, mlp.up)
+    assert mlp.gated is not None
+    assert (True, "gelu", None) == (mlp.parallel, mlp.gated.activation, mlp.gated.up)
     assert "interleaved" == glm.layers[0][0].way.turn.rotation.layout
     assert 1 == len(phi3.layers[0][0].way.projections)
 
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("gpt_oss", "Attention"), ("gemma2", "one norm"), ("mixtral", "layers"), ("gpt2", "one norm")],
+    [("gpt_oss", "second half"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "follows attention")],
 )
 def test_the_reason_is_said(family: str, reason: str) -> None:
     """Start-up may say why a model runs as transformers wrote it."""
@@ -79,11 +82,51 @@ def test_the_reason_is_said(family: str, reason: str) -> None:
         find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
 
 
-def test_layers_that_scale_what_they_add_have_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_multiplies_by_is_found() -> None:
+    """Embeddings, what both halves add, scores and logits, each by its own number."""
+    own = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 5.0}
+    model = of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
+    decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+    attention, mlp = decoder.layers[1]
+
+    assert pytest.approx((3.0, 0.3, 0.3, 0.2)) == (decoder.scale, attention.share, mlp.share, decoder.ending.scale)
+    assert 0.4 == attention.way.scale
+
+
+def test_what_bounds_scores_and_logits_is_found() -> None:
+    """However small logits are: bounds show when the output layer speaks louder."""
+    decoder = find_decoder(both("gemma2").model, both("gemma2").plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+
+    assert (50.0, 30.0) == (decoder.layers[0][0].way.softcap, decoder.ending.softcap)
+
+
+def test_how_experts_are_chosen_is_found() -> None:
+    """Corrections count where experts are chosen alone, weights have a sum, and a factor."""
+    own = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    model = of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
+    decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+    before, experts = decoder.layers[0][1].experts, decoder.layers[1][1].experts
+
+    assert before is None
+    assert experts is not None
+    assert ("sigmoid", 2, True) == (experts.router.scoring, experts.router.chosen, experts.router.renormalised)
+    assert pytest.approx(2.5) == experts.router.factor
+
+
+def test_experts_in_groups_have_no_shape() -> None:
+    """A router is asked with many rows: what it does with few of them shows."""
+    own = {"n_group": 2, "topk_group": 1}
+    model = of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
+
+    with pytest.raises(NoShape, match="experts are chosen"):
+        find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+
+
+def test_layers_that_change_their_states_have_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the model that the shape does not have shows in what the next part takes."""
-    model = both("granite").model
-    for layer in model.model.layers:
-        monkeypatch.setattr(layer, "residual_multiplier", 0.5)
+    model = both("llama")
+    layer = model.model.model.layers[1]
+    monkeypatch.setattr(layer, "forward", lambda *args, **named: type(layer).forward(layer, *args, **named).square())
 
     with pytest.raises(NoShape, match="takes something else"):
-        find_decoder(model, both("granite").plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)

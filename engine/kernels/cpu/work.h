@@ -1,0 +1,111 @@
+// The attention of one call, shared out among a team of threads.
+#pragma once
+
+#include <omp.h>
+
+#include "sharing.h"
+
+namespace {
+
+template <class Element>
+class Work {
+  public:
+    // Bytes of memory that a call's work needs.
+    static int64_t size(const Call &call) {
+        const Kernel<Element> kernel(call);
+        const int64_t blocks = cut(call, nullptr);
+        int64_t numbers = call.threads * padded(kernel.desk_size()), most = 0;
+        for (int64_t at = 0; at < call.segment_count; ++at) {
+            const Segment &segment = call.segments[at];
+            most = larger(most, (segment.start + segment.rows - 1) / PART + 1);
+            if (Stacks::is_few(call, segment)) numbers += call.key_heads * kernel.state_size(Stacks::lines(call, segment));
+        }
+        if (is_cut(call, blocks, most)) numbers += blocks * most * kernel.part_size(BLOCK);
+        const int64_t segments = call.segment_count * (sizeof(Member) + 2 * sizeof(int64_t));
+        return numbers * sizeof(float) + blocks * sizeof(Block) + segments + 512;
+    }
+
+    // To be made by one thread, in memory that is aligned to 64 bytes.
+    Work(const Call &call, char *memory) : call(call), kernel(this->call) {
+        const auto take = [&](int64_t bytes) {
+            char *own = memory;
+            memory += (bytes + 63) / 64 * 64;
+            return own;
+        };
+        members = (Member *)take(call.segment_count * sizeof(Member));
+        first_block = (int64_t *)take(call.segment_count * sizeof(int64_t));
+        leaders = (int64_t *)take(call.segment_count * sizeof(int64_t));
+        count = cut(call, nullptr);
+        blocks = (Block *)take(count * sizeof(Block));
+        cut(call, blocks);
+        desk_size = padded(kernel.desk_size());
+        desks = (float *)take(call.threads * desk_size * sizeof(float));
+        stack((float *)memory);
+    }
+
+    // To be run by all threads of a team; all is done behind it.
+    void run() const {
+        Desk desk;
+        kernel.furnish(desk, desks + omp_get_thread_num() * desk_size);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (int64_t at = 0; at < stacks; ++at)
+            for (int64_t head = 0; head < call.key_heads; ++head) run_stack(leaders[at], head, desk);
+        if (is_cut(call, count, most_parts)) return run_parts(desk);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t at = 0; at < count; ++at) kernel.run(blocks[at], desk);
+    }
+
+  private:
+    static bool is_cut(const Call &call, int64_t blocks, int64_t most_parts) {
+        return call.threads > 1 && blocks < BLOCKS_A_THREAD * call.threads && most_parts > 1;
+    }
+
+    // Find what segments share, and give their blocks states in `memory`; what is left of it is for parts.
+    void stack(float *memory) {
+        for (int64_t at = 0, segment = -1; at < count; ++at) {
+            most_parts = larger(most_parts, blocks[at].parts);
+            for (const int64_t own = blocks[at].segment - call.segments; segment < own;) first_block[++segment] = at;
+        }
+        Stacks(call, members).find();
+        for (int64_t at = 0; at < call.segment_count; ++at) {
+            if (members[at].shared == 0) continue;
+            leaders[stacks++] = at;
+            for (int64_t own = at; own >= 0; own = members[own].next)
+                for (int64_t head = 0; head < call.key_heads; ++head) {
+                    Block &block = blocks[first_block[own] + head];
+                    block.shared = members[at].shared, block.state = memory;
+                    memory += kernel.state_size(block.lines);
+                }
+        }
+        parts = memory;
+    }
+
+    void run_stack(int64_t leader, int64_t head, Desk &desk) const {
+        const Block *own[BLOCK];
+        int64_t some = 0;
+        for (int64_t at = leader; at >= 0; at = members[at].next) own[some++] = &blocks[first_block[at] + head];
+        kernel.run_shared(own, some, desk);
+    }
+
+    void run_parts(Desk &desk) const {
+        const auto part_at = [&](int64_t block, int64_t part) {
+            return parts + block * most_parts * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
+        };
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (int64_t at = 0; at < count; ++at)
+            for (int64_t part = 0; part < most_parts; ++part)
+                if (part < blocks[at].parts) kernel.run_part(blocks[at], part, desk, part_at(at, part));
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < count; ++at) kernel.join(blocks[at], part_at(at, 0), desk);
+    }
+
+    const Call call;
+    const Kernel<Element> kernel;
+    Member *members;
+    int64_t *first_block, *leaders;
+    Block *blocks;
+    float *desks, *parts = nullptr;
+    int64_t count, desk_size, stacks = 0, most_parts = 0;
+};
+
+}  // namespace

@@ -1,0 +1,43 @@
+"""The benchmark of attention prints a cell for every head of its tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from benchmarks.kernels import Bench, Shape, Work
+from engine.kernels.cpu import build
+from engine.kernels.cpu.native import Native
+
+SHAPE = Shape("tiny", 4, 2, 16)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Native:
+    """The kernel, over small pools."""
+    monkeypatch.setattr(kernels, "POOL_BYTES", 2**20)
+    torch.set_num_threads(1)
+    try:
+        return Native(build.library("attention"))
+    except build.NoLibrary as error:
+        pytest.skip(error.reason)
+
+
+def test_a_line_has_a_cell_for_every_head(native: Native) -> None:
+    """Of tables side by side, and of those that share."""
+    alone = kernels.row(SHAPE, Work("verify", 2, 70, sequences=3), torch.float32, native, rounds=1)
+    shared = kernels.shared_row(SHAPE, Work("decode", 1, 200, sequences=3, prefix=130), torch.float32, native, rounds=1)
+
+    assert ["tiny", "verify 2 x3", "70"] == alone.strip("| ").split(" | ")[:3]
+    assert ["tiny", "3", "130"] == shared.strip("| ").split(" | ")[:3]
+    assert (11, 6) == (alone.count(" | ") + 1, shared.count(" | ") + 1)
+
+
+def test_those_that_share_have_the_rest_to_themselves() -> None:
+    """Every cell of the pool is a sequence's own or of the prefix."""
+    segments = Bench(SHAPE, Work("decode", 1, 20, 3, prefix=8), torch.float32).tables()
+    tables = [torch.as_tensor(segment.cells).tolist() for segment in segments]
+
+    assert tables[0][:8] == tables[1][:8] == tables[2][:8]
+    assert list(range(8 + 3 * 13)) == sorted({cell for table in tables for cell in table})

@@ -1,0 +1,52 @@
+"""Which of the families of docs/models.md the native step runs, as tiny models, and why it does not run the others.
+
+`python -W ignore -m tests.engine.native.families [NAME ...]` tells of all of them (a minute), or of some.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import transformers
+
+from engine.gathering import GatheringRunner
+from engine.native.decoder import NoShape
+from engine.native.shape import find_decoder
+from tests.engine.families import build
+from tests.engine.native.decoders import CONTEXT
+from tests.engine.tiny import FAMILIES, VOCABULARY
+
+_NAMES = """
+    arcee cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu
+    gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox granite granite_swa granitemoe granitemoe_swa
+    granitemoeshared helium hunyuan_v1_dense hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 llama mellum
+    minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+"""
+NATIVE = frozenset(_NAMES.split())
+
+
+def reason(name: str) -> str | None:
+    """Why a family's tiny model has no shape that the native step knows; None: it has one."""
+    family = build(name)
+    for parameter in family.model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+    if family.recurrent:
+        return "it has recurrent layers"
+    if isinstance(family.runner, GatheringRunner):
+        return "it runs one sequence at a time"
+    try:
+        find_decoder(family.model, family.runner.layers, vocabulary=VOCABULARY, context=CONTEXT)
+    except NoShape as error:
+        return error.reason
+    return None
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    for asked in sys.argv[1:] or sorted(FAMILIES):
+        sys.stdout.write(f"{asked}: {reason(asked) or 'native'}\n")
+        sys.stdout.flush()

@@ -1,0 +1,62 @@
+"""Sequences that share cells get from the native step, to the last bit, what each of them gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu import build
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.native.decoders import CONTEXT, Both, native, token
+
+try:
+    build.library("step", build.variants("step")[0])
+except (build.NoLibrary, IndexError) as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PREFIX = 200
+# Of each slot how much of the first one's prefix it has, and the rows that it gets then.
+TAKEN = ((PREFIX, 1), (PREFIX, 1), (150, 3), (PREFIX, 2), (20, 1), (190, 1))
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def told(model: Both, steps: Sequence[Sequence[int]], stored: torch.dtype) -> Tensor:
+    """Logits of all slots' rows, by slot; steps name the slots that get theirs together."""
+    specs = [plan.spec for plan in model.fastest.layers]
+    cache = Cache(specs, slots=len(TAKEN), capacity=CONTEXT, cells=len(TAKEN) * CONTEXT, dtype=stored)
+    with cache.forward([Span(0, 0, PREFIX)]) as forward:
+        model.fastest.run(forward, [token(0, at) for at in range(PREFIX)], [PREFIX - 1])
+    for slot, (taken, _) in enumerate(TAKEN[1:], 1):
+        assert taken == cache.copy_prefix(0, slot, taken)
+    logits: dict[int, Tensor] = {}
+    for slots in steps:
+        spans = [Span(slot, *TAKEN[slot]) for slot in slots]
+        places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
+        with cache.forward(spans) as forward:
+            made = model.fastest.run(forward, [token(*place) for place in places], range(len(places)))
+        owners = torch.tensor([slot for slot, _ in places])
+        logits |= {slot: made[owners == slot] for slot in slots}
+    return torch.cat([logits[slot] for slot in sorted(logits)])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_who_shares_changes_no_bit(family: str, stored: torch.dtype) -> None:
+    """All at once or one after the other, with one thread or three."""
+    model, everyone = native(family), range(len(TAKEN))
+    expected = told(model, [[slot] for slot in everyone], stored)
+
+    assert torch.equal(expected, told(model, [everyone], stored))
+    torch.set_num_threads(3)
+    assert torch.equal(expected, told(model, [everyone], stored))
