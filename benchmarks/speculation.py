@@ -4,7 +4,8 @@
 
 In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
 a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). Modes take turns
-step by step, and a round is new to every cache, prompts included. Who drafts:
+step by step, and a round is new to every cache, prompts included. Some rounds before those that count teach `auto` what
+steps cost and how often drafts are right, as a server knows it after its first requests. Who drafts:
 
     bundled   the bundled draft model and the lookup, for the longest answers among the held-out dialogues
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost
@@ -30,8 +31,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.prompts import sentence
-from benchmarks.report import write_json
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import AdaptiveDepth, FixedDepth
@@ -41,6 +40,8 @@ from engine.load import load
 from engine.speculation import Speculation
 from engine.types import Delta, DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
+from server.bench.prompts import sentence
+from server.bench.report import write_json
 
 CONTEXT = 1024
 # Who drafts: this, or how often a script is right.
@@ -122,10 +123,7 @@ class Scripted:
             pass
         return drafts
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
-        """The draw of a want tells where its text stands."""
-
-    def forget(self, sequence_id: str) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """Nothing was kept."""
 
     def rest(self, budget_bytes: int) -> bool:
@@ -321,7 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in plain steps")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--warm", type=int, default=1, help="rounds before those, from which depths are learnt")
+    parser.add_argument("--warm", type=int, default=8, help="rounds before those, from which depths are learnt")
     parser.add_argument("--quick", action="store_true", help="a few tokens only, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,8 @@ class EngineConfig:
     overflow     what happens when a sequence fills its context
     max_waiting  requests that may wait for a slot; one more is refused
     chunk        rows of prompt that one step computes at most; decoding rows come on top
+    itl_target_ms  milliseconds from token to token that rows of prompt should not exceed (inter-token latency); 0:
+                 prompts first; None: 50, or where that is more, twice a step without prompts
     device       where torch computes
     threads      that torch computes with; None: all cores, or one for a model too small to share out
     drafter      who may guess at tokens ahead; "auto": whoever there is
@@ -38,6 +41,7 @@ class EngineConfig:
     draft_tokens that are guessed at a time unless a request says otherwise, 0 to LONGEST_DRAFT; None: as many as seem
                  to pay, none included
     draft_quantize  as `quantize`, for the draft model; None: the same
+    embedding_model  that makes the vectors of texts, or scores pairs of them, beside the model; None: the model does it
     kernels      who computes attention and quantised weights; "auto": what is fastest of all that this machine can have
     mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
     shelf        folder where remembered content is kept for the next start; None: nowhere
@@ -55,12 +59,14 @@ class EngineConfig:
     overflow: Overflow = "length"
     max_waiting: int = 64
     chunk: int = 256
+    itl_target_ms: float | None = None
     device: str = "cpu"
     threads: int | None = None
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
     draft_quantize: Quantize | None = None
+    embedding_model: str | None = None
     kernels: Kernels = "auto"
     mla: MlaMode = "auto"
     checkpoint: int = 1024
@@ -76,12 +82,18 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.context is not None and self.context < 8:
             raise ValueError(f"context must be at least 8, not {self.context}")
-        for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes", "itl_target_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be 0 or more, not {value}")
         if self.quantize in ("int8", "int4") and self.device != "cpu":
             raise ValueError(f"quantize {self.quantize} is for the device cpu, not {self.device}")
         self._check_drafts()
+
+    @property
+    def itl_target_seconds(self) -> float | None:
+        """`itl_target_ms` in seconds."""
+        return None if self.itl_target_ms is None else self.itl_target_ms / 1000
 
     def _check_drafts(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= LONGEST_DRAFT:

@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from engine.budget import Budget
 from engine.config import EngineConfig
+from engine.cost import StepCost, Work
 from engine.crossing import Crossing
 from engine.draft.depth import FixedDepth
 from engine.grammar import Matcher
@@ -63,9 +65,11 @@ class Core:
         )
         self._loaded, self._config, self._clock = loaded, config, clock
         self._stepper = Stepper(loaded, self.cache)
+        self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._silent()
+        budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
         scored = max(_SCORED_BYTES // (4 * info.vocabulary), _FEWEST_SCORED)
-        self._scheduler = Scheduler(self.cache, chunk=config.chunk, scored=scored, on_start=self._start)
+        self._scheduler = Scheduler(self.cache, budget, scored=scored, on_start=self._start)
         self.crossing = Crossing(loaded.encoder, EntryFiles(kept, torch.device(config.device)))
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
@@ -179,10 +183,12 @@ class Core:
 
     def _compute(self, grants: Rows[Grant]) -> None:
         try:
-            grants = self._guess(grants)
+            self._cost.expect(Work.of(grant.span for grant in grants))
             began = self._clock()
+            grants = self._guess(grants)
             said = self._stepper.run(grants)
-            self._speculation.stepped(sum(grant.rows.length for grant in grants), self._clock() - began)
+            rows = sum(grant.span.length + len(grant.guesses) for grant in grants)
+            self._speculation.stepped(rows, self._clock() - began)
             for each in said:
                 if each.broken:
                     self._break(each)
@@ -200,7 +206,7 @@ class Core:
         rows = sum(grant.span.length for grant in grants)
         complete = [grant.sequence for grant in grants if grant.speaks]
         try:
-            drafts = self._speculation.draft(complete, rows=rows, room=self.cache.free_cells - rows)
+            drafts = self._speculation.draft(complete, rows=rows, room=lambda most: self._room(rows, most))
         except Exception:
             # Nobody's text depends on a guess: it is given up, and no request is.
             log.exception("a drafter failed, and drafts no more")
@@ -212,8 +218,15 @@ class Core:
         # Layers that see little have few cells: there the rows may not fit though tokens would.
         return longer if not self.cache.make_room([grant.rows for grant in longer]) else grants
 
+    def _room(self, rows: int, most: int) -> int:
+        """Cells for `most` drafts beside the rows of a step, as far as there are; what is remembered makes room."""
+        room = self.cache.free_cells - rows
+        return most if room >= most else room + self.cache.evict(most - room)
+
     def _show(self, said: Rows[Said]) -> None:
         """Let a drafter read what the step computed for those who go on, without the rows of refused guesses."""
+        if not self._speculation.reads:
+            return
         row = 0
         try:
             for each in said:
@@ -221,13 +234,13 @@ class Core:
                 if sequence.request.id in self._sequences:
                     kept = span.length + max(len(each.tokens) - 1, 0)
                     self._speculation.computed(sequence, span.start, row, kept)
-                row += each.grant.rows.length
+                row += span.length + len(each.grant.guesses)
         except Exception:
             log.exception("a drafter failed, and drafts no more")
             self._speculation = self._silent()
 
     def _silent(self) -> Speculation:
-        return Speculation(None, None, FixedDepth(0), self._clock)
+        return Speculation(None, None, FixedDepth(0, self._cost), self._clock)
 
     def _hear(self, said: Said) -> None:
         """Take what became known of a sequence, up to its end."""
@@ -257,8 +270,6 @@ class Core:
                 # A stop string may end the text inside a draft: what is right behind it is not said either.
                 sequence.accepted += at < accepted
                 sequence.refused -= at < accepted
-                # Before the sequence may end: drafters forget it then, and must not hear of it again.
-                self._speculation.observe(sequence, [token])
                 self._advance(sequence, token, entry)
 
     def _hear_prompt(self, said: Said) -> None:
@@ -291,6 +302,8 @@ class Core:
         if sequence.ends(token):
             return self._finish(sequence, "stop", None, entry)
         self._deliver(sequence, sequence.text.push(token, entry))
+        if sequence.text.fault:
+            return self._fail(sequence, sequence.text.fault, own=True)
         if sequence.text.stop is not None:
             return self._finish(sequence, "stop", sequence.text.stop)
         if len(sequence.output) >= sequence.limit or sequence.cornered:

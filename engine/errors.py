@@ -5,7 +5,8 @@ EngineError
 │   ├── ModelMissing      no such folder, or the hub does not have it or is out of reach
 │   ├── ModelUnsupported  it loads, but not in a way that gives right results
 │   ├── PlanTooLarge      weights and cache do not fit the memory
-│   └── DraftTooLarge     those of the draft model do not fit beside them
+│   ├── DraftTooLarge     those of the draft model do not fit beside them
+│   └── EmbedderTooLarge  the embedding model does not fit
 ├── RequestError          this request cannot be served; nothing was computed for it
 │   ├── InvalidRequest    a field has a value that the model or its template refuses
 │   └── ContextTooLong    the prompt does not fit the context
@@ -62,6 +63,15 @@ class DraftTooLarge(ModelError):
             f"the draft model {model!r} does not fit beside the model: {plan}, or go without: --drafter lookup"
         )
         self.model, self.plan = model, plan
+
+
+class EmbedderTooLarge(ModelError):
+    """The embedding model needs more memory than there is."""
+
+    def __init__(self, model: str, needed_bytes: int, available_bytes: int) -> None:
+        needed, available = needed_bytes / 2**30, available_bytes / 2**30
+        super().__init__(f"the embedding model {model!r} needs {needed:.1f} GiB of {available:.1f} GiB available")
+        self.model, self.needed_bytes, self.available_bytes = model, needed_bytes, available_bytes
 
 
 class RequestError(EngineError):

@@ -17,7 +17,7 @@ from engine.prefix import common_prefix
 
 # A lexer's state has 1 to 2 kB. Of a grammar only a few hundred are ever met, unless it is made to have many. The rest
 # are llguidance's defaults: each bounds a compile or a mask to some tens of milliseconds.
-_LIMITS = LLParserLimits(
+LIMITS = LLParserLimits(
     max_items_in_row=10_000,
     # Less than the default, which lets nested repetitions compute for seconds.
     initial_lexer_fuel=400_000,
@@ -27,7 +27,7 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-_SILENT = 0
+SILENT = 0
 # A limit that is met so few tokens after a new beginning was met by this text alone.
 _OWN_TOKENS = 32
 
@@ -54,7 +54,7 @@ class Compiled:
 
     def _compile(self) -> LLMatcher:
         grammar = LLMatcher.grammar_from_lark(self.source)
-        return LLMatcher(self._vocabulary, grammar, limits=_LIMITS, log_level=_SILENT)
+        return LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=SILENT)
 
 
 class Matcher:

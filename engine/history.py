@@ -30,6 +30,11 @@ class History:
         if params.dry is not None and params.dry.multiplier > 0.0:
             self._tokens = list(prompt)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was said makes any token less likely."""
+        return self._counts is None and self._tokens is None
+
     def append(self, token: int) -> None:
         """Count a token of the output."""
         if self._counts is not None:
@@ -39,7 +44,7 @@ class History:
 
     def after(self, tokens: Sequence[int]) -> History:
         """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
-        if not tokens or (self._counts is None and self._tokens is None):
+        if not tokens or self.idle:
             return self
         longer = copy.copy(self)
         if self._counts is not None:

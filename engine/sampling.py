@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -38,8 +39,23 @@ class Draw:
     history: History
     rules: Rules | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is the highest of the bare logits, wherever it stands and whatever was said."""
+        params = self.params
+        shaped = params.logit_bias or self.rules is not None or not self.history.idle
+        return params.temperature < _COLDEST and not shaped
+
+    def along(self, tokens: Sequence[int]) -> list[Draw]:
+        """How the next token is drawn, the one behind the first of `tokens`, behind the first two, ... behind all."""
+        if self.plain:
+            return [self] * (len(tokens) + 1)
+        return [self.after(tokens[:count]) for count in range(len(tokens) + 1)]
+
     def after(self, tokens: Sequence[int]) -> Draw:
         """How the token behind `tokens` would be drawn if the text went on with these."""
+        if not tokens:
+            return self
         rules = None if self.rules is None else self.rules.after(tokens)
         return replace(self, position=self.position + len(tokens), history=self.history.after(tokens), rules=rules)
 
@@ -49,6 +65,8 @@ def emit(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
     A broken row (NaN, infinity) breaks only itself. So does one where rules leave no token.
     """
+    if all(draw.plain for draw in draws):
+        return _highest(exact(logits))
     shaped = _shape(logits, draws)
     sound = torch.isfinite(shaped.amax(-1))
     tokens = shaped.argmax(-1)
@@ -57,6 +75,12 @@ def emit(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     if warm:
         tokens[warm] = _sample(shaped[warm], [draws[row] for row in warm])
     return [token if fine else None for token, fine in zip(tokens.tolist(), sound.tolist(), strict=True)]
+
+
+def _highest(logits: Tensor) -> list[int | None]:
+    """The arg max of each row as it is; None where its maximum is not finite."""
+    values, tokens = logits.max(-1)
+    return [token if isfinite(value) else None for token, value in zip(tokens.tolist(), values.tolist(), strict=True)]
 
 
 def _shape(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from functools import cached_property
 from typing import get_args
 
 from engine.grammar import Matcher
@@ -54,7 +55,7 @@ class Sequence:
         self.overflow = request.overflow or overflow
         self.seed = int.from_bytes(os.urandom(8)) >> 1 if request.sampling.seed is None else request.sampling.seed
         decoder = tokenizer.decoder(request.prompt, special=request.special)
-        self.text = TextStream(decoder, request.stop, least=request.min_tokens)
+        self.text = TextStream(decoder, request.stop, request.stop_regex, least=request.min_tokens)
         self.cached: int | None = None
         self._capacity, self._found = capacity, (0, False)
         self.accepted = self.refused = 0
@@ -99,7 +100,7 @@ class Sequence:
         needed = [gathered.next for gathered in (self.scores, self.pool) if gathered is not None]
         return min([len(self.tokens) - 1, *needed])
 
-    @property
+    @cached_property
     def limit(self) -> int:
         """New tokens at most."""
         if self.request.pooling is not None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from engine.cost import StepCost
 from engine.draft.depth import Candidate, Depth
 from engine.draft.drafter import Computed, Draft, Drafter, Reader, Want
 from engine.sequence import Sequence as Running
 from engine.status import DraftCounts
 from engine.types import LONGEST_DRAFT
 
+# Whom drafters may guess for, by their kind.
+_Served: TypeAlias = Mapping[str, set[Running]]
 # A repetition of so many tokens may be likelier right than what a small model says.
 _LONG = 4
 
@@ -62,11 +66,24 @@ class Speculation:
     ) -> None:
         self._quick, self._slow, self._forced, self._reader = quick, slow, forced, reader
         self._depth, self._clock, self._deepest = depth, clock, deepest
+        self._drafters = tuple(drafter for drafter in (quick, slow, forced) if drafter is not None)
         self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
+        # Seconds of this step that were spent on choosing and drafting.
+        self._thinking = 0.0
         # For whom the slow drafter drafted in the step before and in this one: so it knows their texts.
         self._followed: set[str] = set()
         self._following: set[str] = set()
+
+    @property
+    def reads(self) -> bool:
+        """Whether anybody wants to be told what steps compute."""
+        return self._reader is not None
+
+    @property
+    def cost(self) -> StepCost:
+        """What steps cost, as far as is learnt from those that are told (`stepped`)."""
+        return self._depth.cost
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -79,19 +96,26 @@ class Speculation:
             DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self._drafted
         )
 
-    def draft(self, sequences: Sequence[Running], *, rows: int, room: int) -> dict[Running, Draft]:
+    def draft(self, sequences: Sequence[Running], *, rows: int, room: Callable[[int], int]) -> dict[Running, Draft]:
         """Drafts for sequences whose next token a step will tell, for those for whom they seem to pay.
 
         rows  of the step without drafts
-        room  for drafts, all together
+        room  how many of so many drafts there is room for, of all sequences together
         """
-        offers = self._offers(sequences, rows)
-        if not offers or room < 1:
+        served = self._served(sequences, rows)
+        if not served:
             return {}
-        chosen: dict[Running, int] = {}
-        for offer, depth in self._depths(offers, rows):
-            chosen[offer.sequence] = min(depth, room)
-            room -= chosen[offer.sequence]
+        offers = self._offers(sequences, served, rows)
+        began = self._clock()
+        depths = self._depths(offers, rows)
+        self._thinking += self._clock() - began
+        wanted = sum(depth for _, depth in depths)
+        if wanted == 0:
+            return {}
+        left, chosen = room(wanted), dict[Running, int]()
+        for offer, depth in depths:
+            chosen[offer.sequence] = max(min(depth, left), 0)
+            left -= chosen[offer.sequence]
         return {
             offer.sequence: Draft(offer.drafter.kind, tokens)
             for offer, tokens in self._made([offer for offer in offers if chosen[offer.sequence]], chosen)
@@ -112,8 +136,12 @@ class Speculation:
         return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Learn what a step of so many rows took, the time of drafting aside."""
-        self._depth.stepped(rows, seconds)
+        """Learn what a step of so many rows took, with all that went into it.
+
+        What the slow drafter took is known, and what choosing depths took has nothing to do with those chosen.
+        """
+        self._depth.stepped(rows, seconds - self._thinking)
+        self._thinking = 0.0
         self._followed, self._following = self._following, set()
 
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
@@ -121,33 +149,23 @@ class Speculation:
         if self._reader is not None and sequence.may_draft(self._reader.kind):
             self._reader.computed([Computed(self._want(sequence), start, row, length)])
 
-    def observe(self, sequence: Running, tokens: Sequence[int]) -> None:
-        """Let the drafters know what a sequence said."""
-        for drafter in self._drafters:
-            drafter.observe(sequence.request.id, tokens)
-
     def forget(self, sequence: Running) -> None:
         """The sequence is over."""
         for drafter in self._drafters:
-            drafter.forget(sequence.request.id)
+            drafter.forget(sequence.request.id, sequence.output)
 
     def rest(self, budget_bytes: int) -> bool:
         """Use a pause to save so much of what outlives the process; False: nothing is left."""
         return any(drafter.rest(budget_bytes) for drafter in self._drafters)
 
-    @property
-    def _drafters(self) -> list[Drafter]:
-        return [drafter for drafter in (self._quick, self._slow, self._forced) if drafter is not None]
-
-    def _offers(self, sequences: Sequence[Running], rows: int) -> list[_Offer]:
+    def _offers(self, sequences: Sequence[Running], served: _Served, rows: int) -> list[_Offer]:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
-        served = {drafter.kind: self._served(drafter, sequences, rows) for drafter in self._drafters}
         anyone = set().union(*served.values())
         wants = {one: want for one in sequences if one in anyone and (want := self._want(one)).limit > 0}
         known, offers = self._known(wants, served), []
         for sequence, want in wants.items():
             drafter, tokens = known.get(sequence, (None, ()))
-            slow = self._slow if self._slow is not None and sequence in served[self._slow.kind] else None
+            slow = self._slow if self._slow is not None and sequence in served.get(self._slow.kind, ()) else None
             if drafter is not None and (slow is None or self._outdoes(drafter, tokens, slow)):
                 offers.append(_Offer(sequence, drafter, want, tokens))
             elif slow is not None:
@@ -161,12 +179,16 @@ class Speculation:
         """Whether what a drafter knows is better than what the slow one would say."""
         return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
 
-    def _served(self, drafter: Drafter, sequences: Sequence[Running], rows: int) -> set[Running]:
-        """Whom a drafter may guess for, and where it seems worth a thought."""
-        rests, kind = self._depth.rests(drafter.kind, rows), drafter.kind
-        if drafter is self._forced:
-            sequences = [one for one in sequences if one.request.grammar is not None]
-        return {one for one in sequences if one.may_draft(kind) and (not rests or _settled(one))}
+    def _served(self, sequences: Sequence[Running], rows: int) -> _Served:
+        """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
+        served, settled = {}, [one for one in sequences if one.request.speculation.tokens is not None]
+        for drafter in self._drafters:
+            asking = settled if self._depth.rests(drafter.kind, rows) else sequences
+            if drafter is self._forced:
+                asking = [one for one in asking if one.request.grammar is not None]
+            if own := {one for one in asking if one.may_draft(drafter.kind)}:
+                served[drafter.kind] = own
+        return served
 
     def _depths(self, offers: Sequence[_Offer], rows: int) -> list[tuple[_Offer, int]]:
         """Each offer with its depth: what the request says, or else what seems to pay beside those."""
@@ -176,13 +198,11 @@ class Speculation:
         depths = self._depth.choose([offer.candidate for offer in free], rows=rows) if free else []
         return [*settled, *zip(free, depths, strict=True)]
 
-    def _known(
-        self, wants: Mapping[Running, Want], served: Mapping[str, set[Running]]
-    ) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
+    def _known(self, wants: Mapping[Running, Want], served: _Served) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
         """What drafters know that take no time to ask; what is forced goes before what is repeated."""
         known: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
         for drafter in (self._quick, self._forced):
-            own = [] if drafter is None else [one for one in wants if one in served[drafter.kind]]
+            own = [] if drafter is None else [one for one in wants if one in served.get(drafter.kind, ())]
             if drafter is not None and own:
                 drafts = drafter.propose([wants[one] for one in own])
                 known |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
@@ -198,6 +218,7 @@ class Speculation:
             draw=sequence.draw(),
             salt=sequence.request.salt,
             prediction=sequence.request.prediction,
+            said=len(sequence.output),
         )
 
     def _made(self, offers: Sequence[_Offer], chosen: Mapping[Running, int]) -> list[tuple[_Offer, tuple[int, ...]]]:
@@ -207,7 +228,9 @@ class Speculation:
         if self._slow is not None and slow:
             began = self._clock()
             drafts = self._slow.propose([replace(offer.want, limit=chosen[offer.sequence]) for offer in slow])
-            self._learn(slow, drafts, self._clock() - began)
+            seconds = self._clock() - began
+            self._thinking += seconds
+            self._learn(slow, drafts, seconds)
             made += [(offer, tuple(draft)) for offer, draft in zip(slow, drafts, strict=True)]
         return made
 

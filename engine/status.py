@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# How vectors are compared: names of sentence-transformers.
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,38 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the embedding model is.
+
+    model        its `context` is the longest text in tokens; it has no slots
+    makes        vectors of texts, or scores of pairs of them
+    dimensions   of a vector
+    prompts      the names of what texts are given for their purpose
+    similarity   how two vectors are compared
+    weights_bytes, work_bytes  what it takes of the memory: always, and for a while
+    """
+
+    model: ModelInfo
+    makes: Literal["vectors", "scores"]
+    dimensions: int
+    prompts: tuple[str, ...]
+    similarity: Similarity
+    weights_bytes: int
+    work_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCounts:
+    """What the embedding model has done. `waiting` are texts that it has not computed yet; totals since the start."""
+
+    waiting: int = 0
+    texts_total: int = 0
+    tokens_total: int = 0
+    batches_total: int = 0
+    seconds_total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DraftCounts:
     """What became of the drafts of one kind of drafter, by the position in the draft: tokens drafted, and said."""
 
@@ -98,3 +134,4 @@ class Stats:
     loaded_tokens_total: int = 0
     saved_tokens_total: int = 0
     drafts: tuple[DraftCounts, ...] = ()
+    embedding: EmbeddingCounts = EmbeddingCounts()

@@ -18,6 +18,7 @@ from engine.types import Alternative, TokenLogprob
 from engine.verify import Trial, verify
 from kvcache.cache import Cache
 from kvcache.forward import Forward
+from kvcache.spec import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +44,23 @@ class Said:
         return None in self.tokens or None in self.scores or not sound
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Share:
-    """What one grant has of a batch: its first row, and where its own begin among the logits and states that are asked.
+    """What one grant has of a batch.
 
-    Its logits are those of rows that score a token, then those behind which something is said.
+    logits  where its own begin among those that are asked for
+    states  the same
+    wanted  the rows whose logits are asked for: those that score, the last of a complete span, and all drafts
+    pooled  the rows whose states are asked for
+    said    of the logits those behind which something is said
     """
 
     grant: Grant
-    row: int
     logits: int
     states: int
-
-    @property
-    def wanted(self) -> list[int]:
-        """The rows whose logits are asked for: those that score, the last of a complete span, and all drafts."""
-        scored = [self.row + position - self.grant.span.start for position in self.grant.scored]
-        last = self.row + self.grant.span.length - 1
-        return scored + [last + behind for behind in range(len(self.said))]
-
-    @property
-    def pooled(self) -> list[int]:
-        """The rows whose states are asked for."""
-        return [self.row + position - self.grant.span.start for position in self.grant.pooled]
-
-    @property
-    def said(self) -> range:
-        """Of the logits those behind which something is said."""
-        first = self.logits + len(self.grant.scored)
-        return range(first, first + (1 + len(self.grant.guesses) if self.grant.speaks else 0))
+    wanted: list[int]
+    pooled: list[int]
+    said: range
 
 
 class Stepper:
@@ -85,8 +74,9 @@ class Stepper:
 
     def run(self, grants: Sequence[Grant]) -> list[Said]:
         """What becomes known of each grant, in order. What raises keeps no row of the step."""
-        shares = list(_shares(grants))
-        with self._cache.forward([grant.rows for grant in grants]) as forward:
+        spans = [grant.rows for grant in grants]
+        shares = list(_shares(grants, spans))
+        with self._cache.forward(spans) as forward:
             logits, states = self._compute(forward, shares)
             tokens = self._verify(shares, logits)
             for grant, own in zip(grants, tokens, strict=True):
@@ -134,19 +124,24 @@ class Stepper:
         for share, own, (scores, said) in zip(shares, tokens, asked, strict=True):
             scored = tuple(next(entries) for _ in scores)
             described = tuple(next(entries) for _ in said) if said else (None,) * len(own)
-            pooled = None if states is None else states[share.states : share.states + len(share.grant.pooled)]
+            pooled = None if states is None else states[share.states : share.states + len(share.pooled)]
             yield Said(share.grant, tuple(own), described, scored, pooled)
 
 
-def _shares(grants: Sequence[Grant]) -> Iterator[_Share]:
+def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> Iterator[_Share]:
     """How the grants share a batch, one after the other."""
     row = logits = states = 0
-    for grant in grants:
-        share = _Share(grant, row, logits, states)
-        yield share
-        row += grant.rows.length
-        logits += len(share.wanted)
-        states += len(share.pooled)
+    for grant, span in zip(grants, spans, strict=True):
+        wanted = [row + position - span.start for position in grant.scored]
+        pooled = [row + position - span.start for position in grant.pooled]
+        said = range(logits + len(wanted), logits + len(wanted))
+        if grant.speaks:
+            wanted += range(row + grant.span.length - 1, row + span.length)
+            said = range(said.start, logits + len(wanted))
+        yield _Share(grant, logits, states, wanted, pooled, said)
+        row += span.length
+        logits += len(wanted)
+        states += len(pooled)
 
 
 def _scores(share: _Share) -> list[Ask]:

@@ -1,4 +1,4 @@
-"""From tokens to text that may be sent: whole characters only, cut at the earliest stop string.
+"""From tokens to text that may be sent: whole characters only, cut at the earliest stop.
 
 Owns what is held back: the bytes of an unfinished character, and text that may yet become a stop string.
 """
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.stopping import Pattern
 from engine.types import Delta, TokenLogprob
 
 
@@ -89,12 +90,15 @@ class StopMatcher:
 class TextStream:
     """The text of one sequence, and which tokens belong to what has been released.
 
-    least  tokens before which no stop string counts
+    stops     it ends before the first of these
+    patterns  it ends behind the first match of these regular expressions
+    least     tokens before which none of both counts
     """
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], *, least: int = 0) -> None:
+    def __init__(self, decoder: Decoder, stops: Sequence[str], patterns: Sequence[str] = (), *, least: int = 0) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stops)
+        self._pattern, self._patterns = Pattern(patterns), tuple(patterns)
         self._missing = least
         self._decoded = 0
         self._released = 0
@@ -108,10 +112,19 @@ class TextStream:
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
         self._missing -= 1
+        end = self._pattern.push(text)
         if self._missing > 0:
             return self._release(self._matcher.skip(text), everything=False)
-        released, self.stop = self._matcher.push(text)
+        released, self.stop = self._matcher.push(text[:end])
+        if end is not None and self.stop is None:
+            released += self._matcher.flush()
+            self.stop = self._patterns[0] if len(self._patterns) == 1 else "|".join(self._patterns)
         return self._release(released, everything=False)
+
+    @property
+    def fault(self) -> str:
+        """Why it cannot be told where the text ends; "": it can."""
+        return self._pattern.fault
 
     def flush(self) -> Delta | None:
         """What is still held when the sequence ends other than by a stop string."""

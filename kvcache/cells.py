@@ -55,6 +55,8 @@ class CellPool:
 
     def release(self, cells: Cells) -> None:
         """Drop one reference of each cell; those without any are free again."""
+        if not len(cells):
+            return
         self.references[cells] -= 1
         self.free += int(np.count_nonzero(self.references[cells] == 0))
 

@@ -1,7 +1,7 @@
 """How many tokens to draft for each sequence of a step, so that tokens come fastest.
 
-What steps cost (cost.py) and how often drafts are right (acceptance.py) is learnt from what happens, and offer.py finds
-the depths that promise most. Nothing here reads a clock or draws a number: equal inputs give equal depths.
+What steps cost (engine/cost.py) and how often drafts are right (acceptance.py) is learnt from what happens, and
+offer.py finds the depths that promise most. Nothing here reads a clock or draws a number: equal inputs, equal depths.
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
 costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step: 0.99 of the best fixed depth
@@ -11,7 +11,7 @@ answers are kept (habit.py), and a kind of drafts that does not pay is not even 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from math import log2
@@ -19,29 +19,34 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
-from engine.draft.cost import Numbers, StepCost
 from engine.draft.habit import Answer, Habit
+from engine.draft.levels import LevelCost
 from engine.draft.offer import Candidate, Choice, Offer
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
 # Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
 _CURIOSITY, _PATIENCE = 0.005, 500
+# What thinking of it costs, as a share of a short step.
+_THOUGHT = 0.1
 # Steps are alike whose rows, in halvings, differ by less than one part in so many.
 _LIKE = 3
-# Weight of a new measurement of drafting, and how far one may pull.
-_WEIGHT, _CLAMP = 0.15, 0.25
+# What was settled is not thought over for one step in so many of all that were taken; rests may take four.
+_GREEN = 16
 # How often drafts are right that are trusted.
 _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
 # Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
-_LONGEST_REST, _FEWER = 31, 0.8
+_LONGEST_REST, _FEWER = 63, 0.8
 
 
 class Depth(Protocol):
-    """Chooses depths, and is told what came of it."""
+    """Chooses depths, and is told what came of it, what steps cost among it (`cost`)."""
+
+    cost: StepCost
 
     def rests(self, kind: str, rows: int) -> bool:
         """Whether drafts of a kind are not worth being considered in the next step, which computes `rows` anyway."""
@@ -74,8 +79,8 @@ class Depth(Protocol):
 class FixedDepth:
     """The same depth always; implements Depth."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int, cost: StepCost | None = None) -> None:
+        self._depth, self.cost = depth, cost or StepCost()
 
     def rests(self, kind: str, rows: int) -> bool:
         """Only where nothing is ever drafted."""
@@ -102,7 +107,8 @@ class FixedDepth:
         """Nothing is learnt."""
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Nothing is learnt."""
+        """Learn what a step costs: the depth is the same, but others want to know."""
+        self.cost.observe(rows, seconds)
 
 
 class AdaptiveDepth:
@@ -116,21 +122,21 @@ class AdaptiveDepth:
 
     def __init__(self, trusted: Collection[str] = ()) -> None:
         self._trusted = trusted
-        self._cost = StepCost()
+        self.cost = StepCost()
         self._acceptance: dict[str, Acceptance] = {}
-        self._level_seconds: dict[str, float] = {}
-        self._habit = Habit()
+        self._levels: dict[str, LevelCost] = {}
+        self._habits: dict[Hashable, Habit] = {}
         self._rests: dict[str, _Rest] = {}
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
         self._savings = 0.0
-        # What the choice is expected to lose; None: it is the best that is known.
-        self._trial: float | None = None
+        # What was tried in the latest step, if anything was.
+        self._trial: _Trial | None = None
 
     def rests(self, kind: str, rows: int) -> bool:
-        """Whether drafts of a kind did not pay lately; they are looked at again after 31 steps at most."""
+        """Whether drafts of a kind did not pay lately; they are looked at again after 63 steps at most."""
         rest = self._rests.get(kind)
-        return rest is not None and self._steps < rest.until and rows > _FEWER * rest.rows
+        return rest is not None and rest.rests(self._steps, rows)
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
@@ -143,19 +149,15 @@ class AdaptiveDepth:
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
-        room = self._cost.frontier - rows
+        room, trial = self.cost.frontier - rows, self._trial
+        self._trial = None
         if room < 1 or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
         question = (frozenset(candidate.kind for candidate in candidates), round(_LIKE * log2(rows)))
-        answer = self._habit.recall(question)
-        if answer is not None:
-            return _applied(answer, candidates)
-        depths = self._think(candidates, rows, room)
-        self._habit.learn(question, _by_kind(candidates, depths))
-        if self._trial is not None:
-            self._habit.hold(0)
-        return depths
+        habit = self._habits.setdefault(question, Habit())
+        answer = trial.answer if trial is not None and trial.again(question) else habit.recall(self._steps)
+        return self._think(question, candidates, rows, room) if answer is None else _applied(answer, candidates)
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Learn how often drafts of a kind are right."""
@@ -163,70 +165,111 @@ class AdaptiveDepth:
 
     def drafted(self, kind: str, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
-        if levels > 0:
-            known = self._level_seconds.get(kind, seconds / levels)
-            pulled = min(max(seconds / levels, (1 - _CLAMP) * known), (1 + _CLAMP) * known)
-            self._level_seconds[kind] = known + _WEIGHT * (pulled - known)
+        self._levels.setdefault(kind, LevelCost()).observe(levels, seconds)
 
     def caught_up(self, kind: str, levels: int, seconds: float) -> None:
         """A trial for which the drafter had to read costs more, and goes on for a step: that one tells the price."""
         if self._trial is not None:
-            self._savings -= self._trial + max(seconds - levels * self._level_seconds.get(kind, 0.0), 0.0)
-            self._habit.hold(1)
+            known = self._levels.setdefault(kind, LevelCost()).seconds(np.array(levels))
+            self._savings -= self._trial.loss + max(seconds - float(known), 0.0)
+            self._trial.repeated = True
+            self._rests.setdefault(kind, _Rest()).wake(self._steps + 1)
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
         self._steps += 1
-        self._cost.observe(rows, seconds)
+        self.cost.observe(rows, seconds)
 
     def _rates(self, kind: str) -> Acceptance:
         if kind not in self._acceptance:
             self._acceptance[kind] = Acceptance(_TRUST) if kind in self._trusted else Acceptance()
         return self._acceptance[kind]
 
-    def _think(self, candidates: Sequence[Candidate], rows: int, room: int) -> list[int]:
+    def _think(self, question: Hashable, candidates: Sequence[Candidate], rows: int, room: int) -> list[int]:
         passed, self._thought = self._steps - self._thought, self._steps
         known = {kind: self._rates(kind) for kind in _kinds(candidates)}
         for kind, acceptance in known.items():
             acceptance.fade(passed)
             self._considered[kind] = self._steps
-        offer = Offer(candidates, known, self._level_seconds, rows=rows)
-        depths = offer.depths(self._decide(offer, np.arange(rows, rows + min(room, offer.size) + 1), passed))
+        offer = Offer(candidates, known, self._levels, rows=rows)
+        counts = np.arange(rows, rows + min(room, offer.size) + 1)
+        costs = self.cost.seconds(counts)
+        best = offer.best(costs)
+        other = offer.curious(best, costs, self.cost.ages(counts))
+        self._settle(question, _by_kind(candidates, offer.depths(best)), rows, other.loss / best.seconds)
+        dares = self._dares(other, best, passed)
+        depths = offer.depths(other if dares else best)
+        tried = _by_kind(candidates, depths)
         for kind, acceptance in known.items():
-            deepest = max(depth for one, depth in zip(candidates, depths, strict=True) if one.kind == kind)
-            acceptance.tried(deepest)
-            if self._trial is None:
-                self._rests.setdefault(kind, _Rest()).decide(deepest, self._steps, rows)
+            acceptance.tried(tried[kind][0])
+        if dares:
+            self._trial = _Trial(question, tried, other.loss)
         return depths
 
-    def _decide(self, offer: Offer, rows: Numbers, passed: int) -> Choice:
-        """The best choice, or another one once what that is expected to lose was saved up."""
-        costs = self._cost.seconds(rows)
-        best = offer.best(costs)
+    def _settle(self, question: Hashable, answer: Answer, rows: int, loss: float) -> None:
+        """Keep to the best that is known: kinds of which that is nothing rest.
+
+        loss  what trying something else would cost, as a share of a step: the less, the sooner it is to be tried
+        """
+        # Who knows little should not be sure for long. Where a kind does not pay, its rest is all the habit there is.
+        pays = all(depths[0] for depths in answer.values())
+        self._habits[question].learn(answer, self._steps, self._steps // _GREEN if pays else 0)
+        for kind, depths in answer.items():
+            rest = self._rests.setdefault(kind, _Rest())
+            rest.decide(depths[0], self._steps, rows, int((_THOUGHT + loss) / _CURIOSITY))
+
+    def _dares(self, other: Choice, best: Choice, passed: int) -> bool:
+        """Whether another choice than the best is to be tried: what that is expected to lose was saved up."""
         most = _PATIENCE * _CURIOSITY * best.seconds
         self._savings = min(self._savings + passed * _CURIOSITY * best.seconds, most)
-        other = offer.curious(best, costs, self._cost.ages(rows))
-        self._trial = other.loss if other.loss <= self._savings else None
-        if self._trial is None:
-            return best
-        self._savings -= self._trial
-        return other
+        if other.loss > self._savings:
+            return False
+        self._savings -= other.loss
+        return True
+
+
+@dataclass(slots=True)
+class _Trial:
+    """An answer that is not the best one as far as is known, and what it is expected to lose.
+
+    repeated  whether it is to be given once more
+    """
+
+    question: Hashable
+    answer: Answer
+    loss: float
+    repeated: bool = False
+
+    def again(self, question: Hashable) -> bool:
+        """Whether it is the answer to this question too."""
+        return self.repeated and self.question == question
 
 
 @dataclass(slots=True)
 class _Rest:
     """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay.
 
-    rows  of the step in which it did not
+    rows   of the step in which it did not
+    awake  a step in which it is not left in peace
     """
 
     until: int = 0
     length: int = 0
     rows: int = 0
+    awake: int = -1
 
-    def decide(self, deepest: int, step: int, rows: int) -> None:
-        """Whether anything was drafted in this step, and how many rows it had anyway."""
-        self.length = 0 if deepest else min(2 * self.length + 1, _LONGEST_REST)
+    def rests(self, step: int, rows: int) -> bool:
+        """Whether the kind is left in peace in a step of so many rows."""
+        return step < self.until and step != self.awake and rows > _FEWER * self.rows
+
+    def wake(self, step: int) -> None:
+        """It is asked in this step all the same."""
+        self.awake = step
+
+    def decide(self, deepest: int, step: int, rows: int, most: int = _LONGEST_REST) -> None:
+        """How deep is best in this step, and how many rows it had anyway; the rest has `most` steps at most."""
+        most = min(most, _LONGEST_REST, 1 + 4 * step // _GREEN)
+        self.length = 0 if deepest else min(2 * self.length + 1, most)
         self.until, self.rows = step + self.length, rows
 
 

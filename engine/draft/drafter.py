@@ -22,6 +22,7 @@ class Want:
     draw         how the token behind `tokens` will be drawn; who drafts with the same noise is right more often
     salt         what is remembered for one salt is never proposed under another
     prediction   what the client expects the output to be
+    said         tokens of the output so far
     """
 
     sequence_id: str
@@ -30,6 +31,7 @@ class Want:
     draw: Draw
     salt: bytes = b""
     prediction: Sequence[int] = ()
+    said: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,8 @@ class Drafter(Protocol):
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """For each want, tokens that may come next: its limit at most, none where there is nothing to guess from."""
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
-        """Take note of tokens that were emitted, each exactly once and in order."""
-
-    def forget(self, sequence_id: str) -> None:
-        """The sequence is over."""
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
+        """The sequence is over; this is all that it said."""
 
     def rest(self, budget_bytes: int) -> bool:
         """Use a pause to save so much of what outlives the process; False: nothing is left."""

@@ -19,10 +19,7 @@ class ForcedDrafter:
         """For each want what must come next, if anything must."""
         return [[] if want.draw.rules is None else want.draw.rules.forced()[: want.limit] for want in wants]
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
-        """The draw of a want knows its text."""
-
-    def forget(self, sequence_id: str) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """Nothing was kept."""
 
     def rest(self, budget_bytes: int) -> bool:

@@ -107,10 +107,7 @@ class HeadDrafter:
             drafts[at] = draft
         return drafts
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
-        """Nothing to do: the next want brings the whole text."""
-
-    def forget(self, sequence_id: str) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """The sequence is over: what was computed for it may serve others."""
         self._pasts.pop(sequence_id, None)
         self._seats.forget(sequence_id)

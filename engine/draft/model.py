@@ -46,10 +46,7 @@ class ModelDrafter:
         rows = unread(wants, seats, capacity=self._cache.capacity, most=self._chunk)
         return chain(wants, seats, rows, lambda rows: self._read(seats, rows))
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
-        """Nothing to do: the next want brings the whole text."""
-
-    def forget(self, sequence_id: str) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """The sequence is over: what was computed for it may serve others."""
         self._seats.forget(sequence_id)
 
@@ -71,4 +68,5 @@ class ModelDrafter:
             logits = self._runner.run(forward, read, wanted)
         for at, tokens in rows.items():
             seats[at].tokens += tokens
-        return pad(logits, (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)
+        missing = self._vocabulary - logits.shape[-1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.cost import Floats, Numbers
 from engine.draft.acceptance import Acceptance
-from engine.draft.cost import Floats, Numbers
+from engine.draft.levels import LevelCost
 
 # What makes a choice that loses nothing cost something, as a share of a step: so that the stalest of them is tried.
 _LEAST = 1e-3
@@ -44,15 +45,15 @@ class Choice:
 class Offer:
     """Drafts are numbers, candidate x deepest limit + level; they are taken in the order of their survival.
 
-    rows           rows that the step computes anyway, each worth a token
-    level_seconds  what a kind's drafting of one level costs, for all of its candidates together
+    rows  rows that the step computes anyway, each worth a token
+    paid  what a kind's drafting costs by levels, for all of its candidates together; who costs nothing is not in it
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         known: Mapping[str, Acceptance],
-        level_seconds: Mapping[str, float],
+        paid: Mapping[str, LevelCost],
         *,
         rows: int,
     ) -> None:
@@ -72,8 +73,13 @@ class Offer:
         own = kinds[self._order // deepest]
         ages = np.array([acceptance.ages(deepest) for acceptance in known.values()])
         self._ages = ages[own, self._levels - 1]
-        costs = {numbers[kind]: level_seconds[kind] for kind in known if level_seconds.get(kind)}
-        self._paid = [(np.where(own == number, self._levels, 0), seconds) for number, seconds in costs.items()]
+        levels = np.arange(deepest + 1)
+        # By kind that costs something: the levels of its drafts, and the seconds of so many levels.
+        self._paid = [
+            (np.where(own == numbers[kind], self._levels, 0), paid[kind].seconds(levels))
+            for kind in known
+            if kind in paid
+        ]
 
     @property
     def size(self) -> int:
@@ -134,5 +140,5 @@ class Offer:
         """
         total = np.zeros(inside.shape)
         for levels, seconds in self._paid:
-            total += seconds * np.maximum.accumulate(levels * inside, axis=1)
+            total += seconds[np.maximum.accumulate(levels * inside, axis=1)]
         return total

@@ -144,13 +144,19 @@ def core(
     cells: int | None = None,
     context: int = CONTEXT,
     speculation: Speculation | None = None,
+    itl_target_ms: float | None = 0.0,
     **settings: Any,
 ) -> Core:
-    """An engine to be stepped by hand, over a model that many tests share."""
+    """An engine to be stepped by hand, over a model that many tests share.
+
+    Without a target its chunks do not depend on how fast this machine is, so steps can be counted.
+    """
     cells = slots * context if cells is None else cells
     info = dataclasses.replace(loaded.info, slots=slots, context=context)
     memory = dataclasses.replace(loaded.memory, cells=cells)
-    config = EngineConfig(model=info.folder, context=context, slots=slots, cells=cells, **settings)
+    config = EngineConfig(
+        model=info.folder, context=context, slots=slots, cells=cells, itl_target_ms=itl_target_ms, **settings
+    )
     return Core(dataclasses.replace(loaded, info=info, memory=memory), config, speculation)
 
 

@@ -67,6 +67,20 @@ def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
     assert goes_on(engine, loaded(kind), (*PROMPT, *whole.tokens[:said], 7, 8)) <= len(PROMPT) + said
 
 
+def test_what_is_remembered_makes_room_for_drafts(loaded: Models) -> None:
+    """In a cache that is full of what others said, drafts are as many as in an empty one."""
+    whole, names = alone(loaded("llama")).tokens, [f"{number}" for number in range(6)]
+    speculation = Speculation(None, knowing(dict.fromkeys(names, whole)), FixedDepth(4), lambda: 0.0)
+    engine = core(loaded("llama"), slots=1, context=40, cells=70, speculation=speculation)
+    ends = [play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True, salt=name.encode()))])[name].end for name in names]
+
+    assert engine.cache.free_cells < len(PROMPT) + len(whole)
+    assert all(isinstance(end, Finished) for end in ends)
+    accepted = [end.usage.accepted_tokens for end in ends if isinstance(end, Finished)]
+    assert [accepted[0]] * len(names) == accepted
+    assert accepted[0] > len(whole) // 2
+
+
 @by_kind
 def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
     """At every place of a draft it ends the answer, and nothing behind it is kept."""
@@ -174,7 +188,7 @@ class Timed:
 
     def __init__(self, drafter: ScriptedDrafter, clock: Clock, level_seconds: float) -> None:
         self._drafter, self._clock, self._level_seconds = drafter, clock, level_seconds
-        self.kind, self.observe, self.forget = drafter.kind, drafter.observe, drafter.forget
+        self.kind, self.forget = drafter.kind, drafter.forget
         self.asked = 0
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
@@ -247,27 +261,27 @@ def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> 
 def test_drafters_hear_what_was_said_and_nothing_of_a_request_that_is_over(
     loaded: Models, stop: tuple[str, ...]
 ) -> None:
-    """Each token that was said once, none behind the end, and then that it is over, as the last word."""
-    calls: list[tuple[str, list[int]]] = []
+    """Once, all that was said and nothing behind the end; and of what is over they are not asked again."""
+    calls: list[list[int] | None] = []
 
     class Listening(ScriptedDrafter):
-        """Writes down in which order it is told what."""
+        """Writes down in which order it is asked and told."""
 
-        def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
+        def propose(self, wants: Sequence[Want]) -> list[list[int]]:
             """Write it down."""
-            calls.append(("said", list(tokens)))
+            calls.append(None)
+            return super().propose(wants)
 
-        def forget(self, sequence_id: str) -> None:
+        def forget(self, sequence_id: str, said: Sequence[int]) -> None:
             """Write it down."""
-            calls.append(("over", []))
+            calls.append(list(said))
 
     said = alone(loaded("llama")).tokens
     drafter = Listening(lambda want: said[want.draw.position - len(PROMPT) :])
     answer = play(drafted(loaded("llama"), drafter), [Job(ask("a", PROMPT, 24, stop=stop))])["a"]
 
     assert isinstance(answer.end, Finished)
-    assert ("over", []) == calls[-1]
-    assert ["over"] == [what for what, _ in calls if what == "over"]
-    heard = [token for _, tokens in calls for token in tokens]
-    assert said[: len(heard)] == heard
-    assert answer.end.usage.completion_tokens == len(heard)
+    assert [calls[-1]] == [call for call in calls if call is not None]
+    assert calls[-1] is not None
+    assert said[: len(calls[-1])] == calls[-1]
+    assert answer.end.usage.completion_tokens == len(calls[-1])

@@ -105,7 +105,7 @@ def test_only_ends_follow_a_complete_text(known: Grammars) -> None:
 
 def test_one_text_cannot_use_up_the_limits_of_another(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of the lexer are shared and limited: who meets the limit because of others begins anew."""
-    monkeypatch.setattr("engine.grammar._LIMITS", limited(3000))
+    monkeypatch.setattr("engine.grammar.LIMITS", limited(3000))
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}b(.|\\n)*/")
     letters = [letter(known, "a"), letter(known, "b")]
     for seed in range(12):
@@ -124,7 +124,7 @@ def limited(states: int) -> LLParserLimits:
 
 def test_a_limit_is_met_in_words(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allowed then, and the matcher says why; behind another guess it goes on."""
-    monkeypatch.setattr("engine.grammar._LIMITS", limited(40))
+    monkeypatch.setattr("engine.grammar.LIMITS", limited(40))
     matcher = known.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
     chance, guess = random.Random(0), [letter(known, "c")]
     while (mask := matcher.allowed(guess)) is not None and mask.any():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.errors import ContextTooLong
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.stopping import Pattern
 from engine.text import StopMatcher, TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Alternative, Delta, TokenLogprob
@@ -224,3 +226,70 @@ def test_text_that_cannot_fit_is_refused_unread(tokenizer: Tokenizer) -> None:
 
     assert not raised.value.exact
     assert CONTEXT == raised.value.capacity
+
+
+@pytest.mark.parametrize(
+    ("patterns", "pieces", "text", "stop"),
+    [
+        ((r"\d{3}-\d{2}",), ["call 555", "-1", "23 now"], "call 555-12", r"\d{3}-\d{2}"),
+        ((r"é+!", "b"), ["aé", "éé! b"], "aééé!", "é+!|b"),
+        ((r"(a+)+c",), ["a" * 500, "b"], "a" * 500 + "b", None),
+        (("b.",), ["ab\nbc", "d"], "ab\nbc", "b."),
+    ],
+)
+def test_a_text_ends_behind_a_match(
+    patterns: Sequence[str], pieces: Sequence[str], text: str, stop: str | None
+) -> None:
+    """The first match that is complete, which stays in the text; however the text comes."""
+    for parts in (pieces, ["".join(pieces)], list("".join(pieces))):
+        stream = TextStream(Words(parts), (), patterns)
+        said = [delta.text for number in range(len(parts)) if stream.stop is None and (delta := stream.push(number))]
+
+        assert text == "".join(said)
+        assert stop == stream.stop
+
+
+def test_strings_and_patterns_end_a_text_together() -> None:
+    """Of a string and a pattern that are complete at once it is the string; what no stop may end yet goes on."""
+    first, second = TextStream(Words(["abc"]), ("c",), ("b",)), TextStream(Words(["abc"]), ("b",), ("b",))
+    late = TextStream(Words(["ab", "ab"]), (), ("b",), least=2)
+
+    assert ("ab", "b") == (text_of(first.push(0)), first.stop)
+    assert ("a", "b") == (text_of(second.push(0)), second.stop)
+    assert ("ab", None) == (text_of(late.push(0)), late.stop)
+    assert ("ab", "b") == (text_of(late.push(1)), late.stop)
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?=a)", "a*", r"\bx"])
+def test_what_is_no_pattern_is_refused(pattern: str) -> None:
+    """What cannot be read, what looks around, and what is everywhere."""
+    with pytest.raises(InvalidRequest) as refused:
+        Pattern([pattern])
+
+    assert "stop_regex" == refused.value.field
+
+
+def test_a_pattern_with_too_many_states_says_so() -> None:
+    """Within bounded work; from then on it ends nothing."""
+    pattern, random = Pattern(["(a.{300}b)"]), Random(0)
+    text = "".join(random.choice("ac") for _ in range(6000))
+
+    assert pattern.push(text) is None
+    assert "too many states" in pattern.fault
+
+
+class Words:
+    """Each token is one of these texts."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    def push(self, token: int) -> str:
+        return self._words[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def text_of(delta: Delta | None) -> str:
+    return "" if delta is None else delta.text

@@ -11,26 +11,21 @@ Guess = Callable[[Want], Sequence[int]]
 
 
 class ScriptedDrafter:
-    """Says what a script says, and writes down what it is told: observed tokens and forgotten sequences."""
+    """Says what a script says, and writes down which sequences are over, and what they said."""
 
     kind = "scripted"
 
     def __init__(self, guess: Guess) -> None:
         self._guess = guess
-        self.observed: dict[str, list[int]] = {}
-        self.forgotten: list[str] = []
+        self.over: list[tuple[str, list[int]]] = []
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """What the script says, as much of it as is wanted."""
         return [list(self._guess(want))[: want.limit] for want in wants]
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """Write it down."""
-        self.observed.setdefault(sequence_id, []).extend(tokens)
-
-    def forget(self, sequence_id: str) -> None:
-        """Write it down."""
-        self.forgotten.append(sequence_id)
+        self.over.append((sequence_id, list(said)))
 
     def rest(self, budget_bytes: int) -> bool:
         """Nothing outlives the process."""

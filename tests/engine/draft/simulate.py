@@ -68,7 +68,8 @@ def play(depth: Depth, worlds: Sequence[World], *, batch: int, warm: int, seed: 
     limit = len(worlds[0].chances)
     score = Score()
     for number, world in enumerate(worlds):
-        depths = depth.choose([Candidate(KIND, limit)] * batch, rows=batch)
+        asked = not depth.rests(KIND, batch)
+        depths = depth.choose([Candidate(KIND, limit)] * batch, rows=batch) if asked else [0] * batch
         for drafted in depths:
             accepted = next((at for at in range(drafted) if chance.random() >= world.chances[at]), drafted)
             depth.verified(KIND, min(accepted + 1, drafted), accepted)

@@ -283,7 +283,7 @@ def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(AdaptiveDepth, "_think", _counting(AdaptiveDepth._think, thoughts))
     play(AdaptiveDepth(), [world(flat, 0.9, 0.1)] * 1000, batch=4, warm=WARM)
 
-    assert 100 < len(thoughts) < 500
+    assert 50 < len(thoughts) < 150
 
 
 def _counting(think: Callable[..., list[int]], thoughts: list[int]) -> Callable[..., list[int]]:

@@ -4,46 +4,53 @@ from __future__ import annotations
 
 from engine.draft.habit import Habit
 
+MANY = 1000
 
-def recalled(habit: Habit, question: str) -> int:
+
+def recalled(habit: Habit, step: int = 0) -> int:
     """How often in a row the habit knows the answer."""
     times = 0
-    while habit.recall(question) is not None:
+    while habit.recall(step) is not None:
         times += 1
     return times
 
 
 def test_what_was_often_right_is_asked_seldom() -> None:
-    """An answer is given once, three times, seven times before it is thought over; a new one must prove itself.
+    """An answer is given once, three times, ... 31 times before it is thought over; a new one must prove itself.
 
-    How many have what lies between does not make it another.
+    How many have what lies between does not make it another, and neither does one more or less.
     """
     habit, times = Habit(), []
-    for answer in ((2, 1), (2, 1), (2, 2, 1), (2, 1), (2, 1), (4, 3), (4, 3)):
-        habit.learn("who", {"model": answer})
-        times.append(recalled(habit, "who"))
+    for answer in ((2, 1), (2, 1), (2, 2, 1), (3, 1), (2, 1), (2, 1), (2, 1), (5, 3), (5, 3)):
+        habit.learn({"model": answer}, 0, MANY)
+        times.append(recalled(habit))
 
-    assert [0, 1, 3, 7, 7, 0, 1] == times
+    assert [0, 1, 3, 7, 15, 31, 31, 0, 1] == times
 
 
-def test_another_question_is_thought_over() -> None:
-    """What was learnt of one question is no answer to another."""
+def test_another_kind_is_another_answer() -> None:
+    """However alike the numbers are."""
     habit = Habit()
-    for _ in range(3):
-        habit.learn("who", {"model": (1,)})
+    for kind in ("model", "model", "lookup"):
+        habit.learn({kind: (1,)}, 0, MANY)
 
-    assert habit.recall("when") is None
-    assert {"model": (1,)} == habit.recall("who")
+    assert 0 == recalled(habit)
 
 
-def test_an_exception_is_no_habit() -> None:
-    """It is given as often as was said, and then one thinks, and begins anew."""
+def test_a_beginner_has_no_habits() -> None:
+    """However often an answer was right, it is not given oftener than allowed."""
     habit = Habit()
-    for _ in range(4):
-        habit.learn("who", {"model": (1,)})
-    habit.learn("who", {"model": (5,)})
-    habit.hold(2)
+    for _ in range(5):
+        habit.learn({"model": (1,)}, 0, 2)
 
-    assert 2 == recalled(habit, "who")
-    habit.learn("who", {"model": (1,)})
-    assert 0 == recalled(habit, "who")
+    assert 2 == recalled(habit)
+
+
+def test_an_old_answer_is_thought_over() -> None:
+    """Where the question was not asked for long, much may have changed."""
+    habit = Habit()
+    for _ in range(5):
+        habit.learn({"model": (1,)}, 100, MANY)
+
+    assert {"model": (1,)} == habit.recall(600)
+    assert habit.recall(700) is None

@@ -62,13 +62,9 @@ class Spy:
         self.said += [(want, list(want.tokens), draft) for want, draft in zip(wants, drafts, strict=True)]
         return drafts
 
-    def observe(self, sequence_id: str, tokens: Sequence[int]) -> None:
+    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """As it does."""
-        self.drafter.observe(sequence_id, tokens)
-
-    def forget(self, sequence_id: str) -> None:
-        """As it does."""
-        self.drafter.forget(sequence_id)
+        self.drafter.forget(sequence_id, said)
 
     def rest(self, budget_bytes: int) -> bool:
         """As it does."""

@@ -19,10 +19,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def want(
-    tokens: Sequence[int], limit: int = 8, *, name: str = "a", salt: bytes = b"", prediction: Sequence[int] = ()
+    tokens: Sequence[int],
+    limit: int = 8,
+    *,
+    name: str = "a",
+    salt: bytes = b"",
+    prediction: Sequence[int] = (),
+    said: int = 0,
+    position: int | None = None,
 ) -> Want:
-    """What a sequence asks for."""
-    return Want(name, tokens, limit, Draw(GREEDY, 0, len(tokens), History(GREEDY, (), 10)), salt, prediction)
+    """What a sequence asks for; its text is as long as its tokens, where nothing else is said."""
+    draw = Draw(GREEDY, 0, len(tokens) if position is None else position, History(GREEDY, (), 10))
+    return Want(name, tokens, limit, draw, salt, prediction, said)
 
 
 def drafter(capacity: int = 1000) -> LookupDrafter:
@@ -33,8 +41,7 @@ def drafter(capacity: int = 1000) -> LookupDrafter:
 def say(looked_up: LookupDrafter, output: Sequence[int], *, name: str, salt: bytes = b"") -> None:
     """A whole request that says an output."""
     looked_up.propose([want([0], name=name, salt=salt)])
-    looked_up.observe(name, output)
-    looked_up.forget(name)
+    looked_up.forget(name, output)
 
 
 def test_a_repetition_in_the_prompt_is_proposed() -> None:
@@ -56,21 +63,21 @@ def test_the_longer_the_match_the_longer_the_draft() -> None:
 
 
 def test_what_was_emitted_counts() -> None:
-    """Observed tokens continue the text, and the context's own copy is not read twice."""
+    """It continues the text, of which nothing is read twice."""
     looked_up = drafter()
-    looked_up.propose([want([1, 2, 3])])
-    looked_up.observe("a", [5, 6, 7, 8])
-    looked_up.observe("a", [5, 6])
 
+    assert [[]] == looked_up.propose([want([1, 2, 3])])
     assert [[7, 8, 5, 6]] == looked_up.propose([want([1, 2, 3, 5, 6, 7, 8, 5, 6])])
+    assert [[]] == looked_up.propose([want([1, 2, 3, 5, 6, 7, 8, 5, 6, 9])])
 
 
-def test_tokens_that_were_emitted_before_the_first_want_are_read_once() -> None:
-    """They stand in the text that the first want shows."""
+def test_what_a_context_shift_dropped_is_still_known() -> None:
+    """The text is what was said, not what the context has of it."""
     looked_up = drafter()
-    looked_up.observe("a", [5, 6])
+    looked_up.propose([want([1, 2, 3, 4, 5, 6])])
+    shifted = [1, 6, 7, 2, 3]
 
-    assert [[]] == looked_up.propose([want([1, 2, 5, 6])])
+    assert [[4, 5, 6, 7]] == looked_up.propose([want(shifted, position=9)])
 
 
 def test_a_prediction_is_proposed_from_the_first_token_on() -> None:
@@ -80,17 +87,14 @@ def test_a_prediction_is_proposed_from_the_first_token_on() -> None:
 
     assert [prediction] == looked_up.propose([want(prompt, prediction=prediction)])
 
-    looked_up.observe("a", [10, 99, 12, 13])
-
     assert [[14, 15]] == looked_up.propose([want([*prompt, 10, 99, 12, 13], prediction=prediction)])
 
 
 def test_a_prediction_fits_behind_the_first_tokens_too() -> None:
     """Where the first token was emitted before anybody asked, the prediction goes on behind it."""
     looked_up = drafter()
-    looked_up.observe("a", [10, 11])
 
-    assert [[12, 13]] == looked_up.propose([want([1, 2, 3, 10, 11], prediction=[10, 11, 12, 13])])
+    assert [[12, 13]] == looked_up.propose([want([1, 2, 3, 10, 11], prediction=[10, 11, 12, 13], said=2)])
 
 
 def test_what_others_said_is_proposed() -> None:
@@ -151,26 +155,23 @@ def test_what_is_wanted_stays_and_the_rest_goes() -> None:
     for number in range(40):
         say(looked_up, [100 + number, 200 + number, 300 + number], name=f"filler {number}")
         looked_up.propose([want([1, 21, 22], name=f"asks {number}")])
-        looked_up.forget(f"asks {number}")
+        looked_up.forget(f"asks {number}", [])
 
     assert [[23, 24]] == looked_up.propose([want([1, 21, 22], name="y")])
     assert [[]] == looked_up.propose([want([1, 31, 32], name="z")])
 
 
-def test_a_long_prompt_is_read_over_several_steps() -> None:
-    """One call reads a few thousand tokens of a sequence; until it caught up there is no draft."""
-    looked_up = drafter()
-    text = [*range(10_000), 3, 4]
-
-    assert [[], [], [5, 6, 7, 8]] == [looked_up.propose([want(text)])[0] for _ in range(3)]
+def test_a_long_prompt_is_read_at_once() -> None:
+    """There is nothing to catch up with."""
+    assert [[5, 6, 7, 8]] == drafter().propose([want([*range(10_000), 3, 4])])
 
 
 def test_a_forgotten_sequence_leaves_nothing_but_its_output() -> None:
     """The same name again is a new sequence; forgetting what was never known is fine."""
     looked_up = drafter()
     looked_up.propose([want([1, 2, 3, 4, 1, 2])])
-    looked_up.forget("a")
-    looked_up.forget("nobody")
+    looked_up.forget("a", [])
+    looked_up.forget("nobody", [])
 
     assert [[]] == looked_up.propose([want([9, 1, 2])])
 

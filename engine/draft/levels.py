@@ -1,0 +1,47 @@
+"""What drafting costs by its levels, learnt from what it took: a start, and so much for each level."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# What is kept of earlier measurements at each new one, and how far one may pull: it can wait for the machine.
+_KEPT, _CLAMP = 0.9, 0.25
+# A spread of levels below this share of their mean says little of what one level costs: then there is no start.
+_SPREAD = 0.2
+
+
+class LevelCost:
+    """A straight line through (levels, seconds), by least squares over measurements that fade."""
+
+    def __init__(self) -> None:
+        self._count = self._levels = self._seconds = 0.0
+        self._squares = self._products = 0.0
+        self._start = self._level = 0.0
+
+    def observe(self, levels: int, seconds: float) -> None:
+        """Drafting so many levels took so long."""
+        if levels < 1 or seconds <= 0:
+            return
+        if self._count:
+            expected = self._start + self._level * levels
+            seconds = min(max(seconds, (1 - _CLAMP) * expected), (1 + _CLAMP) * expected)
+        self._count = _KEPT * self._count + 1
+        self._levels = _KEPT * self._levels + levels
+        self._seconds = _KEPT * self._seconds + seconds
+        self._squares = _KEPT * self._squares + levels * levels
+        self._products = _KEPT * self._products + levels * seconds
+        self._draw()
+
+    def seconds(self, levels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimates for numbers of levels; none costs nothing."""
+        return (levels > 0) * (self._start + self._level * levels)
+
+    def _draw(self) -> None:
+        """The line. The less the levels differ, the more it goes through nothing for no levels."""
+        levels, seconds = self._levels / self._count, self._seconds / self._count
+        spread, doubt = self._squares / self._count - levels**2, (_SPREAD * levels) ** 2
+        steepest = seconds / levels
+        level = (self._products / self._count - levels * seconds + doubt * steepest) / (spread + doubt)
+        self._level = min(max(level, 0.0), steepest)
+        self._start = seconds - self._level * levels

@@ -1,0 +1,99 @@
+"""A machine that exists as a formula: an engine's clock moves by what each of its steps would take there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core import Core
+from engine.cost import Work
+from engine.load import Loaded
+from engine.scheduler import Grant
+from engine.step import Said
+from engine.types import Delta, Request
+from tests.engine.models import core
+
+Seconds = Callable[[Work], float]
+
+
+def smollm(work: Work) -> float:
+    """About the shape of SmolLM2-135M in int8 on one core: 900 rows of prompt a second, 8 ms for one row."""
+    return max(0.008, 0.006 + 0.0011 * work.rows) + 4e-6 * work.cells + 4e-7 * work.pairs
+
+
+@dataclass
+class Step:
+    """One step: when it ended, how long it took, the rows of those who speak and of prompts."""
+
+    end: float
+    seconds: float
+    speaking: int
+    prompt: dict[str, int]
+
+    @property
+    def rows(self) -> int:
+        """Rows of prompt."""
+        return sum(self.prompt.values())
+
+
+@dataclass
+class Machine:
+    """Runs one engine and notes its steps and when tokens came. `seconds` may be changed on the way."""
+
+    seconds: Seconds = smollm
+    now: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    arrived: dict[str, float] = field(default_factory=dict)
+    said: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    def engine(self, loaded: Loaded, **settings: Any) -> Core:
+        """An engine on this machine, with its own target of time between tokens."""
+        engine = core(loaded, **{"itl_target_ms": None, "context": 2304, "slots": 8, **settings})
+        self._stepper, engine._stepper = engine._stepper, self  # type: ignore[assignment]
+        engine._clock = lambda: self.now
+        return engine
+
+    def run(self, grants: Sequence[Grant]) -> list[Said]:
+        """In place of the engine's stepper: the same, and it takes time."""
+        said = self._stepper.run(grants)
+        took = self.seconds(Work.of(grant.rows for grant in grants))
+        self.now += took
+        for each in said:
+            if each.tokens:
+                self.said.setdefault(each.grant.sequence.request.id, []).append(self.now)
+        prompt = {grant.sequence.request.id: grant.span.length for grant in grants if grant.span.length > 1}
+        self.steps.append(Step(self.now, took, len(grants) - len(prompt), prompt))
+        return said
+
+    def play(self, engine: Core, requests: Iterable[tuple[float, Request]]) -> None:
+        """Serve requests that arrive at given seconds to their ends."""
+        waiting = sorted(requests, key=lambda pair: pair[0])
+        while waiting or engine.busy:
+            if not engine.busy:
+                self.now = max(self.now, waiting[0][0])
+            while waiting and waiting[0][0] <= self.now:
+                self.arrived[waiting[0][1].id] = waiting[0][0]
+                engine.submit(waiting.pop(0)[1])
+            for name, event in engine.step():
+                if isinstance(event, Delta):
+                    self.tokens.setdefault(name, []).extend(event.tokens)
+
+    @property
+    def first(self) -> dict[str, float]:
+        """Seconds from each arrival to its first token."""
+        return {name: times[0] - self.arrived[name] for name, times in self.said.items()}
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens, of all, longest first."""
+        gaps = [
+            later - earlier for times in self.said.values() for earlier, later in zip(times, times[1:], strict=False)
+        ]
+        return sorted(gaps, reverse=True)
+
+    @property
+    def mixed(self) -> list[Step]:
+        """The steps in which some speak and prompts are computed."""
+        return [step for step in self.steps if step.rows and step.speaking]
