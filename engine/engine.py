@@ -17,6 +17,10 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import load_draft, make_speculation
+from engine.duties import Duties
+from engine.embedder.loading import LoadedEmbedder, load_embedder
+from engine.embedder.reader import Reader
+from engine.embedder.turns import Turns
 from engine.errors import (
     ContextTooLong,
     Draining,
@@ -31,10 +35,11 @@ from engine.grammar import Matcher
 from engine.grammars import Grammars
 from engine.load import Loaded, load
 from engine.runner import Runner
-from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
+from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
+from engine.stopping import Pattern
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
-from engine.types import Event, Failed, Request
+from engine.types import EmbeddingJob, Event, Failed, Request
 from engine.validity import check_rules
 
 log = logging.getLogger("cellar.engine")
@@ -53,6 +58,11 @@ class _Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class _Embed:
+    job: EmbeddingJob
+
+
+@dataclass(frozen=True, slots=True)
 class _Cancel:
     request_id: str
 
@@ -68,10 +78,11 @@ class Engine:
     def __init__(self, config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> None:
         self._config = config
         self._on_phase = on_phase
-        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submit | _Embed | _Cancel | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._streams: dict[str, RequestStream] = {}
         self._loaded: Loaded | None = None
+        self._embedder: LoadedEmbedder | None = None
         self._failure: EngineError | None = None
         self._draining = False
         self._phase = "resolve"
@@ -138,6 +149,17 @@ class Engine:
         """For worker threads of the server: its methods block. Raises Loading until there is a model."""
         return self._ready_model().grammars
 
+    @property
+    def embedding(self) -> Embedding | None:
+        """The embedding model; None: there is none, or not yet."""
+        return None if self._embedder is None else self._embedder.info
+
+    @property
+    def reader(self) -> Reader:
+        """The embedding model's, which must be there. For worker threads of the server: its methods block."""
+        assert self._embedder is not None, "who reads for the embedding model knows that there is one"
+        return self._embedder.reader
+
     def stats(self) -> Stats:
         """The state after the latest step."""
         return self._stats
@@ -150,21 +172,39 @@ class Engine:
         """
         self._check(request)
         matcher = None
+        if request.stop_regex:
+            await asyncio.to_thread(Pattern, request.stop_regex)
         if request.grammar is not None:
             matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
             # Others came meanwhile.
             self._check(request)
-        stream = self._streams[request.id] = RequestStream(request.id)
+        async with self._running(request.id, _Submit(request, matcher)) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def embed(self, job: EmbeddingJob) -> AsyncIterator[RequestStream]:
+        """Run texts, read by `reader`, through the embedding model, as `open` runs a request."""
+        self._check_open(job.id)
+        slots = self._ready_model().info.slots
+        if self._embedder is None or not job.inputs:
+            raise InvalidRequest("input", "there is no embedding model, or nothing for it to read")
+        self._check_room(slots)
+        async with self._running(job.id, _Embed(job)) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def _running(self, id: str, command: _Submit | _Embed) -> AsyncIterator[RequestStream]:
+        stream = self._streams[id] = RequestStream(id)
         began = time.monotonic()
-        self._inbox.put(_Submit(request, matcher))
+        self._inbox.put(command)
         try:
             yield stream
         finally:
             if stream.over:
                 self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
             else:
-                self._inbox.put(_Cancel(request.id))
-            del self._streams[request.id]
+                self._inbox.put(_Cancel(id))
+            del self._streams[id]
             self._closed.set()
 
     async def drain(self, seconds: float) -> None:
@@ -195,12 +235,9 @@ class Engine:
             self._thread.join()
 
     def _check(self, request: Request) -> None:
-        if self._draining:
-            raise Draining
+        self._check_open(request.id)
         loaded = self._ready_model()
         info, capacity = loaded.info, loaded.capacity
-        if request.id in self._streams:
-            raise InvalidRequest("id", f"a request with the id {request.id!r} is running")
         if not request.prompt:
             raise InvalidRequest("prompt", "the prompt has no tokens")
         image = None if loaded.encoder is None else loaded.encoder.image_token
@@ -219,9 +256,18 @@ class Engine:
             raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
         if len(request.prompt) >= capacity:
             raise ContextTooLong(len(request.prompt), capacity)
-        waiting = len(self._streams) - info.slots
+        self._check_room(info.slots)
+
+    def _check_open(self, id: str) -> None:
+        if self._draining:
+            raise Draining
+        if id in self._streams:
+            raise InvalidRequest("id", f"a request with the id {id!r} is running")
+
+    def _check_room(self, slots: int) -> None:
+        waiting = len(self._streams) - slots
         if waiting >= self._config.max_waiting:
-            seconds = min(max(self._mean_seconds * (waiting + 1) / info.slots, 1.0), 60.0)
+            seconds = min(max(self._mean_seconds * (waiting + 1) / slots, 1.0), 60.0)
             raise Overloaded(waiting, seconds)
 
     def _check_mutual(self, request: Request, loaded: Loaded) -> None:
@@ -273,9 +319,16 @@ class Engine:
             if stream is not None:
                 stream.deliver(event)
 
-    def _settle(self, loaded: Loaded | None, drafting: Drafting, failure: EngineError | None) -> None:
+    def _settle(
+        self,
+        loaded: Loaded | None,
+        drafting: Drafting,
+        failure: EngineError | None,
+        embedder: LoadedEmbedder | None = None,
+    ) -> None:
         """On the loop: the thread is ready, or it ended."""
         self._loaded, self._drafting = loaded or self._loaded, drafting
+        self._embedder = embedder or self._embedder
         self._failure = failure
         self._phase = "ready"
         self._settled.set()
@@ -286,7 +339,9 @@ class Engine:
 
     def _live(self) -> None:
         try:
-            loaded = load(self._config, self._enter)
+            embedder = load_embedder(self._config, self._enter)
+            promised = 0 if embedder is None else embedder.info.work_bytes
+            loaded = load(self._config, self._enter, promised_bytes=promised)
             draft = load_draft(self._config, loaded, self._enter)
             speculation = make_speculation(self._config, loaded, draft, time.monotonic)
             core = Core(loaded, self._config, speculation)
@@ -294,28 +349,29 @@ class Engine:
             if isinstance(draft, Loaded):
                 drafting = replace(drafting, model=draft.info, memory=draft.memory)
             self._enter("ready")
-            self._tell(self._settle, loaded, drafting, None)
-            self._serve(core)
+            self._tell(self._settle, loaded, drafting, None, embedder)
+            turns = None if embedder is None else Turns(embedder.embedder, most=self._config.chunk)
+            self._serve(Duties(core, turns))
         except ModelError as error:
             self._tell(self._settle, None, Drafting(), error)
         except Exception as error:
             log.exception("the engine thread ended")
             self._tell(self._settle, None, Drafting(), EngineDead(type(error).__name__))
 
-    def _serve(self, core: Core) -> None:
-        told, stats, rested = 0.0, core.stats(), False
-        while self._drain_inbox(core, rested):
+    def _serve(self, duties: Duties) -> None:
+        told, stats, rested = 0.0, duties.stats(), False
+        while self._drain_inbox(duties, rested):
             self._beat = time.monotonic()
-            busy = core.busy
-            events = core.step() if busy else []
-            rested = not busy and not core.rest()
-            if not core.busy or self._beat - told > _STATS_SECONDS:
-                told, stats = self._beat, core.stats()
+            busy = duties.busy
+            events = duties.step() if busy else []
+            rested = not busy and not duties.rest()
+            if not duties.busy or self._beat - told > _STATS_SECONDS:
+                told, stats = self._beat, duties.stats()
             self._tell(self._deliver, events, stats, rested)
 
-    def _drain_inbox(self, core: Core, rested: bool) -> bool:
+    def _drain_inbox(self, duties: Duties, rested: bool) -> bool:
         """Do what the loop asked for; wait for it while there is nothing to do. False ends the thread."""
-        wait = rested and not core.busy
+        wait = rested and not duties.busy
         while True:
             try:
                 command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
@@ -324,9 +380,11 @@ class Engine:
             wait = False
             match command:
                 case _Submit(request, matcher):
-                    core.submit(request, matcher)
+                    duties.submit(request, matcher)
+                case _Embed(job):
+                    duties.embed(job)
                 case _Cancel(request_id):
-                    core.cancel(request_id)
+                    duties.cancel(request_id)
                 case _Stop():
                     return False
 

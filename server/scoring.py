@@ -2,6 +2,7 @@
 
 This takes any model that follows instructions, and the words are those that rerankers made from such models were
 trained with (Qwen3-Reranker, arXiv 2506.05176). All texts of one query begin with it, so it is computed once.
+Where the embedding model is meant, it is asked instead (comparing.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import anyio.to_thread
 
 from server.asking import Asker
 from server.batch import Outcome, run_all
-from server.errors import INVALID_VALUE, ApiError
+from server.comparing import Pairs, compare, compares
+from server.errors import INVALID_VALUE, UNSUPPORTED_PARAMETER, ApiError
 from server.labels import Fork
 from server.metrics import Endpoint
 from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
@@ -31,10 +33,10 @@ _ANSWERS = ("yes", "no")
 
 async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
     """The documents of a body, best first; raises ApiError or EngineError for what is wrong with it."""
-    model = service.resolve(body.model)
+    service.check_ready()
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
-    scores, usage = await _relevance(service, pairs, body.instruction, id, "rerank")
+    model, scores, usage = await _scores(service, body, pairs, id, "rerank")
     order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
     results = [Ranked(index=at, relevance_score=scores[at]) for at in order]
     if body.return_documents is not False:
@@ -45,8 +47,8 @@ async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
 
 async def score(service: Service, body: ScoreRequest, id: str) -> ScoreList:
     """The scores of a body's pairs; raises ApiError or EngineError for what is wrong with it."""
-    model = service.resolve(body.model)
-    scores, usage = await _relevance(service, _pairs(body), body.instruction, id, "score")
+    service.check_ready()
+    model, scores, usage = await _scores(service, body, _pairs(body), id, "score")
     return ScoreList(
         id=id,
         object="list",
@@ -66,11 +68,24 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
+async def _scores(
+    service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
+) -> tuple[str, list[float], ScoringUsage]:
+    """Who answers, the scores of the pairs, and what they cost."""
+    if service.settings.embedding_name is None or not compares(service, body.model):
+        model = service.resolve(body.model)
+        if body.truncate_prompt_tokens is not None:
+            message = "This server does not support 'truncate_prompt_tokens' with this model: it is no embedding model."
+            raise ApiError(UNSUPPORTED_PARAMETER, message, param="truncate_prompt_tokens")
+        return model, *await _relevance(service, pairs, body.instruction, id, endpoint)
+    scores, tokens = await compare(service, pairs, body, id, endpoint)
+    return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
 async def _relevance(
-    service: Service, pairs: Sequence[tuple[str, str]], instruction: str | None, id: str, endpoint: Endpoint
+    service: Service, pairs: Pairs, instruction: str | None, id: str, endpoint: Endpoint
 ) -> tuple[list[float], ScoringUsage]:
     """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
-    service.check_ready()
     forks = await anyio.to_thread.run_sync(_forks, service, pairs, instruction or INSTRUCTION)
     asked = [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
     outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
@@ -79,7 +94,7 @@ async def _relevance(
     return scores, _usage(outcomes)
 
 
-def _forks(service: Service, pairs: Sequence[tuple[str, str]], instruction: str) -> list[Fork]:
+def _forks(service: Service, pairs: Pairs, instruction: str) -> list[Fork]:
     """The questions as the model reads them; for a worker thread."""
     asker = Asker(service.engine.tokenizer)
     return [

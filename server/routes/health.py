@@ -17,9 +17,12 @@ def add(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=RESPONSES)
     async def health() -> Response:
-        """200 while the engine thread lives, also when it loads or drains: a restart would not help then."""
+        """200 while the engine thread lives, also when it loads or drains: a restart would not help then.
+
+        `models` are the names of those that are loaded.
+        """
         service.check_alive()
-        return Json({"status": "ok", "phase": service.engine.phase})
+        return Json({"status": "ok", "phase": service.engine.phase, "models": list(service.loaded)})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=RESPONSES)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from engine.status import ModelInfo
 from server.encoding import Json
 from server.routes.documented import RESPONSES
-from server.schemas.models import Model, ModelList
+from server.schemas.models import Model, ModelList, ModelMore
 from server.service import Service
 
 
@@ -16,26 +17,33 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses={**RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
-        """List the names that the model answers to."""
-        models = [_model(service, name) for name in service.settings.names]
-        return Json(ModelList(object="list", data=models))
+        """List the names that the models answer to."""
+        names = (*service.settings.names, service.settings.embedding_name)
+        return Json(ModelList(object="list", data=[_model(service, name) for name in names if name is not None]))
 
     # Names from the hub hold a slash.
     @app.get("/v1/models/{model:path}", responses={**RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
         """Describe the model under one of its names."""
-        return Json(_model(service, service.resolve(model)))
+        known = model if model == service.settings.embedding_name else service.resolve(model)
+        return Json(_model(service, known))
 
 
 def _model(service: Service, name: str) -> Model:
     service.check_ready()
-    info = service.engine.info
+    embedding = service.engine.embedding
+    if embedding is not None and name == service.settings.embedding_name:
+        return _described(service, name, name, embedding.model, {"n_embd": embedding.dimensions})
+    return _described(service, name, service.settings.names[0], service.engine.info, {})
+
+
+def _described(service: Service, name: str, root: str, info: ModelInfo, more: ModelMore) -> Model:
     return Model(
         id=name,
         object="model",
         created=service.created,
         owned_by="cellar",
-        root=service.settings.names[0],
+        root=root,
         max_model_len=info.context,
         meta={
             "n_params": info.parameters,
@@ -44,5 +52,6 @@ def _model(service: Service, name: str) -> Model:
             "n_slots": info.slots,
             "architecture": info.architecture,
             "dtype": info.dtype,
+            **more,
         },
     )

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from engine.types import Pooling
 from server.schemas import policy
-from server.schemas.common import Label
+from server.schemas.common import Cut, Label
 from server.schemas.completions import read_prompts
 from server.schemas.content import Strict
 
@@ -28,7 +28,12 @@ Inputs = Annotated[
 
 
 class EmbeddingRequest(Strict):
-    """Texts, or lists of token ids, that are to become vectors. `pooling` is ours: which states a vector is made of."""
+    """Texts, or lists of token ids, that are to become vectors.
+
+    input_type  what the texts are for, as Cohere, Voyage and NVIDIA have it; or the name of a prompt of the model
+    truncate_prompt_tokens  as vLLM has it: a longer text is cut; -1: where the model's length ends
+    pooling     ours: which states of the model a vector is made of
+    """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.EMBEDDINGS
 
@@ -37,6 +42,8 @@ class EmbeddingRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=2**20)] | None = None
     pooling: Pooling | None = None
+    input_type: Label | None = None
+    truncate_prompt_tokens: Cut | None = None
     user: Label | None = None
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 
-class ModelMeta(TypedDict):
-    """What the model is, under llama.cpp's names."""
+class ModelMore(TypedDict):
+    """What else there is to say of an embedding model: the length of its vectors."""
+
+    n_embd: NotRequired[int]
+
+
+class ModelMeta(ModelMore):
+    """What the model is, under llama.cpp's names. An embedding model has no slots."""
 
     n_params: int
     n_vocab: int

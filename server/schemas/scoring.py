@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from server.schemas import policy
-from server.schemas.common import Label
+from server.schemas.common import Cut, Label
 from server.schemas.content import Strict
 
 # Jina's limit.
@@ -32,7 +32,11 @@ AnyDocument = Annotated[Annotated[str, Tag("text")] | Annotated[Document, Tag("d
 
 
 class RerankRequest(Strict):
-    """A query, and the texts to be put in order. `instruction` says what the query is for."""
+    """A query, and the texts to be put in order.
+
+    instruction  what the query is for, where the model is asked
+    truncate_prompt_tokens  where the embedding model stops to read a text, or a pair of them, as vLLM has it
+    """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
 
@@ -42,6 +46,7 @@ class RerankRequest(Strict):
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
     instruction: Instruction | None = None
+    truncate_prompt_tokens: Cut | None = None
     user: Label | None = None
 
 
@@ -64,6 +69,7 @@ class ScoreRequest(Strict):
     text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
     text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
     instruction: Instruction | None = None
+    truncate_prompt_tokens: Cut | None = None
     user: Label | None = None
 
 

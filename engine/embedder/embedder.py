@@ -1,0 +1,62 @@
+"""The embedding model on the engine thread: a batch of texts in one forward of transformers' own code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.embedder.head import Head
+from engine.types import EmbeddingInput
+
+
+class Embedder:
+    """Runs batches. Shorter texts are filled up behind their end, which no kind of model looks at.
+
+    pad      the token that fills a text up
+    spread   lengths in a batch may differ by so many tokens
+    threads  to compute with; the model beside it may be better off with another number
+    """
+
+    def __init__(self, model: Any, head: Head, *, pad: int, threads: int, spread: int) -> None:
+        self._model, self._head, self.pad, self._threads = model, head, pad, threads
+        self._known = inspect.signature(model.forward).parameters.keys()
+        self.spread = spread
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format that it computes in."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    def vectors(self, inputs: Sequence[EmbeddingInput]) -> Tensor:
+        """What becomes of each [inputs, dimensions], in float32."""
+        longest = max(len(each.tokens) for each in inputs)
+        rows = {
+            "input_ids": [_filled(each.tokens, longest, self.pad) for each in inputs],
+            "attention_mask": [_filled([1] * len(each.tokens), longest, 0) for each in inputs],
+        }
+        if any(each.parts for each in inputs):
+            rows["token_type_ids"] = [_filled(each.parts, longest, 0) for each in inputs]
+        known = {name: row for name, row in rows.items() if name in self._known}
+        with torch.inference_mode(), _threads(self._threads):
+            output = self._model(**{name: torch.tensor(row, device=self._model.device) for name, row in known.items()})
+            return self._head(output, inputs).float().cpu()
+
+
+def _filled(row: Sequence[int], length: int, filler: int) -> list[int]:
+    return [*row, *[filler] * (length - len(row))]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
