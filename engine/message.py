@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 ToolMode = Literal["none", "auto", "required"]
+# A function takes an object; a custom tool takes a text, which models that know only functions give as this argument.
+ToolKind = Literal["function", "custom"]
+INPUT = "input"
 BodyKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call.
+    """A tool that the model may call.
 
     parameters  a JSON schema, as JSON text
     strict      whether arguments must follow the schema exactly
+    grammar     of a custom tool: what its text must follow, in Lark; "": the schema says all
     """
 
     name: str
     description: str = ""
     parameters: str = '{"type": "object", "properties": {}}'
     strict: bool = False
+    kind: ToolKind = "function"
+    grammar: str = ""
+
+
+def custom_tool(name: str, description: str = "", *, pattern: str = "", grammar: str = "") -> Tool:
+    """A tool that takes a text: any, one that follows a regular expression, or one that follows a grammar in Lark."""
+    taken: dict[str, object] = {"type": "string"}
+    if pattern:
+        taken["pattern"] = f"^(?:{pattern})$"
+    if grammar:
+        taken["description"] = f"A text that follows this Lark grammar:\n{grammar}"
+    schema = {"type": "object", "properties": {INPUT: taken}, "required": [INPUT], "additionalProperties": False}
+    parameters = json.dumps(schema, ensure_ascii=False)
+    return Tool(name, description, parameters, strict=True, kind="custom", grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +87,12 @@ class CallOpened:
 
     index: int
     name: str
+    kind: ToolKind = "function"
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of the arguments of call number `index`."""
+    """More of the arguments of call number `index`: of their JSON text, or of the text that a custom tool takes."""
 
     index: int
     text: str

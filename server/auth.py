@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Iterator
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import INVALID_API_KEY, ApiError, reply
@@ -13,6 +14,8 @@ from server.errors import INVALID_API_KEY, ApiError, reply
 # Compared with scope["path"] as it is: no prefix, no case folding, no URL object rebuilt from the Host header
 # (CVE-2026-48710 was that).
 OPEN_PATHS = frozenset({"/health", "/ready"})
+# The name of a request's key in its state.
+OWNER = "owner"
 
 
 class Auth:
@@ -21,11 +24,12 @@ class Auth:
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self.app = app
         self._digests = [_digest(key.encode("utf-8")) for key in keys]
+        self._several = len({*self._digests}) > 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer that it needs a key."""
         if scope["type"] != "http" or self._may_pass(scope):
-            await self.app(scope, receive, send)
+            await self.app(self._owned(scope), receive, send)
             return
         message = "Incorrect API key provided." if any(_presented(scope)) else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
@@ -37,6 +41,14 @@ class Auth:
         presented = list(_presented(scope))
         # Two credentials in one request: a proxy and we might read different ones.
         return len(presented) == 1 and self._knows(presented[0])
+
+    def _owned(self, scope: Scope) -> Scope:
+        """The request with the name of its key: where there are several, what is kept belongs to one of them."""
+        presented = list(_presented(scope)) if self._several and scope["type"] == "http" else []
+        if len(presented) != 1:
+            return scope
+        # Of the digest as much as tells keys apart: it is written down beside what belongs to it.
+        return {**scope, "state": {**scope.get("state", {}), OWNER: _digest(b"owner " + presented[0]).hex()[:16]}}
 
     def _knows(self, key: bytes) -> bool:
         # Digests have one length, and all of them are compared, so that the time says nothing about the keys.
@@ -56,3 +68,8 @@ def _presented(scope: Scope) -> Iterator[bytes]:
         elif name == b"authorization":
             scheme, _, key = value.partition(b" ")
             yield key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def owner(request: Request) -> str:
+    """Whose key a request came with, where there are several; "": there is one, or none."""
+    return str(getattr(request.state, OWNER, ""))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from server.chunks import ChatChunks, finish_reason
 from server.diagnostics import diagnose
-from server.generation import Events, tier
+from server.generation import Events, spaced, tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
-from server.reply import Reply, gather
+from server.reply import Call, Reply, gather
 from server.schemas.chat import AnsweredCall, AnswerMessage, ChatChoice, ChatChunk, ChatCompletion, ChatRequest
 from server.turn import Turn
 from server.usage import timings, usage
@@ -58,7 +58,7 @@ class ChatAnswer:
 
     def chunks(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
         """The events as the chunks of a stream."""
-        return ChatChunks(self.turn, self.warnings).of(events)
+        return ChatChunks(self.turn, self.warnings).of(spaced(events, self.body.stream_interval))
 
     def _add_prompt(self, answer: ChatCompletion, first: Reply) -> None:
         if self.body.return_token_ids:
@@ -91,8 +91,11 @@ def _message(reply: Reply, *, legacy: bool) -> AnswerMessage:
     if legacy:
         message["function_call"] = {"name": reply.calls[0].name, "arguments": reply.calls[0].arguments}
     else:
-        message["tool_calls"] = [
-            AnsweredCall(id=call.id, type="function", function={"name": call.name, "arguments": call.arguments})
-            for call in reply.calls
-        ]
+        message["tool_calls"] = [_call(call) for call in reply.calls]
     return message
+
+
+def _call(call: Call) -> AnsweredCall:
+    if call.kind == "custom":
+        return AnsweredCall(id=call.id, type="custom", custom={"name": call.name, "input": call.arguments})
+    return AnsweredCall(id=call.id, type="function", function={"name": call.name, "arguments": call.arguments})

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Iterator
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from engine.types import Progress, Scored, Started
+from server.accounts import Accounts
 from server.diagnostics import diagnose
 from server.generation import Events, tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
-from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice
+from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice, CustomDelta, FunctionDelta
 from server.schemas.common import FinishReason
 from server.turn import Ended, Reason, Said, Turn, said
-from server.usage import Meter, timings, usage
 
 
 def finish_reason(turn: Turn, reason: Reason) -> FinishReason:
@@ -28,11 +28,14 @@ class ChatChunks:
 
     def __init__(self, turn: Turn, warnings: tuple[str, ...]) -> None:
         self._turn, self._body = turn, turn.body
-        self._meters = [Meter(len(request.prompt)) for request in turn.requests]
+        self._accounts = Accounts(turn.body, turn.requests, len(turn.requests))
         self._wording = Wording.of(turn.body, turn.body.top_logprobs or 0)
         self._warnings = warnings
         self._begun: set[int] = set()
-        self._ended: dict[int, Ended] = {}
+        # Of the first choice, which computes the prompt.
+        self._first: Ended | None = None
+        # The calls of custom tools: number of the choice, number of the call.
+        self._customs: set[tuple[int, int]] = set()
 
     async def of(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
         """The role once, what is said, the end of each choice, and the cost of all if it was asked for."""
@@ -51,13 +54,13 @@ class ChatChunks:
     def _chunks(self, index: int, what: Said | Ended | Started | Progress | Scored) -> Iterator[ChatChunk]:
         match what:
             case Started():
-                self._meters[index].start(what)
+                self._accounts.start(index, what)
             case Progress():
                 yield self._progress(index, what)
             case Scored():
                 yield self._scored(what)
             case Said():
-                self._meters[index].say(len(what.tokens))
+                self._accounts.say(index, len(what.tokens))
                 yield from self._role(index)
                 yield from self._said(index, what)
             case Ended():
@@ -95,42 +98,49 @@ class ChatChunks:
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text, "reasoning": text}
-            case CallOpened(at, name):
-                if self._turn.offer.legacy:
-                    return {"function_call": {"name": name, "arguments": ""}}
-                id = self._turn.call_id(index, at)
-                opened = CallDelta(index=at, id=id, type="function", function={"name": name, "arguments": ""})
-                return {"tool_calls": [opened]}
+            case CallOpened(name=name) if self._turn.offer.legacy:
+                return {"function_call": {"name": name, "arguments": ""}}
+            case CallArguments(text=text) if self._turn.offer.legacy:
+                return {"function_call": {"arguments": text}}
+            case CallOpened(at, name, kind):
+                if kind == "custom":
+                    self._customs.add((index, at))
+                opened = self._called(index, at, {"name": name, "arguments": ""})
+                return {"tool_calls": [{**opened, "id": self._turn.call_id(index, at), "type": kind}]}
             case CallArguments(at, text):
-                if self._turn.offer.legacy:
-                    return {"function_call": {"arguments": text}}
-                return {"tool_calls": [CallDelta(index=at, function={"arguments": text})]}
+                return {"tool_calls": [self._called(index, at, {"arguments": text})]}
+
+    def _called(self, index: int, at: int, more: FunctionDelta) -> CallDelta:
+        """More of a call; what a custom tool takes has another name."""
+        if (index, at) not in self._customs:
+            return {"index": at, "function": more}
+        named: CustomDelta = {"input": more["arguments"]}
+        return {"index": at, "custom": {"name": more["name"], **named} if "name" in more else named}
 
     def _end(self, index: int, ended: Ended) -> ChatChunk:
-        self._ended[index] = ended
+        self._accounts.end(index, ended.finished, ended.reasoning_tokens)
+        if index == 0:
+            self._first = ended
         chunk = self._chunk(index, {})
         chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
         chunk["choices"][0]["stop_reason"] = ended.finished.stop
-        if not self._body.include_usage and len(self._meters) == 1:
-            chunk["timings"] = timings(ended.finished)
+        self._accounts.close(chunk)
         return chunk
 
     async def _diagnosed(self) -> ChatChunk:
+        assert self._first is not None, "the engine ends every stream with Finished or Failed"
         chunk = self._frame([])
-        chunk["prompt_cache_diagnostics"] = await diagnose(self._turn, self._ended[0].finished)
+        chunk["prompt_cache_diagnostics"] = await diagnose(self._turn, self._first.finished)
         return chunk
 
     def _cost(self) -> ChatChunk:
         chunk = self._frame([])
-        finished = [ended.finished for ended in self._ended.values()]
-        chunk["usage"] = usage([finished], sum(ended.reasoning_tokens for ended in self._ended.values()))
-        if len(finished) == 1:
-            chunk["timings"] = timings(finished[0])
+        self._accounts.total(chunk)
         return chunk
 
     def _progress(self, index: int, event: Progress) -> ChatChunk:
         chunk = self._frame([])
-        chunk["prompt_progress"] = self._meters[index].progress(event)
+        self._accounts.progress(chunk, index, event)
         return chunk
 
     def _scored(self, event: Scored) -> ChatChunk:
@@ -140,10 +150,7 @@ class ChatChunks:
 
     def _chunk(self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
         chunk = self._frame([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)])
-        if self._body.continuous_usage:
-            chunk["usage"] = usage([[meter.reading() for meter in self._meters]])
-        if self._body.timings_per_token:
-            chunk["timings"] = timings(self._meters[index].reading())
+        self._accounts.tell(chunk, index)
         return chunk
 
     def _frame(self, choices: list[ChunkChoice]) -> ChatChunk:
@@ -156,6 +163,5 @@ class ChatChunks:
             system_fingerprint=self._turn.fingerprint,
             choices=choices,
         )
-        if self._body.include_usage:
-            chunk["usage"] = None
+        self._accounts.announce(chunk)
         return chunk

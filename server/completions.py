@@ -9,7 +9,7 @@ from engine.types import Finished
 from server.continuation import Continuation
 from server.errors import check_deadline
 from server.fold import Choice, fold
-from server.generation import Events, tier
+from server.generation import Events, spaced, tier
 from server.logprobs import joined, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 from server.text_chunks import TextChunks, stop_text
@@ -52,7 +52,7 @@ class CompletionAnswer:
 
     def chunks(self, events: Events) -> AsyncGenerator[Completion, None]:
         """The events as the chunks of a stream."""
-        return TextChunks(self.work, self.warnings).of(events)
+        return TextChunks(self.work, self.warnings).of(spaced(events, self.body.stream_interval))
 
     def _best(self, choices: Sequence[Choice]) -> list[int]:
         """Of each prompt those that are shown, the likeliest first where there are more."""

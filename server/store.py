@@ -34,7 +34,8 @@ _SCHEMA = (
         bytes BIGINT NOT NULL,
         body BLOB NOT NULL,
         input BLOB NOT NULL,
-        events BLOB NOT NULL
+        events BLOB NOT NULL,
+        owner TEXT NOT NULL DEFAULT ''
     )""",
     "CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used, bytes)",
     "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created)",
@@ -45,12 +46,17 @@ _SCHEMA = (
     )""",
     "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
 )
-_PUT = """INSERT INTO responses (id, previous, settled, lease, created, used, bytes, body, input, events)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+# Databases that an earlier version made have no owners.
+_OWNED = "SELECT owner FROM responses LIMIT 1"
+_OWN = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
+_PUT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
         bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
     WHERE responses.settled = 0"""
-_READ = "UPDATE responses SET used = ? WHERE id = ? RETURNING id, previous, settled, lease, body, input"
+# What has no owner is everybody's: it was made while there was one key, or none.
+_MINE = "id = ? AND owner IN (?, '')"
+_READ = f"UPDATE responses SET used = ? WHERE {_MINE} RETURNING id, previous, owner, settled, lease, body, input"
 _CHAIN = """WITH RECURSIVE chain (id, previous, depth) AS (
         SELECT id, previous, 0 FROM responses WHERE id = ?
         UNION ALL
@@ -86,6 +92,7 @@ class Record:
     body, input  of server/responses
     items     names of the items in body and input, by which the response can be found too; given to `put` only
     lost      it is not settled, and whoever worked on it is gone
+    owner     who alone may read it; "": everybody
     """
 
     id: str
@@ -95,6 +102,7 @@ class Record:
     input: bytes
     items: tuple[str, ...] = ()
     lost: bool = False
+    owner: str = ""
 
 
 @dataclass(slots=True)
@@ -111,37 +119,38 @@ class Store:
         """Keep a record, in place of one with its id that was not settled, and make room for it."""
         await self._in_worker(lambda database: self._put(database, record, events))
 
-    async def get(self, id: str) -> Record | None:
-        """The record; from now on it was read last."""
-        return await self._in_worker(lambda database: self._get(database, id))
+    async def get(self, id: str, owner: str = "") -> Record | None:
+        """The record, if its owner asks; from now on it was read last."""
+        return await self._in_worker(lambda database: self._get(database, id, owner))
 
-    async def events(self, id: str) -> bytes:
+    async def events(self, id: str, owner: str = "") -> bytes:
         """What was put beside the record."""
-        rows = await self._in_worker(lambda database: database.run("SELECT events FROM responses WHERE id = ?", [id]))
+        statement = f"SELECT events FROM responses WHERE {_MINE}"
+        rows = await self._in_worker(lambda database: database.run(statement, [id, owner]))
         return zlib.decompress(rows[0][0]) if rows else b""
 
-    async def chain(self, id: str) -> list[Record]:
+    async def chain(self, id: str, owner: str = "") -> list[Record]:
         """The record and all that it goes on from, oldest first; whoever is missing ends it. Empty: there is none."""
 
         def read(database: Database) -> list[Record]:
             ids = [row[0] for row in database.run(_CHAIN, [id, LONGEST_CHAIN])]
-            return [record for each in ids if (record := self._get(database, each)) is not None]
+            return [record for each in ids if (record := self._get(database, each, owner)) is not None]
 
         return await self._in_worker(read)
 
-    async def holders(self, items: Sequence[str]) -> list[Record]:
+    async def holders(self, items: Sequence[str], owner: str = "") -> list[Record]:
         """The records that these items stand in."""
 
         def read(database: Database) -> list[Record]:
             found = {row[0] for item in items for row in database.run(_HOLDER, [item])}
-            return [record for each in sorted(found) if (record := self._get(database, each)) is not None]
+            return [record for each in sorted(found) if (record := self._get(database, each, owner)) is not None]
 
         return await self._in_worker(read)
 
-    async def delete(self, id: str) -> bool:
+    async def delete(self, id: str, owner: str = "") -> bool:
         """Forget a record; False: there was none."""
-        statement = "DELETE FROM responses WHERE id = ? RETURNING id"
-        return bool(await self._in_worker(lambda database: database.run(statement, [id])))
+        statement = f"DELETE FROM responses WHERE {_MINE} RETURNING id"
+        return bool(await self._in_worker(lambda database: database.run(statement, [id, owner])))
 
     async def renew(self, ids: Sequence[str]) -> set[str]:
         """Say that these are still being made. Those that somebody else settled or deleted are not in the answer."""
@@ -171,6 +180,7 @@ class Store:
             database = connect(self.place)
             for statement in _SCHEMA:
                 database.run(statement)
+            _add_owners(database)
             self._database = database
         return self._database
 
@@ -179,7 +189,7 @@ class Store:
         now, size = self.clock(), sum(len(part) for part in parts)
         state: list[Value] = [int(record.settled), now + LEASE_SECONDS, now, now, size]
         with database.transaction():
-            database.run(_PUT, [record.id, record.previous, *state, *parts])
+            database.run(_PUT, [record.id, record.previous, record.owner, *state, *parts])
             for item in record.items:
                 database.run("INSERT INTO items VALUES (?, ?) ON CONFLICT DO NOTHING", [item, record.id])
             database.run("DELETE FROM responses WHERE created < ?", [now - self.limits.seconds])
@@ -187,20 +197,28 @@ class Store:
             if rows > self.limits.rows or total > self.limits.bytes:
                 database.run(_EVICT, [self.limits.rows, self.limits.bytes])
 
-    def _get(self, database: Database, id: str) -> Record | None:
-        rows = database.run(_READ, [self.clock(), id])
+    def _get(self, database: Database, id: str, owner: str) -> Record | None:
+        rows = database.run(_READ, [self.clock(), id, owner])
         return self._record(rows[0]) if rows else None
 
     def _record(self, row: Row) -> Record:
-        id, previous, settled, lease, body, input = row
+        id, previous, owner, settled, lease, body, input = row
         return Record(
             id=id,
             previous=previous,
+            owner=owner,
             settled=bool(settled),
             body=zlib.decompress(body),
             input=zlib.decompress(input),
             lost=not settled and lease < self.clock(),
         )
+
+
+def _add_owners(database: Database) -> None:
+    try:
+        database.run(_OWNED)
+    except StoreError:
+        database.run(_OWN)
 
 
 def open_store(setting: str | None) -> Store | None:

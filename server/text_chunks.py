@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 
 from engine.types import Delta, Event, Finished, Progress, Scored, Started
+from server.accounts import Accounts
 from server.continuation import Continuation
 from server.generation import Events, tier
 from server.logprobs import length, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
-from server.usage import Meter, timings, usage
 
 
 def stop_text(body: CompletionRequest, finished: Finished) -> str:
     """The stop string that ended a text, where the text is to hold it."""
-    wanted = body.include_stop_str_in_output and finished.reason == "stop"
+    # What a regular expression matched is part of the text already.
+    wanted = body.include_stop_str_in_output and finished.reason == "stop" and finished.stop in (body.stop or ())
     return finished.stop if wanted and isinstance(finished.stop, str) else ""
 
 
@@ -23,11 +24,10 @@ class TextChunks:
 
     def __init__(self, work: Continuation, warnings: tuple[str, ...]) -> None:
         self._work, self._body, self._warnings = work, work.body, warnings
-        self._meters = [Meter(len(request.prompt)) for request in work.requests]
+        self._accounts = Accounts(work.body, work.requests, work.width)
         # Where the next text of each choice stands; None: its prompt has not been repeated yet.
         self._offsets: list[int | None] = [None if work.prompts else 0 for _ in work.requests]
         self._begun: set[int] = set()
-        self._finished: dict[int, Finished] = {}
 
     async def of(self, events: Events) -> AsyncGenerator[Completion, None]:
         """What is said, the end of each choice, and the cost of all if it was asked for."""
@@ -44,13 +44,13 @@ class TextChunks:
     def _chunks(self, index: int, event: Event) -> Iterator[Completion]:
         match event:
             case Started():
-                self._meters[index].start(event)
+                self._accounts.start(index, event)
             case Progress():
                 yield self._progress(index, event)
             case Scored():
                 yield from self._scored(index, event)
             case Delta():
-                self._meters[index].say(len(event.tokens))
+                self._accounts.say(index, len(event.tokens))
                 yield from self._repeat(index)
                 yield from self._said(index, event)
             case Finished():
@@ -88,29 +88,24 @@ class TextChunks:
             yield chunk
 
     def _end(self, index: int, event: Finished) -> Completion:
-        self._finished[index] = event
+        self._accounts.end(index, event)
         ending = None if event.ending is None or self._body.logprobs is None else event.ending
         offset = self._offsets[index] or 0
         logprobs = None if ending is None else text_logprobs([ending], offset, self._work.wording)
         chunk = self._chunk(index, "", logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop
-        if not self._body.include_usage and len(self._work.requests) == 1:
-            chunk["timings"] = timings(event)
+        self._accounts.close(chunk)
         return chunk
 
     def _cost(self) -> Completion:
         chunk = self._frame([])
-        width, count = self._work.width, len(self._work.requests)
-        finished = [self._finished[index] for index in range(count)]
-        chunk["usage"] = usage([finished[start : start + width] for start in range(0, count, width)])
-        if count == 1:
-            chunk["timings"] = timings(finished[0])
+        self._accounts.total(chunk)
         return chunk
 
     def _progress(self, index: int, event: Progress) -> Completion:
         chunk = self._frame([])
-        chunk["prompt_progress"] = self._meters[index].progress(event)
+        self._accounts.progress(chunk, index, event)
         return chunk
 
     def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None = None) -> Completion:
@@ -119,10 +114,7 @@ class TextChunks:
             choice["prompt_token_ids"] = list(self._work.requests[index].prompt)
         self._begun.add(index)
         chunk = self._frame([choice])
-        if self._body.continuous_usage:
-            chunk["usage"] = usage([[meter.reading()] for meter in self._meters])
-        if self._body.timings_per_token:
-            chunk["timings"] = timings(self._meters[index].reading())
+        self._accounts.tell(chunk, index)
         return chunk
 
     def _frame(self, choices: list[TextChoice]) -> Completion:
@@ -135,6 +127,5 @@ class TextChunks:
             service_tier=tier(self._body),
             choices=choices,
         )
-        if self._body.include_usage:
-            chunk["usage"] = None
+        self._accounts.announce(chunk)
         return chunk

@@ -6,10 +6,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.message import Tool, ToolChoice
+from engine.message import Tool, ToolChoice, custom_tool
 from server.errors import INVALID_VALUE, ApiError
 from server.schemas.chat import ChatRequest
-from server.schemas.tools import AllowedChoice, FunctionDefinition, FunctionNamed, LegacyFunction, NamedChoice, Schema
+from server.schemas.tools import (
+    AllowedChoice,
+    CustomDefinition,
+    CustomTool,
+    FunctionDefinition,
+    GrammarInput,
+    LegacyFunction,
+    Named,
+    NamedChoice,
+    NamedCustom,
+    NamedFunction,
+    Schema,
+    ToolDefinition,
+)
+
+# What a body offers, whatever it is called there.
+Definition = FunctionDefinition | LegacyFunction | CustomDefinition
 
 # No parameters, as OpenAI reads a function without them.
 NOTHING: Schema = {"type": "object", "properties": {}}
@@ -32,38 +48,60 @@ def offer(body: ChatRequest) -> Offer:
     if body.functions and body.tools:
         raise _invalid("functions", "it is the older name of 'tools'; give one of them")
     if body.functions:
-        tools = _tools(body.functions, "functions[{}]")
+        tools = _tools([(f"functions[{at}]", function) for at, function in enumerate(body.functions)])
         choice = _legacy_choice(body, tools)
     else:
-        tools = _tools([tool.function for tool in body.tools or ()], "tools[{}].function")
+        tools = _tools([_defined(at, tool) for at, tool in enumerate(body.tools or ())])
         choice = _choice(body, tools)
     # A model that sees no tools calls none.
     return Offer(() if choice.mode == "none" else tools, choice, legacy=bool(body.functions))
 
 
-def _tools(functions: Sequence[FunctionDefinition | LegacyFunction], place: str) -> tuple[Tool, ...]:
+def place(at: int, tool: Tool, *, legacy: bool) -> str:
+    """Where tool number `at` stands in a body."""
+    return f"functions[{at}]" if legacy else f"tools[{at}].{tool.kind}"
+
+
+def _defined(at: int, tool: ToolDefinition) -> tuple[str, Definition]:
+    if isinstance(tool, CustomTool):
+        return f"tools[{at}].custom", tool.custom
+    return f"tools[{at}].function", tool.function
+
+
+def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
+    """The tools, each with its place."""
     seen: set[str] = set()
-    for at, function in enumerate(functions):
-        if function.name in seen:
-            raise _invalid(f"{place.format(at)}.name", "another tool has this name")
-        seen.add(function.name)
-        kind = (function.parameters or NOTHING).get("type", "object")
-        if kind != "object":
-            raise _invalid(f"{place.format(at)}.parameters.type", "it must be 'object'")
-    return tuple(_tool(function) for function in functions)
+    for place, definition in offered:
+        if definition.name in seen:
+            raise _invalid(f"{place}.name", "another tool has this name")
+        seen.add(definition.name)
+        if isinstance(definition, CustomDefinition):
+            continue
+        if (definition.parameters or NOTHING).get("type", "object") != "object":
+            raise _invalid(f"{place}.parameters.type", "it must be 'object'")
+    return tuple(_tool(definition) for _, definition in offered)
 
 
-def _tool(function: FunctionDefinition | LegacyFunction) -> Tool:
+def _tool(definition: Definition) -> Tool:
+    if isinstance(definition, CustomDefinition):
+        return _custom(definition)
     return Tool(
-        name=function.name,
-        description=function.description or "",
-        parameters=json.dumps(function.parameters or NOTHING, ensure_ascii=False),
-        strict=isinstance(function, FunctionDefinition) and function.strict is True,
+        name=definition.name,
+        description=definition.description or "",
+        parameters=json.dumps(definition.parameters or NOTHING, ensure_ascii=False),
+        strict=isinstance(definition, FunctionDefinition) and definition.strict is True,
     )
 
 
+def _custom(definition: CustomDefinition) -> Tool:
+    asked = definition.format.grammar if isinstance(definition.format, GrammarInput) else None
+    pattern = asked.definition if asked is not None and asked.syntax == "regex" else ""
+    grammar = asked.definition if asked is not None and asked.syntax == "lark" else ""
+    return custom_tool(definition.name, definition.description or "", pattern=pattern, grammar=grammar)
+
+
 def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
-    if isinstance(body.function_call, FunctionNamed):
+    if isinstance(body.function_call, Named):
         raise _invalid("function_call", "there are no 'functions'")
     chosen, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not tools:
@@ -71,12 +109,12 @@ def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
             return ToolChoice("none")
         raise _invalid("tool_choice", "there are no 'tools' to choose from")
     match chosen:
-        case NamedChoice():
-            names = _known([chosen], tools, "tool_choice.function.name")
+        case NamedFunction() | NamedCustom():
+            names = _known([chosen], tools, "tool_choice")
             return ToolChoice("required", names, parallel=False)
         case AllowedChoice():
             allowed = chosen.allowed_tools
-            names = _known(allowed.tools, tools, "tool_choice.allowed_tools.tools[{}].function.name")
+            names = _known(allowed.tools, tools, "tool_choice.allowed_tools.tools[{}]")
             return ToolChoice(allowed.mode, names, parallel)
         case _:
             return ToolChoice(chosen or "auto", (), parallel)
@@ -85,7 +123,7 @@ def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if body.tool_choice is not None:
         raise _invalid("tool_choice", "with 'functions' it is called 'function_call'")
-    if isinstance(body.function_call, FunctionNamed):
+    if isinstance(body.function_call, Named):
         if body.function_call.name not in {tool.name for tool in tools}:
             raise _invalid("function_call.name", "there is no function of this name")
         return ToolChoice("required", (body.function_call.name,), parallel=False)
@@ -93,11 +131,17 @@ def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _known(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
-    known = {tool.name for tool in tools}
-    for at, choice in enumerate(chosen):
-        if choice.function.name not in known:
-            raise _invalid(place.format(at), "there is no tool of this name")
-    return tuple(dict.fromkeys(choice.function.name for choice in chosen))
+    """The names that are chosen; `place`: where they stand."""
+    known = {(tool.kind, tool.name) for tool in tools}
+    found = [(choice.type, _named(choice).name) for choice in chosen]
+    for at, (kind, name) in enumerate(found):
+        if (kind, name) not in known:
+            raise _invalid(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
+    return tuple(dict.fromkeys(name for _, name in found))
+
+
+def _named(choice: NamedChoice) -> Named:
+    return choice.custom if isinstance(choice, NamedCustom) else choice.function
 
 
 def _invalid(field: str, reason: str) -> ApiError:

@@ -32,7 +32,7 @@ from engine.types import (
 from engine.wording import names
 from server.ability import BUDGETS, Ability, ability, unsupported
 from server.errors import INVALID_VALUE, ApiError
-from server.generation import Events, check_room, request, spread
+from server.generation import Events, check_room, request, shortened, spread
 from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
 from server.places import Messages, Places
@@ -91,7 +91,9 @@ class Turn:
 
     def call_id(self, choice: int, index: int) -> str:
         """The id of call number `index`: the same however often it is asked for."""
-        return f"call_{hashlib.sha256(f'{self.id}/{choice}/{index}'.encode()).hexdigest()[:24]}"
+        # Not of its own id, which a client may have chosen, and more than once.
+        asked = self.requests[0].id
+        return f"call_{hashlib.sha256(f'{asked}/{choice}/{index}'.encode()).hexdigest()[:24]}"
 
 
 async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
@@ -105,13 +107,14 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         raise can.missing[0]
     talk = conversation(body.messages)
     render = _renderer(service, body, talk, can)
-    prompt = await anyio.to_thread.run_sync(render, talk.messages)
+    rendered = await anyio.to_thread.run_sync(render, talk.messages)
+    prompt = shortened(service, body, rendered, _max_tokens(body))
     followed = await follow(service, body, tokenizer.dialect, can.offer, prompt.opened)
     full = await _request(service, body, prompt, can.budget, id)
     requests = spread(replace(full, grammar=followed.grammar), body.n or 1)
     check_room(service, requests)
     return Turn(
-        id=id,
+        id=id if body.request_id is None else f"chatcmpl-{body.request_id}",
         created=int(time.time()),
         model=model,
         fingerprint=service.fingerprint(),
@@ -150,7 +153,8 @@ class _Voice:
     def __init__(self, turn: Turn) -> None:
         self._reader = turn.reader()
         self._reasons = turn.body.include_reasoning is not False
-        self._with_stop = turn.body.include_stop_str_in_output is True
+        # What a regular expression matched is part of the text already.
+        self._shown_stops = frozenset(turn.body.stop or ()) if turn.body.include_stop_str_in_output else frozenset()
         self._called = False
         self._reasoning_tokens = 0.0
         # Tokens that no piece has come of yet, such as those of a marker: they count with what comes next.
@@ -164,7 +168,7 @@ class _Voice:
 
     def rest(self, finished: Finished) -> Said:
         """What was held back until the end was certain."""
-        ending = finished.stop if self._with_stop and finished.reason == "stop" else None
+        ending = finished.stop if finished.stop in self._shown_stops and finished.reason == "stop" else None
         pieces = [*(self._reader.push(ending) if isinstance(ending, str) else ()), *self._reader.finish()]
         self._count(pieces)
         return Said(self._shown(pieces))
@@ -194,6 +198,8 @@ def _check(body: ChatRequest) -> None:
     budgets = (body.thinking_token_budget, body.thinking_budget_tokens)
     if None not in budgets and budgets[0] != budgets[1]:
         raise _invalid("thinking_budget_tokens", "it is another name of 'thinking_token_budget' and differs from it")
+    if body.return_cache_diagnostics and body.truncate_prompt_tokens is not None:
+        raise _invalid("return_cache_diagnostics", "a prompt that 'truncate_prompt_tokens' cuts has no known messages")
     if body.continue_final_message and body.add_generation_prompt:
         raise _invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")
     if body.continue_final_message and body.messages[-1].role != "assistant":

@@ -22,7 +22,7 @@ from engine.dialect.schema import (
 )
 from engine.dialect.source import Emit, Literals, Source, Steps
 from engine.dialect.speech import Speech
-from engine.message import Tool
+from engine.message import INPUT, Tool
 
 _KEY = re.compile(r"""[^\s:,<>"'{}\[\]]+""")
 # A schema may contain itself: below this many levels, values are left free.
@@ -51,6 +51,10 @@ class BraceCall:
 
     def write(self, lark: Lark, tool: Tool) -> str:
         """Arguments that follow the tool's schema."""
+        if tool.grammar:
+            quote = lark.literal(self.quote)
+            head = lark.letters(f"{tool.name}{{{INPUT}:")
+            return f"{head} {quote} {lark.nested(tool.grammar)} {quote} {lark.letters('}')}"
         schema = schema_of(tool)
         return f"{lark.letters(tool.name)} {_Writer(lark, self.quote, schema).fields(schema, 0)}"
 

@@ -10,10 +10,11 @@ from typing import Protocol
 
 from engine.dialect.json_text import read_json
 from engine.dialect.lark import Lark, regex
+from engine.dialect.quoting import quoted_grammar
 from engine.dialect.schema import Schema, schema_of
 from engine.dialect.source import Source, Steps, Unlike
 from engine.dialect.speech import Speech
-from engine.message import Tool
+from engine.message import INPUT, Tool
 
 _NAME = re.compile(r"""[^\s<>\[\]{}()"'`|,=]+""")
 _NUMBER = re.compile(r":[0-9]+$")
@@ -39,6 +40,10 @@ class Offer:
     def schema(self, name: str) -> Schema:
         """What the arguments of a function should follow."""
         return schema_of(self.tools[name]) if name in self.tools else {}
+
+    def follows_grammar(self, name: str) -> bool:
+        """Whether it takes a text that follows a grammar."""
+        return name in self.tools and bool(self.tools[name].grammar)
 
 
 class Notation(Protocol):
@@ -160,7 +165,15 @@ class NamedCall:
 
 def arguments(lark: Lark, tool: Tool) -> str:
     """The arguments of a tool as JSON; a schema that is not strict is kept as far as it can be."""
+    if tool.grammar:
+        return f"{lark.letters(f'{{{json.dumps(INPUT)}: ')} {quoted_input(lark, tool)} {lark.letters('}')}"
     return lark.json({"type": "object", **schema_of(tool)}, lenient=not tool.strict)
+
+
+def quoted_input(lark: Lark, tool: Tool) -> str:
+    """The text of a custom tool that follows a grammar, as a JSON string."""
+    quote = lark.letters('"')
+    return f"{quote} {lark.nested(quoted_grammar(tool.grammar))} {quote}"
 
 
 def read_name(source: Source) -> Steps[str]:

@@ -71,7 +71,7 @@ class Dialect:
 
         opened  what the prompt ended with (`Rendering.opened`)
         """
-        source, speech = Source(), Speech()
+        source, speech = Source(), Speech({tool.name for tool in tools if tool.kind == "custom"})
         return Reader(source, speech, self.style.read(source, speech, {tool.name: tool for tool in tools}, opened))
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> Grammar | None:

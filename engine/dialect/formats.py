@@ -59,6 +59,15 @@ _MINIMAX = Frame(
     opens=("<minimax:tool_call>",),
     closes=("</minimax:tool_call>",),
 )
+_DSML_CALL = ParameterCall(
+    name=('<｜DSML｜invoke name="', '">'),
+    key=('<｜DSML｜parameter name="', '"'),
+    value=("", "</｜DSML｜parameter>"),
+    close="</｜DSML｜invoke>",
+    typed=(' string="true">', ' string="false">'),
+)
+_DSML = Frame(_DSML_CALL, opens=("<｜DSML｜function_calls>",), closes=("</｜DSML｜function_calls>",))
+_DSML_4 = Frame(_DSML_CALL, opens=("<｜DSML｜tool_calls>",), closes=("</｜DSML｜tool_calls>",))
 _GEMMA = Frame(BraceCall('<|"|>'), call=("<|tool_call>", "call:"), ends=("<tool_call|>",))
 _FUNCTION_GEMMA = Frame(BraceCall("<escape>"), call=("<start_function_call>", "call:"), ends=("<end_function_call>",))
 _MISTRAL = Frame(NamedCall(after=("[ARGS]",)), call=("[TOOL_CALLS]",))
@@ -82,6 +91,9 @@ FORMATS = (
     Format(_KIMI, ("tools",), token="<|tool_calls_section_begin|>"),
     Format(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
     Format(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
+    # Templates write the token apart from what follows it, and every template names tool_calls.
+    Format(_DSML, ("｜DSML｜", "function_calls")),
+    Format(_DSML_4, ("｜DSML｜",)),
     Format(_GLM, ("<tool_call>", "<arg_key>")),
     Format(_QWEN_XML, ("<tool_call>", "<function=")),
     Format(_SEED, ("<seed:tool_call>", "<function=")),

@@ -90,7 +90,11 @@ class Lark:
             case "choices":
                 return alternatives(map(self.letters, body.choices))
             case "grammar":
-                return self.rule(f"%lark {{\n{any_to_lark(body.source)}\n}}")
+                return self.nested(any_to_lark(body.source))
+
+    def nested(self, source: str) -> str:
+        """What follows a Lark grammar of its own."""
+        return self.rule(f"%lark {{\n{source}\n}}")
 
     def grammar(self, start: str) -> Grammar:
         """The whole of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from engine.dialect.calls import Offer, begin, read_name
+from engine.dialect.calls import Offer, begin, quoted_input, read_name
 from engine.dialect.json_text import quoted
 from engine.dialect.lark import Lark, alternatives
 from engine.dialect.schema import (
@@ -31,7 +31,8 @@ class ParameterCall:
     """A name, then keys and values, each between two markers, then the end.
 
     lines  whether a value stands on lines of its own
-    A string stands as it is; any other value is JSON. What a value is, the tool's schema says.
+    typed  what stands behind a key before a string, and before any other value; else the tool's schema says what it is
+    A string stands as it is; any other value is JSON.
     """
 
     name: tuple[str, str]
@@ -39,6 +40,7 @@ class ParameterCall:
     value: tuple[str, str]
     close: str
     lines: bool = False
+    typed: tuple[str, str] = ("", "")
     _next: Literals = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class ParameterCall:
     @property
     def markers(self) -> tuple[str, ...]:
         """What stands around keys and values."""
-        return (*self.name, *self.key, *self.value, self.close)
+        return (*self.name, *self.key, *self.typed, *self.value, self.close)
 
     def read(self, source: Source, speech: Speech, offer: Offer) -> Steps[bool]:
         """Read the name on trial, then one argument after the other; a string goes on as it comes, others whole."""
@@ -64,13 +66,21 @@ class ParameterCall:
                 return False
             text = "".join(key)
             speech.arguments(f"{before}{json.dumps(text, ensure_ascii=False)}: ")
-            types = types_of(described.get(text, {}), schema)
-            if not (yield from self._value(source, speech.arguments, types)):
+            # What follows a grammar is written as JSON, or nobody could tell where it ends.
+            types = frozenset[str]() if offer.follows_grammar(name) else types_of(described.get(text, {}), schema)
+            if not (yield from self._value(source, speech.arguments, (yield from self._told(source, types)))):
                 return False
             before = ", "
         if found:
             speech.arguments("{}" if before == "{" else "}")
         return bool(found)
+
+    def _told(self, source: Source, types: frozenset[str]) -> Steps[frozenset[str]]:
+        """The types that a value may have: what stands before it goes first."""
+        as_string, as_json = self.typed
+        if as_string and (yield from source.accept(as_string)):
+            return _STRING
+        return frozenset() if as_json and (yield from source.accept(as_json)) else types
 
     def _value(self, source: Source, emit: Emit, types: frozenset[str]) -> Steps[bool]:
         if self.value[0]:
@@ -95,18 +105,22 @@ class ParameterCall:
         required = required_of(schema)
         parts = [f"{lark.literals(self.name[0])} {lark.letters(tool.name)} {lark.literals(self.name[1])}"]
         for key, part in properties_of(schema, schema).items():
-            head = f"{lark.literal(self.key[0])} {lark.letters(key)} {lark.literal(self.key[1])}"
-            value = self._write_value(lark, part, schema, lenient=not tool.strict)
+            bare = not tool.grammar and types_of(part, schema) == _STRING
+            behind = self.key[1] + self.typed[0 if bare else 1]
+            head = f"{lark.literal(self.key[0])} {lark.letters(key)} {lark.literal(behind)}"
+            value = self._write_value(lark, tool, part, schema)
             opens = f"{space} {lark.literal(self.value[0])}" if self.value[0] else ""
             argument = f"{head} {opens} {value} {space}"
             parts.append(argument if key in required else f"({argument})?")
         return f" {space} ".join([*parts, lark.literal(self.close)])
 
-    def _write_value(self, lark: Lark, schema: Schema, root: Schema, *, lenient: bool) -> str:
+    def _write_value(self, lark: Lark, tool: Tool, schema: Schema, root: Schema) -> str:
         close = lark.literal(self.value[1])
-        if types_of(schema, root) != _STRING:
+        if tool.grammar or types_of(schema, root) != _STRING:
             break_ = f"{lark.space()} " if self.lines else ""
-            return f"{break_}{lark.json({**schema, **defined_in(root)}, lenient=lenient)} {break_}{close}"
+            described = {**schema, **defined_in(root)}
+            value = quoted_input(lark, tool) if tool.grammar else lark.json(described, lenient=not tool.strict)
+            return f"{break_}{value} {break_}{close}"
         line = "\n" if self.lines else ""
         before = lark.letters(line) if line else ""
         if values := values_of(schema):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from engine.dialect.input import Input
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 
 
@@ -12,11 +15,14 @@ class Speech:
     all of its own. Whitespace is held back until it is known what follows. Two texts with something between them are
     parted by an empty line, since clients join them; so is reasoning.
 
+    customs tools whose calls are told as the text that they take
     calls   tool calls opened so far
     argued  whether the latest one has arguments
     """
 
-    def __init__(self) -> None:
+    def __init__(self, customs: Collection[str] = ()) -> None:
+        self._customs = customs
+        self._input: Input | None = None
         self._pieces: list[Piece] = []
         self._space = ""
         self._thought = False
@@ -52,22 +58,26 @@ class Speech:
 
     def part(self) -> None:
         """What was said is over, and something else begins: whitespace around here is nobody's."""
+        self._end_input()
         self._space, self._between, self._thought = "", True, False
 
     def call(self, name: str) -> None:
         """A call begins."""
         self.part()
-        self._add(CallOpened(self.calls, name))
+        custom = name in self._customs
+        self._input = Input() if custom else None
+        self._add(CallOpened(self.calls, name, "custom" if custom else "function"))
         self.calls += 1
         self.argued = False
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the latest call."""
         self.argued = self.argued or bool(text)
-        self._add(CallArguments(self.calls - 1, text))
+        self._add(CallArguments(self.calls - 1, text if self._input is None else self._input.push(text)))
 
     def finish(self) -> None:
         """Nothing else follows: whitespace at the end of a text is text."""
+        self._end_input()
         if not self._thought:
             self._add(Text(self._space))
         self._space = ""
@@ -76,6 +86,11 @@ class Speech:
         """What was found since the last time."""
         pieces, self._pieces = self._pieces, []
         return pieces
+
+    def _end_input(self) -> None:
+        if self._input is not None:
+            self._add(CallArguments(self.calls - 1, self._input.finish()))
+            self._input = None
 
     def _gap(self, kind: type[Text | Reasoning]) -> str:
         return "\n\n" if kind in self._kinds else ""

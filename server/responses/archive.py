@@ -20,15 +20,22 @@ from server.store import Record, Store
 Item = dict[str, Any]
 
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 LOST = "The server that worked on this response stopped."
 
 
 class Archive:
-    """Responses in a store."""
+    """Responses in a store, as far as they belong to `owner` or to everybody."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, owner: str = "") -> None:
+        self._store, self._owner = store, owner
 
     async def keep(
         self, response: ResponseBody, given: Sequence[Item], frames: Sequence[bytes], *, settled: bool
@@ -38,20 +45,22 @@ class Archive:
         items = [item["id"] for item in response["output"]]
         body, input = dumps(response), dumps(list(given))
         previous = response["previous_response_id"]
-        await self._store.put(Record(response["id"], previous, settled, body, input, tuple(items)), b"".join(frames))
+        await self._store.put(
+            Record(response["id"], previous, settled, body, input, tuple(items), owner=self._owner), b"".join(frames)
+        )
 
     async def response(self, id: str) -> ResponseBody | None:
         """The response as it was kept last; one whose maker is gone has failed."""
-        record = await self._store.get(id)
+        record = await self._store.get(id, self._owner)
         return None if record is None else _body(record)
 
     async def frames(self, id: str) -> list[bytes]:
         """The events of a response, in their order."""
-        return [frame + b"\n\n" for frame in (await self._store.events(id)).split(b"\n\n") if frame]
+        return [frame + b"\n\n" for frame in (await self._store.events(id, self._owner)).split(b"\n\n") if frame]
 
     async def cancel(self, id: str) -> ResponseBody | None:
         """Settle a response as cancelled, unless it is settled; None: there is none."""
-        record = await self._store.get(id)
+        record = await self._store.get(id, self._owner)
         if record is None or record.settled or record.lost:
             return None if record is None else _body(record)
         response: ResponseBody = {**_body(record), "status": "cancelled"}
@@ -60,7 +69,7 @@ class Archive:
 
     async def delete(self, id: str) -> bool:
         """Forget a response; False: there was none."""
-        return await self._store.delete(id)
+        return await self._store.delete(id, self._owner)
 
     async def renew(self, id: str) -> bool:
         """Say that it is still being made; False: nobody wants it any more."""
@@ -68,7 +77,7 @@ class Archive:
 
     async def history(self, id: str) -> list[Item]:
         """All that was given and answered up to the end of a response. ApiError where a part of it is missing."""
-        records = await self._store.chain(id)
+        records = await self._store.chain(id, self._owner)
         if not records:
             raise _missing(f"Previous response with id '{id}' not found.")
         if records[0].previous is not None:
@@ -79,7 +88,7 @@ class Archive:
 
     async def given(self, id: str) -> list[Item] | None:
         """All that a response was made from, oldest first; None: it is not kept."""
-        record = await self._store.get(id)
+        record = await self._store.get(id, self._owner)
         if record is None:
             return None
         before = [] if record.previous is None else await self.history(record.previous)
@@ -88,7 +97,9 @@ class Archive:
     async def referred(self, input: Sequence[InputItem]) -> list[Item]:
         """The items, with those that are only named taken from the store. ApiError at names that nothing has."""
         names = [item.id for item in input if isinstance(item, ReferenceInput)]
-        known = {item["id"]: item for record in await self._store.holders(names) for item in _answered(record)}
+        known = {
+            item["id"]: item for record in await self._store.holders(names, self._owner) for item in _answered(record)
+        }
         for name in names:
             if name not in known:
                 message = f"Invalid value for 'input': there is no item with the id '{name}' here."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -36,10 +37,18 @@ class Desk:
     """All responses of one app. Without a store none outlives its request."""
 
     def __init__(self, service: Service, store: Store | None) -> None:
-        self._service, self._store = service, store
+        self._service, self._store, self._owner = service, store, ""
         self._archive = None if store is None else Archive(store)
-        self._running: dict[str, Run] = {}
+        # By owner and id.
+        self._running: dict[tuple[str, str], Run] = {}
         self._renewing: set[asyncio.Task[None]] = set()
+
+    def of(self, owner: str) -> Desk:
+        """The same desk for the owner of a key, who sees nobody else's responses."""
+        desk = copy.copy(self)
+        desk._owner = owner
+        desk._archive = None if self._store is None else Archive(self._store, owner)
+        return desk
 
     async def create(self, body: ResponseRequest, warnings: Sequence[str] = ()) -> Run:
         """Start on a response. ApiError or EngineError for what is wrong with the request, before anything runs.
@@ -64,11 +73,11 @@ class Desk:
 
     def running(self, id: str) -> Run | None:
         """The run of a response that is being made here."""
-        return self._running.get(id)
+        return self._running.get((self._owner, id))
 
     async def response(self, id: str) -> ResponseBody:
         """A response as it stands; ApiError if there is none."""
-        run = self._running.get(id)
+        run = self.running(id)
         found = await self._kept.response(id) if run is None else run.response
         if found is None:
             raise _not_found(id)
@@ -95,7 +104,7 @@ class Desk:
         if not response["background"]:
             message = f"Response with id '{id}' cannot be cancelled: it was not created with background=true."
             raise ApiError(INVALID_VALUE, message)
-        run = self._running.get(id)
+        run = self.running(id)
         if run is not None:
             await run.cancel()
             return run.response
@@ -104,7 +113,7 @@ class Desk:
 
     async def delete(self, id: str) -> None:
         """Forget a response, and stop work on it; ApiError if there is none."""
-        run = self._running.get(id)
+        run = self.running(id)
         if run is not None:
             await run.cancel()
         if not await self._kept.delete(id):
@@ -183,8 +192,8 @@ class Desk:
             raise reworded(error) from error
         id = run.response["id"]
         if run.response["store"]:
-            self._running[id] = run
-            run.when_over(lambda: self._running.pop(id, None))
+            self._running[self._owner, id] = run
+            run.when_over(lambda: self._running.pop((self._owner, id), None))
         if background:
             await self._keep_or_leave(run, given)
             self._spawn_renewal(run)
@@ -215,10 +224,10 @@ class Desk:
     async def _renew(self, run: Run) -> None:
         """Hold the lease of a response in the background for as long as it is made."""
         id = run.response["id"]
-        while id in self._running:
+        while self.running(id) is not None:
             await asyncio.sleep(LEASE_SECONDS / 3)
             try:
-                if id in self._running and not await self._kept.renew(id):
+                if self.running(id) is not None and not await self._kept.renew(id):
                     await run.cancel()
             except StoreError:
                 logger.exception("the lease of a response could not be renewed")

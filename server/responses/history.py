@@ -12,6 +12,8 @@ from server.schemas.content import TextPart
 from server.schemas.response_input import (
     CallInput,
     CallOutputInput,
+    CustomCallInput,
+    CustomOutputInput,
     InputItem,
     InputTextPart,
     MessageInput,
@@ -19,7 +21,7 @@ from server.schemas.response_input import (
     ReasoningInput,
     RefusalPart,
 )
-from server.schemas.tools import CalledFunction, ToolCall
+from server.schemas.tools import CalledCustom, CalledFunction, CustomCall, FunctionCall, ToolCall
 
 Part = InputTextPart | OutputTextPart | RefusalPart
 
@@ -52,13 +54,13 @@ def messages(instructions: str | None, items: Iterable[InputItem]) -> list[Messa
         match item:
             case ReasoningInput():
                 turn.reasoning.extend(_reasoning(item))
-            case CallInput():
+            case CallInput() | CustomCallInput():
                 turn.calls.append(_call(item))
             case MessageInput(role="assistant"):
                 turn.text.append(_content(item.content))
             case MessageInput():
                 said.append(Message(role=item.role, content=_content(item.content)))
-            case CallOutputInput():
+            case CallOutputInput() | CustomOutputInput():
                 said.append(Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
     said.extend(_whole(turn))
     return said
@@ -71,7 +73,7 @@ def _continues(turn: _Turn, item: InputItem) -> bool:
             return not turn.text and not turn.calls
         case MessageInput(role="assistant"):
             return not turn.text and not turn.calls
-        case CallInput():
+        case CallInput() | CustomCallInput():
             return True
     return False
 
@@ -92,8 +94,10 @@ def _reasoning(item: ReasoningInput) -> list[str]:
         raise ApiError(INVALID_VALUE, message, param="input") from error
 
 
-def _call(item: CallInput) -> ToolCall:
-    return ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+def _call(item: CallInput | CustomCallInput) -> ToolCall:
+    if isinstance(item, CustomCallInput):
+        return CustomCall(id=item.call_id, type="custom", custom=CalledCustom(name=item.name, input=item.input))
+    return FunctionCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
 
 
 def _content(content: str | Sequence[Part]) -> str | list[TextPart]:

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 from server.responses.sealed import seal
 from server.schemas.chat import ChatLogprob
-from server.schemas.response_items import CallItem, ItemStatus, MessageItem, OutputItem, OutputText, ReasoningItem
+from server.schemas.response_items import (
+    CallItem,
+    CustomCallItem,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+)
 
 # An event without its number and its place.
 Told = dict[str, Any]
@@ -139,6 +147,40 @@ class GrowingCall:
         if not self.arguments and status == "completed":
             yield from self.add("{}")
         yield {"type": "response.function_call_arguments.done", "arguments": "".join(self.arguments)}
+
+
+@dataclass(slots=True)
+class GrowingCustomCall:
+    """A call of a custom tool."""
+
+    name: str
+    id: str = field(default_factory=lambda: new_id("ctc"))
+    call_id: str = field(default_factory=lambda: new_id("call"))
+    input: list[str] = field(default_factory=list)
+
+    def item(self, status: ItemStatus) -> CustomCallItem:
+        """The item as it stands."""
+        return CustomCallItem(
+            id=self.id,
+            type="custom_tool_call",
+            status=status,
+            call_id=self.call_id,
+            name=self.name,
+            input="".join(self.input),
+        )
+
+    def opened(self) -> Iterator[Told]:
+        """Nothing: its input is no part."""
+        return iter(())
+
+    def add(self, text: str) -> Iterator[Told]:
+        """More of the input."""
+        self.input.append(text)
+        yield {"type": "response.custom_tool_call_input.delta", "delta": text}
+
+    def closed(self, status: ItemStatus) -> Iterator[Told]:
+        """All of the input."""
+        yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.input)}
 
 
 def _output_text(text: str, logprobs: Sequence[ChatLogprob]) -> OutputText:

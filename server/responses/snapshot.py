@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.generation import tier
 from server.schemas.response_items import ResponseBody
-from server.schemas.responses import FunctionTool, Prompted, ResponseRequest, plain
+from server.schemas.responses import CustomTool, FunctionTool, Prompted, ResponseRequest, plain
 from server.turn import Turn
 
 
@@ -67,7 +67,9 @@ def _choice(body: ResponseRequest) -> str | dict[str, object]:
     return choice if isinstance(choice, str) else plain(choice)
 
 
-def _tool(tool: FunctionTool) -> dict[str, object]:
+def _tool(tool: FunctionTool | CustomTool) -> dict[str, object]:
     """All of a tool's fields: openai's own types have them all."""
+    if isinstance(tool, CustomTool):
+        return {"format": {"type": "text"}, **plain(tool)}
     whole = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", **whole, "strict": tool.strict is not False}

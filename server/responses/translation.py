@@ -14,8 +14,11 @@ from server.schemas.chat import ChatRequest
 from server.schemas.response_input import InputItem
 from server.schemas.responses import (
     AllowedFunctions,
+    CustomChoice,
+    CustomTool,
     FunctionChoice,
     FunctionTool,
+    GrammarFormat,
     Prompted,
     ResponseRequest,
     SchemaFormat,
@@ -52,7 +55,8 @@ _NAMES = {
     r"max_completion_tokens|max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
     r"response_format(\.json_schema)?(.*)": r"text.format\2",
-    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+    r"(tools\[\d+\])\.(?:function|custom)(.*)": r"\1\2",
+    r"tool_choice(\.allowed_tools)?(\.tools\[\d+\])?(?:\.(?:function|custom))?\.name": r"tool_choice\2.name",
     r"verbosity": "text.verbosity",
 }
 _PATH = "/v1/responses"
@@ -101,7 +105,10 @@ def _generating(body: ResponseRequest) -> dict[str, object]:
     }
 
 
-def _tool(tool: FunctionTool) -> dict[str, object]:
+def _tool(tool: FunctionTool | CustomTool) -> dict[str, object]:
+    if isinstance(tool, CustomTool):
+        custom = {"name": tool.name, "description": tool.description, "format": _input_format(tool)}
+        return {"type": "custom", "custom": custom}
     named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     # OpenAI's default is strict here, and not in chats.
     return {"type": "function", "function": {**named, "strict": tool.strict is not False}}
@@ -109,12 +116,22 @@ def _tool(tool: FunctionTool) -> dict[str, object]:
 
 def _choice(body: Prompted) -> object:
     match body.tool_choice:
-        case FunctionChoice(name=name):
-            return {"type": "function", "function": {"name": name}}
+        case FunctionChoice() | CustomChoice():
+            return _named(body.tool_choice)
         case AllowedFunctions(mode=mode, tools=tools):
-            named = [{"type": "function", "function": {"name": tool.name}} for tool in tools]
+            named = [_named(tool) for tool in tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     return body.tool_choice
+
+
+def _named(choice: FunctionChoice | CustomChoice) -> dict[str, object]:
+    return {"type": choice.type, choice.type: {"name": choice.name}}
+
+
+def _input_format(tool: CustomTool) -> object:
+    if isinstance(tool.format, GrammarFormat):
+        return {"type": "grammar", "grammar": {"syntax": tool.format.syntax, "definition": tool.format.definition}}
+    return None if tool.format is None else plain(tool.format)
 
 
 def _format(text: TextConfig) -> object:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from server.responses.items import Growing, GrowingCall, GrowingMessage, GrowingReasoning, Told
+from server.responses.items import Growing, GrowingCall, GrowingCustomCall, GrowingMessage, GrowingReasoning, Told
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import (
     CacheDiagnostics,
@@ -70,11 +70,15 @@ class Writer:
                     yield from self._say(text, entries)
                 case Reasoning(text=text):
                     yield from self._reason(text)
+                case CallOpened(name=name, kind="custom"):
+                    yield from self._opening(GrowingCustomCall(name))
                 case CallOpened(name=name):
                     yield from self._opening(GrowingCall(name))
                 case CallArguments(text=text):
-                    assert isinstance(self._open, GrowingCall), "arguments come behind the call that they belong to"
-                    yield from self._numbered(self._open.add(text))
+                    called = self._open
+                    # They come behind the call that they belong to.
+                    assert isinstance(called, GrowingCall | GrowingCustomCall)
+                    yield from self._numbered(called.add(text))
 
     def end(
         self, status: ResponseStatus, usage: ResponseUsage, diagnostics: CacheDiagnostics | None = None
@@ -121,7 +125,7 @@ class Writer:
         assert isinstance(self._open, GrowingReasoning)
         yield from self._numbered(self._open.add(text))
 
-    def _opening(self, item: GrowingMessage | GrowingReasoning | GrowingCall) -> Iterator[ResponseEvent]:
+    def _opening(self, item: Growing) -> Iterator[ResponseEvent]:
         yield from self._closing("completed")
         self._open = item
         yield self._placed({"type": "response.output_item.added", "item": item.item("in_progress")})

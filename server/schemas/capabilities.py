@@ -39,10 +39,23 @@ class ModelCapabilities(TypedDict):
     drafters: list[str]
 
 
+class EmbeddingCapabilities(TypedDict):
+    """What the embedding model can do; `prompts` are names for `input_type`."""
+
+    id: str
+    makes: Literal["vectors", "scores"]
+    context: int
+    vocabulary: int
+    dimensions: int
+    similarity: str
+    prompts: list[str]
+
+
 class Capabilities(TypedDict):
     """By endpoint and by model. With `lenient`, what is refused is left out and told in `warnings` instead."""
 
     object: Literal["capabilities"]
     lenient: bool
     model: ModelCapabilities
+    embedding_model: NotRequired[EmbeddingCapabilities]
     endpoints: dict[str, Endpoint]

@@ -135,12 +135,20 @@ class AnsweredFunction(TypedDict):
     arguments: str
 
 
+class AnsweredCustom(TypedDict):
+    """A custom tool, and the text that it is given."""
+
+    name: str
+    input: str
+
+
 class AnsweredCall(TypedDict):
-    """A call of a tool."""
+    """A call of a tool: of a function, or of a custom tool."""
 
     id: str
-    type: Literal["function"]
-    function: AnsweredFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[AnsweredFunction]
+    custom: NotRequired[AnsweredCustom]
 
 
 class AnswerMessage(TypedDict):
@@ -213,13 +221,21 @@ class FunctionDelta(TypedDict):
     arguments: str
 
 
+class CustomDelta(TypedDict):
+    """The name once, then pieces of the input."""
+
+    name: NotRequired[str]
+    input: str
+
+
 class CallDelta(TypedDict):
-    """What a chunk adds to call number `index`: first its id, type and name, then its arguments."""
+    """What a chunk adds to call number `index`: first its id, type and name, then its arguments or its input."""
 
     index: int
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomDelta]
 
 
 class ChatDelta(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -29,6 +29,16 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 MOST_CHOICES = 64
 
 
+def _not_zero(count: int) -> int:
+    if count == 0:
+        raise PydanticCustomError("invalid_value", "it must be at least 1, or -1 for as many as the model takes")
+    return count
+
+
+# Tokens behind which a text is cut; -1: as many as the model takes.
+Cut = Annotated[Annotated[int, Field(ge=-1, le=2**31 - 1)], AfterValidator(_not_zero)]
+
+
 def _one_as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -45,6 +55,13 @@ def _known_tier(tier: object) -> object:
         raise PydanticCustomError("unsupported_value", "it must be 'auto', 'default', 'flex' or 'priority'")
     return tier
 
+
+Patterns = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=1024)]],
+    Field(max_length=16),
+    BeforeValidator(_one_as_list, json_schema_input_type=str | list[str]),
+]
+RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 ServiceTier = Annotated[Literal["auto", "default", "flex", "priority", "fast"], BeforeValidator(_known_tier)]
 
@@ -102,6 +119,7 @@ class Generation(Strict):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop: Stops | None = None
+    stop_regex: Patterns | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -122,6 +140,9 @@ class Generation(Strict):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=4096)] | None = None
+    truncate_prompt_tokens: Cut | None = None
+    request_id: RequestId | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

@@ -114,12 +114,11 @@ class GenerateRequest(Asking):
 
 
 class EmbedRequest(Strict):
-    """POST /api/embed."""
-
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncate": (True, False)}
+    """POST /api/embed. The embedding model reads what is too long as far as it can, unless `truncate` is false."""
 
     model: str
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    truncate: bool | None = None
     dimensions: Count | None = None
     options: Options | None = None
     keep_alive: str | float | int | None = None

@@ -52,8 +52,8 @@ _EXTENSIONS = (
     "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
     "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
     "mm_processor_kwargs n_cache_reuse n_discard n_predict n_probs prompt_embeds reasoning_format repeat_last_n "
-    "request_id samplers session_id spaces_between_special_tokens speculative stop_regex stream_interval "
-    "structural_tag thinking truncate_prompt_tokens truncation use_beam_search vllm_xargs"
+    "samplers session_id spaces_between_special_tokens speculative structural_tag thinking truncation use_beam_search "
+    "vllm_xargs"
 )
 EXTENSIONS: Idle = {
     **dict.fromkeys(_EXTENSIONS.split(), ()),
@@ -69,8 +69,11 @@ MESSAGE: Idle = {
     "audio": (),
     "refusal": (),
 }
-CALL: Idle = {
+FUNCTION_CALL: Idle = {
     "custom": (),
+}
+CUSTOM_CALL: Idle = {
+    "function": (),
 }
 
 # The same for responses, and for the parts of their requests.
@@ -109,14 +112,12 @@ EMBEDDINGS: Idle = {
     "embd_normalize": (2,),
     "normalize": (True,),
     "priority": (0,),
-    "truncate_prompt_tokens": (),
 }
 RERANK: Idle = {
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
     "priority": (0,),
     "return_embeddings": (False,),
-    "truncate_prompt_tokens": (),
     "truncation": (),
 }
 TOKENIZE: Idle = {
@@ -155,7 +156,8 @@ DOCUMENTED = frozenset(
         *COMPLETIONS,
         *EXTENSIONS,
         *MESSAGE,
-        *CALL,
+        *FUNCTION_CALL,
+        *CUSTOM_CALL,
         *RESPONSES,
         *RESPONSE_CALL,
         *RESPONSE_TOOL,

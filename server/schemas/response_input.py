@@ -109,6 +109,31 @@ class CallOutputInput(Strict):
     status: Status | None = None
 
 
+class CustomCallInput(Strict):
+    """A call of a custom tool."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
+
+    type: Literal["custom_tool_call"]
+    id: Label | None = None
+    call_id: Label
+    name: Label
+    input: str
+    status: Status | None = None
+
+
+class CustomOutputInput(Strict):
+    """What a custom tool answered."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
+
+    type: Literal["custom_tool_call_output"]
+    id: Label | None = None
+    call_id: Label
+    output: Parts
+    status: Status | None = None
+
+
 class SummaryText(Strict):
     """A summary of a reasoning, which another server made. It is no part of the prompt."""
 
@@ -152,12 +177,14 @@ InputItem = Annotated[
     Annotated[MessageInput, Tag("message")]
     | Annotated[CallInput, Tag("function_call")]
     | Annotated[CallOutputInput, Tag("function_call_output")]
+    | Annotated[CustomCallInput, Tag("custom_tool_call")]
+    | Annotated[CustomOutputInput, Tag("custom_tool_call_output")]
     | Annotated[ReasoningInput, Tag("reasoning")]
     | Annotated[ReferenceInput, Tag("item_reference")],
     Discriminator(
         _kind,
         custom_error_type="unsupported_value",
-        custom_error_message="this server has messages, functions and reasoning, no items of this type",
+        custom_error_message="this server has messages, tools and reasoning, no items of this type",
     ),
 ]
 

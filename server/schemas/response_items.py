@@ -60,7 +60,18 @@ class CallItem(TypedDict):
     arguments: str
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(TypedDict):
+    """A call of a custom tool, and the text that it is given."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
@@ -232,6 +243,17 @@ class ArgumentsEvent(TypedDict):
     arguments: NotRequired[str]
 
 
+class InputEvent(TypedDict):
+    """More of what a custom tool is given (`delta`), or all of it (`input`)."""
+
+    type: Literal["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: NotRequired[str]
+    input: NotRequired[str]
+
+
 class ErrorEvent(TypedDict):
     """What broke the stream: flat as OpenAI documents it, and nested as it sends it."""
 
@@ -243,7 +265,7 @@ class ErrorEvent(TypedDict):
     error: dict[str, object]
 
 
-ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent | ErrorEvent
+ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent | InputEvent | ErrorEvent
 
 
 class ResponseDeleted(TypedDict):

@@ -14,7 +14,8 @@ from server.schemas.common import Count, Label, MetadataKey, MetadataValue, Serv
 from server.schemas.content import Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
-from server.schemas.tools import MOST_TOOLS, FunctionName, Schema
+from server.schemas.tools import MOST_TOOLS, FunctionName, GrammarDefinition, Schema, TextInput
+from server.schemas.tools import kind_of as custom_or_function
 
 Include = Literal[
     "file_search_call.results",
@@ -28,13 +29,14 @@ Include = Literal[
 ]
 
 
-def _only_functions(kind: object) -> object:
-    if isinstance(kind, str) and kind != "function":
-        raise PydanticCustomError("unsupported_value", "this server calls functions only, no other kind of tool")
+def _ours(kind: object) -> object:
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        message = "this server calls functions and custom tools, no other kind of tool"
+        raise PydanticCustomError("unsupported_value", message)
     return kind
 
 
-FunctionKind = Annotated[Literal["function"], BeforeValidator(_only_functions)]
+FunctionKind = Annotated[Literal["function"], BeforeValidator(_ours)]
 
 
 class FunctionTool(Strict):
@@ -49,6 +51,29 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
+class GrammarFormat(GrammarDefinition):
+    """A text that follows a grammar."""
+
+    type: Literal["grammar"]
+
+
+class CustomTool(Strict):
+    """A tool that takes a text, and what that must be."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[TextInput | GrammarFormat, Field(discriminator="type")] | None = None
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("a_function")] | Annotated[CustomTool, Tag("a_custom")],
+    Discriminator(custom_or_function),
+]
+
+
 class FunctionChoice(Strict):
     """A function by its name."""
 
@@ -56,23 +81,37 @@ class FunctionChoice(Strict):
     name: FunctionName
 
 
+class CustomChoice(Strict):
+    """A custom tool by its name."""
+
+    type: Literal["custom"]
+    name: FunctionName
+
+
+ToolNamed = Annotated[
+    Annotated[FunctionChoice, Tag("a_function")] | Annotated[CustomChoice, Tag("a_custom")],
+    Discriminator(custom_or_function),
+]
+
+
 class AllowedFunctions(Strict):
     """Some of the tools may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 def _choice(value: object) -> str:
     if isinstance(value, str):
         return "mode"
-    return "allowed" if kind_of(value) == "allowed_tools" else "named"
+    return "allowed" if kind_of(value) == "allowed_tools" else custom_or_function(value)
 
 
 FunctionChoices = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[FunctionChoice, Tag("named")]
+    | Annotated[FunctionChoice, Tag("a_function")]
+    | Annotated[CustomChoice, Tag("a_custom")]
     | Annotated[AllowedFunctions, Tag("allowed")],
     Discriminator(_choice),
 ]
@@ -146,7 +185,7 @@ class Prompted(Strict):
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: Label | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

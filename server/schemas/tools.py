@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from server.schemas import policy
 from server.schemas.content import Strict
@@ -19,15 +18,6 @@ Schema = dict[str, object]
 MOST_TOOLS = 256
 
 
-def _only_functions(kind: object) -> object:
-    if kind == "custom":
-        raise PydanticCustomError("unsupported_value", "this server calls functions only, no custom tools")
-    return kind
-
-
-FunctionKind = Annotated[Literal["function"], BeforeValidator(_only_functions)]
-
-
 class FunctionDefinition(Strict):
     """A function that may be called. Without `parameters` it takes none."""
 
@@ -37,11 +27,57 @@ class FunctionDefinition(Strict):
     strict: bool | None = None
 
 
-class ToolDefinition(Strict):
-    """A tool that may be called."""
+class FunctionTool(Strict):
+    """A function that may be called."""
 
-    type: FunctionKind
+    type: Literal["function"]
     function: FunctionDefinition
+
+
+class TextInput(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarDefinition(Strict):
+    """What a text must follow: Lark as llguidance reads it, or a regular expression without lookaround."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, StringConstraints(min_length=1, max_length=65536)]
+
+
+class GrammarInput(Strict):
+    """A text that follows a grammar."""
+
+    type: Literal["grammar"]
+    grammar: GrammarDefinition
+
+
+class CustomDefinition(Strict):
+    """A tool that takes a text, and what that must be."""
+
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+
+class CustomTool(Strict):
+    """A tool that takes a text."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+def kind_of(value: object) -> str:
+    """Whether it is about a function or about a custom tool. No field has these names: paths of errors tell by that."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "a_custom" if kind == "custom" else "a_function"
+
+
+ToolDefinition = Annotated[
+    Annotated[FunctionTool, Tag("a_function")] | Annotated[CustomTool, Tag("a_custom")], Discriminator(kind_of)
+]
 
 
 class LegacyFunction(Strict):
@@ -52,17 +88,29 @@ class LegacyFunction(Strict):
     parameters: Schema | None = None
 
 
-class FunctionNamed(Strict):
-    """A function by its name."""
+class Named(Strict):
+    """A tool by its name."""
 
     name: FunctionName
 
 
-class NamedChoice(Strict):
-    """This tool must be called."""
+class NamedFunction(Strict):
+    """This function must be called."""
 
-    type: FunctionKind
-    function: FunctionNamed
+    type: Literal["function"]
+    function: Named
+
+
+class NamedCustom(Strict):
+    """This custom tool must be called."""
+
+    type: Literal["custom"]
+    custom: Named
+
+
+NamedChoice = Annotated[
+    Annotated[NamedFunction, Tag("a_function")] | Annotated[NamedCustom, Tag("a_custom")], Discriminator(kind_of)
+]
 
 
 class AllowedTools(Strict):
@@ -82,12 +130,13 @@ class AllowedChoice(Strict):
 def _choice(value: object) -> str:
     if not isinstance(value, dict):
         return "mode"
-    return "allowed" if value.get("type") == "allowed_tools" else "named"
+    return "allowed" if value.get("type") == "allowed_tools" else kind_of(value)
 
 
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode")]
-    | Annotated[NamedChoice, Tag("named")]
+    | Annotated[NamedFunction, Tag("a_function")]
+    | Annotated[NamedCustom, Tag("a_custom")]
     | Annotated[AllowedChoice, Tag("allowed")],
     Discriminator(_choice),
 ]
@@ -98,7 +147,7 @@ def _legacy_choice(value: object) -> str:
 
 
 LegacyChoice = Annotated[
-    Annotated[Literal["none", "auto"], Tag("mode")] | Annotated[FunctionNamed, Tag("named")],
+    Annotated[Literal["none", "auto"], Tag("mode")] | Annotated[Named, Tag("named")],
     Discriminator(_legacy_choice),
 ]
 
@@ -110,12 +159,35 @@ class CalledFunction(Strict):
     arguments: str
 
 
-class ToolCall(Strict):
+class CalledCustom(Strict):
+    """The custom tool of an earlier call, and what it was given."""
+
+    name: Annotated[str, StringConstraints(max_length=256)]
+    input: str
+
+
+class FunctionCall(Strict):
     """A call in the history. Fields that only the chunks of a stream have may come back with it."""
 
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.CALL
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.FUNCTION_CALL
 
     id: Annotated[str, StringConstraints(max_length=256)]
-    type: FunctionKind = "function"
+    type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+
+
+class CustomCall(Strict):
+    """A call of a custom tool in the history."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.CUSTOM_CALL
+
+    id: Annotated[str, StringConstraints(max_length=256)]
+    type: Literal["custom"]
+    custom: CalledCustom
+    index: int | None = None
+
+
+ToolCall = Annotated[
+    Annotated[FunctionCall, Tag("a_function")] | Annotated[CustomCall, Tag("a_custom")], Discriminator(kind_of)
+]

@@ -114,4 +114,6 @@ def _cell(passed: list[bool]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main({name: Path(folder) for name, _, folder in (word.partition("=") for word in sys.argv[1:])}))
+    sys.exit(
+        main({name: Path(folder).absolute() for name, _, folder in (word.partition("=") for word in sys.argv[1:])})
+    )

@@ -72,7 +72,11 @@ BOTH = [
     Row("max_tokens", 5, "request.max_tokens", 5),
     Row("min_tokens", 5, "request.min_tokens", 5),
     Row("stop", "END", "request.stop", ("END",)),
+    Row("stop_regex", "E+", "request.stop_regex", ("E+",)),
     Row("stop_token_ids", [5], "request.stop_token_ids", (5,)),
+    Row("truncate_prompt_tokens", 1, "answer.usage.prompt_tokens", 1),
+    Row("stream_interval", 3, "pieces", ["Hello", " world"], STREAM),
+    Row("request_id", "r.1", "named", True),
     Row("ignore_eos", True, "request.ignore_eos", True),
     Row("include_stop_str_in_output", True, "said", "Hello worldEND", {"stop": "END"}),
     Row("skip_special_tokens", False, "request.special", True),
@@ -221,12 +225,19 @@ def find(look: str, answer: Answer, requests: Sequence[Request], rendered: dict[
     return {
         "type": lambda: answer.headers["content-type"],
         "said": lambda: walk(answer.json, "choices.0.message.content") or walk(answer.json, "choices.0.text"),
+        "pieces": lambda: [text for event in answer.events[:-1] if (text := piece(event))],
+        "named": lambda: answer.json["id"].endswith("-r.1") and not request.id.endswith("r.1"),
         "followed": lambda: request.grammar is not None,
         "salted": lambda: len(request.salt) == 32,
         "budget": lambda: request.thinking.budget if isinstance(request.thinking, Thinking) else None,
         "tools": lambda: [tool.name for tool in rendered["tools"]],
         "requests": lambda: len(requests),
     }[look]()
+
+
+def piece(event: Any) -> str:
+    """The text of a chunk."""
+    return walk(event, "choices.0.delta.content") or walk(event, "choices.0.text") or ""
 
 
 def walk(value: Any, path: str) -> Any:

@@ -331,6 +331,34 @@ def test_a_response_outlives_its_server(tmp_path: Path) -> None:
     assert [("user", "hi"), ("assistant", "Hello"), ("user", "x")] == rendered(engine)
 
 
+def test_a_response_belongs_to_the_key_that_made_it() -> None:
+    """With several keys, the holder of another one finds nothing: not to read, stream, go on from, name or delete."""
+    app = make(says("a", "b", "c"), keys=("one", "two"))
+
+    def sent(key: str, method: str, path: str = "", **body: Any) -> Answer:
+        path, _, query = path.partition("?")
+        headers = {"authorization": f"Bearer {key}"}
+        return ask(app, method, f"{PATH}{path}", query=query, json_body=body or None, headers=headers)
+
+    first = sent("one", "POST", input="hi").json
+    id, reference = first["id"], {"type": "item_reference", "id": first["output"][0]["id"]}
+    for method, path in (
+        ("GET", ""),
+        ("GET", "?stream=true"),
+        ("GET", "/input_items"),
+        ("DELETE", ""),
+        ("POST", "/cancel"),
+    ):
+        path, _, query = path.partition("?")
+        answer = sent("two", method, f"/{id}{path}?{query}")
+        assert (404, "response_not_found") == (answer.status, answer.json["error"]["code"]), path
+    assert 400 == sent("two", "POST", input="x", previous_response_id=id).status
+    assert 400 == sent("two", "POST", input=[reference]).status
+    assert 200 == sent("one", "GET", f"/{id}").status
+    assert 200 == sent("one", "POST", input="x", previous_response_id=id).status
+    assert 200 == sent("one", "DELETE", f"/{id}").status
+
+
 def test_a_store_that_breaks_takes_no_answer_with_it(tmp_path: Path) -> None:
     """Who waits for an answer gets it; what only the store could give is an error, and no work goes on for it."""
     place = tmp_path / "responses.sqlite"

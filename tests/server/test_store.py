@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 import stat
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -285,6 +287,37 @@ def test_the_banner_shows_no_password() -> None:
     places = ("none", "memory", "/a/b.sqlite", "postgresql://user:secret@host/db")
 
     assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [place_of(place) for place in places]
+
+
+def test_a_record_belongs_to_its_owner(place: str) -> None:
+    """Nobody else reads, follows, finds or deletes it; what has no owner is everybody's."""
+
+    async def work(store: Store) -> list[object]:
+        await store.put(record("shared", items=("i0",)))
+        await store.put(record("mine", "shared", items=("i1",), owner="me"), b"e")
+        found: list[object] = []
+        for who in ("me", "you"):
+            chain = [each.id for each in await store.chain("mine", who)]
+            held = [each.id for each in await store.holders(["i0", "i1"], who)]
+            found.append((bool(await store.get("mine", who)), await store.events("mine", who), chain, held))
+        return [*found, await store.delete("mine", "you"), await store.delete("mine", "me")]
+
+    mine, yours, *deleted = using(Store(place), work)
+    assert (True, b"e", ["shared", "mine"], ["mine", "shared"]) == mine
+    assert (False, b"", ["shared"], ["shared"]) == yours
+    assert [False, True] == deleted
+
+
+def test_a_store_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its records had no owners, and are everybody's."""
+    place = tmp_path / "old.sqlite"
+    using(Store(str(place)), lambda store: store.put(record("old")))
+    with closing(sqlite3.connect(place)) as other:
+        other.execute("ALTER TABLE responses DROP COLUMN owner")
+
+    found = using(Store(str(place)), lambda store: store.get("old", "me"))
+    assert found is not None
+    assert "" == found.owner
 
 
 def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ FAULTS: list[tuple[dict[str, Any], str, str, str]] = [
         "match",
     ),
     ({"tools": [{"function": LOOK}]}, "tools[0].type", "invalid_value", "Missing required"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type", "unsupported_value", "no custom tools"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name", "invalid_value", "Missing required"),
     (
         {"tools": [{"type": "function", "function": {**LOOK, "more": 1}}]},
         "tools[0].function.more",

@@ -98,6 +98,21 @@ def _minimax(calls: Calls) -> str:
     return f"<minimax:tool_call>\n{''.join(one(*call) for call in calls)}</minimax:tool_call>"
 
 
+def _dsml(calls: Calls) -> str:
+    def one(name: str, given: Arguments) -> str:
+        lines = ""
+        for key, value in given.items():
+            head = f'name="{key}" string="{plain(isinstance(value, str))}"'
+            lines += f"<｜DSML｜parameter {head}>{bare(value)}</｜DSML｜parameter>\n"
+        return f'<｜DSML｜invoke name="{name}">\n{lines}</｜DSML｜invoke>\n'
+
+    return f"<｜DSML｜function_calls>\n{''.join(one(*call) for call in calls)}</｜DSML｜function_calls>"
+
+
+def _dsml_4(calls: Calls) -> str:
+    return _dsml(calls).replace("function_calls", "tool_calls")
+
+
 def _llama(calls: Calls) -> str:
     return "; ".join(f'{{"name": {plain(name)}, "parameters": {plain(given)}}}' for name, given in calls)
 
@@ -215,6 +230,8 @@ SPEAKERS = {
     "qwen xml": Speaker(_THINK + "<tool_call><function=", _PAIR, _qwen_xml),
     "glm": Speaker(_THINK + "<tool_call><arg_key>", (*_PAIR, "<arg_key>", "</arg_key>"), _glm),
     "minimax": Speaker(_THINK + "<minimax:tool_call>", (), _minimax),
+    "dsml": Speaker(_THINK + "<｜DSML｜function_calls>", (), _dsml),
+    "dsml 4": Speaker(_THINK + "<｜DSML｜tool_calls>", (), _dsml_4),
     "llama": Speaker(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _llama),
     "python tag": Speaker(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _python_tag),
     "mistral": Speaker("[TOOL_CALLS][ARGS]", _MISTRAL, _mistral, ("[THINK]", "[/THINK]")),
