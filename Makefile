@@ -35,8 +35,8 @@ check: .venv/dev  ## lint, types, floors, Dockerfile and compose file
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
-bench: .venv/test  ## start a server on the bundled model and measure it; figures and a plot in out/
-	$(BIN)/python -m benchmarks.serve $(or $(ARGS),--serve)
+bench: .venv/test  ## start a server on the bundled model and measure it; figures and plots in out/bench (ARGS="MODEL ...")
+	$(BIN)/cellar bench $(ARGS)
 
 train: .venv/train  ## make the bundled models anew (hours on a CPU; resumable)
 	$(BIN)/python -m models.recipe all

@@ -1,1 +1,1 @@
-"""Measures servers from outside, by their public wire format alone; imports nothing of Cellar."""
+"""What developers measure: peers beside ours, and the parts alone. Users have `cellar bench` (server/bench)."""

@@ -1,89 +1,107 @@
-"""The result of two servers measured in turns: medians, ratios, and how they are shown."""
+"""The result of two servers measured in turns: pairs, medians, ratios, goals, and how they are shown."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.contest import Figures
+from benchmarks.goals import Goals
+from server.bench.cells import FASTER
+from server.bench.report import digits
+from server.bench.session import Measured
 
 
-@dataclass(slots=True)
-class Duel:
-    """Pairs of figures, ours and the peer's, in the order in which they were measured."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one cell, ours and the peer's, pair by pair. `goal` None: nobody set one."""
 
-    names: tuple[str, str]
-    pairs: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    cell: str
+    figure: str
+    ours: list[float]
+    peers: list[float]
+    goal: float | None
 
-    def add(self, ours: Figures, peers: Figures) -> None:
-        """Take the figures of one cell, measured once on both sides."""
-        for name, value in ours.items():
-            self.pairs.setdefault(name, []).append((value, peers[name]))
+    @property
+    def name(self) -> str:
+        """The cell and the figure."""
+        return f"{self.cell}: {self.figure}"
 
-    def ratios(self, name: str) -> list[float]:
-        """Return, pair by pair, how many times better ours is: more of a rate, less of a time."""
-        return [peer / own if name.endswith(", ms") else own / peer for own, peer in self.pairs[name]]
+    @property
+    def ratios(self) -> list[float]:
+        """Pair by pair, how many times better ours is: more of a rate, less of a time."""
+        pairs = zip(self.ours, self.peers, strict=True)
+        return [peer / own if self.figure.endswith(", ms") else own / peer for own, peer in pairs]
 
-    def medians(self, name: str) -> tuple[float, float]:
-        """Return the middle of ours and of the peer's."""
-        ours, peers = zip(*self.pairs[name], strict=True)
-        return median(ours), median(peers)
+    @property
+    def verdict(self) -> str:
+        """Whether the median reaches the goal; of reuse, ours alone is asked for."""
+        if self.goal is None:
+            return ""
+        return "PASS" if median(self.ours if self.figure == FASTER else self.ratios) >= self.goal else "behind"
 
 
-def table(duel: Duel) -> Table:
-    """Return the printed table: a row a figure."""
-    result = Table(caption="medians; times better: the median of the pairs' ratios, and the lowest and highest of them")
-    for heading in ("figure", *duel.names, "times better", "lowest", "highest", "pairs"):
-        result.add_column(heading, justify="left" if heading == "figure" else "right", no_wrap=True)
-    for name, pairs in duel.pairs.items():
-        ratios = duel.ratios(name)
-        told = [*duel.medians(name), median(ratios), min(ratios), max(ratios)]
-        result.add_row(name, *(digits(value) for value in told), str(len(pairs)))
+def rows(measured: Sequence[Measured], goals: Goals) -> list[Row]:
+    """Return a row a figure of neighbours in `measured`: ours, the peer's, ours, ..."""
+    result = []
+    for ours, peers in list(pairwise(measured))[::2]:
+        # A run that was interrupted leaves the last pair without its second half.
+        whole = min(len(ours.results), len(peers.results))
+        for name in ours.series:
+            pair = [one.values(name)[:whole] for one in (ours, peers)]
+            if whole and len(pair[0]) == len(pair[1]):
+                result.append(Row(ours.cell.label, name, pair[0], pair[1], goals.of(ours.cell, name)))
     return result
 
 
-def digits(value: float) -> str:
-    """Return a number with three digits, as far as it has them."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def table(duel: Sequence[Row], names: tuple[str, str]) -> Table:
+    """Return the printed table."""
+    result = Table(caption="medians; times better: the median of the pairs' ratios, and the lowest and highest of them")
+    for heading in ("figure", *names, "times better", "lowest", "highest", "goal", ""):
+        result.add_column(heading, justify="left" if heading in ("figure", "") else "right", no_wrap=True)
+    for row in duel:
+        told = [median(row.ours), median(row.peers), median(row.ratios), min(row.ratios), max(row.ratios)]
+        goal = "" if row.goal is None else f"{row.goal:g}"
+        result.add_row(row.name, *(digits(value) for value in told), goal, row.verdict)
+    return result
 
 
-def document(duel: Duel, *, environment: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that was measured, as JSON can hold it."""
-    figures = {
-        name: {
-            "pairs": pairs,
-            "medians": duel.medians(name),
-            "ratio": median(duel.ratios(name)),
-            "ratios": duel.ratios(name),
-        }
-        for name, pairs in duel.pairs.items()
-    }
-    return {"format": 1, "environment": environment, "options": options, "servers": duel.names, "figures": figures}
+def document(duel: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return all pairs, as JSON can hold them."""
+    return [
+        dataclasses.asdict(row)
+        | {"ratios": row.ratios, "ratio": median(row.ratios), "medians": (median(row.ours), median(row.peers))}
+        | {"verdict": row.verdict}
+        for row in duel
+    ]
 
 
-def plot(path: Path, duel: Duel, title: str) -> None:
-    """Draw how many times better ours is, a row a figure and a dot a pair."""
+def plot(path: Path, duel: Sequence[Row], peer: str, title: str) -> None:
+    """Draw how many times better ours is, a row a figure, a dot a pair and a cross the goal; ImportError may come."""
     from matplotlib.figure import Figure  # half a second of import, and only needed here
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(10, 1.5 + 0.3 * len(duel.pairs)), layout="constrained")
+    figure = Figure(figsize=(10, 1.5 + 0.3 * len(duel)), layout="constrained")
     panel = figure.subplots()
-    for row, name in enumerate(duel.pairs):
-        ratios = duel.ratios(name)
-        panel.plot([median(ratios)], [row], "|", color="C0", markersize=16, markeredgewidth=3)
-        panel.plot(ratios, [row] * len(ratios), "o", color="C0", alpha=0.4)
+    for place, row in enumerate(duel):
+        panel.plot([median(row.ratios)], [place], "|", color="C0", markersize=16, markeredgewidth=3)
+        panel.plot(row.ratios, [place] * len(row.ratios), "o", color="C0", alpha=0.4)
+        if row.goal is not None and row.figure != FASTER:
+            panel.plot([row.goal], [place], "x", color="C1")
     panel.axvline(1.0, color="black", linewidth=0.8)
     panel.set_xscale("log")  # half as good and twice as good are equally far from even
     panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.xaxis.set_major_formatter("{x:g}")
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_yticks(range(len(duel.pairs)), list(duel.pairs))
+    panel.set_yticks(range(len(duel)), [row.name for row in duel])
     panel.invert_yaxis()
     panel.grid(alpha=0.3)
-    panel.set_xlabel(f"times better than {duel.names[1]}")
+    panel.set_xlabel(f"times better than {peer}")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=110)

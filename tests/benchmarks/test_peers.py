@@ -12,10 +12,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.duel import Duel, document, table
-from benchmarks.peers import main
+from benchmarks.duel import Row, document, table
+from benchmarks.goals import GOALS
+from benchmarks.known import PEERS, Share
+from benchmarks.peers import Sizes, main
 from benchmarks.shapes import SHAPES, gguf_tensors, pair_columns, write_folder
-from tests.benchmarks.conftest import Peer
+from server.bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE
+from tests.server.peer import Peer
 
 TINY = SHAPES["qwen3-0.6b"] | {
     "vocab_size": 600,
@@ -38,38 +41,64 @@ def compete(peer: Peer, out: Path, *arguments: str) -> dict[str, Any]:
 
 def test_a_ratio_above_one_is_ours() -> None:
     """More of a rate is better, less of a time is, and the ratio is the middle of the pairs' own."""
-    duel = Duel(("us", "peer"))
-    for ours, peers in ((40.0, 10.0), (20.0, 10.0), (10.0, 20.0)):
-        duel.add(
-            {"decode, tokens/s": ours, "first token, ms": ours}, {"decode, tokens/s": peers, "first token, ms": peers}
-        )
-    figures = document(duel, environment={}, options={})["figures"]
+    ours, peers = [40.0, 20.0, 10.0], [10.0, 10.0, 20.0]
+    rate, time = document([Row("a", DECODE, ours, peers, 2.0), Row("a", FIRST, ours, peers, 1.2)])
 
-    assert (2.0, [4.0, 2.0, 0.5]) == (figures["decode, tokens/s"]["ratio"], figures["decode, tokens/s"]["ratios"])
-    assert (0.5, (20.0, 10.0)) == (figures["first token, ms"]["ratio"], figures["first token, ms"]["medians"])
+    assert (2.0, [4.0, 2.0, 0.5], "PASS") == (rate["ratio"], rate["ratios"], rate["verdict"])
+    assert (0.5, (20.0, 10.0), "behind") == (time["ratio"], time["medians"], time["verdict"])
+
+
+def test_reuse_is_asked_of_ours_alone() -> None:
+    """A known beginning must pay twenty times, however well the peer does."""
+    verdicts = [Row("a", FASTER, [ours], [100.0], 20.0).verdict for ours in (19.0, 21.0)]
+
+    assert ["behind", "PASS"] == verdicts
+
+
+def test_each_peer_has_its_goals() -> None:
+    """Those of the issue, by bits and by peer; a figure that nobody asked for has none."""
+    cells = {name: cell for name, (cell, _) in Sizes().cells(["alone", "streams"], [8, 32]).items()}
+    alone, eight, many = cells.values()
+
+    assert (2.0, 3.0, None) == tuple(GOALS["int8"].of(alone, name) for name in (DECODE, PREFILL, FIRST))
+    assert (1.2, 2.5, 2.5) == tuple(GOALS["int4"].of(many, name) for name in (DECODE, PREFILL, RATE))
+    assert (8.0, None, 20.0) == tuple(
+        GOALS["transformers"].of(cell, name) for cell, name in ((eight, RATE), (many, RATE), (eight, FASTER))
+    )
+    assert (1.2, 1.2) == (GOALS["openvino"].of(many, RATE), GOALS["openvino"].of(alone, FIRST))
+
+
+def test_both_sides_get_the_same(tmp_path: Path) -> None:
+    """Threads, sequences and tokens of each stand in the peer's command line."""
+    program = tmp_path / "server"
+    program.write_text("")
+    program.chmod(0o755)
+    share = Share(threads=3, slots=8, context=512)
+    command = " ".join(PEERS["llama.cpp"].command(str(program), "q8_0.gguf", share))
+
+    assert f"{program} -m q8_0.gguf --port {{port}} -t 3 -tb 3 -np 8 -c 4096 -fa on" == command
 
 
 def test_the_table_has_a_row_a_figure() -> None:
-    """Medians, ratio, its range and the number of pairs stand in one line."""
-    duel = Duel(("us", "peer"))
-    duel.add({"decode, tokens/s": 1234.5}, {"decode, tokens/s": 50.0})
-    console = Console(width=130, record=True, file=io.StringIO())
-    console.print(table(duel))
-    row = next(line for line in console.export_text().splitlines() if "decode" in line)
+    """Medians, ratio, its range, the goal and whether it is reached stand in one line."""
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(table([Row("8 streams", RATE, [1234.5], [50.0], 3.0)], ("us", "peer")))
+    row = next(line for line in console.export_text().splitlines() if "8 streams" in line)
 
-    assert ["1,234", "50.0", "24.7", "24.7", "24.7", "1"] == [part.strip() for part in row.split("│")[2:-1]]
+    assert ["1,234", "50.0", "24.7", "24.7", "24.7", "3", "PASS"] == [part.strip() for part in row.split("│")[2:-1]]
 
 
 def test_all_cells_are_measured_in_pairs(peer: Peer, tmp_path: Path) -> None:
     """Every figure has as many pairs as asked for, and all times and rates are above zero."""
     content = compete(peer, tmp_path, "--pairs", "2", "--streams", "2,4")
+    cells = ["alone", "prefill", "streams 2", "streams 4", "reuse, chat", "reuse, users"]
 
-    assert ["us", "peer"] == content["servers"]
-    assert ["alone", "prefill", "2 streams", "4 streams", "reuse"] == content["options"]["cells"]
-    assert 3 + 2 * 5 + 4 == len(content["figures"])
-    for figure in content["figures"].values():
-        assert 2 == len(figure["pairs"])
-        assert all(value > 0 for pair in figure["pairs"] for value in pair)
+    assert ["us", "peer"] == [server["name"] for server in content["servers"]]
+    assert cells == content["options"]["cells"]
+    assert 4 + 2 + 2 * 5 + 2 * 4 == len(content["figures"])
+    for figure in content["figures"]:
+        assert 2 == len(figure["ours"]) == len(figure["peers"])
+        assert all(value > 0 for value in (*figure["ours"], *figure["peers"]))
     assert 4 == peer.most_running
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
@@ -88,12 +117,14 @@ def test_both_sides_are_asked_the_same(peer: Peer, tmp_path: Path) -> None:
 def test_a_second_turn_begins_with_the_first(peer: Peer, tmp_path: Path) -> None:
     """What is reused is shared token by token, and what is cold is shared with nobody."""
     compete(peer, tmp_path, "--cells", "reuse")
-    chat, again, user, other = (body["prompt"] for body in peer.completions[4:8])
+    measured = [body["prompt"] for body in peer.completions if len(body["prompt"]) in (64, 68)]
+    chat, again = measured[:2]
+    users = [prompt for prompt in measured[4:] if len(prompt) == 68][:4]
 
-    assert chat == again[: len(chat)]
-    assert user[:64] == other[:64]
-    assert user[64:] != other[64:]
-    assert chat[:4] != user[:4]
+    assert chat == again[:64]
+    assert {4} == {len({tuple(prompt[64:]) for prompt in users})}
+    assert 1 == len({tuple(prompt[:64]) for prompt in users})
+    assert chat[:4] != users[0][:4]
 
 
 def test_a_short_answer_is_no_result(peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,18 +133,18 @@ def test_a_short_answer_is_no_result(peer: Peer, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="1"):
         compete(peer, tmp_path)
 
-    assert "answered: ok, 7 tokens of 8" in capsys.readouterr().err
+    assert "ok, 7 tokens of 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "give --cellar and --peer"),
-        (["--cellar", ""], "give --cellar and --peer"),
+        ([], "name a peer"),
+        (["llama.cpp", "--peer-model", "a.gguf"], "give --model"),
         (["--smoke", "--cells", "nothing"], "--cells names none of"),
         (["--smoke", "--pairs", "0"], "--pairs must be 1 or more"),
-        (["--smoke", "--streams", "0"], "--streams must be 1 or more"),
-        (["--smoke", "--streams", "many"], "whole numbers"),
+        (["--smoke", "--streams", "0"], "above 0"),
+        (["--smoke", "--streams", "many"], "numbers separated by commas"),
         (["--base-url", "us=127.0.0.1:9", "--base-url", "peer=127.0.0.1:9"], "must look like"),
     ],
 )
@@ -160,4 +191,5 @@ def test_the_bundled_model_meets_itself(tmp_path: Path) -> None:
     """Two real servers are started, measured once in small sizes, and ended."""
     assert 0 == main(["--smoke", "--out", str(tmp_path)])
 
-    assert "second turn of 64, first token, ms" in json.loads((tmp_path / "peers.json").read_text())["figures"]
+    figures = json.loads((tmp_path / "peers.json").read_text())["figures"]
+    assert "second turn of 64" in {figure["cell"] for figure in figures}

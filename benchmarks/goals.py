@@ -1,0 +1,39 @@
+"""How far ahead of a peer each figure should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from server.bench.cells import COLD, DECODE, FASTER, PREFILL, RATE, Cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """Times better than the peer: of figures by name, and of those that have none of their own.
+
+    streams  the only number of streams that a rate's goal is for; None: all
+    reuse    how many times sooner ours answers behind a known beginning than behind a new one
+    """
+
+    figures: Mapping[str, float] = field(default_factory=dict)
+    others: float | None = None
+    streams: int | None = None
+    reuse: float | None = 20.0
+
+    def of(self, cell: Cell, figure: str) -> float | None:
+        """Return the goal of a figure, None where there is none."""
+        if figure == FASTER:
+            return self.reuse
+        if figure == COLD or (figure == RATE and self.streams not in (None, cell.work.streams)):
+            return None
+        return self.figures.get(figure, self.others)
+
+
+GOALS = {
+    "int8": Goals(figures={DECODE: 2.0, PREFILL: 3.0, RATE: 3.0}),
+    "int4": Goals(figures={DECODE: 1.2, PREFILL: 2.5, RATE: 2.5}),
+    "openvino": Goals(others=1.2),
+    "transformers": Goals(figures={RATE: 8.0}, streams=8),
+    "none": Goals(reuse=None),
+}

@@ -1,0 +1,70 @@
+"""Sends the requests of a cell: closed loop (N streams, each sends again when its answer ended) or open loop.
+
+Every request that is started ends as exactly one Sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import httpx
+
+from server.bench.client import Ask, Prompt, Server, send
+from server.bench.prompts import Prompts
+from server.bench.samples import Run, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """One server in one round. All servers of a round have the same key, and so get the same prompts."""
+
+    http: httpx.AsyncClient
+    server: Server
+    ask: Ask
+    prompts: Prompts
+    key: object = ""
+
+    def at(self, key: object) -> Asker:
+        """Return the same in another round."""
+        return replace(self, key=key)
+
+    async def one(self, prompt: Prompt, max_tokens: int) -> Run:
+        """Send one request."""
+        return await self.closed([prompt], max_tokens, streams=1)
+
+    async def closed(self, prompts: Sequence[Prompt], max_tokens: int, *, streams: int) -> Run:
+        """Send all prompts, `streams` of them at any time."""
+        waiting = iter(prompts)
+        samples: list[Sample] = []
+        start = time.perf_counter()
+
+        async def stream() -> None:
+            for prompt in waiting:
+                samples.append(await self._send(prompt, max_tokens, start))
+
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        return Run(len(prompts), time.perf_counter() - start, tuple(samples))
+
+    async def opened(self, prompts: Sequence[Prompt], max_tokens: int, *, rate: float) -> Run:
+        """Send all prompts at random moments, `rate` a second on average, however many are still being answered."""
+        source = random.Random(f"{self.key} arrivals")
+        samples: list[Sample] = []
+        start = time.perf_counter()
+
+        async def one(prompt: Prompt, at: float) -> None:
+            await asyncio.sleep(start + at - time.perf_counter())
+            samples.append(await self._send(prompt, max_tokens, start))
+
+        at = 0.0
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(one(prompt, at))
+                at += source.expovariate(rate)
+        return Run(len(prompts), time.perf_counter() - start, tuple(samples))
+
+    async def _send(self, prompt: Prompt, max_tokens: int, start: float) -> Sample:
+        return await send(self.http, self.server, self.ask, prompt=prompt, max_tokens=max_tokens, start=start)

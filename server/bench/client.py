@@ -1,0 +1,161 @@
+"""Sends one request and reads its streamed answer. Times are taken when bytes are read from the socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from server.bench.samples import OK, Sample
+
+# Roles and texts of a conversation, or token ids that are continued as they are.
+Chat = tuple[tuple[str, str], ...]
+Prompt = Chat | list[int]
+PROBLEM_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whom to ask: `name` is for people, `url` ends in /v1, `context` is None where nobody knows it."""
+
+    name: str
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    context: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        # Compressed events would arrive in lumps.
+        always = {"Accept-Encoding": "identity"}
+        return always | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What every request asks for besides its prompt. `extra` is laid over the body; null takes a field out of it."""
+
+    timeout_seconds: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
+        """Return the JSON body of one streamed request."""
+        body = {
+            "model": model,
+            **asked(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return {name: value for name, value in {**body, **self.extra}.items() if value is not None}
+
+
+def asked(prompt: Prompt) -> dict[str, Any]:
+    """Return the fields of the body that hold the prompt."""
+    if isinstance(prompt, list):
+        return {"prompt": prompt}
+    return {"messages": [{"role": role, "content": text} for role, text in prompt]}
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer while it arrives; seconds since it was asked for.
+
+    It is whole after a finish_reason or [DONE]: usage comes behind the first, and some servers never send the second.
+    """
+
+    arrivals: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    outcome: str = "cut"
+    text: str = ""
+
+    def take(self, line: bytes, seconds: float) -> None:
+        """Read one line of the event stream; ValueError or AttributeError where it is none."""
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.outcome = self.outcome if self.outcome == "error event" else OK
+            return
+        event = json.loads(data)
+        if event.get("error"):
+            self.fail("error event", data)
+            return
+        choices = event.get("choices") or []
+        if any(choice.get("finish_reason") for choice in choices):
+            self.outcome = OK
+        self.usage = event.get("usage") or self.usage
+        deltas = [choice.get("delta") or choice for choice in choices]
+        if any(has_text(delta) for delta in deltas):
+            self.arrivals.append(seconds)
+        self.text += "".join(delta.get("content") or delta.get("text") or "" for delta in deltas)
+
+    def fail(self, outcome: str, said: bytes) -> None:
+        """Take note of what went wrong, and of what the server said of it."""
+        self.outcome = outcome
+        self.text = said[:PROBLEM_LENGTH].decode("utf-8", "replace")
+
+    def sample(self, *, asked_tokens: int, sent: float, finished: float) -> Sample:
+        """Return what came of it."""
+        usage = self.usage
+        return Sample(
+            outcome=self.outcome,
+            sent=sent,
+            arrivals=tuple(self.arrivals),
+            finished=finished,
+            asked_tokens=asked_tokens,
+            prompt_tokens=usage.get("prompt_tokens"),
+            completion_tokens=usage.get("completion_tokens") or len(self.arrivals),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            counted_by="usage" if usage.get("completion_tokens") else "chunks",
+            text=self.text,
+        )
+
+
+def has_text(delta: dict[str, Any]) -> bool:
+    """Whether a delta, or a choice of a completion, carries what the model wrote; often the first has only a role."""
+    return any(delta.get(name) for name in ("content", "text", "reasoning_content", "reasoning", "tool_calls"))
+
+
+async def send(
+    http: httpx.AsyncClient, server: Server, ask: Ask, *, prompt: Prompt, max_tokens: int, start: float
+) -> Sample:
+    """Send one request and read its answer to the end; whatever happens is an outcome, not an exception."""
+    sent = time.perf_counter()
+    answer = Answer()
+    url = server.url + ("/completions" if isinstance(prompt, list) else "/chat/completions")
+    body = ask.body(server.model, prompt, max_tokens)
+    try:
+        async with (
+            asyncio.timeout(ask.timeout_seconds),
+            http.stream("POST", url, json=body, headers=server.headers) as response,
+        ):
+            if response.status_code != 200:
+                answer.fail(f"http {response.status_code}", await response.aread())
+            else:
+                async for line, moment in lines(response):
+                    answer.take(line, moment - sent)
+    except TimeoutError:
+        answer.outcome = "timeout"
+    except httpx.HTTPError as error:
+        answer.fail("connection", repr(error).encode())
+    except (ValueError, AttributeError) as error:
+        answer.fail("unreadable event", repr(error).encode())
+    return answer.sample(asked_tokens=max_tokens, sent=sent - start, finished=time.perf_counter() - sent)
+
+
+async def lines(response: httpx.Response) -> AsyncIterator[tuple[bytes, float]]:
+    """Yield every line with the moment when the last of its bytes was read from the socket."""
+    rest = b""
+    async for block in response.aiter_raw():
+        moment = time.perf_counter()
+        *whole, rest = (rest + block).split(b"\n")
+        for line in whole:
+            yield line, moment
