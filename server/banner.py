@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.status import Drafting, MemoryPlan, ModelInfo
+from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo
 from server.settings import Settings
 from server.store import place_of
 from server.version import version
@@ -12,12 +12,20 @@ from server.version import version
 GIB = 2**30
 
 
-def banner(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Settings, url: str) -> str:
+def banner(
+    info: ModelInfo,
+    memory: MemoryPlan,
+    drafting: Drafting,
+    settings: Settings,
+    url: str,
+    embedding: Embedding | None = None,
+) -> str:
     """The first screen, once the model answers."""
+    rows = [*_rows(info, memory, drafting, settings), *(() if embedding is None else (_embedding(embedding),))]
     return "\n".join(
         [
             f"Cellar {version()} serves {', '.join(settings.names)}",
-            *(f"  {name:<9} {text}" for name, text in _rows(info, memory, drafting, settings)),
+            *(f"  {name:<9} {text}" for name, text in rows),
             *_addresses(settings, url),
         ]
     )
@@ -54,6 +62,16 @@ def _drafts(drafting: Drafting, tokens: int | None) -> str:
     return (
         f"{text}; {model.architecture}, {_count(model.parameters)} parameters, from {model.folder}: "
         f"weights {_size(memory.weights_bytes)} + cache {_size(memory.cache_bytes)}"
+    )
+
+
+def _embedding(embedding: Embedding) -> tuple[str, str]:
+    """Who makes vectors or ranks, how long a text it reads, and what it takes."""
+    model, length = embedding.model, f" of {embedding.dimensions} numbers" if embedding.makes == "vectors" else ""
+    return embedding.makes, (
+        f"{model.architecture}, {_count(model.parameters)} parameters, {model.dtype}, from {model.folder}: "
+        f"{embedding.makes}{length}, {model.context} tokens a text, "
+        f"weights {_size(embedding.weights_bytes)} + work {_size(embedding.work_bytes)}"
     )
 
 

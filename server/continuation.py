@@ -12,7 +12,7 @@ from engine.dialect.dialect import Dialect
 from engine.dialect.tagged import Tagged
 from engine.types import Alternative, Rendering, Request, Scored
 from server.errors import INVALID_VALUE, ApiError
-from server.generation import check_room, request, spread
+from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
 from server.logprobs import Wording, joined, text_logprobs
 from server.schemas.completions import CompletionRequest, TextLogprobs
@@ -80,14 +80,17 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
     requests: list[Request] = []
     prompts: list[Prompt] = []
     for at, prompt in enumerate(body.prompt):
-        rendering = await _tokens(service, prompt)
+        whole = await _tokens(service, prompt)
+        rendering = shortened(service, body, whole, body.max_tokens)
+        if rendering is not whole:
+            prompt = list(rendering.tokens)
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
         plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > shown)
         requests.extend(_spread(replace(plain, grammar=followed.grammar), body, width))
     check_room(service, requests)
     return Continuation(
-        id=id,
+        id=id if body.request_id is None else f"cmpl-{body.request_id}",
         created=int(time.time()),
         model=model,
         fingerprint=service.fingerprint(),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import anyio.to_thread
 
-from engine.types import Event, Overflow, Rendering, Request, SpeculationParams, Tier
+from engine.types import Delta, Event, Overflow, Rendering, Request, SpeculationParams, Tier
 from server.errors import INVALID_VALUE, ApiError
 from server.metrics import Endpoint
 from server.sampling import check_ids, sampling
@@ -59,6 +59,7 @@ async def request(
         sampling=await sampling(service, body),
         max_tokens=max_tokens,
         stop=tuple(body.stop or ()),
+        stop_regex=tuple(body.stop_regex or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=_most(logprobs, body.prompt_logprobs),
@@ -78,6 +79,43 @@ async def request(
         timeout_seconds=body.timeout,
         progress=bool(body.return_progress),
     )
+
+
+def shortened(service: Service, body: Generation, prompt: Rendering, max_tokens: int | None) -> Rendering:
+    """The end of a prompt that `truncate_prompt_tokens` leaves; with -1 there is room for the answer behind it."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(service.engine.info.context - (max_tokens or 1), 1)
+    cut = len(prompt.tokens) - most
+    if cut <= 0:
+        return prompt
+    return Rendering(
+        prompt.tokens[cut:],
+        marks=tuple(mark - cut for mark in prompt.marks if mark > cut),
+        protected=tuple((max(start - cut, 0), stop - cut) for start, stop in prompt.protected if stop > cut),
+        opened=prompt.opened,
+    )
+
+
+async def spaced(events: Events, interval: int | None) -> AsyncGenerator[tuple[int, Event], None]:
+    """The events, where texts of a choice wait until they have so many tokens together; the first comes at once."""
+    held: dict[int, Delta] = {}
+    begun: set[int] = set()
+    async for index, event in events:
+        if isinstance(event, Delta) and index in begun:
+            more = held.get(index, Delta("", ()))
+            event = Delta(more.text + event.text, more.tokens + event.tokens, more.logprobs + event.logprobs)
+            if len(event.tokens) < (interval or 1):
+                held[index] = event
+                continue
+            held.pop(index, None)
+        elif index in held:
+            yield index, held.pop(index)
+        if isinstance(event, Delta):
+            begun.add(index)
+        yield index, event
 
 
 def spread(request: Request, choices: int) -> tuple[Request, ...]:
@@ -121,6 +159,8 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
         raise _invalid("stream_options", "it means nothing unless 'stream' is true")
     if body.return_progress and not body.stream:
         raise _invalid("return_progress", "it means nothing unless 'stream' is true")
+    if body.stream_interval is not None and not body.stream:
+        raise _invalid("stream_interval", "it means nothing unless 'stream' is true")
     if body.timings_per_token and not body.stream:
         raise _invalid("timings_per_token", "it means nothing unless 'stream' is true")
     if max_tokens is not None and max_tokens > context and overflow != "shift":

@@ -14,7 +14,7 @@ from engine.types import Grammar
 from server.schemas.common import Generation
 from server.service import Service
 from server.structure import structure
-from server.tools import Offer
+from server.tools import Offer, place
 
 ANYTHING = {"type": "object"}
 IN_PART = "'{}' is followed in part, since it is not strict: {}."
@@ -60,7 +60,18 @@ def _made(dialect: Dialect, offered: Offer, field: str, wanted: Body | None, ope
     try:
         return dialect.grammar(offered.tools, offered.choice, wanted, opened)
     except InvalidRequest as error:
-        raise InvalidRequest(field if error.field == "response_format" else error.field, error.reason) from error
+        named = {"response_format": field, "grammar": _unwritable(dialect, offered, opened)}
+        raise InvalidRequest(named.get(error.field, error.field), error.reason) from error
+
+
+def _unwritable(dialect: Dialect, offered: Offer, opened: str) -> str:
+    """Where the first custom tool stands whose grammar the model's format cannot hold."""
+    for at, tool in enumerate(offered.tools):
+        try:
+            dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
+        except InvalidRequest:
+            return f"{place(at, tool, legacy=offered.legacy)}.format"
+    return "tools"
 
 
 def _fault(service: Service, made: Grammar) -> str | None:
@@ -74,14 +85,15 @@ def _fault(service: Service, made: Grammar) -> str | None:
 
 def _eased(service: Service, dialect: Dialect, offered: Offer, opened: str) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     """The tools without schemas that cannot be followed, and a warning of each; InvalidRequest where it is strict."""
-    place = "functions[{}].parameters" if offered.legacy else "tools[{}].function.parameters"
     tools, warnings = list(offered.tools), []
     for at, tool in enumerate(tools):
         alone = dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
         reason = None if alone is None else _fault(service, alone)
+        part = "parameters" if tool.kind == "function" else "format"
+        field = f"{place(at, tool, legacy=offered.legacy)}.{part}"
         if reason is not None and tool.strict:
-            raise InvalidRequest(place.format(at), reason)
+            raise InvalidRequest(field, reason)
         if reason is not None:
             tools[at] = replace(tool, parameters=json.dumps(ANYTHING))
-            warnings.append(IN_PART.format(place.format(at), reason))
+            warnings.append(IN_PART.format(field, reason))
     return tuple(tools), tuple(warnings)

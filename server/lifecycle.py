@@ -95,7 +95,7 @@ class Lifecycle:
         try:
             await self.engine.wait_ready()
             engine = self.engine
-            self.say(banner(engine.info, engine.memory, engine.drafting, self.settings, url))
+            self.say(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
             while self.engine.alive:
                 await asyncio.sleep(PULSE_SECONDS)
             logger.critical("the engine ended: %s", self.engine.phase)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.message import INPUT
 from server.errors import INVALID_VALUE, ApiError
 from server.parsing import loads
 from server.schemas.chat import Message
 from server.schemas.content import text_of
-from server.schemas.tools import CalledFunction
+from server.schemas.tools import CalledFunction, CustomCall, ToolCall
 
 # No template here knows the name that OpenAI gave the system role later, nor the first one of the tool role.
 ROLES = {"developer": "system", "function": "tool"}
@@ -65,9 +66,9 @@ def _plain(message: Message, legacy_id: str) -> dict[str, object]:
     answered = legacy_id if message.role == "function" else message.tool_call_id
     found = {"name": message.name, "tool_call_id": answered, "reasoning_content": reasoning}
     plain.update({key: value for key, value in found.items() if value is not None})
-    calls = [_call(call.id, call.function) for call in message.tool_calls or ()]
+    calls = [_call(call.id, *_called(call)) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        calls = [_call(legacy_id, message.function_call)]
+        calls = [_call(legacy_id, message.function_call.name, _arguments(message.function_call))]
     if calls:
         plain["tool_calls"] = calls
     return plain
@@ -83,8 +84,15 @@ def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
             letters += len(BETWEEN)
 
 
-def _call(id: str, function: CalledFunction) -> dict[str, object]:
-    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": _arguments(function)}}
+def _call(id: str, name: str, arguments: object) -> dict[str, object]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _called(call: ToolCall) -> tuple[str, object]:
+    """What was called, and with what. Templates know functions only: the text of a custom tool is an argument there."""
+    if isinstance(call, CustomCall):
+        return call.custom.name, {INPUT: call.custom.input}
+    return call.function.name, _arguments(call.function)
 
 
 def _arguments(function: CalledFunction) -> object:

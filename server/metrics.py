@@ -113,6 +113,7 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_remembered)
     yield _gauge("shelf_memory_bytes", "Remembered content in host memory.", stats.shelf_memory_bytes)
     yield _gauge("shelf_disk_bytes", "Remembered content in files.", stats.shelf_disk_bytes)
+    yield _gauge("embedding_texts_waiting", "Texts before the embedding model.", stats.embedding.waiting)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
@@ -130,6 +131,10 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("shelf_loaded_tokens", "Those that came back from the shelf.", stats.loaded_tokens_total)
     yield _counter("shelf_saved_tokens", "Those that were written to files.", stats.saved_tokens_total)
     yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
+    yield _counter("embedding_texts", "Texts that the embedding model computed.", stats.embedding.texts_total)
+    yield _counter("embedding_tokens", "Tokens of them.", stats.embedding.tokens_total)
+    yield _counter("embedding_batches", "Forward passes of the embedding model.", stats.embedding.batches_total)
+    yield _counter("embedding_seconds", "Time in these.", stats.embedding.seconds_total)
 
 
 def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.message import Piece, Reasoning, Text
-from server.batch import Outcome
 from server.embeddings import vector
 from server.errors import invalid_field
 from server.generation import Events
+from server.jobs import Made
 from server.reply import Call as MadeCall
 from server.reply import Growing, gather
 from server.schemas.chat import ChatRequest
@@ -85,7 +85,7 @@ class OllamaAnswer:
                 if text or thinking:
                     yield self._say(self._line(), text, thinking)
             elif isinstance(event, Ended):
-                if growing.names:
+                if growing.opened:
                     yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
                 yield self._last(event)
 
@@ -124,14 +124,14 @@ class OllamaAnswer:
         return line
 
 
-def embedded(model: str, outcomes: Sequence[Outcome], dimensions: int | None, begun: float) -> Embeddings:
+def embedded(model: str, made: Made, dimensions: int | None, begun: float) -> Embeddings:
     """The answer to a list of texts."""
     return Embeddings(
         model=model,
-        embeddings=[list(vector(outcome, dimensions)) for outcome in outcomes],
+        embeddings=[list(vector(data, dimensions)) for data in made.vectors],
         total_duration=_duration(time.monotonic() - begun),
         load_duration=0,
-        prompt_eval_count=sum(outcome.finished.usage.prompt_tokens for outcome in outcomes),
+        prompt_eval_count=made.tokens,
     )
 
 

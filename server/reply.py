@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text, ToolKind
 from engine.types import Scored, TokenLogprob
 from server.errors import check_deadline
 from server.generation import Events
@@ -13,11 +13,12 @@ from server.turn import Ended, Said, Turn, said
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool; `arguments` is JSON text."""
+    """A call of a tool; `arguments` is JSON text, of a custom tool the text that it takes."""
 
     id: str
     name: str
     arguments: str
+    kind: ToolKind = "function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Growing:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    opened: list[CallOpened] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -59,16 +60,18 @@ class Growing:
                 self.text.append(text)
             case Reasoning(text):
                 self.reasoning.append(text)
-            case CallOpened(_, name):
-                self.names.append(name)
+            case CallOpened():
+                self.opened.append(piece)
                 self.arguments.append([])
             case CallArguments(index, text):
                 self.arguments[index].append(text)
 
     def calls(self, turn: Turn, index: int) -> tuple[Call, ...]:
         """The calls so far, of choice number `index`."""
-        pairs = zip(self.names, self.arguments, strict=True)
-        return tuple(Call(turn.call_id(index, at), name, "".join(parts)) for at, (name, parts) in enumerate(pairs))
+        pairs = zip(self.opened, self.arguments, strict=True)
+        return tuple(
+            Call(turn.call_id(index, call.index), call.name, "".join(parts), call.kind) for call, parts in pairs
+        )
 
 
 async def gather(turn: Turn, events: Events) -> list[Reply]:

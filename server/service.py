@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
-from engine.types import Event, Failed, Request
+from engine.status import Embedding
+from engine.types import EmbeddingJob, Event, Failed, Request
 from server.errors import MODEL_NOT_FOUND, ApiError
 from server.metrics import Endpoint, Metrics
 from server.settings import Settings
@@ -18,6 +19,7 @@ from server.version import version
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.stream import RequestStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class Service:
         names = self.settings.names
         if name is None:
             return names[0]
+        if name == self.settings.embedding_name:
+            message = f"The model '{name}' is the embedding model and cannot do this. For it there is '{names[0]}'."
+            raise ApiError(MODEL_NOT_FOUND, message, param="model")
         if name not in names:
             served = ", ".join(f"'{known}'" for known in names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
@@ -60,13 +65,42 @@ class Service:
         parts = (info.fingerprint, info.architecture, info.dtype, version())
         return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The names of all models, as soon as they answer."""
+        if not self.engine.ready:
+            return ()
+        embedding = self.settings.embedding_name
+        return (*self.settings.names, *(() if embedding is None else (embedding,)))
+
+    @property
+    def vectors(self) -> Embedding | None:
+        """The embedding model, if there is one that makes vectors."""
+        embedding = self.engine.embedding
+        return embedding if embedding is not None and embedding.makes == "vectors" else None
+
+    @property
+    def ranker(self) -> Embedding | None:
+        """The embedding model, if there is one that scores pairs of texts."""
+        embedding = self.engine.embedding
+        return embedding if embedding is not None and embedding.makes == "scores" else None
+
     @asynccontextmanager
     async def open(self, request: Request, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
         """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
-        async with self.engine.open(request) as stream:
-            events = self.metrics.watch(aiter(stream), endpoint)
-            async with aclosing(self._raising(events)) as raising:
-                yield raising
+        async with self.engine.open(request) as stream, self._watched(stream, endpoint) as events:
+            yield events
+
+    @asynccontextmanager
+    async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
+        """The same of a job for the embedding model."""
+        async with self.engine.embed(job) as stream, self._watched(stream, endpoint) as events:
+            yield events
+
+    @asynccontextmanager
+    async def _watched(self, stream: RequestStream, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
+        async with aclosing(self._raising(self.metrics.watch(aiter(stream), endpoint))) as events:
+            yield events
 
     async def _raising(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
         async with aclosing(events) as passing:

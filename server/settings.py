@@ -61,12 +61,14 @@ class Settings:
     slots: int | None = None
     overflow: Overflow = "length"
     max_waiting: int = 64
+    itl_target_ms: float | None = None
     threads: int | None = None
     mla: MlaMode = "auto"
     drafter: DrafterChoice = "auto"
     draft_model: str | None = None
     draft_tokens: int | None = None
     draft_quantize: Quantize | None = None
+    embedding_model: str | None = None
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0
@@ -91,6 +93,11 @@ class Settings:
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
             )
+        if self.embedding_name in self.names:
+            raise ValueError(
+                f"--embedding-model {self.embedding_model} has the name of the model: "
+                "give that another one with --served-model-name"
+            )
         self.engine_config()
 
     @property
@@ -98,10 +105,12 @@ class Settings:
         """What the model is called in requests, the first being its main name."""
         if self.served_names:
             return self.served_names
-        if self.model is None:
-            return (BUNDLED_NAME,)
-        folder = Path(self.model)
-        return (folder.resolve().name if folder.is_dir() else self.model,)
+        return (BUNDLED_NAME if self.model is None else _name_of(self.model),)
+
+    @property
+    def embedding_name(self) -> str | None:
+        """What the embedding model is called in requests; None: there is none."""
+        return None if self.embedding_model is None else _name_of(self.embedding_model)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -120,16 +129,23 @@ class Settings:
             slots=self.slots,
             overflow=self.overflow,
             max_waiting=self.max_waiting,
+            itl_target_ms=self.itl_target_ms,
             threads=self.threads,
             mla=self.mla,
             drafter=self.drafter,
             draft_model=self.draft_model,
             draft_tokens=self.draft_tokens,
             draft_quantize=self.draft_quantize,
+            embedding_model=self.embedding_model,
             shelf=self.shelf,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,
         )
+
+
+def _name_of(model: str) -> str:
+    folder = Path(model)
+    return folder.resolve().name if folder.is_dir() else model
 
 
 def is_loopback(host: str) -> bool:

@@ -8,14 +8,18 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from engine.status import Embedding
 from engine.wording import names
+from server import embeddings
 from server.ability import unable
 from server.encoding import Json
 from server.routes.documented import RESPONSES
 from server.schemas import policy
-from server.schemas.capabilities import Capabilities, Endpoint, ModelCapabilities, Parameter
+from server.schemas.capabilities import Capabilities, EmbeddingCapabilities, Endpoint, ModelCapabilities, Parameter
 from server.schemas.chat import RESERVED_ARGUMENTS, ChatRequest
 from server.schemas.content import Strict
+from server.schemas.embeddings import EmbeddingRequest
+from server.schemas.scoring import RerankRequest, ScoreRequest
 from server.service import Service
 
 
@@ -26,14 +30,15 @@ def add(app: FastAPI, service: Service) -> None:
     async def capabilities() -> Response:
         """Tell what this server does with each parameter, and what its model can do."""
         service.check_ready()
-        return Json(
-            Capabilities(
-                object="capabilities",
-                lenient=service.settings.lenient,
-                model=_model(service),
-                endpoints={path: Endpoint(parameters=_parameters(service, body)) for path, body in _bodies(app)},
-            )
+        told = Capabilities(
+            object="capabilities",
+            lenient=service.settings.lenient,
+            model=_model(service),
+            endpoints={path: Endpoint(parameters=_parameters(service, body)) for path, body in _bodies(app)},
         )
+        if service.engine.embedding is not None and service.settings.embedding_name is not None:
+            told["embedding_model"] = _embedding(service.settings.embedding_name, service.engine.embedding)
+        return Json(told)
 
 
 def _model(service: Service) -> ModelCapabilities:
@@ -50,6 +55,18 @@ def _model(service: Service) -> ModelCapabilities:
     )
 
 
+def _embedding(name: str, embedding: Embedding) -> EmbeddingCapabilities:
+    return EmbeddingCapabilities(
+        id=name,
+        makes=embedding.makes,
+        context=embedding.model.context,
+        vocabulary=embedding.model.vocabulary,
+        dimensions=embedding.dimensions,
+        similarity=embedding.similarity,
+        prompts=list(embedding.prompts),
+    )
+
+
 def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
     """The endpoints that take a body."""
     for route in app.routes:
@@ -60,8 +77,7 @@ def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
 
 
 def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
-    tokenizer = service.engine.tokenizer
-    missing = unable(tokenizer.dialect, names(tokenizer.template)) if issubclass(body, ChatRequest) else {}
+    missing = _missing(service, body)
     known = {field.alias or name: _known(field.alias or name, missing) for name, field in body.model_fields.items()}
     refused = {
         name: Parameter(support="refused", accepted=[None, *idle])
@@ -69,6 +85,18 @@ def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
         if name not in known
     }
     return {**known, **refused}
+
+
+def _missing(service: Service, body: type[Strict]) -> dict[str, str]:
+    """What the models cannot do of a body, and why."""
+    tokenizer = service.engine.tokenizer
+    if issubclass(body, ChatRequest):
+        return unable(tokenizer.dialect, names(tokenizer.template))
+    if issubclass(body, EmbeddingRequest):
+        return embeddings.unable(service.vectors)
+    if issubclass(body, RerankRequest | ScoreRequest) and service.engine.embedding is None:
+        return {"truncate_prompt_tokens": "there is no embedding model"}
+    return {}
 
 
 def _known(name: str, missing: dict[str, str]) -> Parameter:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.status import Embedding as EmbeddingModel
+from engine.status import ModelInfo
 from server.answering import unless_gone
-from server.embeddings import embed, vector
+from server.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.encoding import Json
 from server.errors import INVALID_VALUE, ApiError
 from server.generation import generate
@@ -77,23 +80,25 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
     @app.post("/api/embed", responses={**RESPONSES, 200: {"model": Embeddings}})
     async def embed_all(body: EmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        model, begun = _resolve(service, body.model), time.monotonic()
+        model, begun = answering(service, _name(service, body.model)), time.monotonic()
+        check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
+        wish = Wish(most=0 if body.truncate is False else -1)
 
         async def work() -> Response:
-            outcomes = await embed(service, inputs, pooling="last", id=uuid.uuid4().hex, endpoint="ollama")
-            return Json(embedded(model, outcomes, body.dimensions, begun))
+            made = await embed(service, inputs, wish, id=uuid.uuid4().hex, endpoint="ollama")
+            return Json(embedded(model, made, body.dimensions, begun))
 
         return await unless_gone(request, work())
 
     @app.post("/api/embeddings", responses={**RESPONSES, 200: {"model": Embedding}})
     async def embed_one(body: EmbeddingRequest, request: Request) -> Response:
         """Turn one text into a vector, as older clients ask for it."""
-        _resolve(service, body.model)
+        answering(service, _name(service, body.model))
 
         async def work() -> Response:
-            outcomes = await embed(service, [body.prompt], pooling="last", id=uuid.uuid4().hex, endpoint="ollama")
-            return Json(Embedding(embedding=list(vector(outcomes[0]))))
+            made = await embed(service, [body.prompt], Wish(most=-1), id=uuid.uuid4().hex, endpoint="ollama")
+            return Json(Embedding(embedding=list(vector(made.vectors[0]))))
 
         return await unless_gone(request, work())
 
@@ -108,11 +113,11 @@ def _add_cards(app: FastAPI, service: Service) -> None:
     async def tags() -> Response:
         """The names that the model answers to."""
         service.check_ready()
-        return Json({"models": [_entry(service, name) for name in service.settings.names]})
+        return Json({"models": [*_entries(service)]})
 
     @app.get("/api/ps", responses=RESPONSES)
     async def running() -> Response:
-        """The same names: the model is loaded as long as the server runs."""
+        """The same names: the models are loaded as long as the server runs."""
         service.check_ready()
         memory, info = service.engine.memory, service.engine.info
         more = {
@@ -120,7 +125,7 @@ def _add_cards(app: FastAPI, service: Service) -> None:
             "size_vram": 0 if info.device == "cpu" else memory.weights_bytes + memory.cache_bytes,
             "context_length": info.context,
         }
-        return Json({"models": [{**_entry(service, name), **more} for name in service.settings.names]})
+        return Json({"models": [{**more, **entry} for entry in _entries(service)]})
 
     @app.post("/api/show", responses=RESPONSES)
     async def show(body: ShowRequest) -> Response:
@@ -128,8 +133,11 @@ def _add_cards(app: FastAPI, service: Service) -> None:
         name = body.model or body.name
         if name is None:
             raise ApiError(INVALID_VALUE, "Missing required parameter: 'model'.", param="model")
-        _resolve(service, name)
         service.check_ready()
+        embedding = service.engine.embedding
+        if embedding is not None and _name(service, name) == service.settings.embedding_name:
+            return Json(_embedding_card(service, embedding))
+        service.resolve(_name(service, name))
         return Json(_card(service))
 
 
@@ -138,13 +146,14 @@ def _loaded(model: str) -> Line:
     return Line(model=model, created_at=now(), done=True, done_reason="load")
 
 
-def _resolve(service: Service, name: str) -> str:
-    return service.resolve(name if name in service.settings.names else name.removesuffix(_TAG))
+def _name(service: Service, name: str) -> str:
+    """The name without the tag that is not part of it."""
+    return name if name in service.settings.names else name.removesuffix(_TAG)
 
 
 def _ready(service: Service, body: Asking) -> str:
     """The name to answer under; raises what is wrong with the model that was asked for."""
-    model = _resolve(service, body.model)
+    model = service.resolve(_name(service, body.model))
     service.check_ready()
     context, asked = service.engine.info.context, body.options and body.options.num_ctx
     if asked and asked > context:
@@ -167,20 +176,32 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
     return await unless_gone(request, whole())
 
 
-def _entry(service: Service, name: str) -> dict[str, Any]:
-    info, memory = service.engine.info, service.engine.memory
+def _entries(service: Service) -> Iterator[dict[str, Any]]:
+    """Every model under each of its names; of the embedding model also what /api/ps tells."""
+    info, embedding = service.engine.info, service.engine.embedding
+    for name in service.settings.names:
+        yield {**_entry(service, name, info), "size": service.engine.memory.weights_bytes}
+    if embedding is not None and service.settings.embedding_name is not None:
+        size, model = embedding.weights_bytes, embedding.model
+        more = {"size": size, "size_vram": 0 if model.device == "cpu" else size, "context_length": model.context}
+        yield {**_entry(service, service.settings.embedding_name, model), **more}
+
+
+def _entry(service: Service, name: str, info: ModelInfo) -> dict[str, Any]:
     return {
         "name": name,
         "model": name,
-        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-        "size": memory.weights_bytes,
+        "modified_at": _modified(service),
         "digest": info.fingerprint,
-        "details": _details(service),
+        "details": _details(info),
     }
 
 
-def _details(service: Service) -> dict[str, Any]:
-    info = service.engine.info
+def _modified(service: Service) -> str:
+    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(info: ModelInfo) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "safetensors",
@@ -198,21 +219,39 @@ def _card(service: Service) -> dict[str, Any]:
         "completion": True,
         "tools": chats and tokenizer.dialect.calls,
         "thinking": chats and tokenizer.dialect.reasons,
-        "embedding": True,
+        "embedding": service.vectors is None,
     }
     return {
         "modelfile": "",
         "parameters": "",
         "template": tokenizer.template,
-        "details": _details(service),
-        "model_info": {
-            "general.architecture": info.architecture,
-            "general.parameter_count": info.parameters,
-            f"{info.architecture}.context_length": info.context,
-            f"{info.architecture}.vocab_size": info.vocabulary,
-        },
+        "details": _details(info),
+        "model_info": _model_info(info),
         "capabilities": [name for name, there in abilities.items() if there],
-        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": _modified(service),
+    }
+
+
+def _embedding_card(service: Service, embedding: EmbeddingModel) -> dict[str, Any]:
+    info = embedding.model
+    length = {f"{info.architecture}.embedding_length": embedding.dimensions}
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": _details(info),
+        "model_info": {**_model_info(info), **length},
+        "capabilities": ["embedding"] if embedding.makes == "vectors" else [],
+        "modified_at": _modified(service),
+    }
+
+
+def _model_info(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "general.architecture": info.architecture,
+        "general.parameter_count": info.parameters,
+        f"{info.architecture}.context_length": info.context,
+        f"{info.architecture}.vocab_size": info.vocabulary,
     }
 
 

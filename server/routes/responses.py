@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answering import unless_gone
+from server.auth import owner
 from server.encoding import Json
 from server.errors import INVALID_VALUE, ApiError
 from server.lenient import warnings
@@ -43,46 +44,53 @@ def _add_makers(app: FastAPI, desk: Desk, caps: Caps) -> None:
     @app.post(PATH, responses=WHOLE)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer an input, which may go on from an earlier response."""
-        run = await desk.create(body, warnings(request))
+        run = await desk.of(owner(request)).create(body, warnings(request))
         left = None if body.background else run.leave
         if body.stream:
             return FrameStream(run.follow(), caps, left)
         return Json(run.response) if body.background else await unless_gone(request, _finished(run))
 
     @app.post(f"{PATH}/input_tokens", responses={**RESPONSES, 200: {"model": InputTokens}})
-    async def count_input_tokens(body: Prompted) -> Response:
+    async def count_input_tokens(body: Prompted, request: Request) -> Response:
         """Count the tokens of the prompt that an input makes."""
-        return Json(InputTokens(object="response.input_tokens", input_tokens=await desk.count(body)))
+        return Json(InputTokens(object="response.input_tokens", input_tokens=await desk.of(owner(request)).count(body)))
 
     @app.post(f"{PATH}/{{response_id}}/cancel", responses={**RESPONSES, 200: {"model": ResponseBody}})
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response in the background."""
-        return Json(await desk.cancel(response_id))
+        return Json(await desk.of(owner(request)).cancel(response_id))
 
 
 def _add_readers(app: FastAPI, desk: Desk, caps: Caps) -> None:
     @app.get(f"{PATH}/{{response_id}}", responses=WHOLE)
-    async def retrieve_response(response_id: str, stream: bool = False, starting_after: After = -1) -> Response:
+    async def retrieve_response(
+        response_id: str, request: Request, stream: bool = False, starting_after: After = -1
+    ) -> Response:
         """Read a response as it stands, or its events behind number `starting_after`, to its end."""
+        own = desk.of(owner(request))
         if not stream:
-            return Json(await desk.response(response_id))
-        run = desk.running(response_id)
+            return Json(await own.response(response_id))
+        run = own.running(response_id)
         if run is not None:
             return FrameStream(run.follow(starting_after), caps)
-        return FrameStream(_told((await desk.frames(response_id))[starting_after + 1 :]), caps)
+        return FrameStream(_told((await own.frames(response_id))[starting_after + 1 :]), caps)
 
     @app.delete(f"{PATH}/{{response_id}}", responses={**RESPONSES, 200: {"model": ResponseDeleted}})
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(response_id: str, request: Request) -> Response:
         """Forget a response; work on it stops."""
-        await desk.delete(response_id)
+        await desk.of(owner(request)).delete(response_id)
         return Json(ResponseDeleted(id=response_id, object="response", deleted=True))
 
     @app.get(f"{PATH}/{{response_id}}/input_items", responses={**RESPONSES, 200: {"model": InputItems}})
     async def list_input_items(
-        response_id: str, limit: Limit = 20, order: Literal["asc", "desc"] = "desc", after: str | None = None
+        response_id: str,
+        request: Request,
+        limit: Limit = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
     ) -> Response:
         """List all that a response was made from, latest first."""
-        items = await desk.input_items(response_id)
+        items = await desk.of(owner(request)).input_items(response_id)
         return Json(_page(items if order == "asc" else items[::-1], limit, after))
 
 

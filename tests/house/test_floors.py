@@ -12,26 +12,34 @@ from tests.house.source import Source, imports, sources
 FLOORS = {
     "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
         attention recurrent disk components | shelf | radix entries | prefix | forward | cache""",
-    "engine": """errors status types message noise kernels.reference kernels.crossing kernels.packing kernels.cpu.build
-        prefix sight quantize.survey draft.automaton draft.acceptance draft.cost draft.habit | config text lineage
-        outline wording scoring kernels.latent kernels.linear kernels.cpu.native draft.library draft.offer
-        dialect.source dialect.lark dialect.speech grammar history filters validity | kernels.cpu.linear rules
-        dialect.json_text dialect.reader dialect.thoughts dialect.schema | dialect.calls | dialect.frame
+    "engine": """errors status types message noise kernels.reference kernels.crossing kernels.pages kernels.cpu.build
+        prefix sight quantize.survey draft.passage draft.acceptance cost draft.habit draft.levels | config lineage
+        outline wording scoring kernels.latent kernels.packing native.widening kernels.cpu.native
+        draft.library draft.offer budget embedder.layout dialect.source dialect.lark dialect.quoting grammar history
+        filters validity | kernels.linear stopping native.placing native.decoder rules embedder.head embedder.reader
+        dialect.input dialect.json_text dialect.thoughts dialect.schema | text dialect.speech |
+        dialect.calls dialect.reader kernels.cpu.linear embedder.embedder | dialect.frame embedder.turns
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
-        quantize.store | quantize.surgery plan recurrence sequence grammars encoding draft.drafter native.decoder
-        native.library | runner crossing gathering draft.lookup draft.forced draft.seats verify native.same
-        native.trace native.description | draft.chain speculation slots selftest native.norm | native.attention
-        native.mlp | native.shape native.runner | native.choosing | draft.model scheduler load stream |
-        draft.heads | draft.head | draft.loading step | core | engine""",
-    "server": """encoding version settings metrics schemas.policy database responses.sealed | errors schemas.content
-        store | schemas.tools renaming | schemas.structure | schemas.common | schemas.errors schemas.chat
+        quantize.store folder | quantize.surgery plan recurrence sequence grammars encoding draft.drafter native.same
+        native.library | runner crossing gathering draft.lookup draft.forced draft.seats verify
+        embedder.loading native.norm native.description |
+        draft.chain speculation slots selftest native.trace | native.attention
+        native.walk | native.mlp | native.experts | native.half | native.shape native.runner | native.choosing |
+        draft.model scheduler load stream | draft.heads | draft.head | draft.loading step | core | duties | engine""",
+    "server": """encoding version settings metrics schemas.policy database responses.sealed bench.options
+        bench.samples | errors schemas.content store bench.machine bench.client | schemas.tools renaming bench.target
+        bench.prompts | schemas.structure bench.launch bench.asker | schemas.common bench.cells |
+        schemas.errors schemas.chat bench.probe bench.plan
         schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner
-        usage schemas.response_input schemas.anthropic_answer | schemas.responses schemas.response_items
+        usage schemas.response_input schemas.anthropic_answer | accounts schemas.responses schemas.response_items
+        bench.session
         schemas.embeddings schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | places service
+        bench.report
         logprobs routes.documented lenient tools messages structure responses.items responses.history anthropic.blocks
-        responses.comparison | ability grammar sampling batch responses.writer responses.translation responses.archive
-        | generation embeddings labels transcript anthropic.translation | fold sse turn continuation asking | ndjson
+        responses.comparison | ability grammar sampling batch jobs bench.plots responses.writer responses.translation
+        responses.archive | generation embeddings labels transcript anthropic.translation bench.command |
+        fold sse turn continuation asking comparing | ndjson
         reply tokens decisions scoring diagnostics text_chunks responses.snapshot responses.truncation
         responses.run anthropic.answer | chunks ollama | answering chat completions responses.desk | routes.chat
         routes.completions routes.capabilities routes.embeddings routes.tokens routes.decisions routes.rerank

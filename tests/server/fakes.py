@@ -17,10 +17,11 @@ from typing import Any
 
 from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading
-from engine.status import Drafting, MemoryPlan, ModelInfo, Stats
+from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
 from engine.types import (
     Alternative,
     Delta,
+    EmbeddingJob,
     Event,
     Failed,
     Finished,
@@ -34,6 +35,7 @@ from engine.types import (
 )
 from server.lifecycle import Lifecycle, listen
 from server.settings import Caps, Settings
+from tests.server.embedders import FakeReader, count_letters
 
 INFO = ModelInfo(
     fingerprint="0123456789abcdef",
@@ -157,6 +159,7 @@ class FakeEngine:
     """The border of engine.Engine; `script` makes the events of each request, `refusal` is raised on opening."""
 
     script: Script = speak
+    embeds: Callable[[EmbeddingJob], Iterable[Event | Gate]] = count_letters
     phase: str = "ready"
     alive: bool = True
     refusal: EngineError | None = None
@@ -170,6 +173,9 @@ class FakeEngine:
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     memory: MemoryPlan = MEMORY
     drafting: Drafting = Drafting()
+    embedding: Embedding | None = None
+    reader: FakeReader = field(default_factory=FakeReader)
+    jobs: list[EmbeddingJob] = field(default_factory=list)
     cut: set[asyncio.Event] = field(default_factory=set)
 
     def start(self) -> None:
@@ -214,6 +220,16 @@ class FakeEngine:
             self.running.discard(request.id)
             self.left.set()
 
+    @asynccontextmanager
+    async def embed(self, job: EmbeddingJob) -> AsyncIterator[AsyncIterator[Event]]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.jobs.append(job)
+        try:
+            yield self._play(Request(job.id, ()), asyncio.Event(), lambda _: self.embeds(job))
+        finally:
+            self.left.set()
+
     async def drain(self, seconds: float) -> None:
         """Like the engine's: waits, then fails what is left."""
         self.phase = "draining"
@@ -223,8 +239,8 @@ class FakeEngine:
         for cut in self.cut:
             cut.set()
 
-    async def _play(self, request: Request, cut: asyncio.Event) -> AsyncIterator[Event]:
-        for item in self.script(request):
+    async def _play(self, request: Request, cut: asyncio.Event, script: Script | None = None) -> AsyncIterator[Event]:
+        for item in (script or self.script)(request):
             if isinstance(item, Gate):
                 waits = [asyncio.ensure_future(item.wait()), asyncio.ensure_future(cut.wait())]
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,8 @@ def test_every_option(parsed: Any) -> None:
         "shift",
         "--max-waiting",
         "7",
+        "--itl-target-ms",
+        "12.5",
         "--log-level",
         "debug",
         "--grace",
@@ -106,6 +109,7 @@ def test_every_option(parsed: Any) -> None:
             keys=("k1", "k2"),
             overflow="shift",
             max_waiting=7,
+            itl_target_ms=12.5,
             log_level="debug",
             grace_seconds=1.5,
             allowed_hosts=("x", "y"),
@@ -149,6 +153,7 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     )
     assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
     assert (None, None) == (parsed(CELLAR_DRAFT_MODEL="").draft_model, parsed("--draft-tokens", "auto").draft_tokens)
+    assert [None, 0.0] == [parsed("--itl-target-ms", text).itl_target_ms for text in ("auto", "0")]
     assert [None, None, "x"] == [parsed(CELLAR_SHELF=name).shelf for name in ("", "none", "x")]
 
 
@@ -170,6 +175,7 @@ def test_the_settings_reach_the_engine() -> None:
     shelved = Settings(shelf="kept", shelf_bytes=5, shelf_memory_bytes=6).engine_config()
 
     assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
+    assert 0.02 == Settings(itl_target_ms=20.0).engine_config().itl_target_seconds
     assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
     assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16", "auto") == (
         config.model,
@@ -196,6 +202,8 @@ def test_the_settings_reach_the_engine() -> None:
         (["--api-key-file", "/nonexistent/key"], "/nonexistent/key"),
         (["--draft-tokens", "17"], "draft_tokens must be between 0 and 16"),
         (["--draft-tokens", "-1"], "draft_tokens must be between 0 and 16"),
+        (["--itl-target-ms", "-1"], "itl_target_ms must be 0 or more"),
+        (["--itl-target-ms", "inf"], "itl_target_ms must be 0 or more"),
         (["some/model", "--drafter", "model"], "--draft-model"),
         (["--drafter", "lookup", "--draft-model", "small"], "small"),
     ],
@@ -269,3 +277,27 @@ def test_the_first_screen_says_who_drafts() -> None:
         "lookup and model, 4 tokens at a time; FakeForCausalLM, 1.2k parameters, from /models/fake: "
         "weights 4.0 MiB + cache 128.0 KiB\n"
     ) in banner(INFO, MEMORY, small, Settings(draft_tokens=4), url)
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"), [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
+)
+def test_waiting_threads_sleep_soon(given: dict[str, str], rounds: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds their spinning is set before the engine is loaded, and the user's own word stays."""
+    seen = []
+
+    def load(settings: Settings) -> None:
+        seen.append(os.environ.get("GOMP_SPINCOUNT"))
+        raise KeyboardInterrupt
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "_engine", load)
+    monkeypatch.setattr(cli, "_configure_logging", lambda level: None)
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(Settings(port=0))
+
+    assert [rounds] == seen

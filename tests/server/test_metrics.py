@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.status import DraftCounts, Stats
+from engine.status import DraftCounts, EmbeddingCounts, Stats
 from engine.types import Delta, Failed, Request, Started
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
@@ -51,6 +51,7 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
             thinned_tokens_total=16,
             loaded_tokens_total=17,
             saved_tokens_total=18,
+            embedding=EmbeddingCounts(waiting=19, texts_total=20, tokens_total=21, batches_total=22),
         )
     )
 
@@ -82,6 +83,10 @@ def test_the_engines_numbers_are_read_at_the_scrape() -> None:
         "cellar_kv_cache_thinned_tokens_total": 16,
         "cellar_shelf_loaded_tokens_total": 17,
         "cellar_shelf_saved_tokens_total": 18,
+        "cellar_embedding_texts_waiting": 19,
+        "cellar_embedding_texts_total": 20,
+        "cellar_embedding_tokens_total": 21,
+        "cellar_embedding_batches_total": 22,
     } == {
         name: value
         for (name, labels), value in samples.items()
