@@ -11,6 +11,7 @@ differ (algorithms.md 3.13 with a curve in place of its straight line, for kerne
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -166,10 +167,10 @@ class StepCost:
         self._steps += 1
         self._curve = None
         work = self._expected.scaled(rows)
-        point = min(self._points, key=lambda point: abs(point.rows - rows), default=None)
+        place = bisect_left(self._points, rows, key=_rows)
+        point = min(self._points[max(place - 1, 0) : place + 1], key=lambda point: abs(point.rows - rows), default=None)
         if point is None or abs(point.rows - rows) > _RESOLUTION * rows:
-            self._points.append(_Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
-            self._points.sort(key=lambda point: point.rows)
+            self._points.insert(place, _Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
             return
         if point.count >= 2:
             expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
@@ -228,6 +229,10 @@ class StepCost:
 
     def _doubted(self, point: _Point, neighbour: _Point) -> bool:
         return point.count < 3 or point.step + _FRESH < neighbour.step
+
+
+def _rows(point: _Point) -> float:
+    return point.rows
 
 
 def _pulled(seconds: float, expected: float, most: float) -> float:
