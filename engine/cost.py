@@ -167,7 +167,7 @@ class StepCost:
         self._steps += 1
         self._curve = None
         work = self._expected.scaled(rows)
-        place = bisect_left(self._points, rows, key=_rows)
+        place = bisect_left(self._points, float(rows), key=_rows)
         point = min(self._points[max(place - 1, 0) : place + 1], key=lambda point: abs(point.rows - rows), default=None)
         if point is None or abs(point.rows - rows) > _RESOLUTION * rows:
             self._points.insert(place, _Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
