@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -60,7 +61,10 @@ class Lifecycle:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve on `listening` until a signal or the end of the engine; returns the exit code of the process."""
+        """Serve on `listening` until a signal or the end of the engine; returns the exit code of the process.
+
+        Ends the process itself where the engine's thread cannot be ended.
+        """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.stop)
@@ -74,7 +78,11 @@ class Lifecycle:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._close()
+            closed = self._close()
+        if not closed:
+            # While Python takes itself down, what the thread is doing in torch would abort the process.
+            logging.shutdown()
+            os._exit(self._exit_code)
         return self._exit_code
 
     def stop(self) -> None:
@@ -121,11 +129,12 @@ class Lifecycle:
             self._exit_code = EXIT_ENGINE
             self.listener.should_exit = True
 
-    def _close(self) -> None:
-        """Join the engine thread, but not for ever: it may be deep in loading weights."""
+    def _close(self) -> bool:
+        """Join the engine thread, but not for ever: it may be deep in loading weights. Whether it ended."""
         closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
+        return not closing.is_alive()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,12 +5,16 @@ It prints its port first. PLAY is what the engine does:
   flood  the same with large x, for readers that stand still
   gone   finds no model
   die    dies at the first request
+  load   cannot be ended, and aborts a process that takes itself down meanwhile, as torch does while it loads weights
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -29,6 +33,12 @@ class PlayEngine(FakeEngine):
         super().__init__(failure=ModelMissing("nowhere", "no such folder") if play == "gone" else None)
         self.play, self.flag = play, flag
         self.word = "x" * 100_000 if play == "flood" else "x"
+
+    def close(self) -> None:
+        """Never returns where the play says so."""
+        if self.play == "load":
+            atexit.register(os.abort)
+            threading.Event().wait()
 
     async def _play(self, request: Request, cut: asyncio.Event) -> AsyncIterator[Event]:
         if self.play == "die":

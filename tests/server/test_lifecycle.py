@@ -47,6 +47,12 @@ def wait_until_draining(port: int) -> bytes:
     return answer
 
 
+def wait_until_alive(port: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while status(exchange(port, get("/health", "Connection: close"))) != 200:
+        assert time.monotonic() < deadline
+
+
 @pytest.fixture
 def flag(tmp_path: Path) -> Path:
     return tmp_path / "flag"
@@ -112,6 +118,15 @@ def test_an_idle_server_ends_at_once(flag: Path) -> None:
     with process("talk", flag) as (server, port), connected(port) as idle:
         idle.sendall(get("/health"))
         read_until(idle, b"}")
+        server.send_signal(signal.SIGTERM)
+
+        assert 0 == server.wait(PATIENCE_SECONDS)
+
+
+def test_a_server_that_is_loading_ends_in_order(flag: Path) -> None:
+    """Weights are loaded in calls that nobody can interrupt; the exit code is 0 all the same."""
+    with process("load", flag) as (server, port):
+        wait_until_alive(port)
         server.send_signal(signal.SIGTERM)
 
         assert 0 == server.wait(PATIENCE_SECONDS)
