@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.cpu import build
 from engine.kernels.cpu.native import Native
 from kvcache.forward import Segment
 from kvcache.planes import FloatPlane, Int8Plane, Plane, Stored, planes
@@ -38,15 +37,6 @@ BATCHES = (
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", params=build.variants("attention"))
-def native(request: pytest.FixtureRequest) -> Native:
-    """The kernel of each variant."""
-    try:
-        return Native(build.library("attention", request.param))
-    except build.NoLibrary as error:
-        pytest.skip(error.reason)
 
 
 @dataclass(frozen=True)

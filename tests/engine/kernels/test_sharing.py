@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import build
 from engine.kernels.cpu.native import Native
 from kvcache.forward import Segment
 from kvcache.spec import Reach
@@ -28,15 +27,6 @@ PLANS: dict[str, Plan] = {
     "more than a block": tuple(("a", 150, 1 + at % 3, 1) for at in range(40)),
     "prompts that go on": (("a", 320, 30, 30), ("a", 320, 8, 8), ("a", 320, 4, 4), ("a", 320, 2, 1)),
 }
-
-
-@pytest.fixture(scope="module", params=build.variants("attention"))
-def native(request: pytest.FixtureRequest) -> Native:
-    """The kernel of each variant."""
-    try:
-        return Native(build.library("attention", request.param))
-    except build.NoLibrary as error:
-        pytest.skip(error.reason)
 
 
 @dataclass(frozen=True)
