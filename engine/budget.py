@@ -13,9 +13,9 @@ import numpy as np
 
 from engine.cost import StepCost, Work
 
-# Where nobody said a target: 20 tokens a second are three times as fast as people read, so a step may take that long
+# Where nobody said a target: 25 tokens a second are four times as fast as people read, so a step may take that long
 # on a machine that could be faster. On a slower one it takes twice as long as without prompts: they get half the time.
-_UNNOTICED_SECONDS, _STRETCH = 0.05, 2.0
+_UNNOTICED_SECONDS, _STRETCH = 0.04, 2.0
 # Where nobody speaks.
 _ALONE_SECONDS = 0.5
 # Rows that are granted whatever they cost, beside those who speak and alone. On the native step of SmolLM2-135M a
