@@ -3,16 +3,15 @@
     python -m benchmarks.speculation [--batches 1 4 8 16] [--agreement 0 0.3 0.6 0.8 0.95] [--rounds 4] [--out out]
 
 In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
-a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). Modes take turns
-step by step, and a round is new to every cache, prompts included. Some rounds before those that count teach `auto` what
+a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). In each round modes
+take turns, in an order left to chance, and a round is new to every cache, prompts included. Some rounds before those that count teach `auto` what
 steps cost and how often drafts are right, as a server knows it after its first requests. Who drafts:
 
     bundled   the bundled draft model and the lookup, for the longest answers among the held-out dialogues
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost
 
 Seconds are of the processor, of the one thread that computes, for the engine's own choices too. Other work on the
-machine still changes them, by sharing its caches and its memory: it does so to all modes alike, a step lasting some
-milliseconds. Ratios are medians over the rounds. `auto` is compared in each round with the mode that was the best in
+machine still changes them, by sharing its caches and its memory. Ratios are medians over the rounds. `auto` is compared in each round with the mode that was the best in
 the others: the best of several measured in one round would be the luckiest too.
 """
 
@@ -182,28 +181,17 @@ class Bench:
         depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else AdaptiveDepth()
         return self.core(Speculation(None, script, depth, time.thread_time))
 
-    def play(
-        self, cores: Mapping[str, Core], prompts: Prompts, turn: int, *, ignore_end: bool
-    ) -> tuple[dict[str, Turn], dict[str, list[int]]]:
-        """All prompts at once in every mode, modes in turns; how long each took, and what the last one said.
-
-        No two turns share what is remembered.
-        """
-        outputs: dict[str, dict[str, list[int]]] = {mode: {str(at): [] for at in range(len(prompts))} for mode in cores}
-        seconds = dict.fromkeys(cores, 0.0)
-        for core in cores.values():
-            for at, prompt in enumerate(prompts):
-                core.submit(self._request(f"{turn} {at}", prompt, f"{turn}".encode(), ignore_end))
-        while busy := [mode for mode, core in cores.items() if core.busy]:
-            for mode in busy:
-                began = time.thread_time()
-                events = cores[mode].step()
-                seconds[mode] += time.thread_time() - began
-                for name, event in events:
-                    if isinstance(event, Delta):
-                        outputs[mode][name.rpartition(" ")[2]] += event.tokens
-        said = {mode: sum(map(len, texts.values())) for mode, texts in outputs.items()}
-        return {mode: Turn(said[mode], seconds[mode]) for mode in cores}, outputs[mode]
+    def play(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> tuple[Turn, dict[str, list[int]]]:
+        """All prompts at once; how long that took, and what was said. No two turns share what is remembered."""
+        outputs: dict[str, list[int]] = {str(at): [] for at in range(len(prompts))}
+        for at, prompt in enumerate(prompts):
+            core.submit(self._request(f"{turn} {at}", prompt, f"{turn}".encode(), ignore_end))
+        began = time.thread_time()
+        while core.busy:
+            for name, event in core.step():
+                if isinstance(event, Delta):
+                    outputs[name.rpartition(" ")[2]] += event.tokens
+        return Turn(sum(map(len, outputs.values())), time.thread_time() - began), outputs
 
     def _request(self, name: str, prompt: tuple[int, ...], salt: bytes, ignore_end: bool) -> Request:
         sampling = SamplingParams(temperature=0.0)
@@ -222,11 +210,13 @@ def measure(bench: Bench, pair: str, batch: int, options: argparse.Namespace) ->
     names = modes(pair, options.depths)
     cores = dict(zip(names, engines(bench, pair, prompts, names, options.draft_cost), strict=True))
     cell = Cell(pair, batch, {mode: [] for mode in names})
+    chance = random.Random(0)
     for turn in range(-options.warm, options.rounds):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        taken, _ = bench.play({mode: cores[mode] for mode in order}, prompts, turn, ignore_end=pair != BUNDLED)
-        for mode in names if turn >= 0 else ():
-            cell.turns[mode].append(taken[mode])
+        # What a mode leaves in the processor's caches makes the next one slower or faster: so it is never the same one.
+        for mode in chance.sample(names, len(names)):
+            taken, _ = bench.play(cores[mode], prompts, turn, ignore_end=pair != BUNDLED)
+            if turn >= 0:
+                cell.turns[mode].append(taken)
     cell.accepted = {mode: shares(core) for mode, core in cores.items()}
     return cell
 
@@ -241,10 +231,10 @@ def engines(bench: Bench, pair: str, prompts: Prompts, names: Sequence[str], cos
     if pair == BUNDLED:
         yield from map(bench.bundled, names)
         return
-    plain = {"off": bench.core()}
+    plain = bench.core()
     bench.play(plain, prompts, 0, ignore_end=True)
-    turns, outputs = bench.play(plain, prompts, 1, ignore_end=True)
-    step_seconds = turns["off"].seconds * len(prompts) / turns["off"].tokens
+    taken, outputs = bench.play(plain, prompts, 1, ignore_end=True)
+    step_seconds = taken.seconds * len(prompts) / taken.tokens
     script = scripted(outputs, prompts, float(pair), cost * step_seconds, bench.target.info.vocabulary)
     for mode in names:
         yield bench.scripted(mode, script)
