@@ -4,15 +4,17 @@
 
 In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
 a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). In each round modes
-take turns, in an order left to chance, and a round is new to every cache, prompts included. Some rounds before those that count teach `auto` what
-steps cost and how often drafts are right, as a server knows it after its first requests. Who drafts:
+take turns, in an order left to chance, and a round is new to every cache, prompts included. Some rounds before those
+that count teach `auto` what steps cost and how often drafts are right, as a server knows it after its first requests.
+Who drafts:
 
     bundled   the bundled draft model and the lookup, for the longest answers among the held-out dialogues
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost
 
 Seconds are of the processor, of the one thread that computes, for the engine's own choices too. Other work on the
-machine still changes them, by sharing its caches and its memory. Ratios are medians over the rounds. `auto` is compared in each round with the mode that was the best in
-the others: the best of several measured in one round would be the luckiest too.
+machine still changes them, by sharing its caches and its memory. Ratios are medians over the rounds. `auto` is compared
+in each round with the mode that was the best in the others: the best of several measured in one round would be the
+luckiest too.
 """
 
 from __future__ import annotations
