@@ -98,8 +98,9 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     facts = _facts(config, text.vocab_size, recurrent=recurrent, dtype=dtype, stored=stored, encoder=encoder)
     on_phase("self-test")
     runner = find_runner(name, model, facts)
+    weights = fingerprint(folder)
     on_phase("quantize" if survey is not None else "native step")
-    bits = None if survey is None else _quantize(config, model, survey, f"{fingerprint(folder)} {dtype}", available)
+    bits = None if survey is None else _quantize(config, model, survey, f"{weights} {dtype}", available)
     runner = _fastest(config, model, runner, facts)
     computed = torch.float32 if isinstance(runner, NativeRunner) else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
@@ -109,7 +110,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     info = ModelInfo(
         name=name,
         folder=str(folder),
-        fingerprint=fingerprint(folder),
+        fingerprint=weights,
         architecture=type(model).__name__,
         parameters=parameters,
         dtype=_format(computed, dtype, bits),

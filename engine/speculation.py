@@ -181,7 +181,7 @@ class Speculation:
 
     def _served(self, sequences: Sequence[Running], rows: int) -> _Served:
         """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
-        served, settled = {}, [one for one in sequences if one.request.speculation.tokens is not None]
+        served, settled = {}, [one for one in sequences if _settled(one)]
         for drafter in self._drafters:
             asking = settled if self._depth.rests(drafter.kind, rows) else sequences
             if drafter is self._forced:

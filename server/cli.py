@@ -257,7 +257,7 @@ def run(settings: Settings) -> int:
     from server.lifecycle import Lifecycle, listen
 
     _configure_logging(settings.log_level)
-    _let_threads_sleep()
+    let_threads_sleep()
     try:
         listening = listen(settings.host, settings.port)
     except OSError as error:
@@ -267,7 +267,7 @@ def run(settings: Settings) -> int:
         return asyncio.run(Lifecycle(_engine(settings), settings, _say).run(listening))
 
 
-def _let_threads_sleep() -> None:
+def let_threads_sleep() -> None:
     """Bound how long threads spin, unless the user has said so; libgomp reads it once, when torch is imported.
 
     On a busy machine one that spins takes the processor from the thread for which it waits.

@@ -11,7 +11,7 @@ import anyio.to_thread
 from engine.dialect.dialect import Dialect
 from engine.dialect.tagged import Tagged
 from engine.types import Alternative, Rendering, Request, Scored
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
 from server.logprobs import Wording, joined, text_logprobs
@@ -105,13 +105,13 @@ async def continuation(service: Service, body: CompletionRequest, id: str) -> Co
 
 def _check(body: CompletionRequest) -> None:
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise _invalid("max_tokens", "0 leaves nothing to answer with, unless 'echo' or 'prompt_logprobs' is set")
+        raise invalid("max_tokens", "0 leaves nothing to answer with, unless 'echo' or 'prompt_logprobs' is set")
     if body.best_of is not None and body.best_of < (body.n or 1):
-        raise _invalid("best_of", "it is less than 'n'")
+        raise invalid("best_of", "it is less than 'n'")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
-        raise _invalid("best_of", "which answers are best is known at their end, so they cannot be streamed")
+        raise invalid("best_of", "which answers are best is known at their end, so they cannot be streamed")
     if body.logprob_token_ids and body.logprobs is None:
-        raise _invalid("logprob_token_ids", "it needs 'logprobs'")
+        raise invalid("logprob_token_ids", "it needs 'logprobs'")
 
 
 async def _request(service: Service, body: CompletionRequest, prompt: Rendering, id: str, *, ranked: bool) -> Request:
@@ -134,7 +134,7 @@ async def _tokens(service: Service, prompt: str | list[int]) -> Rendering:
         return Rendering(tuple(prompt))
     tokens = await anyio.to_thread.run_sync(service.engine.tokenizer.encode, prompt)
     if not tokens:
-        raise ApiError(INVALID_VALUE, "Invalid value for 'prompt': it has no tokens.", param="prompt")
+        raise invalid("prompt", "it has no tokens")
     return Rendering(tuple(tokens))
 
 
@@ -142,7 +142,3 @@ def _prompt(service: Service, prompt: str | list[int], tokens: Sequence[int]) ->
     tokenizer = service.engine.tokenizer
     text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
     return Prompt(text, tokenizer.pieces_of(tokens[:1])[0])
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

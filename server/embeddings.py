@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.status import Embedding
 from engine.types import EmbeddingInput, Pooling, Request
 from server.batch import run_all
-from server.errors import INVALID_VALUE, UNSUPPORTED_PARAMETER, ApiError
+from server.errors import UNSUPPORTED_PARAMETER, ApiError, invalid
 from server.jobs import Made, Reading, run_job
 from server.metrics import Endpoint
 from server.sampling import check_ids
@@ -103,19 +103,13 @@ def vector(data: bytes, dimensions: int | None = None) -> Vector:
 
 def _check_dimensions(size: int, wanted: int) -> None:
     if wanted > size:
-        message = f"Invalid value for 'dimensions': the vectors of this model have {size}."
-        raise ApiError(INVALID_VALUE, message, param="dimensions")
+        raise invalid("dimensions", f"the vectors of this model have {size}")
 
 
 def _readings(service: Service, inputs: Inputs, wish: Wish) -> list[tuple[str, Reading]]:
     """The inputs for the embedding model, to be read later."""
     reader = service.engine.reader
-    try:
-        prompt = reader.prompt(wish.purpose)
-    except InvalidRequest as error:
-        raise ApiError(
-            INVALID_VALUE, f"Invalid value for '{error.field}': {error.reason}.", param=error.field
-        ) from error
+    prompt = reader.prompt(wish.purpose)
     most = {0: None, -1: reader.longest}.get(wish.most, wish.most)
 
     def read(text: str | list[int]) -> EmbeddingInput:
@@ -135,7 +129,7 @@ def _read(service: Service, inputs: Inputs) -> list[tuple[int, ...]]:
         tokens = service.engine.tokenizer.encode(text) if isinstance(text, str) else text
         if not tokens:
             place = _place(inputs, at)
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{place}': it has no tokens.", param=place)
+            raise invalid(place, "it has no tokens")
         check_ids("input", tokens, vocabulary)
         found.append(tuple(tokens))
     return found

@@ -135,7 +135,7 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
         case engine_errors.ContextTooLong():
             return _too_long(error, next((name for end, name in _PROMPTS.items() if path.endswith(end)), "prompt"))
         case engine_errors.InvalidRequest():
-            return ApiError(INVALID_VALUE, f"Invalid value for '{error.field}': {error.reason}.", param=error.field)
+            return invalid(error.field, error.reason)
         case engine_errors.Unavailable():
             return _unavailable(error)
         case engine_errors.Unsatisfiable():
@@ -144,6 +144,11 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
             return ApiError(GENERATION_FAILED, f"The generation failed: {error.reason}")
         case _:
             return internal()
+
+
+def invalid(field: str, reason: str) -> ApiError:
+    """A value that a field of the body cannot have, for a reason that goes on behind a colon."""
+    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)
 
 
 def internal() -> ApiError:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import anyio.to_thread
 
 from engine.types import Delta, Event, Overflow, Rendering, Request, SpeculationParams, Tier
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.metrics import Endpoint
 from server.sampling import check_ids, sampling
 from server.schemas.common import Generation
@@ -138,7 +138,7 @@ def check_room(service: Service, requests: Sequence[Request]) -> None:
     """ApiError where an answer has more choices than the server ever takes at once: to wait would not help."""
     most = service.engine.info.slots + service.settings.max_waiting
     if len(requests) > most:
-        raise _invalid("n", f"it makes {len(requests)} choices, and this server takes {most} at once")
+        raise invalid("n", f"it makes {len(requests)} choices, and this server takes {most} at once")
 
 
 def tier(body: Generation) -> Tier:
@@ -156,21 +156,21 @@ def tier(body: Generation) -> Tier:
 
 def _check(body: Generation, context: int, max_tokens: int | None, overflow: Overflow) -> None:
     if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options", "it means nothing unless 'stream' is true")
+        raise invalid("stream_options", "it means nothing unless 'stream' is true")
     if body.return_progress and not body.stream:
-        raise _invalid("return_progress", "it means nothing unless 'stream' is true")
+        raise invalid("return_progress", "it means nothing unless 'stream' is true")
     if body.stream_interval is not None and not body.stream:
-        raise _invalid("stream_interval", "it means nothing unless 'stream' is true")
+        raise invalid("stream_interval", "it means nothing unless 'stream' is true")
     if body.timings_per_token and not body.stream:
-        raise _invalid("timings_per_token", "it means nothing unless 'stream' is true")
+        raise invalid("timings_per_token", "it means nothing unless 'stream' is true")
     if max_tokens is not None and max_tokens > context and overflow != "shift":
-        raise _invalid("max_tokens", f"the context of this model holds {context} tokens")
+        raise invalid("max_tokens", f"the context of this model holds {context} tokens")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
-        raise _invalid("min_tokens", f"the answer has {max_tokens} tokens at most")
+        raise invalid("min_tokens", f"the answer has {max_tokens} tokens at most")
     if body.priority and body.service_tier is not None:
-        raise _invalid("priority", "'service_tier' says who is served first; give one of them")
+        raise invalid("priority", "'service_tier' says who is served first; give one of them")
     if body.keep is not None and body.n_keep is not None and body.keep != body.n_keep:
-        raise _invalid("n_keep", "it is another name of 'keep' and differs from it")
+        raise invalid("n_keep", "it is another name of 'keep' and differs from it")
 
 
 def _most(*counts: int | None) -> int | None:
@@ -226,7 +226,3 @@ def _salt(body: Generation) -> bytes:
         return secrets.token_bytes(32)
     # As a digest: what tells tenants apart may be a secret, and the cache writes salts to disk.
     return b"" if body.cache_salt is None else hashlib.sha256(body.cache_salt.encode()).digest()
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

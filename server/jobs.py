@@ -9,7 +9,7 @@ import anyio.to_thread
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Finished
-from server.errors import CONTEXT_LENGTH_EXCEEDED, INVALID_VALUE, ApiError
+from server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
 from server.metrics import Endpoint
 from server.service import Service
 
@@ -48,10 +48,9 @@ def _read(readings: Sequence[tuple[str, Reading]]) -> Iterator[EmbeddingInput]:
             raise _too_long(error, place) from error
         except InvalidRequest as error:
             # Half of what can be wrong is about the input itself, whose name is the body's affair.
-            field = place if error.field == "input" else error.field
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{field}': {error.reason}.", param=field) from error
+            raise invalid(place if error.field == "input" else error.field, error.reason) from error
         if not read.tokens:
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{place}': it has no tokens.", param=place)
+            raise invalid(place, "it has no tokens")
         yield read
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.message import INPUT
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import INVALID_VALUE, ApiError, invalid
 from server.parsing import loads
 from server.schemas.chat import Message
 from server.schemas.content import text_of
@@ -49,10 +49,10 @@ def has_breakpoints(messages: Sequence[Message]) -> bool:
 def _check(message: Message, place: str) -> None:
     called = message.tool_calls or message.function_call
     if message.content is None and message.role != "assistant":
-        raise _invalid(f"{place}.content", f"a message of the role '{message.role}' needs it")
+        raise invalid(f"{place}.content", f"a message of the role '{message.role}' needs it")
     if message.role != "assistant" and called:
         field = "tool_calls" if message.tool_calls else "function_call"
-        raise _invalid(f"{place}.{field}", "only the assistant calls tools")
+        raise invalid(f"{place}.{field}", "only the assistant calls tools")
     needed = {"tool": "tool_call_id", "function": "name"}.get(message.role)
     if needed and getattr(message, needed) is None:
         raise ApiError(INVALID_VALUE, f"Missing required parameter: '{place}.{needed}'.", param=f"{place}.{needed}")
@@ -102,7 +102,3 @@ def _arguments(function: CalledFunction) -> object:
         return loads(function.arguments.encode())
     except ApiError:
         return function.arguments
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.message import Tool, ToolChoice, custom_tool
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.schemas.chat import ChatRequest
 from server.schemas.tools import (
     AllowedChoice,
@@ -46,7 +46,7 @@ class Offer:
 def offer(body: ChatRequest) -> Offer:
     """What the body offers; ApiError at what contradicts itself."""
     if body.functions and body.tools:
-        raise _invalid("functions", "it is the older name of 'tools'; give one of them")
+        raise invalid("functions", "it is the older name of 'tools'; give one of them")
     if body.functions:
         tools = _tools([(f"functions[{at}]", function) for at, function in enumerate(body.functions)])
         choice = _legacy_choice(body, tools)
@@ -73,12 +73,12 @@ def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for place, definition in offered:
         if definition.name in seen:
-            raise _invalid(f"{place}.name", "another tool has this name")
+            raise invalid(f"{place}.name", "another tool has this name")
         seen.add(definition.name)
         if isinstance(definition, CustomDefinition):
             continue
         if (definition.parameters or NOTHING).get("type", "object") != "object":
-            raise _invalid(f"{place}.parameters.type", "it must be 'object'")
+            raise invalid(f"{place}.parameters.type", "it must be 'object'")
     return tuple(_tool(definition) for _, definition in offered)
 
 
@@ -102,12 +102,12 @@ def _custom(definition: CustomDefinition) -> Tool:
 
 def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if isinstance(body.function_call, Named):
-        raise _invalid("function_call", "there are no 'functions'")
+        raise invalid("function_call", "there are no 'functions'")
     chosen, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not tools:
         if chosen in (None, "none", "auto"):
             return ToolChoice("none")
-        raise _invalid("tool_choice", "there are no 'tools' to choose from")
+        raise invalid("tool_choice", "there are no 'tools' to choose from")
     match chosen:
         case NamedFunction() | NamedCustom():
             names = _known([chosen], tools, "tool_choice")
@@ -122,10 +122,10 @@ def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if body.tool_choice is not None:
-        raise _invalid("tool_choice", "with 'functions' it is called 'function_call'")
+        raise invalid("tool_choice", "with 'functions' it is called 'function_call'")
     if isinstance(body.function_call, Named):
         if body.function_call.name not in {tool.name for tool in tools}:
-            raise _invalid("function_call.name", "there is no function of this name")
+            raise invalid("function_call.name", "there is no function of this name")
         return ToolChoice("required", (body.function_call.name,), parallel=False)
     return ToolChoice(body.function_call or "auto", (), parallel=False)
 
@@ -136,13 +136,9 @@ def _known(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> 
     found = [(choice.type, _named(choice).name) for choice in chosen]
     for at, (kind, name) in enumerate(found):
         if (kind, name) not in known:
-            raise _invalid(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
+            raise invalid(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
     return tuple(dict.fromkeys(name for _, name in found))
 
 
 def _named(choice: NamedChoice) -> Named:
     return choice.custom if isinstance(choice, NamedCustom) else choice.function
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)

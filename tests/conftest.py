@@ -1,9 +1,6 @@
 """What holds for all tests."""
 
-from __future__ import annotations
+from server.cli import let_threads_sleep
 
-import os
-
-# As `cellar serve` does it: two threads on a busy machine would wait for each other for minutes. It is read once, when
-# torch is imported, and the processes that tests start inherit it.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Two threads on a busy machine would wait for each other for minutes. The processes that tests start inherit it.
+let_threads_sleep()

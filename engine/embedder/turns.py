@@ -21,8 +21,8 @@ from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Event, Failed, 
 
 log = logging.getLogger("cellar.engine")
 
-# What a batch beside others may take: as long as a step with prompts in it (budget.py). Below so few tokens a batch is
-# hardly any faster.
+# What a batch beside others may take: about as long as a step with prompts in it (budget.py). Below so few tokens a
+# batch is hardly any faster.
 _SHORT_SECONDS, _FEWEST = 0.05, 16
 
 

@@ -68,8 +68,9 @@ class Walk:
     def next_beside(self, rows: Tensor) -> Multiplied | Routed | Mixed | None:
         """The next event if it takes these rows and is no norm."""
         event = self._next()
-        known = isinstance(event, Multiplied | Routed | Mixed) and same(rows, event.taken)
-        return event if known and isinstance(event, Multiplied | Routed | Mixed) else None
+        if isinstance(event, Multiplied | Routed | Mixed) and same(rows, event.taken):
+            return event
+        return None
 
     def step(self, kind: type[One]) -> One:
         """The next event, of a kind that it is known to be of."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.embedder.folders import save_embedder
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def _one_thread(one_thread: None) -> None:
     """Small tensors: more threads than one only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

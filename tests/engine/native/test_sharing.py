@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -23,12 +23,7 @@ PREFIX = 200
 TAKEN = ((PREFIX, 1), (PREFIX, 1), (150, 3), (PREFIX, 2), (20, 1), (190, 1))
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def told(model: Both, steps: Sequence[Sequence[int]], stored: torch.dtype) -> Tensor:
