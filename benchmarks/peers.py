@@ -30,9 +30,11 @@ import os
 import random
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
@@ -41,6 +43,7 @@ from benchmarks.duel import document as pairs
 from benchmarks.duel import plot, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
+from benchmarks.reading import Reading
 from server.bench.cells import Cell, chat, lone, streams, users
 from server.bench.client import Ask, Server
 from server.bench.launch import cellar, started
@@ -125,7 +128,13 @@ def compete(given: argparse.Namespace) -> int:
     kind = given.prompts or (PEERS[given.peer].kind if given.peer else "ids")
     ask = Ask(timeout_seconds=1200.0, extra={"ignore_eos": True})
     given.out.mkdir(parents=True, exist_ok=True)
-    session = Session(ask=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=check)
+    reading = Reading(given.threads)
+
+    def watch(measured: Measured) -> None:
+        check(measured)
+        reading.ask()
+
+    session = Session(ask=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
     with ExitStack() as stack:
         share = Share(
             threads=given.threads,
@@ -141,7 +150,9 @@ def compete(given: argparse.Namespace) -> int:
             # Also of a run that was interrupted: what there is took its time.
             found = session.measured
             if found and found[0].results and found[1].results:
-                write(given, found, document(found, servers=sides, environment=around, options=options, left_out=()))
+                content = document(found, servers=sides, environment=around, options=options, left_out=())
+                write(given, found, content | {"memory read, bytes a second": reading.rates})
+                print(f"memory read in between, GB/s: {told(reading.rates)}")
     return 0
 
 
@@ -158,6 +169,12 @@ def write(given: argparse.Namespace, measured: list[Measured], content: dict[str
         print(given.out / "peers.png")
     except ImportError:
         print(MISSING)
+
+
+def told(rates: Sequence[float]) -> str:
+    """Return the median of bytes a second, and the range, in GB/s."""
+    low, middle, high = (1e-9 * pick(rates) for pick in (min, median, max))
+    return f"{middle:.1f} ({low:.1f} to {high:.1f}), which is what decoding one stream waits for"
 
 
 def goals_of(given: argparse.Namespace) -> str:

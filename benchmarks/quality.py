@@ -1,0 +1,227 @@
+"""What quantising costs us and llama.cpp in accuracy: the bundled model on text it was not trained on, both over HTTP.
+
+    python -m benchmarks.quality --program llama-server --quantizer llama-quantize      (and pip install gguf)
+
+Each side says how likely it holds the tokens of held-out conversations; that is compared with transformers in float32.
+Three times: with the weights as they are, with outliers in the weights and with outliers in what meets them. They are
+planted in a hundredth of the columns behind every norm: the column times 32 and its place in the norm by 32, or the
+other way round. In float32 the model stays the same, so what is lost is lost by quantising.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.known import PEERS, Share
+from benchmarks.shapes import write_gguf
+from models.recipe.evaluate import held_out
+from models.recipe.plan import TARGET
+from models.recipe.rows import encode
+from server.bench.launch import cellar, started
+from server.bench.machine import environment
+from server.bench.report import write_json
+from server.bench.target import Unusable
+
+# A power of two moves no bit of a bfloat16 weight but its exponent.
+TIMES, SHARE = 32.0, 0.01
+PEER_BITS = {"int8": "Q8_0", "int4": "Q4_0"}
+# The peer tells its likeliest tokens only, so tokens are compared that float32 has among so many fewer.
+LISTED, LIKELY = 256, 32
+AT_ONCE = 4
+NORMS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+WORLDS: dict[str, float] = {"as it is": 1.0, "outliers in weights": TIMES, "outliers in rows": 1 / TIMES}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token of a text that is to be foretold from those before it; `truth` is its log-probability in float32."""
+
+    text: int
+    position: int
+    truth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one side lost.
+
+    perplexity  times float32's
+    distance    root mean square of how far log-probabilities of the said tokens are off, nats
+    """
+
+    perplexity: float
+    distance: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write quality.json; 2 if a program is missing."""
+    parser = argparse.ArgumentParser(prog="benchmarks.quality", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--program", default=None, metavar="PATH", help="llama-server")
+    parser.add_argument("--quantizer", default="llama-quantize", metavar="PATH", help="llama-quantize")
+    parser.add_argument("--texts", type=int, default=40, metavar="N", help="held-out conversations (default 40)")
+    parser.add_argument("--every", type=int, default=4, metavar="N", help="ask for every so many-th token (default 4)")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="FOLDER", help="default: out/quality")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    try:
+        found = asyncio.run(compare(given))
+    except Unusable as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    Console(width=110).print(table(found))
+    write_json(given.out / "quality.json", {"environment": environment(), "losses": list(told(found))})
+    print(given.out / "quality.json")
+    return 0
+
+
+async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]:
+    """Return what each side lost, by world, bits and side."""
+    texts = conversations(given.texts)
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
+            for world, times in WORLDS.items():
+                folder = Path(scratch) / world.replace(" ", "-")
+                plant(TARGET.folder, folder, times)
+                places = list(likely(folder, texts, given.every))
+                for bits, name in PEER_BITS.items():
+                    with ours(folder, bits, given.out) as url:
+                        found[world, bits, "Cellar"] = loss(places, await ask_ours(http, url, texts, places))
+                    with theirs(quantised(folder, given.quantizer, name), given.program, given.out) as url:
+                        found[world, bits, "llama.cpp"] = loss(places, await ask_peer(http, url, texts, places))
+    return found
+
+
+def conversations(count: int) -> list[list[int]]:
+    """Return texts that the bundled model was not trained on, as tokens."""
+    tokenizer = Tokenizer.from_file(str(TARGET.folder / "tokenizer.json"))
+    return [row.ids for row in encode(tokenizer, held_out()[:count])]
+
+
+def plant(source: Path, folder: Path, times: float) -> None:
+    """Write `source` anew with some columns behind every norm `times` as large, and less of them let through."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        for norm, readers in NORMS.items():
+            weight = layer.get_submodule(norm).weight.data
+            columns = torch.randperm(len(weight), generator=generator)[: math.ceil(SHARE * len(weight))]
+            weight[columns] /= times
+            for reader in readers:
+                layer.get_submodule(reader).weight.data[:, columns] *= times
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder / name)
+
+
+def likely(folder: Path, texts: Sequence[list[int]], every: int) -> Iterator[Place]:
+    """Yield every so many-th token of the texts, where float32 holds it likely enough for a peer to list it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for number, text in enumerate(texts):
+        with torch.inference_mode():
+            told = model(input_ids=torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
+        for position in range(1 + number % every, len(text), every):
+            row = told[position - 1]
+            truth = row[text[position]]
+            if int((row > truth).sum()) < LIKELY:
+                yield Place(number, position, float(truth))
+
+
+def ours(folder: Path, bits: str, out: Path, *more: str) -> AbstractContextManager[str]:
+    """Start Cellar as a duel does."""
+    return cellar((str(folder), "--quantize", bits, "--drafter", "none", *more), out / "cellar.log")
+
+
+def theirs(file: Path, program: str | None, out: Path) -> AbstractContextManager[str]:
+    """Start llama.cpp as a duel does."""
+    peer = PEERS["llama.cpp"]
+    share = Share(threads=os.cpu_count() or 1, slots=AT_ONCE, context=4096)
+    return started(peer.command(program, str(file), share), ready=peer.ready, log=out / "llama.cpp.log")
+
+
+def quantised(folder: Path, program: str, name: str) -> Path:
+    """Return the folder's weights as a file of llama.cpp's; Unusable where its program fails."""
+    raw, file = folder / "bf16.gguf", folder / f"{name}.gguf"
+    config = AutoConfig.from_pretrained(folder)
+    write_gguf(config.to_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}, folder, raw)
+    try:
+        subprocess.run([program, "--pure", str(raw), str(file), name], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Unusable(f"{program} did not write {name}: {error}") from error
+    return file
+
+
+async def ask_ours(
+    http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
+) -> list[float]:
+    """Return log-probabilities at the places: each text is scored in one request."""
+    scored = {}
+    for number in dict.fromkeys(place.text for place in places):
+        body = {"prompt": texts[number], "max_tokens": 0, "prompt_logprobs": 0}
+        answer = await http.post(f"{url}/completions", json=body)
+        scored[number] = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
+    return [scored[one.text][one.position][str(texts[one.text][one.position])]["logprob"] for one in places]
+
+
+async def ask_peer(
+    http: httpx.AsyncClient, url: str, texts: Sequence[list[int]], places: Sequence[Place]
+) -> list[float]:
+    """Return log-probabilities at the places, each asked for behind its beginning; the least listed where unlisted."""
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(place: Place) -> float:
+        text = texts[place.text]
+        body = {"prompt": text[: place.position], "n_predict": 1, "n_probs": LISTED}
+        async with turn:
+            answer = await http.post(url.removesuffix("/v1") + "/completion", json=body)
+        (token,) = answer.raise_for_status().json()["completion_probabilities"]
+        listed = {entry["id"]: float(entry["logprob"]) for entry in token["top_logprobs"]}
+        return listed.get(text[place.position], min(listed.values()))
+
+    return await asyncio.gather(*(ask(place) for place in places))
+
+
+def loss(places: Sequence[Place], said: Sequence[float]) -> Loss:
+    """Return how far what a side said is from float32."""
+    gaps = [place.truth - one for place, one in zip(places, said, strict=True)]
+    return Loss(math.exp(sum(gaps) / len(gaps)), math.sqrt(sum(gap * gap for gap in gaps) / len(gaps)))
+
+
+def table(found: Mapping[tuple[str, str, str], Loss]) -> Table:
+    """Return the printed table."""
+    result = Table(caption="perplexity over float32's; distance: root mean square, nats a token")
+    for heading in ("weights", "bits", "side", "perplexity", "distance"):
+        result.add_column(heading, justify="right" if heading in ("perplexity", "distance") else "left")
+    for key, one in found.items():
+        result.add_row(*key, f"{100 * (one.perplexity - 1):+.2f} %", f"{one.distance:.4f}")
+    return result
+
+
+def told(found: Mapping[tuple[str, str, str], Loss]) -> Iterator[dict[str, str | float]]:
+    """Yield every loss as JSON can hold it."""
+    for (world, bits, side), one in found.items():
+        yield {"weights": world, "bits": bits, "side": side} | asdict(one)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
