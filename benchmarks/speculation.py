@@ -1,36 +1,43 @@
 """Measures speculation: what drafts gain over a plain engine, and whether the depths chosen are the best ones.
 
-    python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--null 2] [--out out]
+    python -m benchmarks.speculation [--cells bundled 0 0.3 0.6 0.8 0.95] [--batches 1 4 8 16] [--null] [--out out]
 
 In one process, without HTTP. The bundled model says the same requests in several modes: without drafts, with drafts of
-a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). In each round modes
-take turns, in an order left to chance, and a round is new to every cache, prompts included. Before the rounds that
-count, some that only `auto` plays teach it what steps cost and how often drafts are right, as a server knows it after
-its first requests. Who drafts:
+a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). A round is new to
+every cache, prompts included, and the same for all modes, which go on in turns of a twentieth of a second, in an order
+left to chance: the machine is slow for all of them, and what a mode leaves in the processor's caches is in the way of
+another one each time. Before the rounds that count, some that only `auto` plays teach it what steps cost and how often
+drafts are right, as a server knows it after its first requests. After 6 rounds, and whenever there are half as many
+more, modes are given up that are clearly slower than the best one, so that most of the time goes to comparing what is
+close. Who drafts:
 
     bundled   the bundled draft model and the lookup, for held-out dialogues with long answers, others in each round
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost.
               Each round has another script, the same for all modes
 
 Seconds are of the processor, of the one thread that computes, for the engine's own choices too. Other work on the
-machine still changes them, by sharing its caches and its memory. Ratios are medians over the rounds.
+machine still changes them, by sharing its caches and its memory. Ratios are of the same round; what counts is the mean
+of their middle half.
 
 `auto` is compared with the best of the modes that choose nothing. That one is chosen by half of the rounds and measured
 in the other half, both ways around: the best of several modes in the rounds that chose it is also the luckiest. The
-interval holds nine of ten results of the same computation on rounds drawn from these with replacement. `--null 2` plays
-that depth a second time, as a mode that must come out at 1.
+interval holds nine of ten results of the same computation on rounds drawn from these with replacement. With `--null`
+the best depth, as it seems in the rounds before those that count, is played a second time in place of `auto`: that must
+come out at 1, and shows how far the comparison can be trusted.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import count, product, zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -51,8 +58,10 @@ from server.bench.prompts import sentence
 CONTEXT = 1024
 # Who drafts: this, or how often a script is right.
 BUNDLED = "bundled"
-# A depth played once more.
-NULL = "null"
+# How long a mode goes on before it is another's turn.
+_TURN_SECONDS = 0.05
+# Rounds before a mode is given up, and by what factor there are more before the next one is.
+_FAIR, _MORE = 6, 1.5
 # Of so many dialogues the next ones are taken in each round.
 _DIALOGUES = 48
 Prompts = Sequence[tuple[int, ...]]
@@ -113,6 +122,41 @@ def _at(sequence_id: str) -> str:
     return sequence_id.rpartition(" ")[2]
 
 
+class Playing:
+    """A core in the midst of a round.
+
+    outputs  what each prompt got for an answer so far
+    seconds  of the processor
+    """
+
+    def __init__(self, core: Core, requests: Sequence[Request]) -> None:
+        self._core = core
+        self.outputs: dict[str, list[int]] = {_at(request.id): [] for request in requests}
+        self.seconds = 0.0
+        for request in requests:
+            core.submit(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is not over."""
+        return self._core.busy
+
+    @property
+    def turn(self) -> Turn:
+        """What was said, and how long it took."""
+        return Turn(sum(map(len, self.outputs.values())), self.seconds)
+
+    def go(self, seconds: float) -> None:
+        """Go on for about so long."""
+        began = now = time.thread_time()
+        while self._core.busy and now < began + seconds:
+            for name, event in self._core.step():
+                if isinstance(event, Delta):
+                    self.outputs[_at(name)] += event.tokens
+            now = time.thread_time()
+        self.seconds += now - began
+
+
 class Bench:
     """The bundled pair, and engines over it.
 
@@ -124,6 +168,9 @@ class Bench:
         self._max_tokens = max_tokens
         self.target = load(self._config, lambda phase: None)
         self.draft = load_draft(self._config, self.target, lambda phase: None)
+        # Whose turn it is when what was loaded is looked through for garbage would be left to chance.
+        gc.collect()
+        gc.freeze()
         encode = self.target.tokenizer.encode
         self.words = [tuple(encode(sentence(40, f"{at}"))) for at in range(batch)]
         self.dialogues = [self.target.tokenizer.render_chat(asked).tokens for asked in longest(max(batch, _DIALOGUES))]
@@ -147,17 +194,12 @@ class Bench:
         depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else AdaptiveDepth()
         return self.core(Speculation(None, script, depth, time.thread_time))
 
-    def play(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> tuple[Turn, dict[str, list[int]]]:
-        """All prompts at once; how long that took, and what was said. No two turns share what is remembered."""
-        outputs: dict[str, list[int]] = {str(at): [] for at in range(len(prompts))}
-        for at, prompt in enumerate(prompts):
-            core.submit(self._request(f"{turn} {at}", prompt, f"{turn}".encode(), ignore_end))
-        began = time.thread_time()
-        while core.busy:
-            for name, event in core.step():
-                if isinstance(event, Delta):
-                    outputs[_at(name)] += event.tokens
-        return Turn(sum(map(len, outputs.values())), time.thread_time() - began), outputs
+    def begin(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> Playing:
+        """All prompts at once. No two rounds share what is remembered."""
+        salt = f"{turn}".encode()
+        return Playing(
+            core, [self._request(f"{turn} {at}", prompt, salt, ignore_end) for at, prompt in enumerate(prompts)]
+        )
 
     def _request(self, name: str, prompt: tuple[int, ...], salt: bytes, ignore_end: bool) -> Request:
         sampling = SamplingParams(temperature=0.0)
@@ -172,50 +214,56 @@ def longest(count: int) -> list[list[dict[str, object]]]:
 
 def measure(bench: Bench, pair: str, batch: int, options: argparse.Namespace) -> Cell:
     """All modes of a pair on a batch, round by round, for as long as a cell may take."""
-    prompts = bench.dialogues if pair == BUNDLED else bench.words[:batch]
     until = time.process_time() + options.seconds
-    names = modes(pair, options)
-    cores = dict(zip(names, engines(bench, pair, prompts, names, options), strict=True))
-    cell = Cell(pair, batch, {mode: [] for mode in names})
-    chance, learning = random.Random(0), [mode for mode in names if mode in ("auto", "lookup")]
-    for turn in count(-options.warm):
-        # What a mode leaves in the processor's caches makes the next one slower or faster: so it is never the same one.
-        playing = learning if turn < 0 else names
-        said = [prompts[(turn * batch + at) % len(prompts)] for at in range(batch)]
-        taken = {
-            mode: bench.play(cores[mode], said, turn, ignore_end=pair != BUNDLED)[0]
-            for mode in chance.sample(playing, len(playing))
-        }
-        for mode in names if turn >= 0 else ():
-            cell.turns[mode].append(taken[mode])
-        if cell.rounds >= options.rounds and time.process_time() > until:
-            break
+    prompts = bench.dialogues if pair == BUNDLED else bench.words[:batch]
+    make = bench.bundled if pair == BUNDLED else scripted_engines(bench, pair, prompts, options.draft_cost)
+    fixed = ["off", *map(str, options.depths)]
+    learning = fixed if options.null else ["auto", "lookup"] if pair == BUNDLED else ["auto"]
+    cores = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
+    rounds = Rounds(bench, prompts, batch, ignore_end=pair != BUNDLED)
+    learnt = [rounds.play(cores, learning, turn) for turn in range(-options.warm, 0)]
+    if options.null:
+        best = min(fixed, key=lambda mode: sum(taken[mode].seconds for taken in learnt))
+        cores["auto"] = make(best)
+    cell, playing, check = Cell(pair, batch, {mode: [] for mode in cores}), list(cores), _FAIR
+    while cell.rounds < options.rounds or time.process_time() < until:
+        for mode, turn in rounds.play(cores, playing, cell.rounds).items():
+            cell.turns[mode].append(turn)
+        if cell.rounds >= check:
+            check = math.ceil(_MORE * check)
+            playing = [mode for mode in playing if mode not in cell.hopeless()]
     cell.accepted = {mode: shares(core) for mode, core in cores.items()}
     return cell
 
 
-def modes(pair: str, options: argparse.Namespace) -> list[str]:
-    """What is compared."""
-    more = ["lookup"] if pair == BUNDLED else []
-    return ["off", *map(str, options.depths), "auto", *more, *([NULL] if options.null else [])]
+class Rounds:
+    """Rounds of a cell: in each, all modes say the same."""
+
+    def __init__(self, bench: Bench, prompts: Prompts, batch: int, *, ignore_end: bool) -> None:
+        self._bench, self._prompts, self._batch, self._ignore_end = bench, prompts, batch, ignore_end
+        self._chance = random.Random(0)
+
+    def play(self, cores: Mapping[str, Core], modes: Sequence[str], turn: int) -> dict[str, Turn]:
+        """What each of the modes took, by turns."""
+        first = turn * self._batch
+        said = [self._prompts[(first + at) % len(self._prompts)] for at in range(self._batch)]
+        going = {mode: self._bench.begin(cores[mode], said, turn, ignore_end=self._ignore_end) for mode in modes}
+        while busy := [mode for mode in modes if going[mode].busy]:
+            for mode in self._chance.sample(busy, len(busy)):
+                going[mode].go(_TURN_SECONDS)
+        return {mode: played.turn for mode, played in going.items()}
 
 
-def engines(
-    bench: Bench, pair: str, prompts: Prompts, names: Sequence[str], options: argparse.Namespace
-) -> Iterator[Core]:
-    """An engine for each mode."""
-    played = [str(options.null) if mode == NULL else mode for mode in names]
-    if pair == BUNDLED:
-        yield from map(bench.bundled, played)
-        return
+def scripted_engines(bench: Bench, pair: str, prompts: Prompts, draft_cost: float) -> Callable[[str], Core]:
+    """Makes the engine of a mode, whose drafts are a script's for these prompts."""
     plain = bench.core()
-    bench.play(plain, prompts, 0, ignore_end=True)
-    taken, outputs = bench.play(plain, prompts, 1, ignore_end=True)
-    level_seconds = options.draft_cost * taken.seconds * len(prompts) / taken.tokens
+    for turn in (0, 1):
+        played = bench.begin(plain, prompts, turn, ignore_end=True)
+        played.go(math.inf)
+    level_seconds = draft_cost * played.turn.seconds * len(prompts) / played.turn.tokens
     lengths = {str(at): len(prompt) for at, prompt in enumerate(prompts)}
-    script = Scripted(outputs, lengths, float(pair), level_seconds, bench.target.info.vocabulary)
-    for mode in played:
-        yield bench.scripted(mode, script)
+    script = Scripted(played.outputs, lengths, float(pair), level_seconds, bench.target.info.vocabulary)
+    return lambda mode: bench.scripted(mode, script)
 
 
 def shares(core: Core) -> list[float]:
@@ -229,7 +277,8 @@ def shares(core: Core) -> list[float]:
 def table(cells: Sequence[Cell]) -> Table:
     """The printed table."""
     result = Table(
-        caption="times as fast as without drafts; said: per cent of the drafts at each position, deepest mode"
+        caption="times as fast as without drafts, in the rounds of both (given up: the first ones only); "
+        "said: per cent of the drafts at each position, deepest mode"
     )
     names = list(dict.fromkeys(mode for cell in cells for mode in cell.turns if mode != "off"))
     for name in ("who drafts", "batch", "rounds", "off, tokens/s", *names, "auto to best", "nine of ten", "said"):
@@ -272,6 +321,7 @@ def document(cell: Cell) -> dict[str, object]:
     return {
         **asdict(cell),
         "best": cell.best,
+        "rounds": cell.rounds,
         "auto_to_best": cell.to_best,
         "interval": cell.interval,
         "ratios": {mode: cell.ratio(mode) for mode in cell.turns},
@@ -284,7 +334,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cells", nargs="+", default=[BUNDLED, "0", "0.3", "0.6", "0.8", "0.95"], help="who drafts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 6])
-    parser.add_argument("--null", type=int, help="a depth that is played twice, to see how much equals differ")
+    parser.add_argument("--null", action="store_true", help="the best depth once more in place of auto")
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in plain steps")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--seconds", type=float, default=34.0, help="for each pair and batch")
@@ -305,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "depths": [2],
             "max_tokens": 8,
             "seconds": 0.0,
-            "rounds": 1,
+            "rounds": 2,
         }
         vars(options).update(quick, warm=1)
     bench = Bench(max(options.batches), options.max_tokens)

@@ -6,16 +6,19 @@ nothing was measured the estimate errs towards cheap: what looks cheap is tried,
     seconds = pace x (curve(rows) + cell x cells + pair x pairs)
 
 The pace is that of the machine, which other work slows down: it is learnt from each step for all sizes of steps, so
-that those which were not taken for a while are not thought faster than they are. The curve is measured points with
-straight lines between them. The two slopes come from how steps of about as many rows differ (algorithms.md 3.13 with a
-curve in place of its straight line, for kernels work by the tile).
+that those which were not taken for a while are not thought faster than they are. A curve is measured points with
+straight lines between them. There are two: a row behind which a token is told has logits and a draw, so steps of such
+rows alone cost more than those that read prompts. The two slopes come from how steps of about as many rows differ
+(algorithms.md 3.13 with a curve in place of its straight line, for kernels work by the tile). Some ten points in plain
+numbers are several times cheaper than as arrays.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +26,6 @@ from numpy.typing import NDArray
 from kvcache.spec import Span
 
 Floats = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
 _WEIGHT, _CLAMP = 0.25, 1.25
@@ -47,28 +49,38 @@ class Work:
     """What a step computes: rows, the cells that its sequences look at, and the pairs of a row and a cell it sees.
 
     Layers that see less than all are not told apart: the slopes are those of the layers together.
+
+    told  rows behind which a token is told, at most: one of each span, and all that are added to a step
     """
 
     rows: int = 0
     cells: int = 0
     pairs: int = 0
+    told: int = 0
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Work:
         """The work of some spans."""
-        rows = cells = pairs = 0
+        rows = cells = pairs = told = 0
         for span in spans:
-            rows += span.length
-            cells += span.stop
-            pairs += span.length * span.start + span.length * (span.length + 1) // 2
-        return cls(rows, cells, pairs)
+            length, start = span.length, span.start
+            rows += length
+            cells += start + length
+            pairs += length * start + length * (length + 1) // 2
+            told += 1
+        return cls(rows, cells, pairs, told)
+
+    @property
+    def reads(self) -> bool:
+        """Whether some of it is a prompt."""
+        return self.rows > self.told
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.rows + other.rows, self.cells + other.cells, self.pairs + other.pairs)
+        return Work(self.rows + other.rows, self.cells + other.cells, self.pairs + other.pairs, self.told + other.told)
 
     def scaled(self, rows: int) -> Work:
         """The same sequences with other rows, which look as far as these do."""
-        return Work(rows, self.cells, self.pairs * rows // max(self.rows, 1))
+        return Work(rows, self.cells, self.pairs * rows // max(self.rows, 1), self.told + rows - self.rows)
 
 
 @dataclass(slots=True)
@@ -145,21 +157,76 @@ class _Point:
         self.step = step
 
 
-class StepCost:
-    """Seconds a step by its work. It knows the step at hand (`expect`), for which `seconds` and `observe` are."""
+class _Curve:
+    """Points by their rows, with straight lines between them."""
 
     def __init__(self) -> None:
-        self._points: list[_Point] = []
-        self._slopes = _Slopes()
-        self._steps = 0
-        self._curve: tuple[Floats, Floats] | None = None
-        self._expected = Work()
-        self._pace = 1.0
+        self.points: list[_Point] = []
 
     @property
     def frontier(self) -> int:
         """Rows up to which an estimate means something: twice the most that were measured."""
-        return int(2 * self._points[-1].rows) if self._points else 0
+        return int(2 * self.points[-1].rows) if self.points else 0
+
+    def near(self, rows: int) -> _Point | None:
+        """The point of so many rows, if there is one."""
+        place, found, least = bisect_left(self.points, rows, key=_rows), None, _RESOLUTION * rows
+        for point in self.points[max(place - 1, 0) : place + 1]:
+            if abs(point.rows - rows) <= least:
+                found, least = point, abs(point.rows - rows)
+        return found
+
+    def add(self, point: _Point) -> None:
+        """One that is near no other."""
+        self.points.insert(bisect_left(self.points, point.rows, key=_rows), point)
+
+    def draw(self, slopes: _Slopes, least: int) -> tuple[list[float], list[float]]:
+        """Rows and bare seconds of the points from `least` rows on, and of the one before them.
+
+        Less what newer points contradict: more rows cost no less, and n times the rows n times at most. Below the
+        fewest measured seconds fall in proportion.
+        """
+        first = max(bisect_left(self.points, least, key=_rows) - 1, 0)
+        points = self.points[first:]
+        rows = [0.0, *(point.rows for point in points)]
+        seconds = [0.0, *(point.bare(slopes) for point in points)]
+        for at in range(len(points) - 1, 0, -1):
+            if seconds[at] > seconds[at + 1] and _doubted(points[at - 1], points[at]):
+                seconds[at] = seconds[at + 1]
+        for at in range(1, len(points)):
+            most_seconds = seconds[at] * rows[at + 1] / rows[at]
+            if seconds[at + 1] > most_seconds and _doubted(points[at], points[at - 1]):
+                seconds[at + 1] = most_seconds
+        return rows, seconds
+
+
+class StepCost:
+    """Seconds a step by its work. It knows the step at hand (`expect`), for which `seconds` and `observe` are.
+
+    pace  how slow the machine is now, for whatever else it computes
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._telling = _Curve(), _Curve()
+        self._slopes = _Slopes()
+        self._steps = 0
+        self._expected = Work()
+        self.pace = 1.0
+
+    @property
+    def frontier(self) -> int:
+        """Rows of a step with prompts up to which an estimate means something."""
+        return self._known(self._reading).frontier
+
+    @property
+    def reach(self) -> int:
+        """The same for the step at hand."""
+        return self._curve(self._expected).frontier
+
+    @property
+    def reads(self) -> bool:
+        """Whether the step at hand computes some of a prompt."""
+        return self._expected.reads
 
     def expect(self, work: Work) -> None:
         """The step at hand does this work, or with drafts a little more."""
@@ -170,12 +237,11 @@ class StepCost:
         if rows < 1 or seconds <= 0:
             return
         self._steps += 1
-        self._curve = None
-        work, seconds = self._expected.scaled(rows), seconds / self._pace
-        place = bisect_left(self._points, float(rows), key=_rows)
-        point = min(self._points[max(place - 1, 0) : place + 1], key=lambda point: abs(point.rows - rows), default=None)
-        if point is None or abs(point.rows - rows) > _RESOLUTION * rows:
-            self._points.insert(place, _Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
+        work, seconds = self._expected.scaled(rows), seconds / self.pace
+        curve = self._curve(work)
+        point = curve.near(rows)
+        if point is None:
+            curve.add(_Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
             return
         if point.count >= 2:
             expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
@@ -183,68 +249,66 @@ class StepCost:
             seconds = _pulled(seconds, expected, _CLAMP)
         if point.count >= 5 and self._steps <= point.step + _RECENT:
             slower = 1 + _PACE * (seconds / expected - 1)
-            self._pace *= slower
+            self.pace *= slower
             point.take(work, seconds / slower, self._steps, _OWN)
         else:
             point.take(work, seconds, self._steps, _WEIGHT)
 
-    def seconds(self, rows: Numbers) -> Floats:
-        """Estimates for the step at hand with so many rows.
+    def seconds(self, rows: Sequence[int]) -> list[float]:
+        """Estimates for the step at hand with so many rows, fewest first.
 
         Below the fewest measured they fall in proportion, above the most they stay.
         """
         expected = self._expected
         pairs = self._slopes.pair * expected.pairs / max(expected.rows, 1)
-        looking = self._slopes.cell * expected.cells + pairs * rows
-        seconds: Floats = self._pace * (self._bare(rows) + looking)
-        return seconds
+        cells = self._slopes.cell * expected.cells
+        known, bare = self._known(self._curve(expected)).draw(self._slopes, rows[0])
+        return [self.pace * (_between(known, bare, count) + (cells + pairs * count)) for count in rows]
 
     def estimate(self, work: Work) -> float:
         """The estimate for some work."""
-        return self._pace * (float(self._bare(np.array(work.rows))) + self._slopes.seconds(work.cells, work.pairs))
+        known, bare = self._known(self._curve(work)).draw(self._slopes, work.rows)
+        return self.pace * (_between(known, bare, work.rows) + self._slopes.seconds(work.cells, work.pairs))
 
     def grown(self, work: Work, start: int, most: int) -> Floats:
-        """Estimates for some work with 1 to `most` rows more, of one more sequence that stands at `start`."""
+        """Estimates for some work with 1 to `most` rows more, of a prompt that stands at `start`."""
         more = np.arange(1, most + 1)
         pairs = work.pairs + more * start + more * (more + 1) // 2
         cells = work.cells + start + more
         looking = self._slopes.cell * cells + self._slopes.pair * pairs
-        seconds: Floats = self._pace * (self._bare(work.rows + more) + looking)
+        known, bare = self._known(self._reading).draw(self._slopes, work.rows)
+        seconds: Floats = self.pace * (np.interp(work.rows + more, known, bare) + looking)
         return seconds
 
-    def ages(self, rows: Numbers) -> Floats:
-        """Steps since something near each row count was measured."""
-        known = np.array([point.rows for point in self._points])
-        steps = np.array([point.step for point in self._points])
-        at = np.searchsorted((known[1:] + known[:-1]) / 2, rows)
-        near = np.abs(known[at] - rows) <= _RESOLUTION * rows
-        return np.where(near, self._steps - steps[at], self._steps).astype(np.float64)
+    def ages(self, rows: Sequence[int]) -> list[float]:
+        """Steps since something near each row count was measured in steps like that at hand."""
+        points = [self._curve(self._expected).near(count) for count in rows]
+        return [float(self._steps - (0 if point is None else point.step)) for point in points]
 
-    def _bare(self, rows: Numbers) -> Floats:
-        if self._curve is None:
-            self._curve = self._draw()
-        known, seconds = self._curve
-        return np.interp(rows, known, seconds)
+    def _curve(self, work: Work) -> _Curve:
+        return self._reading if work.reads else self._telling
 
-    def _draw(self) -> tuple[Floats, Floats]:
-        """The points, less what newer ones contradict: more rows cost no less, and n times the rows n times at most."""
-        points = self._points
-        rows = np.array([0.0, *(point.rows for point in points)])
-        seconds = np.array([0.0, *(point.bare(self._slopes) for point in points)])
-        for at in range(len(points) - 1, 0, -1):
-            if self._doubted(points[at - 1], points[at]):
-                seconds[at] = min(seconds[at], seconds[at + 1])
-        for at in range(1, len(points)):
-            if self._doubted(points[at], points[at - 1]):
-                seconds[at + 1] = min(seconds[at + 1], seconds[at] * rows[at + 1] / rows[at])
-        return rows, seconds
-
-    def _doubted(self, point: _Point, neighbour: _Point) -> bool:
-        return point.count < 3 or point.step + _FRESH < neighbour.step
+    def _known(self, curve: _Curve) -> _Curve:
+        """A curve, or the other one as long as nothing is known of it."""
+        return curve if curve.points else self._telling if curve is self._reading else self._reading
 
 
-def _rows(point: _Point) -> float:
-    return point.rows
+_rows = attrgetter("rows")
+
+
+def _doubted(point: _Point, neighbour: _Point) -> bool:
+    return point.count < 3 or point.step + _FRESH < neighbour.step
+
+
+def _between(known: Sequence[float], seconds: Sequence[float], rows: int) -> float:
+    """Seconds on the straight lines; behind the last point they stay."""
+    at = bisect_left(known, rows)
+    if at == len(known):
+        return seconds[-1]
+    if at == 0:
+        return seconds[0]
+    share = (rows - known[at - 1]) / (known[at] - known[at - 1])
+    return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
 def _pulled(seconds: float, expected: float, most: float) -> float:

@@ -173,6 +173,8 @@ class Speculation:
         offered = {offer.drafter.kind for offer in offers}
         for kind in {drafter.kind for drafter, _ in known.values()} - offered:
             self._depth.outdone(kind, rows)
+        if self._quick is not None and self._quick.kind in served and offers and not known:
+            self._depth.silent(self._quick.kind, rows)
         return offers
 
     def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
@@ -239,7 +241,7 @@ class Speculation:
         assert self._slow is not None, "nobody drafted"
         names = [offer.sequence.request.id for offer in offers]
         learn = self._depth.drafted if self._followed.issuperset(names) else self._depth.caught_up
-        learn(self._slow.kind, max(map(len, drafts)), seconds)
+        learn(self._slow.kind, len(offers), max(map(len, drafts)), seconds)
         self._following = {name for name, draft in zip(names, drafts, strict=True) if draft}
 
 

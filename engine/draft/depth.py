@@ -4,39 +4,40 @@ What steps cost (engine/cost.py) and how often drafts are right (acceptance.py) 
 offer.py finds the depths that promise most. Nothing here reads a clock or draws a number: equal inputs, equal depths.
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
-costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step: 0.995 of the best fixed
-depth on average. Thinking takes 0.08 ms, whatever the batch is, so a choice is kept for up to 32 steps, and a kind of
-drafts that does not pay is not even asked for most of the time.
+costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step: 0.996 of the best fixed
+depth on average, 0.98 at worst. Thinking takes 0.05 ms, whatever the batch is, and 0.15 ms among steps of a model, that
+leave nothing of it in the processor's caches; so a choice is kept for up to 32 uses, and a kind of drafts that does not
+pay is not even asked for most of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from math import log2
 from typing import Protocol
 
 from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
-from engine.draft.levels import LevelCost
-from engine.draft.offer import Candidate, Choice, Depths, choices, fastest, stalest
+from engine.draft.levels import DraftCost, size
+from engine.draft.offer import Candidate, Choices, Depths
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
 # Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
 _CURIOSITY, _PATIENCE = 0.0025, 600
-# What thinking of it costs, as a share of a short step.
-_THOUGHT = 0.1
-# Steps are alike whose rows, in halvings, differ by less than one part in so many.
-_LIKE = 3
+# What thinking of it costs, as a share of a short step, and what the trial itself costs at least.
+_THOUGHT, _TRIAL = 0.1, 0.005
 # A choice is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
-_GREEN, _LONGEST_PLAN = 16, 32
+# What is asked seldom is kept until so many times as many steps have passed.
+_GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
 # How often drafts are right that are trusted.
 _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
 # Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
 _LONGEST_REST, _FEWER = 63, 0.8
+# Steps for which a kind that has nothing to say is not asked, at most: what repeats itself mostly does so for longer.
+_SILENCE = 7
 
 
 class Depth(Protocol):
@@ -53,6 +54,9 @@ class Depth(Protocol):
     def outdone(self, kind: str, rows: int) -> None:
         """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
 
+    def silent(self, kind: str, rows: int) -> None:
+        """A kind was asked in a step and had nothing to say, and another one had."""
+
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
 
@@ -62,10 +66,10 @@ class Depth(Protocol):
         What stood behind a wrong token or behind the end of the text was not judged.
         """
 
-    def drafted(self, kind: str, levels: int, seconds: float) -> None:
-        """Drafting up to `levels` tokens for a whole step took so long."""
+    def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
+        """Drafting up to `levels` tokens for each of so many sequences took so long."""
 
-    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """The same, but much of it went into reading a text: that says nothing of the levels to come."""
 
     def stepped(self, rows: int, seconds: float) -> None:
@@ -89,6 +93,9 @@ class FixedDepth:
     def outdone(self, kind: str, rows: int) -> None:
         """Nothing is learnt."""
 
+    def silent(self, kind: str, rows: int) -> None:
+        """Nothing is learnt."""
+
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The depth, or less where a candidate's limit is less."""
         return [min(self._depth, candidate.limit) for candidate in candidates]
@@ -96,10 +103,10 @@ class FixedDepth:
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Nothing is learnt."""
 
-    def drafted(self, kind: str, levels: int, seconds: float) -> None:
+    def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Nothing is learnt."""
 
-    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Nothing is learnt."""
 
     def stepped(self, rows: int, seconds: float) -> None:
@@ -120,7 +127,7 @@ class AdaptiveDepth:
         self._trusted = trusted
         self.cost = StepCost()
         self._acceptance: dict[str, Acceptance] = {}
-        self._levels: dict[str, LevelCost] = {}
+        self._levels: dict[str, DraftCost] = {}
         self._plans: dict[Hashable, _Plan] = {}
         self._rests: dict[str, _Rest] = {}
         self._considered: dict[str, int] = {}
@@ -144,38 +151,48 @@ class AdaptiveDepth:
         """The kind need not be asked for some steps."""
         self._rests.setdefault(kind, _Rest()).decide(0, self._steps, rows)
 
+    def silent(self, kind: str, rows: int) -> None:
+        """The kind need not be asked for a few steps."""
+        rest = self._rests.setdefault(kind, _Rest())
+        rest.decide(0, self._steps, rows, max(_SILENCE, rest.length))
+
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
         self._trial = None
+        kinds = frozenset([candidate.kind for candidate in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
-        question = (frozenset([candidate.kind for candidate in candidates]), round(_LIKE * log2(rows)))
+        question = (kinds, self.cost.reads, size(rows))
         plan = self._plans.get(question)
-        if plan is not None and self._steps < plan.until:
-            depths = plan.depths
-        elif self.cost.frontier > rows and any(candidate.limit for candidate in candidates):
-            depths = self._think(question, candidates, rows)
-        else:
+        alone = self._plans.get((kinds, False, size(len(candidates)))) if self.cost.reads and candidates else None
+        if alone is not None:
+            depths = self._beside(alone, candidates, rows)
+        elif plan is not None and self._steps < plan.until:
+            depths = plan.use(self._steps)
+        elif self.cost.reach <= rows or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
+        else:
+            depths = self._think(question, candidates, rows)
         return [min(depths[candidate.kind], candidate.limit) for candidate in candidates]
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Learn how often drafts of a kind are right."""
         self._rates(kind).observe(judged, accepted)
 
-    def drafted(self, kind: str, levels: int, seconds: float) -> None:
+    def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
-        self._levels.setdefault(kind, LevelCost()).observe(levels, seconds)
+        self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / self.cost.pace)
 
-    def caught_up(self, kind: str, levels: int, seconds: float) -> None:
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """A trial for which the drafter had to read costs more, and goes on for a step: that one tells the price.
 
         What reading took is no loss where the drafts turn out to pay; else the kind is left in peace for as long.
         """
         trial = self._trial
         if trial is not None and kind in trial.woken:
-            known = self._levels.setdefault(kind, LevelCost()).seconds(levels)
-            self._plans[trial.question] = _Plan(trial.depths, self._steps + 2)
-            owed = max(seconds - known, 0.0) / (_CURIOSITY * trial.seconds)
+            start, level = self._levels.setdefault(kind, DraftCost()).line(sequences)
+            self._plans[trial.question] = _Plan(trial.depths, self._steps + 2, 1, trial.worth)
+            self._savings -= trial.loss
+            owed = max(seconds - self.cost.pace * (start + level * levels), 0.0) / (_CURIOSITY * trial.seconds)
             self._rests.setdefault(kind, _Rest()).owed = int(owed)
 
     def stepped(self, rows: int, seconds: float) -> None:
@@ -194,28 +211,45 @@ class AdaptiveDepth:
         for kind, acceptance in known.items():
             acceptance.fade(passed)
             self._considered[kind] = self._steps
-        found = choices(candidates, known, self._levels, self.cost, rows)
-        best = fastest(found)
-        other = stalest(found, best)
-        loss = other.loss(best) / best.seconds
-        chosen = other if self._dares(loss, passed) else best
-        self._settle(question, best, chosen, rows, loss)
+        found = Choices(candidates, known, self._levels, self.cost, rows)
+        best = found.fastest
+        other = found.stalest(best)
+        loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
+        plan = _Plan(found.depths(best), self._steps, 0, found.worth(best))
+        depths = plan.depths
+        if self._dares(loss, passed):
+            depths = found.depths(other)
+            woken = [kind for kind, depth in depths.items() if depth and not plan.depths[kind]]
+            self._trial = _Trial(question, depths, woken, found.seconds(best), plan.worth, loss)
+        self._settle(question, plan, rows, loss)
         for kind, acceptance in known.items():
-            acceptance.tried(chosen.depths[kind])
-        return chosen.depths
+            acceptance.tried(depths[kind])
+        return depths
 
-    def _settle(self, question: Hashable, best: Choice, chosen: Choice, rows: int, loss: float) -> None:
+    def _beside(self, alone: _Plan, candidates: Sequence[Candidate], rows: int) -> Depths:
+        """Depths beside prompts, whose rows have to be computed anyway: those without them, if their rows pay here."""
+        drafts = sum(min(alone.depths[one.kind], one.limit) for one in candidates)
+        if drafts and rows < self.cost.reach:
+            before, after = self.cost.seconds([rows, rows + drafts])
+            if after - before <= alone.worth * drafts:
+                return alone.depths
+        return dict.fromkeys(alone.depths, 0)
+
+    def _settle(self, question: Hashable, plan: _Plan, rows: int, loss: float) -> None:
         """Keep to the best that is known: kinds of which that is nothing rest until there is enough for a trial."""
-        woken = [kind for kind, depth in chosen.depths.items() if depth and not best.depths[kind]]
-        if chosen is not best:
-            self._trial = _Trial(question, chosen.depths, woken, best.seconds)
+        before = self._plans.get(question)
+        if before is not None:
+            # The oftener it came out the same, the longer it is kept.
+            plan.length = 2 * before.length + 1 if before.depths == plan.depths else before.length // 2
+        plan.length = min(plan.length, self._steps // _GREEN, _LONGEST_PLAN)
         # Where a kind does not pay, its rest is all the plan there is.
-        kept = min(self._steps // _GREEN, _LONGEST_PLAN) if all(best.depths.values()) else 0
-        self._plans[question] = _Plan(best.depths, self._steps + 1 + kept)
+        plan.uses = plan.length if all(plan.depths.values()) else 0
+        plan.until += 1 + _SELDOM * plan.uses
+        self._plans[question] = plan
         # What comes of a trial is thought over at once.
-        for kind in best.depths.keys() - woken:
+        for kind in plan.depths.keys() - (self._trial.woken if self._trial else ()):
             rest = self._rests.setdefault(kind, _Rest())
-            rest.decide(best.depths[kind], self._steps, rows, int((_THOUGHT + loss - self._savings) / _CURIOSITY))
+            rest.decide(plan.depths[kind], self._steps, rows, int((_THOUGHT + loss - self._savings) / _CURIOSITY))
 
     def _dares(self, loss: float, passed: int) -> bool:
         """Whether another choice than the best is to be tried: what that is expected to lose was saved up."""
@@ -226,12 +260,26 @@ class AdaptiveDepth:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
-    """Depths that are kept until a step."""
+    """Depths that are kept until a step, or until they were used so often.
+
+    worth   seconds that a draft of them may add to a step that reads prompts
+    length  how often they may be used in all: the oftener they were found best, the oftener
+    """
 
     depths: Depths
     until: int
+    uses: int
+    worth: float
+    length: int = 1
+
+    def use(self, step: int) -> Depths:
+        """The depths, once more."""
+        self.uses -= 1
+        if self.uses <= 0:
+            self.until = step + 1
+        return self.depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +288,16 @@ class _Trial:
 
     woken    kinds of which nothing is the best
     seconds  of the best step
+    worth    see _Plan
+    loss     that a step of the trial is expected to cost, in such steps
     """
 
     question: Hashable
     depths: Depths
     woken: Collection[str]
     seconds: float
+    worth: float
+    loss: float
 
 
 @dataclass(slots=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import log2
+
 # What is kept of earlier measurements at each new one, and how far one may pull: it can wait for the machine.
-_KEPT, _CLAMP = 0.9, 0.25
+_KEPT, _CLAMP = 0.97, 0.25
 # A spread of levels below this share of their mean says little of what one level costs: then there is no start.
-_SPREAD = 0.2
+_SPREAD = 0.1
+# Sizes are alike whose halvings differ by less than one part in so many.
+_LIKE = 3
 
 
 class LevelCost:
@@ -30,9 +34,9 @@ class LevelCost:
         self._products = _KEPT * self._products + levels * seconds
         self._draw()
 
-    def seconds(self, levels: int) -> float:
-        """The estimate for so many levels; none costs nothing."""
-        return self._start + self._level * levels if levels else 0.0
+    def line(self) -> tuple[float, float]:
+        """Seconds of the start, and of each level."""
+        return self._start, self._level
 
     def _draw(self) -> None:
         """The line. The less the levels differ, the more it goes through nothing for no levels."""
@@ -42,3 +46,32 @@ class LevelCost:
         level = (self._products / self._count - levels * seconds + doubt * steepest) / (spread + doubt)
         self._level = min(max(level, 0.0), steepest)
         self._start = seconds - self._level * levels
+
+
+class DraftCost:
+    """Such lines by how many sequences are drafted for at once."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, LevelCost] = {}
+
+    def observe(self, sequences: int, levels: int, seconds: float) -> None:
+        """Drafting so many levels for so many sequences took so long."""
+        self._lines.setdefault(size(sequences), LevelCost()).observe(levels, seconds)
+
+    def line(self, sequences: int) -> tuple[float, float]:
+        """Seconds of the start, and of each level: of about as many sequences, as far as such are known.
+
+        Else of the nearest number of them. Fewer than that are thought to cost in proportion, more to cost no more.
+        """
+        wanted = size(sequences)
+        nearest = min(self._lines, key=lambda known: abs(known - wanted), default=None)
+        if nearest is None:
+            return 0.0, 0.0
+        start, level = self._lines[nearest].line()
+        share = min(2 ** ((wanted - nearest) / _LIKE), 1.0)
+        return share * start, share * level
+
+
+def size(sequences: int) -> int:
+    """The same for numbers that are alike: halvings, in three parts."""
+    return round(_LIKE * log2(sequences))

@@ -6,20 +6,22 @@ tokens and costs T(rows + drafts) seconds and the time of drafting. The best cho
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
-from engine.draft.levels import LevelCost
+from engine.draft.levels import DraftCost
 
 # Drafts that are right as seldom as this are not considered, but for the first of each kind.
 _HOPELESS = 0.005
+# Where a token costs so many times as much as at best, there is no use in going on.
+_FAR = 1.3
 # What makes a choice that loses nothing cost something, as a share of a step: so that the stalest of them is tried.
 _LEAST = 1e-3
 
@@ -35,29 +37,6 @@ class Candidate:
     limit: int
 
 
-class Choice(NamedTuple):
-    """Depths of a step: all candidates of a kind have the same one, or their limit.
-
-    tokens   that the step is expected to bring
-    seconds  that it takes, with its drafting
-    age      steps since anything like it was tried
-    """
-
-    depths: Depths
-    tokens: float
-    seconds: float
-    age: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    def loss(self, best: Choice) -> float:
-        """How many seconds longer the step takes than what it brings is worth."""
-        return max(self.seconds - self.tokens / best.rate, 0.0)
-
-
 class _Level(NamedTuple):
     """The drafts at one position of all candidates of a kind that may have so many."""
 
@@ -68,51 +47,93 @@ class _Level(NamedTuple):
     age: float
 
 
-def choices(
-    candidates: Collection[Candidate],
-    known: Mapping[str, Acceptance],
-    paid: Mapping[str, LevelCost],
-    cost: StepCost,
-    rows: int,
-) -> list[Choice]:
+class Choices:
     """No drafts, and then level by level those that are likeliest right, as far as it is known what rows cost.
 
+    A choice is the number of levels that it has. All candidates of a kind have the same depth, or their limit.
+
     rows  rows that the step computes anyway, each worth a token
-    paid  what a kind's drafting costs by levels, for all of its candidates together; who costs nothing is not in it
+    paid  what a kind's drafting costs at a pace of 1; who costs nothing is not in it
     """
-    levels = sorted(_levels(candidates, known), key=attrgetter("survival"), reverse=True)
-    counts = np.cumsum([rows, *(level.drafts for level in levels)])
-    counts = counts[counts <= cost.frontier]
-    seconds, ages = cost.seconds(counts).tolist(), cost.ages(counts).tolist()
-    depths, tokens, drafting = dict.fromkeys(known, 0), float(rows), 0.0
-    found = [Choice(dict(depths), tokens, seconds[0], ages[0])]
-    for level, step_seconds, age in zip(levels, seconds[1:], ages[1:], strict=False):
-        depths[level.kind] = level.depth
-        tokens += level.drafts * level.survival
-        if level.kind in paid:
-            drafting += paid[level.kind].seconds(level.depth) - paid[level.kind].seconds(level.depth - 1)
-        found.append(Choice(dict(depths), tokens, step_seconds + drafting, max(age, level.age)))
-    return found
 
+    def __init__(
+        self,
+        candidates: Collection[Candidate],
+        known: Mapping[str, Acceptance],
+        paid: Mapping[str, DraftCost],
+        cost: StepCost,
+        rows: int,
+    ) -> None:
+        self._kinds = known.keys()
+        self._levels = sorted(_levels(candidates, known), key=attrgetter("survival"), reverse=True)
+        counts = list(accumulate([rows, *(level.drafts for level in self._levels)]))
+        self._counts = counts[: bisect_right(counts, cost.reach)]
+        seconds = cost.seconds(self._counts)
+        tokens, drafting, lines = float(rows), 0.0, dict[str, tuple[float, float]]()
+        self._tokens, self._seconds, self._drafting, least = [tokens], seconds[:1], [0.0], seconds[0] / tokens
+        for (kind, depth, drafts, survival, _), step_seconds in zip(self._levels, seconds[1:], strict=False):
+            tokens += drafts * survival
+            if kind in paid:
+                if depth == 1:
+                    lines[kind] = paid[kind].line(drafts)
+                    drafting += cost.pace * lines[kind][0]
+                drafting += cost.pace * lines[kind][1]
+            self._tokens.append(tokens)
+            self._seconds.append(step_seconds + drafting)
+            self._drafting.append(drafting)
+            least = min(least, self._seconds[-1] / tokens)
+            if self._seconds[-1] > _FAR * least * tokens:
+                break
+        self._ages = cost.ages(self._counts[: len(self._tokens)])
 
-def fastest(some: Sequence[Choice]) -> Choice:
-    """The choice that brings most tokens a second."""
-    return max(some, key=attrgetter("rate"))
+    def depths(self, choice: int) -> Depths:
+        """How deep a choice drafts."""
+        deepest = dict.fromkeys(self._kinds, 0)
+        deepest.update((level.kind, level.depth) for level in self._levels[:choice])
+        return deepest
 
+    def seconds(self, choice: int) -> float:
+        """What a step and its drafting take."""
+        return self._seconds[choice]
 
-def stalest(some: Sequence[Choice], best: Choice) -> Choice:
-    """The choice but the best one that is cheapest to try for the steps that it was not tried.
+    def price(self, choice: int) -> float:
+        """Seconds a token."""
+        return self._seconds[choice] / self._tokens[choice]
 
-    Every choice so costs about the same in the long run, and what would cost much is tried seldom.
-    """
-    others = [choice for choice in some if choice is not best] or [best]
-    return min(others, key=lambda choice: (choice.loss(best) + _LEAST * best.seconds) / max(choice.age, 1.0))
+    def loss(self, choice: int, price: float) -> float:
+        """How many seconds longer a step takes than what it brings is worth."""
+        return self._seconds[choice] - self._tokens[choice] * price
+
+    @property
+    def fastest(self) -> int:
+        """The choice that brings most tokens a second."""
+        return min(range(len(self._tokens)), key=self.price)
+
+    def worth(self, choice: int) -> float:
+        """Seconds that each draft of a choice may add to some step, so that its tokens cost no more than here."""
+        drafts = self._counts[choice] - self._counts[0]
+        gained = (self._tokens[choice] - self._tokens[0]) * self.price(choice) - self._drafting[choice]
+        return gained / drafts if drafts else 0.0
+
+    def stalest(self, best: int) -> int:
+        """The choice but the best one that is cheapest to try for the steps that it was not tried.
+
+        Every choice so costs about the same in the long run, and what would cost much is tried seldom.
+        """
+        price, least, found = self.price(best), _LEAST * self._seconds[best], (float("inf"), best)
+        known = zip(
+            self._tokens, self._seconds, self._ages, [0.0, *(level.age for level in self._levels)], strict=False
+        )
+        for choice, (tokens, seconds, age, untried) in enumerate(known):
+            if choice != best:
+                found = min(found, ((max(seconds - tokens * price, 0.0) + least) / max(age, untried, 1.0), choice))
+        return found[1]
 
 
 def _levels(candidates: Collection[Candidate], known: Mapping[str, Acceptance]) -> Iterator[_Level]:
     for kind, acceptance in known.items():
-        limits = Counter(candidate.limit for candidate in candidates if candidate.kind == kind)
-        deepest, drafts = max(limits), sum(limits.values())
+        limits = Counter([candidate.limit for candidate in candidates if candidate.kind == kind])
+        deepest, drafts = max(limits, default=0), sum(limits.values())
         ages = acceptance.ages(deepest)
         for at, survival in enumerate(acceptance.survival(deepest)):
             drafts -= limits[at]

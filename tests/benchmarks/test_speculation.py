@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.speculation import Scripted, main
-from benchmarks.turns import Cell, Turn
+from benchmarks.turns import Cell, Turn, middle
 from engine.draft.drafter import Want
 from engine.history import History
 from engine.sampling import Draw
@@ -67,14 +67,36 @@ def test_an_interval_shows_how_much_rounds_differ() -> None:
     assert 0.002 < widths[1] < 0.02 < widths[2]
 
 
-def test_figures_are_written(tmp_path: Path) -> None:
+def test_what_is_clearly_slower_is_given_up() -> None:
+    """A tenth slower is hopeless after some rounds, a hundredth is not; nobody gives up the best or `auto`."""
+    chance = random.Random(2)
+    speeds = {"off": 1.0, "1": 1.1, "2": 1.01, "auto": 1.2, "lookup": 1.1}
+    turns = {mode: [Turn(10, speed * chance.uniform(0.98, 1.02)) for _ in range(12)] for mode, speed in speeds.items()}
+    cell = Cell("0.5", 1, turns)
+
+    assert ["1", "lookup"] == cell.hopeless()
+    cell.turns["1"] = cell.turns["1"][:6]
+    assert ["off", "2"] == cell.rivals
+    assert 12 == cell.rounds
+    assert 1.1 == pytest.approx(1 / cell.ratio("1"), rel=0.02)
+
+
+def test_a_hiccup_does_not_count() -> None:
+    """The machine may do what it likes in a quarter of the rounds."""
+    assert 1.0 == middle([1.0, 30.0, 1.0, 0.9, 1.1, 1.0, 0.01, 1.0])
+    assert 2.0 == middle([1.0, 3.0])
+
+
+@pytest.mark.parametrize("null", [False, True])
+def test_figures_are_written(tmp_path: Path, null: bool) -> None:
     """A cell for each pair and batch, with the tokens of every mode, and a picture."""
-    assert 0 == main(["--quick", "--null", "2", "--out", str(tmp_path)])
+    assert 0 == main(["--quick", *(["--null"] if null else []), "--out", str(tmp_path)])
     cells = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
 
     assert [("bundled", 1), ("bundled", 2), ("0.6", 1), ("0.6", 2)] == [(cell["pair"], cell["batch"]) for cell in cells]
     for cell in cells:
-        assert ["off", "2", "auto", *(["lookup"] if cell["pair"] == "bundled" else []), "null"] == list(cell["turns"])
+        more = ["lookup"] if cell["pair"] == "bundled" and not null else []
+        assert ["off", "2", "auto", *more] == list(cell["turns"])
         assert {8 * cell["batch"]} == {turn["tokens"] for turns in cell["turns"].values() for turn in turns}
         assert len(cell["accepted"]["2"]) == 2
     assert (tmp_path / "speculation.png").read_bytes().startswith(b"\x89PNG")

@@ -74,7 +74,7 @@ def play(depth: Depth, worlds: Sequence[World], *, batch: int, warm: int, seed: 
             accepted = next((at for at in range(drafted) if chance.random() >= world.chances[at]), drafted)
             depth.verified(KIND, min(accepted + 1, drafted), accepted)
         if any(depths):
-            depth.drafted(KIND, max(depths), world.level_seconds * max(depths))
+            depth.drafted(KIND, batch, max(depths), world.level_seconds * max(depths))
         depth.stepped(batch + sum(depths), world.seconds(batch + sum(depths)) * (1 + abs(chance.gauss(0, noise))))
         if number >= warm:
             score.tokens += world.tokens(depths)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.cost import Work
 from engine.draft.depth import AdaptiveDepth, Candidate, FixedDepth
 from tests.engine.draft.simulate import (
     KIND,
@@ -230,10 +231,10 @@ def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
                 trials[reading] += number > 1000
                 depth.verified(KIND, 1, 0)
                 learn = depth.caught_up if trials[reading] % 2 else depth.drafted
-                learn(KIND, max(chosen), 0.3 * max(chosen) + (reading if trials[reading] % 2 else 0.0))
+                learn(KIND, 1, max(chosen), 0.3 * max(chosen) + (reading if trials[reading] % 2 else 0.0))
             depth.stepped(1 + sum(chosen), 1 + 0.3 * sum(chosen))
 
-    assert 100 < trials[0.0]
+    assert 50 < trials[0.0]
     assert 4 < trials[10.0] < trials[0.0] / 2
 
 
@@ -279,6 +280,41 @@ def test_a_kind_that_is_outdone_rests() -> None:
     assert not depth.rests("lookup", 3), "what does not pay beside many rows may pay beside few"
 
 
+def test_a_kind_that_has_nothing_to_say_is_asked_again_soon() -> None:
+    """Every seventh step; one that was outdone before rests as long as it did then."""
+    depth, asked = AdaptiveDepth(), []
+    for step in range(200):
+        if not depth.rests("lookup", 4):
+            asked.append(step)
+            depth.silent("lookup", 4)
+        depth.stepped(4, 1.0)
+
+    assert {7} == {after - before for before, after in zip(asked[15:], asked[16:], strict=False)}
+    for _ in range(9):
+        depth.outdone("lookup", 4)
+    depth.silent("lookup", 4)
+    for _ in range(20):
+        depth.stepped(4, 1.0)
+    assert depth.rests("lookup", 4)
+
+
+def test_drafts_beside_a_prompt_are_worth_what_tokens_cost_without_one() -> None:
+    """Beside 60 rows of a prompt the rate of a step says nothing; where further rows are free drafts pay."""
+    for row, drafted in ((0.0, True), (3.0, False)):
+        depth = AdaptiveDepth()
+        play(depth, [world(flat, 0.9)] * 200, batch=2, warm=0)
+        depths = []
+        for _ in range(40):
+            depth.cost.expect(Work(62, 200, 200, 3))
+            depths.append(depth.choose([Candidate(KIND, 8)] * 2, rows=62))
+            for chosen in depths[-1]:
+                depth.verified(KIND, chosen, chosen)
+            depth.stepped(62 + sum(depths[-1]), 5.0 + row * sum(depths[-1]))
+
+        assert drafted == all(min(chosen) > 4 for chosen in depths[-5:])
+        assert drafted == any(max(chosen) > 0 for chosen in depths[-5:])
+
+
 def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world that does not change, most choices are those made before."""
     thoughts = []
@@ -300,9 +336,10 @@ def test_a_fixed_depth_is_fixed() -> None:
     """The same for all, less where the limit is less, whatever it is told."""
     depth = FixedDepth(3)
     depth.verified(KIND, 3, 0)
-    depth.drafted(KIND, 3, 100.0)
-    depth.caught_up(KIND, 3, 100.0)
+    depth.drafted(KIND, 1, 3, 100.0)
+    depth.caught_up(KIND, 1, 3, 100.0)
     depth.outdone(KIND, 4)
+    depth.silent(KIND, 4)
     depth.stepped(4, 100.0)
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)
