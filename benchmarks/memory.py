@@ -16,7 +16,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from server.bench.client import Ask, Server, send
@@ -63,14 +62,14 @@ async def most_resident(work: asyncio.Task[None], process: psutil.Process) -> in
 async def fill(server: Server, *, slots: int, context: int) -> None:
     """Let every slot hold a whole context; Unusable if an answer is not whole."""
     ask, prompts = Ask(timeout_seconds=3600, extra={"ignore_eos": True}), Ids(seed=0)
-    async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
-        sent = (
-            send(http, server, ask, prompt=prompts.lone(context - ANSWERED, at), max_tokens=ANSWERED, start=0)
-            for at in range(slots)
-        )
-        for sample in await asyncio.gather(*sent):
-            if sample.outcome != OK:
-                raise Unusable(f"the server answered {sample.outcome}: {sample.text}")
+    sent = (
+        send(server, ask, prompt=prompts.lone(context - ANSWERED, at), max_tokens=ANSWERED, begun=0)
+        for at in range(slots)
+    )
+    for answer in await asyncio.gather(*sent):
+        sample = answer.read()
+        if sample.outcome != OK:
+            raise Unusable(f"the server answered {sample.outcome}: {sample.text}")
 
 
 async def measure(url: str, *, slots: int, context: int) -> tuple[int, int]:

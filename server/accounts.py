@@ -30,6 +30,11 @@ class Accounts:
         self._finished: dict[int, Finished] = {}
         self._reasoning_tokens = 0
 
+    @property
+    def telling(self) -> bool:
+        """Whether chunks of text tell costs that change."""
+        return self._body.continuous_usage or bool(self._body.timings_per_token)
+
     def start(self, index: int, event: Started) -> None:
         """A choice has begun."""
         self._meters[index].start(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -13,11 +13,11 @@ from starlette.responses import Response
 from engine.types import Request
 from server.encoding import Json
 from server.errors import CLIENT_CLOSED
-from server.generation import Events, generate
+from server.generation import generate
 from server.metrics import Endpoint
 from server.schemas.common import Generation
-from server.service import Service
-from server.sse import EventStream
+from server.service import Events, Service
+from server.sse import EventStream, Frames
 
 
 class Shape(Protocol):
@@ -30,8 +30,8 @@ class Shape(Protocol):
     async def whole(self, events: Events) -> Mapping[str, object]:
         """The events as one JSON object."""
 
-    def chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
-        """The events as the JSON objects of a stream."""
+    def frames(self, events: Events) -> Frames:
+        """The events as those of a stream."""
 
 
 async def answer(
@@ -40,7 +40,7 @@ async def answer(
     """Run `requests` and answer as the body asks."""
     opening = generate(service, requests, endpoint)
     if shape.body.stream:
-        return EventStream(opening, shape.chunks, service.settings.caps)
+        return EventStream(opening, shape.frames, service.settings.caps)
     return await unless_gone(http, _whole(opening, shape))
 
 

@@ -65,7 +65,7 @@ class _Batch:
         entries: list[TokenLogprob] = []
         vector = b""
         async with self._service.open(request, self._endpoint) as events:
-            async for event in events:
+            async for _, event in events:
                 match event:
                     case Delta():
                         entries += event.logprobs

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from server.chunks import ChatChunks, finish_reason
 from server.diagnostics import diagnose
-from server.generation import Events, spaced, tier
+from server.generation import spaced, tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.reply import Call, Reply, gather
-from server.schemas.chat import AnsweredCall, AnswerMessage, ChatChoice, ChatChunk, ChatCompletion, ChatRequest
+from server.schemas.chat import AnsweredCall, AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
+from server.service import Events
+from server.sse import Frames
 from server.turn import Turn
 from server.usage import timings, usage
 
@@ -56,7 +57,7 @@ class ChatAnswer:
             answer["warnings"] = list(self.warnings)
         return answer
 
-    def chunks(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
+    def frames(self, events: Events) -> Frames:
         """The events as the chunks of a stream."""
         return ChatChunks(self.turn, self.warnings).of(spaced(events, self.body.stream_interval))
 

@@ -5,16 +5,19 @@ Clients join what repeats: the role, the id of a call and its name are sent once
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from engine.types import Progress, Scored, Started
 from server.accounts import Accounts
 from server.diagnostics import diagnose
-from server.generation import Events, tier
+from server.encoding import HOLE, Template
+from server.generation import tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice, CustomDelta, FunctionDelta
 from server.schemas.common import FinishReason
+from server.service import Events
+from server.sse import Frames, frame
 from server.turn import Ended, Reason, Said, Turn, said
 
 
@@ -32,24 +35,40 @@ class ChatChunks:
         self._wording = Wording.of(turn.body, turn.body.top_logprobs or 0)
         self._warnings = warnings
         self._begun: set[int] = set()
+        # Whether chunks of text tell nothing beside it, and what they are written from.
+        body = turn.body
+        self._bare = not (body.logprobs or body.return_token_ids or self._accounts.telling)
+        self._templates: dict[tuple[int, type[Text] | type[Reasoning]], Template] = {}
         # Of the first choice, which computes the prompt.
         self._first: Ended | None = None
         # The calls of custom tools: number of the choice, number of the call.
         self._customs: set[tuple[int, int]] = set()
 
-    async def of(self, events: Events) -> AsyncGenerator[ChatChunk, None]:
+    async def of(self, events: Events) -> Frames:
         """The role once, what is said, the end of each choice, and the cost of all if it was asked for."""
         opening = True
         async for index, what in said(self._turn, events):
+            match what:
+                case Said(pieces=(Text() | Reasoning() as piece,)) if self._bare and index in self._begun:
+                    yield self._plain(index, piece, len(what.tokens))
+                    continue
             for chunk in self._chunks(index, what):
                 if opening:
                     self._open(chunk)
                     opening = False
-                yield chunk
+                yield frame(chunk)
         if self._body.return_cache_diagnostics:
-            yield await self._diagnosed()
+            yield frame(await self._diagnosed())
         if self._body.include_usage:
-            yield self._cost()
+            yield frame(self._cost())
+
+    def _plain(self, index: int, piece: Text | Reasoning, tokens: int) -> bytes:
+        """A chunk that says a text and nothing else, as nearly all do: only the text is encoded anew."""
+        self._accounts.say(index, tokens)
+        kind = type(piece)
+        if (index, kind) not in self._templates:
+            self._templates[index, kind] = Template(frame(self._chunk(index, self._delta(index, kind(HOLE)))))
+        return self._templates[index, kind].fill(piece.text)
 
     def _chunks(self, index: int, what: Said | Ended | Started | Progress | Scored) -> Iterator[ChatChunk]:
         match what:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.types import Finished
 from server.continuation import Continuation
 from server.errors import check_deadline
 from server.fold import Choice, fold
-from server.generation import Events, spaced, tier
+from server.generation import spaced, tier
 from server.logprobs import joined, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
+from server.service import Events
+from server.sse import Frames
 from server.text_chunks import TextChunks, stop_text
 from server.usage import timings, usage
 
@@ -50,7 +52,7 @@ class CompletionAnswer:
         self._add(answer, finished)
         return answer
 
-    def chunks(self, events: Events) -> AsyncGenerator[Completion, None]:
+    def frames(self, events: Events) -> Frames:
         """The events as the chunks of a stream."""
         return TextChunks(self.work, self.warnings).of(spaced(events, self.body.stream_interval))
 

@@ -18,16 +18,20 @@ from server.metrics import Endpoint
 from server.sampling import check_ids, sampling
 from server.schemas.common import Generation
 from server.schemas.content import text_of
-from server.service import Service
-
-Events = AsyncIterator[tuple[int, Event]]
+from server.service import Events, Service
 
 
 @asynccontextmanager
 async def generate(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> AsyncIterator[Events]:
     """Admit all requests or none, then pass their events on as they come. Leaving the block cancels what still runs."""
     async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(service.open(request, endpoint)) for request in requests]
+        streams = [
+            await stack.enter_async_context(service.open(request, endpoint, choice))
+            for choice, request in enumerate(requests)
+        ]
+        if len(streams) == 1:
+            yield streams[0]
+            return
         async with aclosing(_merge(streams)) as events:
             yield events
 
@@ -99,15 +103,19 @@ def shortened(service: Service, body: Generation, prompt: Rendering, max_tokens:
     )
 
 
-async def spaced(events: Events, interval: int | None) -> AsyncGenerator[tuple[int, Event], None]:
+def spaced(events: Events, interval: int | None) -> Events:
     """The events, where texts of a choice wait until they have so many tokens together; the first comes at once."""
+    return events if interval is None else _spaced(events, interval)
+
+
+async def _spaced(events: Events, interval: int) -> AsyncGenerator[tuple[int, Event], None]:
     held: dict[int, Delta] = {}
     begun: set[int] = set()
     async for index, event in events:
         if isinstance(event, Delta) and index in begun:
             more = held.get(index, Delta("", ()))
             event = Delta(more.text + event.text, more.tokens + event.tokens, more.logprobs + event.logprobs)
-            if len(event.tokens) < (interval or 1):
+            if len(event.tokens) < interval:
                 held[index] = event
                 continue
             held.pop(index, None)
@@ -182,11 +190,7 @@ def _seed(seed: int | None, choice: int) -> int | None:
     return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
 
 
-async def _merge(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, event
-        return
+async def _merge(streams: Sequence[Events]) -> AsyncGenerator[tuple[int, Event], None]:
     waiting = {_next(stream): index for index, stream in enumerate(streams)}
     try:
         while waiting:
@@ -196,19 +200,19 @@ async def _merge(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tupl
                 following = task.result()
                 if following is not None:
                     waiting[_next(streams[index])] = index
-                    yield index, following
+                    yield following
     finally:
         await _cancel(waiting)
 
 
-def _next(stream: AsyncIterator[Event]) -> asyncio.Task[Event | None]:
-    async def following() -> Event | None:
+def _next(stream: Events) -> asyncio.Task[tuple[int, Event] | None]:
+    async def following() -> tuple[int, Event] | None:
         return await anext(stream, None)
 
     return asyncio.create_task(following())
 
 
-async def _cancel(tasks: dict[asyncio.Task[Event | None], int]) -> None:
+async def _cancel(tasks: dict[asyncio.Task[tuple[int, Event] | None], int]) -> None:
     for task in tasks:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -31,7 +31,7 @@ async def run_job(service: Service, readings: Sequence[tuple[str, Reading]], id:
     inputs = await anyio.to_thread.run_sync(lambda: tuple(_read(readings)))
     vectors = []
     async with service.embed(EmbeddingJob(id, inputs), endpoint) as events:
-        async for event in events:
+        async for _, event in events:
             match event:
                 case Embedded():
                     vectors.append(event.vector)

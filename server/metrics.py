@@ -7,7 +7,8 @@ Counts of requests and their times are observed here, as events pass; totals of 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -45,28 +46,15 @@ class Metrics:
         """Count one HTTP answer; `route` is a template, status 0 a client that left before it."""
         self._answers.labels(route, str(status)).inc()
 
-    async def watch(self, events: AsyncIterator[Event], endpoint: Endpoint) -> AsyncGenerator[Event, None]:
-        """Pass the events of one generation on, observing them."""
-        begin = time.monotonic()
-        latest: float | None = None
-        reason = "cancelled"
+    @contextmanager
+    def watch(self, endpoint: Endpoint) -> Iterator[Watch]:
+        """Observe one generation, which ends with the block; the watch is to see its events."""
+        watch = Watch(self._queue, self._first, self._between)
         try:
-            async for event in events:
-                now = time.monotonic()
-                match event:
-                    case Started():
-                        self._queue.observe(now - begin)
-                    case Delta():
-                        self._observe_delta(now, begin, latest, len(event.tokens))
-                        latest = now
-                    case Finished():
-                        reason = event.reason
-                    case Failed():
-                        reason = "error"
-                yield event
+            yield watch
         finally:
-            self._requests.labels(endpoint, reason).inc()
-            self._whole.observe(time.monotonic() - begin)
+            self._requests.labels(endpoint, watch.reason).inc()
+            self._whole.observe(time.monotonic() - watch.begin)
 
     def render(self) -> bytes:
         """The text that a scrape gets."""
@@ -78,12 +66,35 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cellar_{name}_seconds", text, buckets=buckets, registry=self.registry)
 
-    def _observe_delta(self, now: float, begin: float, latest: float | None, tokens: int) -> None:
-        if latest is None:
-            self._first.observe(now - begin)
+
+class Watch:
+    """The times of one generation, put into the histograms of the queue, of first texts and of what is between."""
+
+    def __init__(self, queue: Histogram, first: Histogram, between: Histogram) -> None:
+        self._queue, self._first, self._between = queue, first, between
+        self.begin = time.monotonic()
+        self.reason = "cancelled"
+        self._latest: float | None = None
+
+    def see(self, event: Event) -> None:
+        """Take note of an event as it passes."""
+        match event:
+            case Delta(tokens=tokens):
+                self._hear(len(tokens), time.monotonic())
+            case Started():
+                self._queue.observe(time.monotonic() - self.begin)
+            case Finished():
+                self.reason = event.reason
+            case Failed():
+                self.reason = "error"
+
+    def _hear(self, tokens: int, now: float) -> None:
+        if self._latest is None:
+            self._first.observe(now - self.begin)
         elif tokens:
             # Deltas merge for slow readers; a merged one counts as its mean.
-            self._between.observe((now - latest) / tokens)
+            self._between.observe((now - self._latest) / tokens)
+        self._latest = now
 
 
 class EngineCollector(Collector):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 
-import anyio
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.encoding import dumps
-from server.generation import Events
-from server.settings import Caps
-from server.sse import guarded
-
-logger = logging.getLogger("cellar.http")
+from server.service import Events
+from server.sse import Frames, guarded
 
 Lines = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
 
@@ -23,24 +18,20 @@ Lines = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
 class LineStream(Response):
     """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error."""
 
-    def __init__(self, opening: AbstractAsyncContextManager[Events], lines: Lines, caps: Caps) -> None:
+    def __init__(self, opening: AbstractAsyncContextManager[Events], lines: Lines) -> None:
         super().__init__()
-        self._opening, self._lines, self._caps = opening, lines, caps
+        self._opening, self._lines = opening, lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, send, and cancel whatever still runs at the end, or when the reader leaves or stands still."""
-
-        async def bounded(message: Message) -> None:
-            with anyio.fail_after(self._caps.write_seconds):
-                await send(message)
-
+        """Admit, send, and cancel whatever still runs at the end, or when the reader leaves."""
         async with self._opening as events:
-            lines = guarded(self._lines(events), scope["path"], _line, b"")
-            response = StreamingResponse(lines, media_type="application/x-ndjson")
-            try:
-                await response(scope, receive, bounded)
-            except* TimeoutError:
-                logger.info("%s reader stood still, stream cut", scope["state"]["request_id"])
+            lines = guarded(self._written(events), scope["path"], _line, b"")
+            await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
+
+    async def _written(self, events: Events) -> Frames:
+        async with aclosing(self._lines(events)) as lines:
+            async for line in lines:
+                yield _line(line)
 
 
 def _line(value: Mapping[str, object]) -> bytes:

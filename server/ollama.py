@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from engine.message import Piece, Reasoning, Text
 from server.embeddings import vector
 from server.errors import invalid_field
-from server.generation import Events
 from server.jobs import Made
 from server.reply import Call as MadeCall
 from server.reply import Growing, gather
@@ -30,6 +29,7 @@ from server.schemas.ollama import (
     OllamaChatRequest,
     Options,
 )
+from server.service import Events
 from server.turn import Ended, Said, Turn, said
 
 _NANOSECONDS = 10**9

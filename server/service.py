@@ -13,13 +13,17 @@ from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatis
 from engine.status import Embedding
 from engine.types import EmbeddingJob, Event, Failed, Request
 from server.errors import MODEL_NOT_FOUND, ApiError
-from server.metrics import Endpoint, Metrics
+from server.metrics import Endpoint, Metrics, Watch
 from server.settings import Settings
 from server.version import version
 
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.stream import RequestStream
+
+
+# Which choice of an answer, and what happened to it.
+Events = AsyncIterator[tuple[int, Event]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +90,29 @@ class Service:
         return embedding if embedding is not None and embedding.makes == "scores" else None
 
     @asynccontextmanager
-    async def open(self, request: Request, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
+    async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[Events]:
         """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
-        async with self.engine.open(request) as stream, self._watched(stream, endpoint) as events:
+        async with self.engine.open(request) as stream, self._watched(stream, endpoint, choice) as events:
             yield events
 
     @asynccontextmanager
-    async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
+    async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[Events]:
         """The same of a job for the embedding model."""
-        async with self.engine.embed(job) as stream, self._watched(stream, endpoint) as events:
+        async with self.engine.embed(job) as stream, self._watched(stream, endpoint, 0) as events:
             yield events
 
     @asynccontextmanager
-    async def _watched(self, stream: RequestStream, endpoint: Endpoint) -> AsyncIterator[AsyncIterator[Event]]:
-        async with aclosing(self._raising(self.metrics.watch(aiter(stream), endpoint))) as events:
-            yield events
+    async def _watched(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[Events]:
+        with self.metrics.watch(endpoint) as watch:
+            async with aclosing(self._told(stream, watch, choice)) as events:
+                yield events
 
-    async def _raising(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        async with aclosing(events) as passing:
-            async for event in passing:
-                if isinstance(event, Failed):
-                    self._raise(event)
-                yield event
+    async def _told(self, stream: RequestStream, watch: Watch, choice: int) -> AsyncGenerator[tuple[int, Event], None]:
+        async for event in stream:
+            watch.see(event)
+            if isinstance(event, Failed):
+                self._raise(event)
+            yield choice, event
 
     def _raise(self, failed: Failed) -> None:
         if failed.own:

@@ -1,25 +1,25 @@
 """Server-sent events: `data: <json>`, an empty line, and `data: [DONE]` at the end; comments keep silence alive.
 
-sse-starlette sends, pings by the wall clock (so also while a request waits or its prompt is computed), watches for the
-client leaving and bounds a send to a reader that stands still. Its defaults are not ours: line ends, cache header,
-ping text, and a shutdown of its own, which finds no signal handler of uvicorn's here (lifecycle.py has them).
+sse-starlette begins and ends a stream, pings by the wall clock (so also while a request waits or its prompt is
+computed) and watches for the client leaving. Its defaults are not ours: line ends, cache header, ping text, and a
+shutdown of its own, which finds no signal handler of uvicorn's here (lifecycle.py has them). Events go round it: it
+opens a scope of cancellation for each, a quarter of what a token cost. protocol.py cuts a reader that stands still.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError
 from server.encoding import dumps
 from server.errors import envelope, internal, translate
-from server.generation import Events
+from server.service import Events
 from server.settings import Caps
 
 logger = logging.getLogger("cellar.http")
@@ -27,7 +27,7 @@ logger = logging.getLogger("cellar.http")
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache"}
 
-Chunks = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
+Frames = AsyncGenerator[bytes, None]
 Write = Callable[[Mapping[str, object]], bytes]
 
 
@@ -44,59 +44,51 @@ def named_frame(value: Mapping[str, object]) -> bytes:
 class EventStream(Response):
     """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error.
 
-    write, end  how an event is written, and what follows the last one
+    frames  the answer as it goes over the wire
+    write   how an error is written
+    end     what follows the last frame
     """
 
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Events],
-        chunks: Chunks,
+        frames: Callable[[Events], Frames],
         caps: Caps,
         write: Write = frame,
         end: bytes = DONE,
     ) -> None:
         super().__init__()
-        self._opening, self._chunks, self._caps = opening, chunks, caps
+        self._opening, self._frames, self._caps = opening, frames, caps
         self._write, self._end = write, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end."""
         async with self._opening as events:
-            await send_frames(
-                guarded(self._chunks(events), scope["path"], self._write, self._end), self._caps, scope, receive, send
-            )
+            frames = guarded(self._frames(events), scope["path"], self._write, self._end)
+            await send_frames(frames, self._caps, scope, receive, send)
 
 
-async def send_frames(frames: AsyncIterator[bytes], caps: Caps, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with events, and comments in silence. A client that leaves or stands still ends it early."""
+async def send_frames(frames: Frames, caps: Caps, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with events, and comments in silence. A client that leaves ends it early."""
     response = EventSourceResponse(
-        frames,
+        _sent(frames, send),
         headers=HEADERS,
         media_type="text/event-stream",
         sep="\n",
         ping=caps.ping_seconds,
         ping_message_factory=_keep_alive,
-        send_timeout=caps.write_seconds,
     )
     # Whether the connection stays open is between uvicorn and the client.
     del response.headers["connection"]
-    try:
-        await response(scope, receive, send)
-    except SendTimeoutError:
-        logger.info("%s reader stood still, stream cut", scope["state"]["request_id"])
+    await response(scope, receive, send)
 
 
-async def guarded(
-    chunks: AsyncGenerator[Mapping[str, object], None],
-    path: str,
-    write: Write,
-    end: bytes,
-) -> AsyncIterator[bytes]:
-    """The chunks as written, then `end`. A fault after the first byte is a chunk too, and no `end` follows it."""
-    async with aclosing(chunks):
+async def guarded(frames: Frames, path: str, write: Write, end: bytes) -> Frames:
+    """The frames, then `end`. A fault after the first byte is written too, and no `end` follows it."""
+    async with aclosing(frames):
         try:
-            async for chunk in chunks:
-                yield write(chunk)
+            async for told in frames:
+                yield told
         except EngineError as error:
             yield write(envelope(translate(error, path), path))
             return
@@ -107,6 +99,16 @@ async def guarded(
             return
     if end:
         yield end
+
+
+async def _sent(frames: Frames, send: Send) -> Frames:
+    """The content of a response, which sends itself and leaves nothing to be sent."""
+    async with aclosing(frames):
+        async for body in frames:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    rest: tuple[bytes, ...] = ()
+    for body in rest:
+        yield body
 
 
 def _keep_alive() -> ServerSentEvent:

@@ -32,12 +32,12 @@ from engine.types import (
 from engine.wording import names
 from server.ability import BUDGETS, Ability, ability, unsupported
 from server.errors import INVALID_VALUE, ApiError
-from server.generation import Events, check_room, request, shortened, spread
+from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
 from server.places import Messages, Places
 from server.schemas.chat import ChatRequest
-from server.service import Service
+from server.service import Events, Service
 from server.tools import Offer
 
 Reason = Literal["stop", "length", "tool_calls"]

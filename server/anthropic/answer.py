@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
 from engine.types import Finished, Started
 from server.anthropic.blocks import Blocks
 from server.errors import check_deadline
-from server.generation import Events
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
+from server.service import Events
+from server.sse import Frames, named_frame
 from server.turn import Ended, Said, Turn, said
 from server.usage import written
 
@@ -34,8 +36,14 @@ class AnthropicAnswer:
                 message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
         return {**message, "content": blocks.content}
 
-    async def chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
-        """The events in Anthropic's words; each block begins, is told in pieces, and stops."""
+    async def frames(self, events: Events) -> Frames:
+        """The events in Anthropic's words."""
+        async with aclosing(self._chunks(events)) as chunks:
+            async for chunk in chunks:
+                yield named_frame(chunk)
+
+    async def _chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
+        """Each block begins, is told in pieces, and stops."""
         blocks = self._blocks()
         async for _, what in said(self.turn, events):
             match what:

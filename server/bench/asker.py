@@ -11,18 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import httpx
-
-from server.bench.client import Ask, Prompt, Server, send
+from server.bench.client import Ask, Prompt, Sent, Server, send
 from server.bench.prompts import Prompts
-from server.bench.samples import Run, Sample
+from server.bench.samples import Run
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
     """One server in one round. All servers of a round have the same key, and so get the same prompts."""
 
-    http: httpx.AsyncClient
     server: Server
     ask: Ask
     prompts: Prompts
@@ -39,32 +36,37 @@ class Asker:
     async def closed(self, prompts: Sequence[Prompt], max_tokens: int, *, streams: int) -> Run:
         """Send all prompts, `streams` of them at any time."""
         waiting = iter(prompts)
-        samples: list[Sample] = []
-        start = time.perf_counter()
+        answers: list[Sent] = []
+        begun = time.perf_counter()
 
         async def stream() -> None:
             for prompt in waiting:
-                samples.append(await self._send(prompt, max_tokens, start))
+                answers.append(await self._send(prompt, max_tokens, begun))
 
         await asyncio.gather(*(stream() for _ in range(streams)))
-        return Run(len(prompts), time.perf_counter() - start, tuple(samples))
+        return _run(len(prompts), begun, answers)
 
     async def opened(self, prompts: Sequence[Prompt], max_tokens: int, *, rate: float) -> Run:
         """Send all prompts at random moments, `rate` a second on average, however many are still being answered."""
         source = random.Random(f"{self.key} arrivals")
-        samples: list[Sample] = []
-        start = time.perf_counter()
+        answers: list[Sent] = []
+        begun = time.perf_counter()
 
         async def one(prompt: Prompt, at: float) -> None:
-            await asyncio.sleep(start + at - time.perf_counter())
-            samples.append(await self._send(prompt, max_tokens, start))
+            await asyncio.sleep(begun + at - time.perf_counter())
+            answers.append(await self._send(prompt, max_tokens, begun))
 
         at = 0.0
         async with asyncio.TaskGroup() as group:
             for prompt in prompts:
                 group.create_task(one(prompt, at))
                 at += source.expovariate(rate)
-        return Run(len(prompts), time.perf_counter() - start, tuple(samples))
+        return _run(len(prompts), begun, answers)
 
-    async def _send(self, prompt: Prompt, max_tokens: int, start: float) -> Sample:
-        return await send(self.http, self.server, self.ask, prompt=prompt, max_tokens=max_tokens, start=start)
+    async def _send(self, prompt: Prompt, max_tokens: int, begun: float) -> Sent:
+        return await send(self.server, self.ask, prompt=prompt, max_tokens=max_tokens, begun=begun)
+
+
+def _run(planned: int, begun: float, answers: Sequence[Sent]) -> Run:
+    """The run that ends now; only then answers are read, which would take time from those that still come."""
+    return Run(planned, time.perf_counter() - begun, tuple(answer.read() for answer in answers))

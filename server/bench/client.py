@@ -1,16 +1,17 @@
-"""Sends one request and reads its streamed answer. Times are taken when bytes are read from the socket."""
+"""Sends one request and, when there is time, reads its streamed answer."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 import httpx
 
+from server.bench.recording import Recording, record
 from server.bench.samples import OK, Sample
 
 # Roles and texts of a conversation, or token ids that are continued as they are.
@@ -124,38 +125,57 @@ def has_text(delta: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("content", "text", "reasoning_content", "reasoning", "tool_calls"))
 
 
-async def send(
-    http: httpx.AsyncClient, server: Server, ask: Ask, *, prompt: Prompt, max_tokens: int, start: float
-) -> Sample:
-    """Send one request and read its answer to the end; whatever happens is an outcome, not an exception."""
-    sent = time.perf_counter()
-    answer = Answer()
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request whose answer has ended and was not read yet.
+
+    begun, moment  when its run began, and when it was sent, by time.perf_counter
+    """
+
+    recording: Recording
+    asked_tokens: int
+    begun: float
+    moment: float
+
+    def read(self) -> Sample:
+        """What came of it; whatever happened is an outcome, not an exception."""
+        answer = Answer()
+        try:
+            self._read(answer)
+        except h11.RemoteProtocolError as error:
+            answer.fail("connection", repr(error).encode())
+        except (ValueError, AttributeError) as error:
+            answer.fail("unreadable event", repr(error).encode())
+        finished = self.recording.ended - self.moment
+        return answer.sample(asked_tokens=self.asked_tokens, sent=self.moment - self.begun, finished=finished)
+
+    def _read(self, answer: Answer) -> None:
+        status, pieces = self.recording.opened()
+        if status == 200:
+            for line, moment in lines(pieces):
+                answer.take(line, moment - self.moment)
+        elif status is not None:
+            answer.fail(f"http {status}", b"".join(data for _, data in pieces))
+        match self.recording.problem:
+            case "timeout":
+                answer.outcome = "timeout"
+            case "connection":
+                answer.fail("connection", self.recording.reason.encode())
+
+
+async def send(server: Server, ask: Ask, *, prompt: Prompt, max_tokens: int, begun: float) -> Sent:
+    """Send one request and take its answer to the end."""
+    moment = time.perf_counter()
     url = server.url + ("/completions" if isinstance(prompt, list) else "/chat/completions")
     body = ask.body(server.model, prompt, max_tokens)
-    try:
-        async with (
-            asyncio.timeout(ask.timeout_seconds),
-            http.stream("POST", url, json=body, headers=server.headers) as response,
-        ):
-            if response.status_code != 200:
-                answer.fail(f"http {response.status_code}", await response.aread())
-            else:
-                async for line, moment in lines(response):
-                    answer.take(line, moment - sent)
-    except TimeoutError:
-        answer.outcome = "timeout"
-    except httpx.HTTPError as error:
-        answer.fail("connection", repr(error).encode())
-    except (ValueError, AttributeError) as error:
-        answer.fail("unreadable event", repr(error).encode())
-    return answer.sample(asked_tokens=max_tokens, sent=sent - start, finished=time.perf_counter() - sent)
+    request = httpx.Request("POST", url, json=body, headers=server.headers)
+    return Sent(await record(request, ask.timeout_seconds), max_tokens, begun, moment)
 
 
-async def lines(response: httpx.Response) -> AsyncIterator[tuple[bytes, float]]:
+def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[bytes, float]]:
     """Yield every line with the moment when the last of its bytes was read from the socket."""
     rest = b""
-    async for block in response.aiter_raw():
-        moment = time.perf_counter()
-        *whole, rest = (rest + block).split(b"\n")
+    for moment, piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
             yield line, moment

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import httpx
-
 from server.bench.asker import Asker
 from server.bench.cells import Work
-from server.bench.client import Ask, Chat, Server, send
+from server.bench.client import Ask, Chat, Prompt, Server, send
 from server.bench.options import Kind
 from server.bench.prompts import WORDS, Ids, Length, Prompts, Words, length
 from server.bench.samples import OK, Sample
@@ -46,21 +44,26 @@ class Found:
     pace: Pace
 
 
-async def probe(http: httpx.AsyncClient, server: Server, ask: Ask, kind: Kind, seed: int) -> Found:
+async def probe(server: Server, ask: Ask, kind: Kind, seed: int) -> Found:
     """Ask a few short things; Unusable if one of them has no answer."""
     few = Ids(seed).lone(IDS, "probe") if kind == "ids" else said(FEW)
-    sample = await send(http, server, ask, prompt=few, max_tokens=1, start=0.0)
+    sample = await asked(server, ask, few)
     if sample.outcome in ("http 400", "http 422") and "ignore_eos" in ask.extra:
         # Not OpenAI's field, and some refuse what they do not know; without it answers may end early.
         ask = replace(ask, extra={name: value for name, value in ask.extra.items() if name != "ignore_eos"})
-        sample = await send(http, server, ask, prompt=few, max_tokens=1, start=0.0)
+        sample = await asked(server, ask, few)
     check(server, sample)
     prompts: Prompts = Ids(seed)
     if kind == "text":
-        more = check(server, await send(http, server, ask, prompt=said(MANY), max_tokens=1, start=0.0))
+        more = check(server, await asked(server, ask, said(MANY)))
         prompts = Words(counted(sample, more), seed)
-    asker = Asker(http, server, ask, prompts)
+    asker = Asker(server, ask, prompts)
     return Found(asker, await pace(asker))
+
+
+async def asked(server: Server, ask: Ask, prompt: Prompt) -> Sample:
+    """Return what came of a prompt that is answered with one token."""
+    return (await send(server, ask, prompt=prompt, max_tokens=1, begun=0.0)).read()
 
 
 async def pace(asker: Asker) -> Pace:

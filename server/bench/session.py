@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -84,25 +83,22 @@ class Session:
         began = time.monotonic()
         places = {(number, server): Measured(server.name, cells[number]) for number, server in pairs(cells, servers)}
         self.measured[:] = places.values()
-        # Some servers close a connection behind an answer without saying so, and the next request on it fails.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as http:  # no proxy to this machine
-            self.console.print("asking a few short things first ...")
-            found = {server: await probe(http, server, self.ask, self.kind, self.seed) for server in servers}
-            seconds = {(number, server): found[server].pace.seconds(cells[number].work) for number, server in places}
-            self.console.print(self._told(servers, cells, sum(seconds.values())), soft_wrap=True)
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=self.console, transient=True) as progress:
-                bar = progress.add_task("", total=self.rounds * sum(seconds.values()))
-                for turn, number, server in self._order(servers, cells):
-                    told = f"{server.name}, {cells[number].label}, round {turn + 1} of {self.rounds}"
-                    progress.update(bar, description=told)
-                    if not self.console.is_terminal:  # where no bar is shown
-                        self.console.print(told)
-                    place = places[number, server]
-                    place.results.append(await self._measure(found[server], cells[number], turn))
-                    self.watch(place)
-                    progress.advance(bar, seconds[number, server])
+        self.console.print("asking a few short things first ...")
+        found = {server: await probe(server, self.ask, self.kind, self.seed) for server in servers}
+        seconds = {(number, server): found[server].pace.seconds(cells[number].work) for number, server in places}
+        self.console.print(self._told(servers, cells, sum(seconds.values())), soft_wrap=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            bar = progress.add_task("", total=self.rounds * sum(seconds.values()))
+            for turn, number, server in self._order(servers, cells):
+                told = f"{server.name}, {cells[number].label}, round {turn + 1} of {self.rounds}"
+                progress.update(bar, description=told)
+                if not self.console.is_terminal:  # where no bar is shown
+                    self.console.print(told)
+                place = places[number, server]
+                place.results.append(await self._measure(found[server], cells[number], turn))
+                self.watch(place)
+                progress.advance(bar, seconds[number, server])
         self.console.print(f"took {lasting(time.monotonic() - began)}")
 
     async def _measure(self, found: Found, cell: Cell, turn: int) -> Result:

@@ -167,7 +167,7 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
     answer = OllamaAnswer(turn, plain)
     opening = generate(service, turn.requests, "ollama")
     if body.stream:
-        return LineStream(opening, answer.lines, service.settings.caps)
+        return LineStream(opening, answer.lines)
 
     async def whole() -> Response:
         async with opening as events:

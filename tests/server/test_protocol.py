@@ -7,8 +7,10 @@ import re
 import socket
 from collections.abc import Iterator
 
+import h11
 import pytest
 
+from server.protocol import StrictConnection
 from tests.server.fakes import WORDS, FakeEngine, Gate, serve_in_thread, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
@@ -235,3 +237,23 @@ def test_the_server_is_still_there(port: int) -> None:
     answer = exchange(port, post(CHAT, BODY, "Connection: close"))
 
     assert "".join(WORDS) == json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [(b"1.1", []), (b"1.0", []), (b"1.1", [("Content-Length", "3")])],
+    ids=["chunked", "HTTP/1.0", "known length"],
+)
+def test_a_body_is_written_as_h11_writes_it(version: bytes, headers: list[tuple[str, str]]) -> None:
+    """Its shortcut leaves the same bytes, the same state behind it, and nothing to be said after the end."""
+    written = []
+    for connection in (StrictConnection(settings().caps), h11.Connection(h11.SERVER)):
+        connection.receive_data(b"GET / HTTP/%b\r\nHost: a\r\n\r\n" % version)
+        assert isinstance(connection.next_event(), h11.Request)
+        parts = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=part) for part in (b"ab", b"", b"c"))]
+        written.append([connection.send(part) for part in (*parts, h11.EndOfMessage())])
+        assert connection.our_state in (h11.DONE, h11.MUST_CLOSE)
+        with pytest.raises(h11.LocalProtocolError):
+            connection.send(h11.Data(data=b"more"))
+
+    assert written[1] == written[0]

@@ -10,7 +10,7 @@ import pytest
 
 from engine.types import Delta, Event, Failed, Request, Started
 from server.app import create_app
-from tests.server.fakes import FakeEngine, Gate, ask, finished, serve_in_thread, settings
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, Gate, ask, finished, serve_in_thread, settings
 from tests.server.wire import CHAT, connected, get, post, read_all, read_until, status
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
@@ -65,14 +65,36 @@ def test_no_text_can_break_the_framing() -> None:
     nasty = 'a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x00i\U0001f600"\\'
 
     def script(request: Request) -> list[Event]:
-        return [Delta(nasty, (1,)), finished(request)]
+        return [Delta(nasty, (1,)), Delta(nasty, (2,)), Delta("\0", (3,)), finished(request)]
 
     app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
     body = ask(app, "POST", TEXT, json_body={"prompt": "a", "stream": True}).body
 
     lines = [line for line in body.decode().splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
-    assert nasty == json.loads(lines[0].removeprefix("data: "))["choices"][0]["text"]
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:3]]
+    assert [nasty, nasty, "\0"] == texts
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_all_chunks_of_text_are_written_alike(path: str) -> None:
+    """What is written once for all chunks is what each would be by itself: asking for nothing more changes nothing."""
+
+    def script(request: Request) -> list[Event]:
+        return [Delta(text, (1,)) for text in ("<think>", "why ", "not</think>", "a", " b\n", "c")] + [
+            finished(request)
+        ]
+
+    engine = FakeEngine(script, tokenizer=FakeTokenizer(HERMES))
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    asked = {"prompt": "a"} if path == TEXT else MESSAGES
+    plain, whole = (
+        ask(app, "POST", path, json_body={**asked, "stream": True, "request_id": "same", **more}).events[:-1]
+        for more in ({}, {"timings_per_token": True})
+    )
+    kept = [[{**event, "created": 0, "timings": None} for event in events] for events in (plain, whole)]
+
+    assert kept[1] == kept[0]
 
 
 def test_silence_is_filled_with_comments() -> None:
