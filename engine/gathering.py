@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from engine import hooks
 from engine.plan import LayerPlan
+from engine.sampling import Draw, emit
 from engine.sight import Sight
 from kvcache.forward import Forward
 from kvcache.planes import Stored
@@ -77,6 +78,10 @@ class GatheringRunner:
         sights  as at Runner; models with encoders are not run this way
         """
         return self.run_with_states(forward, tokens, wanted, (), sights)[0]
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """As Runner's."""
+        return emit(logits, draws)
 
     def run_with_states(
         self,

@@ -12,6 +12,7 @@ from engine import hooks
 from engine.kernels import crossing, latent, reference
 from engine.kernels.reference import Attend
 from engine.plan import LayerPlan
+from engine.sampling import Draw, emit
 from engine.sight import Sight
 from engine.types import MlaMode
 from kvcache.forward import Forward
@@ -63,6 +64,10 @@ class Runner:
         with hooks.tapped(self._model, self._tensor(wanted), self._tensor(pooled)) as tap:
             logits = self._run(forward, tokens, tap.kept, sights)
         return logits, tap.states
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """The next token of each row of logits [draws, vocabulary], by the rule `emit`."""
+        return emit(logits, draws)
 
     def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]

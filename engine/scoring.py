@@ -77,7 +77,7 @@ def logprobs(
 
 def exact(logits: Tensor) -> Tensor:
     """The logits in float32 or better."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if logits.dtype.itemsize >= torch.float32.itemsize else logits.float()
 
 
 def likeliest(values: Tensor, count: int) -> list[tuple[int, float]]:

@@ -100,7 +100,8 @@ class Stepper:
         rows = [row for share in shares for row in share.said]
         if len(rows) < logits.shape[0]:
             logits = logits[rows]
-        said = iter(verify(logits, [self._trial(share.grant) for share in shares if share.said]))
+        trials = [self._trial(share.grant) for share in shares if share.said]
+        said = iter(verify(logits, trials, self._runner.choose))
         return [next(said) if share.said else [] for share in shares]
 
     def _trial(self, grant: Grant) -> Trial:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 from engine.sampling import Draw, emit
+
+# What draws the next token of each row of logits: `emit`, or what says the same sooner.
+Choose: TypeAlias = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Trial:
         return len(self.drafts) + 1
 
 
-def verify(logits: Tensor, trials: Sequence[Trial]) -> list[list[int | None]]:
+def verify(logits: Tensor, trials: Sequence[Trial], choose: Choose = emit) -> list[list[int | None]]:
     """What each trial says, at least one token each; None in the place of a token whose row has no finite maximum.
 
     logits  [rows, vocabulary], the rows of the first trial, then those of the second, ...
@@ -43,7 +47,7 @@ def verify(logits: Tensor, trials: Sequence[Trial]) -> list[list[int | None]]:
     penalties that look at the text are exact on all that is.
     """
     draws = [draw for trial in trials for draw in trial.draw.along(trial.drafts)]
-    tokens = emit(logits, draws)
+    tokens = choose(logits, draws)
     said, at = [], 0
     for trial in trials:
         said.append(_accepted(trial, tokens[at : at + trial.rows]))

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kvcache.cells import CellPool, Cells
+from kvcache.cells import CellPool, Cells, last_run
 from kvcache.component import Content
 from kvcache.errors import OutOfCells
 from kvcache.holes import HOLE, deepest
@@ -32,8 +33,9 @@ class AttentionGroup:
         self.pool = CellPool(spec, cells, dtype, device)
         self._tables = np.zeros((slots, capacity), dtype=np.int64)
         self._lengths = [0] * slots
-        # Before this position a slot's table has nothing but holes.
+        # Before this position a slot's table has nothing but holes; from the second on its cells follow each other.
         self._begins = [0] * slots
+        self._runs = [0] * slots
 
     def length(self, slot: int) -> int:
         """Tokens that the slot holds."""
@@ -43,12 +45,22 @@ class AttentionGroup:
         """The slot's cells in position order, with holes: a view that is valid until the slot changes."""
         return self._tables[slot, : self._lengths[slot]]
 
+    def cells(self, slot: int, first: int) -> slice | Tensor:
+        """The slot's cells from a position on, as the planes take them: a slice where they follow each other."""
+        cells = self.table(slot)[first:]
+        if self._runs[slot] > first:
+            return self.pool.index(cells)
+        start = int(cells[0])
+        return slice(start, start + len(cells))
+
     def used_by_slots(self) -> int:
         """Cells that at least one slot's table names."""
         return int(np.count_nonzero(self._used()))
 
     def standing(self, slot: int, length: int) -> int:
         """The deepest length whose next row would see no hole."""
+        if self.spec.reach.kind == "full":
+            return min(length, self._lengths[slot])
         return deepest(self.table(slot)[:length], 0, self.spec.reach)
 
     def share(self, source: int, target: int, length: int) -> None:
@@ -56,14 +68,18 @@ class AttentionGroup:
         cells, begin = self.table(source)[:length].copy(), self._begins[source]
         self.pool.share(self._present(cells))
         self.truncate(target, 0)
-        self._set(target, cells)
+        self._put(target, 0, cells)
         self._begins[target] = min(begin, length)
 
     def truncate(self, slot: int, length: int) -> None:
         """Release the cells from `length` on."""
+        if length >= self._lengths[slot]:
+            return
         self.pool.release(self._present(self.table(slot)[length:]))
-        self._lengths[slot] = min(length, self._lengths[slot])
+        self._lengths[slot] = length
         self._begins[slot] = min(length, self._begins[slot])
+        if length <= self._runs[slot]:
+            self._runs[slot] = last_run(self.table(slot))
 
     def check_append(self, spans: Sequence[Span]) -> None:
         """Raise OutOfCells if there are too few free cells for all rows together, counting those that they free."""
@@ -80,8 +96,7 @@ class AttentionGroup:
             self._release_unseen(span.slot, span.start)
         for span in spans:
             last = int(self._tables[span.slot, span.start - 1]) if span.start else HOLE
-            self._tables[span.slot, span.start : span.stop] = self.pool.allocate(span.length, after=last)
-            self._lengths[span.slot] = span.stop
+            self._put(span.slot, span.start, self.pool.allocate(span.length, after=last))
 
     def shed(self) -> None:
         """Release what no later row of any slot would see."""
@@ -116,7 +131,7 @@ class AttentionGroup:
         new = self._private(old)
         self._turn(old, new, -drop)
         self.pool.release(old[new != old])
-        self._set(slot, np.concatenate((table[:keep], table[keep + drop : begin], new)))
+        self._put(slot, 0, np.concatenate((table[:keep], table[keep + drop : begin], new)))
         self._begins[slot] = min(self._begins[slot], keep)
 
     def hold(self, slot: int, start: int, stop: int) -> Cells:
@@ -157,7 +172,7 @@ class AttentionGroup:
     def restore(self, slot: int, held: Cells) -> None:
         """Append cells to the slot's table, sharing them."""
         self.pool.share(self._present(held))
-        self._set(slot, np.concatenate((self.table(slot), held)))
+        self._put(slot, self._lengths[slot], held)
 
     def freeable(self, held: Cells) -> int:
         """Cells that nobody else references."""
@@ -211,6 +226,8 @@ class AttentionGroup:
 
     def _release_unseen(self, slot: int, start: int) -> None:
         oldest = self.spec.reach.oldest(start)
+        if oldest == self._begins[slot]:
+            return
         self.pool.release(self._unseen(slot, start))
         self._tables[slot, self._begins[slot] : oldest] = HOLE
         self._begins[slot] = oldest
@@ -257,6 +274,11 @@ class AttentionGroup:
             keys.write(layer, targets, rotate(rows, by, rotation))
         copy_cells(self.pool.values, sources[copied], targets[copied])
 
-    def _set(self, slot: int, cells: Cells) -> None:
-        self._tables[slot, : len(cells)] = cells
-        self._lengths[slot] = len(cells)
+    def _put(self, slot: int, start: int, cells: Cells) -> None:
+        """Let a slot have these cells from `start` on, and nothing behind them."""
+        stop = self._lengths[slot] = start + len(cells)
+        self._tables[slot, start:stop] = cells
+        before = max(start - 1, 0)
+        run = last_run(self._tables[slot, before:stop])
+        if run or not start:
+            self._runs[slot] = before + run

@@ -88,7 +88,7 @@ class Cache:
     def length(self, slot: int) -> int:
         """Tokens that the slot holds: the next row goes to this position."""
         self._check_slot(slot)
-        return min(component.length(slot) for component in self._components)
+        return min([component.length(slot) for component in self._components])
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Let `target` hold the first tokens of `source`, which may be running; nothing is copied. Returns the length.
@@ -239,8 +239,8 @@ class Cache:
             for component in self._components:
                 component.shed()
             if not self._tree.evict(lacking):
-                break
-        return max(self._lacking(check), default=0)
+                return max(self._lacking(check))
+        return 0
 
     def _lacking(self, check: Callable[[Component[Any]], None]) -> list[int]:
         """By how many cells each component falls short of what a check asks for."""

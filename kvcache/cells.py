@@ -40,8 +40,9 @@ class CellPool:
         """
         if count > self.free:
             raise OutOfCells(count, self.free)
-        cells = self._following(after, count) if after >= 0 else np.empty(0, dtype=np.int64)
-        self.references[cells] = 1
+        stop = after + 1 + (self._free_behind(after, count) if after >= 0 else 0)
+        cells = np.arange(after + 1, stop, dtype=np.int64)
+        self.references[after + 1 : stop] = 1
         if len(cells) < count:
             more = self._from_largest_runs(count - len(cells))
             self.references[more] = 1
@@ -79,15 +80,20 @@ class CellPool:
         """A copy of cells as the planes take them."""
         return torch.tensor(cells, device=self.device)
 
+    def run_or_index(self, cells: Cells) -> slice | Tensor:
+        """Cells as the planes take them: a slice where they follow each other."""
+        return self.index(cells) if last_run(cells) else slice(int(cells[0]), int(cells[-1]) + 1)
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for kind, plane in (("keys", self.keys), ("values", self.values)):
             for name, tensor in plane.tensors.items():
                 yield f"{kind}.{name}", tensor
 
-    def _following(self, after: int, count: int) -> Cells:
-        window = self.references[after + 1 : after + 1 + count] == 0
-        run = len(window) if window.all() else int(window.argmin())
-        return np.arange(after + 1, after + 1 + run, dtype=np.int64)
+    def _free_behind(self, after: int, count: int) -> int:
+        """How many of the `count` cells behind one are free, up to the first that is not."""
+        behind = self.references[after + 1 : after + 1 + count]
+        taken = behind.nonzero()[0]
+        return int(taken[0]) if len(taken) else len(behind)
 
     def _from_largest_runs(self, count: int) -> Cells:
         """So many free cells, of as few runs as can be, found in one look at all cells (1 ms for a million of them)."""
@@ -107,3 +113,9 @@ class CellPool:
             if count == 0:
                 break
         return np.concatenate(runs)
+
+
+def last_run(cells: Cells) -> int:
+    """Where the last of the runs begins, whose cells follow each other."""
+    breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
+    return int(breaks[-1]) + 1 if len(breaks) else 0

@@ -70,6 +70,11 @@ class Forward:
         """Rows of the packed batch."""
         return sum(span.length for span in self.spans)
 
+    @property
+    def capacity(self) -> int:
+        """Positions that there are."""
+        return self._cache.capacity
+
     def keep(self, slot: int, length: int) -> None:
         """Let the slot stand at `length` after this forward: any length from the span's start to its stop."""
         span = next((span for span in self.spans if span.slot == slot), None)
@@ -114,7 +119,7 @@ class Forward:
         cut, row = [], 0
         for span in self.spans:
             first = group.spec.reach.oldest(span.start)
-            cells = _run_or_index(group.table(span.slot)[first:], group)
+            cells = group.cells(span.slot, first)
             cut.append(Segment(slice(row, row + span.length), span.start, cells, first, span.mutual))
             row += span.length
         return cut
@@ -122,12 +127,5 @@ class Forward:
     def _target(self, group: AttentionGroup) -> slice | Tensor:
         if id(group) not in self._targets:
             tails = [group.table(span.slot)[span.start :] for span in self.spans]
-            self._targets[id(group)] = _run_or_index(np.concatenate(tails), group)
+            self._targets[id(group)] = group.pool.run_or_index(np.concatenate(tails))
         return self._targets[id(group)]
-
-
-def _run_or_index(cells: np.ndarray, group: AttentionGroup) -> slice | Tensor:
-    first, last = int(cells[0]), int(cells[-1])
-    if last - first == len(cells) - 1 and bool((np.diff(cells) == 1).all()):
-        return slice(first, last + 1)
-    return group.pool.index(cells)

@@ -164,14 +164,9 @@ def pairs(rotation: Rotation, columns: Tensor) -> tuple[Tensor, Tensor]:
     return columns[..., begin : begin + 2 * count : 2], columns[..., begin + 1 : begin + 2 * count : 2]
 
 
-def frequencies(turn: Turn) -> Tensor:
-    """By how much each pair of columns turns from one position to the next, in radians [pairs]."""
-    return torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
-
-
-def angles(turn: Turn, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [rows, pairs] of positions [rows], scaled: computed in float32, as transformers does."""
-    angle = positions.float()[:, None] * frequencies
+    angle = positions.float()[:, None] * torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
     if turn.scaling == 1.0:
         return angle.cos(), angle.sin()
     return angle.cos() * turn.scaling, angle.sin() * turn.scaling
@@ -179,7 +174,7 @@ def angles(turn: Turn, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 def _turned(heads: Tensor, turn: Turn, positions: Tensor) -> Tensor:
     turned = heads.clone()
-    cosine, sine = angles(turn, frequencies(turn), positions)
+    cosine, sine = angles(turn, positions)
     (x, y), (first, second) = pairs(turn.rotation, heads), pairs(turn.rotation, turned)
     first.copy_(x * cosine - y * sine)
     second.copy_(y * cosine + x * sine)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import pointer
+from ctypes import Array, c_int64, pointer
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.native.decoder import Decoder
-from engine.native.description import WEIGHTS
-from engine.native.library import ChainFields, LinkFields, StepFields
+from engine.native.library import ChainFields, ChoicesFields, LinkFields, StepFields
 from engine.sampling import Draw
 
 
@@ -41,36 +41,38 @@ def chains(draw: Draw) -> bool:
 
 
 def describe_chain(
-    decoder: Decoder, step: StepFields, turns: int, links: Sequence[Link], choices: int, tokens: Tensor, said: Tensor
+    decoder: Decoder, step: StepFields, links: Sequence[Link], choices: int, said: Array[c_int64]
 ) -> ChainFields:
-    """The fields of a chain, which all that is handed in must outlive.
+    """The fields of a chain.
 
-    step    of all rows, with so many turns
-    tokens  to read first, of all links
-    said    [links, largest count], to be written
+    step  of all rows, which must outlive them
+    said  [links, largest count], to be written
     """
-    embedding = decoder.embedding
-    assert embedding.is_contiguous(), "an embedding with gaps"
+    tokens = [token for link in links for token in link.tokens]
     return ChainFields(
         step=pointer(step),
-        turns_count=turns,
-        links=(LinkFields * len(links))(*map(_link, links)),
+        links=(LinkFields * len(links))(*[_fields(link.draw, len(link.tokens), link.count) for link in links]),
         links_count=len(links),
-        tokens=tokens.data_ptr(),
-        embedding=embedding.data_ptr(),
-        kind=WEIGHTS[embedding.dtype],
-        scale=decoder.scale,
+        tokens=(c_int64 * len(tokens))(*tokens),
         logits_scale=decoder.ending.scale,
         softcap=decoder.ending.softcap,
-        choices=min(choices, embedding.shape[0], step.head.outputs),
-        deepest=said.shape[1],
-        said=said.data_ptr(),
+        choices=min(choices, step.embedding.count, step.head.outputs),
+        deepest=len(said) // len(links),
+        said=said,
     )
 
 
-def _link(link: Link) -> LinkFields:
-    draw, params = link.draw, link.draw.params
-    temperature = 0.0 if draw.cold else params.temperature
-    return LinkFields(
-        len(link.tokens), link.count, draw.seed, draw.position, temperature, params.top_k, params.top_p, params.min_p
-    )
+def describe_choices(draws: Sequence[Draw], logits: Tensor, said: Array[c_int64]) -> ChoicesFields:
+    """The fields of choices.
+
+    logits  [draws, vocabulary] float32 without gaps, which must outlive them
+    said    [draws], to be written
+    """
+    rows, outputs = logits.shape
+    links = (LinkFields * rows)(*map(_fields, draws))
+    return ChoicesFields(links, rows, logits.data_ptr(), outputs, said, torch.get_num_threads())
+
+
+def _fields(draw: Draw, length: int = 0, count: int = 0) -> LinkFields:
+    params, temperature = draw.params, 0.0 if draw.cold else draw.params.temperature
+    return LinkFields(length, count, draw.seed, draw.position, temperature, params.top_k, params.top_p, params.min_p)

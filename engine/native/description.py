@@ -36,6 +36,7 @@ from engine.native.library import (
     MOST_PROJECTIONS,
     ConvolutionFields,
     DeltaFields,
+    EmbeddingFields,
     ExpertsFields,
     HeadsFields,
     LayerFields,
@@ -45,10 +46,11 @@ from engine.native.library import (
     RunFields,
     SieveFields,
     SpaceFields,
+    TurnFields,
 )
 
 # The enumerations of step.h.
-WEIGHTS = {torch.float32: 0, torch.bfloat16: 1}
+_WEIGHTS = {torch.float32: 0, torch.bfloat16: 1}
 _CODES = {8: 2, 4: 3}
 _NORMS: dict[NormKind, int] = {"none": 0, "root_mean_square": 1, "layer": 2}
 _SCORINGS: dict[Scoring, int] = {"softmax": 0, "sigmoid": 1}
@@ -183,6 +185,21 @@ def describe_experts(experts: Experts) -> ExpertsFields:
     )
 
 
+def describe_embedding(decoder: Decoder) -> EmbeddingFields:
+    """What rows begin as. Raises NoShape where it is stored in another way than the step reads."""
+    table = decoder.embedding
+    if table.dtype not in _WEIGHTS or not table.is_contiguous():
+        raise NoShape(f"its embeddings are {table.dtype}, or have gaps")
+    return EmbeddingFields(table.data_ptr(), _WEIGHTS[table.dtype], len(table), decoder.scale)
+
+
+def describe_turn(turn: Turn, angles: tuple[Tensor, Tensor]) -> TurnFields:
+    """A way to turn, with its cosines and sines [positions, pairs]."""
+    cosine, sine = angles
+    own = turn.rotation
+    return TurnFields(cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], own.offset, own.layout == "interleaved")
+
+
 def describe_norm(norm: Norm) -> NormFields:
     """A norm's numbers and addresses."""
     return NormFields(_address(norm.weight), _address(norm.bias), _NORMS[norm.kind], norm.width, norm.epsilon)
@@ -200,13 +217,13 @@ def describe_linear(linear: Linear) -> LinearFields:
             outputs=weight.outputs,
             columns=weight.columns,
         )
-    if weight.dtype not in WEIGHTS or weight.stride(1) != 1 or weight.device.type != "cpu":
+    if weight.dtype not in _WEIGHTS or weight.stride(1) != 1 or weight.device.type != "cpu":
         raise NoShape(f"a matrix is {weight.dtype}, or does not lie row by row in the processor's memory")
     outputs, columns = weight.shape
     return LinearFields(
         weights=weight.data_ptr(),
         bias=_address(linear.bias),
-        kind=WEIGHTS[weight.dtype],
+        kind=_WEIGHTS[weight.dtype],
         outputs=outputs,
         columns=columns,
         stride=weight.stride(0),

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from engine.kernels.cpu.native import PlaneFields, SegmentFields
 
 MOST_PROJECTIONS = 6
-_NO_MEMORY, _BAD_CELL = 1, 2
+_NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3
 
 
 class LinearFields(Structure):
@@ -38,8 +38,14 @@ class HeadsFields(Structure):
     _fields_ = [(name, c_int64) for name in ("matrix", "offset", "stride", "count", "width")]
 
 
+class EmbeddingFields(Structure):
+    """What rows begin as."""
+
+    _fields_ = [("table", c_void_p), *((name, c_int64) for name in ("kind", "count")), ("scale", c_float)]
+
+
 class TurnFields(Structure):
-    """The angles of the rows."""
+    """The angles of all positions."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("cosine", "sine")),
@@ -162,8 +168,9 @@ class StepFields(Structure):
     """A step."""
 
     _fields_ = [
-        ("states", c_void_p),
+        ("tokens", POINTER(c_int64)),
         *((name, c_int64) for name in ("rows", "width")),
+        ("embedding", EmbeddingFields),
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
         ("turns", POINTER(TurnFields)),
@@ -173,7 +180,7 @@ class StepFields(Structure):
         *((name, c_int64) for name in ("piece_count", "format")),
         ("last", NormFields),
         ("head", LinearFields),
-        ("kept", c_void_p),
+        ("kept", POINTER(c_int64)),
         *((name, c_int64) for name in ("kept_count", "wanted_count")),
         *((name, c_void_p) for name in ("kept_states", "logits")),
         *((name, c_int64) for name in ("rounds", "threads")),
@@ -196,14 +203,25 @@ class ChainFields(Structure):
 
     _fields_ = [
         ("step", POINTER(StepFields)),
-        ("turns_count", c_int64),
         ("links", POINTER(LinkFields)),
         ("links_count", c_int64),
-        *((name, c_void_p) for name in ("tokens", "embedding")),
-        ("kind", c_int64),
-        *((name, c_float) for name in ("scale", "logits_scale", "softcap")),
+        ("tokens", POINTER(c_int64)),
+        *((name, c_float) for name in ("logits_scale", "softcap")),
         *((name, c_int64) for name in ("choices", "deepest")),
-        ("said", c_void_p),
+        ("said", POINTER(c_int64)),
+    ]
+
+
+class ChoicesFields(Structure):
+    """Rows of logits, and how tokens are drawn behind them."""
+
+    _fields_ = [
+        ("links", POINTER(LinkFields)),
+        ("rows", c_int64),
+        ("logits", c_void_p),
+        ("outputs", c_int64),
+        ("said", POINTER(c_int64)),
+        ("threads", c_int64),
     ]
 
 
@@ -213,17 +231,22 @@ class Library:
     def __init__(self, file: Path) -> None:
         """Raises OSError where it cannot be loaded."""
         library = ctypes.CDLL(str(file))
-        self._step, self._chain = library.cellar_step, library.cellar_chain
+        self._step, self._chain, self._choose = library.cellar_step, library.cellar_chain, library.cellar_choose
         self._step.argtypes, self._step.restype = [POINTER(StepFields)], c_int64
         self._chain.argtypes, self._chain.restype = [POINTER(ChainFields)], c_int64
+        self._choose.argtypes, self._choose.restype = [POINTER(ChoicesFields)], c_int64
 
     def take(self, step: StepFields) -> None:
-        """Compute a step. Raises IndexError where a table names a cell outside the pool, and MemoryError."""
+        """Compute a step. Raises MemoryError, and IndexError for a cell outside the pool or a token that is none."""
         _check(self._step(byref(step)))
 
     def say(self, chain: ChainFields) -> None:
         """Compute a chain of steps. Raises as `take` does."""
         _check(self._chain(byref(chain)))
+
+    def choose(self, choices: ChoicesFields) -> None:
+        """Draw tokens. Raises MemoryError."""
+        _check(self._choose(byref(choices)))
 
 
 def _check(outcome: int) -> None:
@@ -231,3 +254,5 @@ def _check(outcome: int) -> None:
         raise MemoryError("no memory for the rows of a step")
     if outcome == _BAD_CELL:
         raise IndexError("a table names a cell outside the pool")
+    if outcome == _BAD_TOKEN:
+        raise IndexError("a token has no embedding")

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Array, c_int64
 
 import torch
 from torch import Tensor
 
 from engine.kernels.cpu.native import FORMATS, REACHES, Rows, SegmentFields, plane_fields, segment_fields
-from engine.native.attention import angles, frequencies
-from engine.native.chain import Link, describe_chain
-from engine.native.decoder import Decoder, Turn, Way
-from engine.native.description import describe_layers, describe_linear, describe_norm, recurrence_fields
+from engine.native.attention import angles
+from engine.native.chain import Link, chains, describe_chain, describe_choices
+from engine.native.decoder import Decoder, Way
+from engine.native.description import (
+    describe_embedding,
+    describe_layers,
+    describe_linear,
+    describe_norm,
+    describe_turn,
+    recurrence_fields,
+)
 from engine.native.library import CellsFields, LayerFields, Library, StepFields, TurnFields
 from engine.native.states import States
 from engine.runner import Runner
+from engine.sampling import Draw, emit
+from engine.scoring import exact
 from engine.sight import Sight
 from kvcache.forward import Forward, Segment
 from kvcache.planes import FloatPlane, Plane, Stored
@@ -38,7 +48,6 @@ class NativeRunner(Runner):
         self._watched = plain._model.get_decoder()
         ways = [attention.way for attention, _ in decoder.layers]
         self._turns = tuple(dict.fromkeys(way.turn for way in ways if isinstance(way, Way)))
-        self._frequencies = tuple(map(frequencies, self._turns))
         layers = describe_layers(decoder, self._turns)
         self._fields = (LayerFields * len(layers))(*layers)
         # Those that store cells, in the order of the cache, and those that keep states.
@@ -48,15 +57,19 @@ class NativeRunner(Runner):
         self._head = describe_linear(decoder.ending.head)
         # What all steps have in common; each fills in the rest.
         self._common = StepFields(
+            width=decoder.embedding.shape[1],
+            embedding=describe_embedding(decoder),
             layers=self._fields,
             layer_count=len(layers),
             last=describe_norm(decoder.ending.norm),
             head=self._head,
             rounds=rounds,
         )
-        # Of the cache that was read last: the keys of the first layer, and the first layer of each group.
+        # Of the cache that was read last: the keys of the first layer, the first layer of each group, and for each way
+        # to turn the angles of all positions. Those take less than a hundredth of what the cells of as many tokens do.
         self._plane: Plane | None = None
         self._groups: list[int] = []
+        self._angles: list[tuple[Tensor, Tensor]] = []
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -77,21 +90,36 @@ class NativeRunner(Runner):
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
         if not self.can(forward, sights):
             return super().run_with_states(forward, tokens, wanted, pooled, sights)
-        return self._take(forward, tokens, wanted, pooled)
+        logits, states = self._take(forward, tokens, wanted, pooled)
+        return logits, states[len(wanted) :]
+
+    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """What `emit` says, in one native call where that knows how. A row is drawn alike whatever is beside it."""
+        known = [row for row, draw in enumerate(draws) if chains(draw)]
+        if len(known) == len(draws):
+            return self._choose(logits, draws)
+        others = [row for row, draw in enumerate(draws) if not chains(draw)]
+        said: list[int | None] = [None] * len(draws)
+        for rows, choose in ((known, self._choose), (others, emit)):
+            for row, token in zip(rows, choose(logits[rows], [draws[row] for row in rows]), strict=True):
+                said[row] = token
+        return said
+
+    def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        said = (c_int64 * len(draws))()
+        self._library.choose(describe_choices(draws, exact(logits).contiguous(), said))
+        return [None if token < 0 else token for token in said]
 
     def say(self, forward: Forward, links: Sequence[Link], choices: int) -> list[list[int]]:
         """What each link says, from the first so many tokens: fewer than asked for where logits are not finite.
 
         forward  open, with a span of `rows` for each link; whether it runs here can be asked of `chains`
         """
-        with torch.inference_mode():
-            tokens = self._tensor([token for link in links for token in link.tokens])
-            turns = self._angles(forward)
-            step = self._describe(forward, turns)
-            step.rows, step.width = forward.rows, self._decoder.embedding.shape[1]
-            said = tokens.new_empty(len(links), max(link.count for link in links))
-            self._library.say(describe_chain(self._decoder, step, len(turns), links, choices, tokens, said))
-        return [[token for token in own if token >= 0] for own in said.tolist()]
+        deepest = max(link.count for link in links)
+        said = (c_int64 * (len(links) * deepest))()
+        self._library.say(describe_chain(self._decoder, self._describe(forward), links, choices, said))
+        rows = (said[at : at + deepest] for at in range(0, len(said), deepest)) if deepest else ([] for _ in links)
+        return [[token for token in own if token >= 0] for own in rows]
 
     def chains(self, forward: Forward) -> bool:
         """Whether `say` computes this: what it takes back are cells, not states."""
@@ -108,37 +136,27 @@ class NativeRunner(Runner):
     def _take(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], pooled: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            # The rows [rows, width] that the first layer takes; they are overwritten.
-            states = self._decoder.embedding.index_select(0, self._tensor(tokens)).float()
-            if self._decoder.scale != 1.0:
-                states *= self._decoder.scale
-            kept = self._tensor([*wanted, *pooled])
-            kept_states = states.new_empty(len(kept), states.shape[1])
-            logits = states.new_empty(len(wanted), self._head.outputs)
-            turns = self._angles(forward)
-            # Whatever the step reads by its address must live until it is over.
-            step = self._describe(forward, turns)
-            step.states, (step.rows, step.width) = states.data_ptr(), states.shape
-            step.kept, step.kept_count, step.wanted_count = kept.data_ptr(), len(kept), len(wanted)
-            step.kept_states, step.logits = kept_states.data_ptr(), logits.data_ptr()
-            states_of_spans = self._open(forward, step)
-            self._library.take(step)
-            states_of_spans.keep()
-            return self._bounded(logits), kept_states[len(wanted) :]
-
-    def _angles(self, forward: Forward) -> list[tuple[Tensor, Tensor]]:
-        """Those of all rows, for each way to turn."""
-        positions = self._tensor([at for span in forward.spans for at in range(span.start, span.stop)])
-        return [angles(turn, own, positions) for turn, own in zip(self._turns, self._frequencies, strict=True)]
+        """The logits, and the states of all rows that are asked for."""
+        kept = len(wanted) + len(pooled)
+        kept_states = torch.empty(kept, self._common.width)
+        logits = torch.empty(len(wanted), self._head.outputs)
+        # Whatever the step reads by its address must live until it is over.
+        step = self._describe(forward)
+        step.tokens = _numbers(tokens)
+        step.kept, step.kept_count, step.wanted_count = _numbers([*wanted, *pooled]), kept, len(wanted)
+        step.kept_states, step.logits = kept_states.data_ptr(), logits.data_ptr()
+        states = self._open(forward, step) if self._recurring else None
+        self._library.take(step)
+        if states is not None:
+            states.keep()
+        return self._bounded(logits), kept_states
 
     def _open(self, forward: Forward, step: StepFields) -> States:
         """Let the layers that keep states name those of a forward."""
         states = States(forward)
         for way, fields in self._recurring:
             states.open(way, fields)
-        if self._recurring:
-            step.pieces, step.piece_count = states.fields, len(states.fields)
+        step.pieces, step.piece_count = states.fields, len(states.fields)
         return states
 
     def _bounded(self, logits: Tensor) -> Tensor:
@@ -147,14 +165,13 @@ class NativeRunner(Runner):
         scaled = logits if scale == 1.0 else logits.mul_(scale)
         return scaled if cap == 0.0 else scaled.div_(cap).tanh_().mul_(cap)
 
-    def _describe(self, forward: Forward, turns: Sequence[tuple[Tensor, Tensor]]) -> StepFields:
-        """The step but for its rows; the forward holds the tables that it reads."""
+    def _describe(self, forward: Forward) -> StepFields:
+        """The step but for what its rows are and who asks for them; the forward holds the tables that it reads."""
         # The planes of a cache stay where they are.
         if forward.stored(0)[0].plane is not self._plane:
             self._settle(forward)
         step = self._common
-        step.turns = (TurnFields * len(turns))(*map(_turn, self._turns, turns))
-        step.cells_count = len(self._groups)
+        step.rows, step.cells_count = forward.rows, len(self._groups)
         step.cells = (CellsFields * len(self._groups))(
             *[_cells(forward.segments(at), forward.stored(at)[0]) for at in self._groups]
         )
@@ -172,6 +189,9 @@ class NativeRunner(Runner):
                 shared[segments] = len(shared)
                 self._groups.append(at)
             fields.cells = shared[segments]
+        positions = torch.arange(forward.capacity)
+        self._angles = [angles(turn, positions) for turn in self._turns]
+        self._common.turns = (TurnFields * len(self._turns))(*map(describe_turn, self._turns, self._angles))
         self._plane = forward.stored(0)[0].plane
 
     def _place(self, forward: Forward, at: int) -> None:
@@ -192,9 +212,5 @@ def _cells(segments: Sequence[Segment], keys: Stored) -> CellsFields:
     return CellsFields(described, len(segments), keys.plane.rows.shape[2])
 
 
-def _turn(turn: Turn, angles: tuple[Tensor, Tensor]) -> TurnFields:
-    cosine, sine = angles
-    rotation = turn.rotation
-    return TurnFields(
-        cosine.data_ptr(), sine.data_ptr(), cosine.shape[1], rotation.offset, rotation.layout == "interleaved"
-    )
+def _numbers(numbers: Sequence[int]) -> Array[c_int64]:
+    return (c_int64 * len(numbers))(*numbers)

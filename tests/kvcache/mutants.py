@@ -23,7 +23,7 @@ SLOTS = {
     "forgets the offset": Mutant("rotary.py", "begin = rotation.offset", "begin = 0"),
     "a drawn cell is not referenced": Mutant("cells.py", "self.references[more] = 1", "pass"),
     "a following cell is taken without asking": Mutant(
-        "cells.py", "run = len(window) if window.all() else int(window.argmin())", "run = len(window)"
+        "cells.py", "return int(taken[0]) if len(taken) else len(behind)", "return len(behind)"
     ),
     "the smallest runs are broken up": Mutant("cells.py", "np.argpartition(-lengths", "np.argpartition(lengths"),
     "runs are taken from the smallest on": Mutant("cells.py", "np.argsort(-lengths", "np.argsort(lengths"),
@@ -138,7 +138,7 @@ SLOTS = {
         "self.pool.load(cells, content, 0, count)",
     ),
     "a load fills holes": Mutant("attention.py", "held[present[start:stop]] = cells", "held[: len(cells)] = cells"),
-    "a segment begins at the start": Mutant("forward.py", "group.table(span.slot)[first:]", "group.table(span.slot)"),
+    "a segment begins at the start": Mutant("attention.py", "self.table(slot)[first:]", "self.table(slot)"),
     "no room is made in slots": Mutant("cache.py", "component.shed()", "pass"),
     "a shared window counts as free": Mutant(
         "attention.py", "references[self._present(held)] == 1", "references[self._present(held)] >= 1"
@@ -174,7 +174,10 @@ SLOTS = {
     "rows go to the first cells": Mutant(
         "forward.py", "group.table(span.slot)[span.start :] for span", "group.table(span.slot)[: span.length] for span"
     ),
-    "scattered cells pass for a run": Mutant("forward.py", "and bool((np.diff(cells) == 1).all())", ""),
+    "scattered cells pass for a run": Mutant(
+        "cells.py", "return int(breaks[-1]) + 1 if len(breaks) else 0", "return 0"
+    ),
+    "a run goes on behind a break": Mutant("attention.py", "if run or not start:", "if not start:"),
     "segments begin anew": Mutant("forward.py", "row += span.length", "row = span.length"),
     "a recall begins anew": Mutant("prefix.py", "start, stop = max(standing - node.start, 0), ", "start, stop = 0, "),
     "a recall takes the whole edge": Mutant(

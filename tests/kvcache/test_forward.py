@@ -139,6 +139,28 @@ def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
     assert [1, 2, 3, 8] == read(cache, SHIFTABLE, 1)
 
 
+def test_a_slot_that_is_cut_back_to_one_run_is_a_slice_again() -> None:
+    """Where cells do not follow each other an index reads them, and a view once the break is gone."""
+    layers = [layer for layer in SHIFTABLE if layer.reach.kind == "full"]
+    cache = Cache(layers, slots=2, capacity=16, cells=64, dtype=torch.float64)
+    feed(cache, layers, 0, [1, 2, 3])
+    cache.copy_prefix(0, 1, 3)
+    feed(cache, layers, 1, [9])
+    feed(cache, layers, 0, [4])
+    with cache.forward([Span(0, 4, 1)]) as forward:
+        write(forward, layers, [5], [0])
+        broken = forward.segments(0)[0].cells
+    cache.clear(1)
+    cache.rewind(0, 3)
+    with cache.forward([Span(0, 3, 1)]) as forward:
+        write(forward, layers, [6], [0])
+        whole = forward.segments(0)[0].cells
+
+    assert isinstance(broken, torch.Tensor)
+    assert isinstance(whole, slice)
+    assert [1, 2, 3, 6] == read(cache, layers, 0)
+
+
 def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
     """What a layer wrote in this forward is there before it ends."""
     with cache.forward([Span(0, 0, 3)]) as forward:

@@ -1,7 +1,7 @@
 // Attention over cells: how its work is cut, and one thread's part of it.
 //
-// The queries of a group of heads that share a key head are `lines`, (row, head of the group) one after the other; up to
-// BLOCK lines are one block of work, and read each key and value once. A block walks the positions in tiles:
+// The queries of a group of heads that share a key head are `lines`, (row, head of the group) one after the other; some of
+// them are one block of work, and read each key and value once. A block walks the positions in tiles:
 //
 //     positions  0        64       128      ...        1024
 //     tiles      [  TILE  )[  TILE  )       ...
@@ -55,13 +55,13 @@ class Kernel {
     explicit Kernel(const Call &call)
         : call(call), group(call.heads / call.key_heads), tiles(call), value_width(tiles.value_width) {}
 
-    int64_t desk_size() const { return padded(tiles.desk_size()) + 2 * part_size(BLOCK); }
+    int64_t desk_size() const { return padded(tiles.desk_size()) + 2 * part_size(Tiles::BLOCK); }
     int64_t part_size(int64_t lines) const { return Gathered::size(lines, value_width); }
 
     void furnish(Desk<Tiles> &desk, float *memory) const {
         tiles.furnish(desk.tiles, memory), memory += padded(tiles.desk_size());
-        desk.part = Gathered::at(memory, BLOCK), memory += part_size(BLOCK);
-        desk.whole = Gathered::at(memory, BLOCK);
+        desk.part = Gathered::at(memory, Tiles::BLOCK), memory += part_size(Tiles::BLOCK);
+        desk.whole = Gathered::at(memory, Tiles::BLOCK);
     }
 
     // Numbers that the state of a block holds.
@@ -181,11 +181,12 @@ class Kernel {
 
     void finish(const Block &block, const Gathered &sums) const {
         for (int64_t line = 0; line < block.lines; ++line) {
-            float by = 1.0f / sums.total[line];
+            const float total = sums.total(line);
+            float by = 1.0f / total;
             if (call.sinks) {
                 const float sink = call.sinks[head(block, line)], top = fmaxf(sink, sums.greatest[line]);
                 const float own = expf(sums.greatest[line] - top);
-                by = own / (sums.total[line] * own + expf(sink - top));
+                by = own / (total * own + expf(sink - top));
             }
             const int64_t place = (block.segment->row + row(block, line)) * call.heads + head(block, line);
             float *to = call.output + place * call.values.width;
@@ -200,25 +201,38 @@ class Kernel {
     const int64_t value_width;
 };
 
-// Cut all lines into blocks; counts them, and writes them down where `blocks` is not null.
-int64_t cut(const Call &call, Block *blocks) {
-    const int64_t group = call.heads / call.key_heads;
+// Fewer blocks than keep all threads busy are cut once more, into their parts; these have LEAST_BLOCK lines at most.
+constexpr int64_t BLOCKS_A_THREAD = 4;
+// Lines of a block, at most, where there are few; of more lines, a block has as many as leave all threads some blocks.
+constexpr int64_t LEAST_BLOCK = 64;
+
+// Lines of a call's blocks, at most; a kernel takes up to `most` at once.
+inline int64_t lines_a_block(const Call &call, int64_t most) {
+    int64_t lines = 0;
+    for (int64_t at = 0; at < call.segment_count; ++at) lines += call.segments[at].rows * call.heads;
+    return larger(lesser(lines / (BLOCKS_A_THREAD * call.threads) / LANES * LANES, most), LEAST_BLOCK);
+}
+
+// Cut all lines into blocks of about the same size; counts them, and writes them down where `blocks` is not null.
+int64_t cut(const Call &call, int64_t most, Block *blocks) {
+    const int64_t group = call.heads / call.key_heads, limit = lines_a_block(call, most);
     int64_t count = 0;
     for (int64_t at = 0; at < call.segment_count; ++at) {
         const Segment &segment = call.segments[at];
+        const int64_t all = segment.rows * group, pieces = (all + limit - 1) / limit;
+        if (pieces == 0) continue;
+        const int64_t size = padded((all + pieces - 1) / pieces);
+        // A head's last blocks see most, and come first: so that no thread is left with one of them.
         for (int64_t head = 0; head < call.key_heads; ++head)
-            for (int64_t line = 0; line < segment.rows * group; line += BLOCK, ++count) {
+            for (int64_t line = (all - 1) / size * size; line >= 0; line -= size, ++count) {
                 if (!blocks) continue;
-                const int64_t lines = lesser(segment.rows * group - line, BLOCK);
+                const int64_t lines = lesser(all - line, size);
                 const int64_t last = segment.start + (line + lines - 1) / group;
                 blocks[count] = {&segment, head, line, lines, last / PART + 1};
             }
     }
     return count;
 }
-
-// Fewer blocks than keep all threads busy are cut once more, into their parts.
-constexpr int64_t BLOCKS_A_THREAD = 4;
 
 bool in_pool(const Call &call) {
     for (int64_t at = 0; at < call.segment_count; ++at) {

@@ -14,34 +14,28 @@ class Links {
 
     explicit Links(const Chain &chain) : chain(chain), whole(*chain.step), own(whole) {
         for (int64_t at = 0; at < chain.links_count; ++at) read_first += chain.links[at].length;
-        most = larger(read_first, chain.links_count);
     }
 
+    // Tokens that are read first.
+    int64_t count() const { return read_first; }
+
     int64_t size() const {
-        int64_t angles = 0;
-        for (int64_t at = 0; at < chain.turns_count; ++at) angles += 2 * most * whole.turns[at].pairs;
-        const int64_t numbers = (most + chain.links_count) * whole.width + 2 * chain.links_count * whole.head.outputs + angles;
-        return numbers * sizeof(float) + 2 * chain.links_count * sizeof(int64_t) + chain.turns_count * sizeof(Turn) +
-               whole.cells_count * (sizeof(Cells) + chain.links_count * sizeof(Segment)) + 64 * (16 + 2 * chain.turns_count);
+        const int64_t numbers = chain.links_count * (whole.width + 3 * whole.head.outputs);
+        return numbers * sizeof(float) + (most() + 2 * chain.links_count) * sizeof(int64_t) +
+               whole.cells_count * (sizeof(Cells) + chain.links_count * sizeof(Segment)) + 64 * 16;
     }
 
     void begin(char *memory) {
         Slices slices(memory);
         const int64_t links = chain.links_count;
-        own.states = slices.take<float>(most * whole.width);
+        own.tokens = tokens = slices.take<int64_t>(most());
         own.kept_states = slices.take<float>(links * whole.width);
         own.logits = slices.take<float>(links * whole.head.outputs);
-        room = slices.take<float>(links * whole.head.outputs);
+        room = slices.take<float>(2 * links * whole.head.outputs);
         kept = slices.take<int64_t>(links), going = slices.take<int64_t>(links);
-        turns = slices.take<Turn>(chain.turns_count);
         cells = slices.take<Cells>(whole.cells_count);
         segments = slices.take<Segment>(whole.cells_count * links);
-        for (int64_t at = 0; at < chain.turns_count; ++at) {
-            const int64_t count = most * whole.turns[at].pairs;
-            turns[at] = whole.turns[at];
-            turns[at].cosine = slices.take<float>(count), turns[at].sine = slices.take<float>(count);
-        }
-        own.turns = turns, own.cells = cells, own.kept = kept;
+        own.cells = cells, own.kept = kept;
         std::fill(chain.said, chain.said + links * chain.deepest, -1);
     }
 
@@ -57,41 +51,36 @@ class Links {
     }
 
   private:
+    // Rows of one step.
+    int64_t most() const { return larger(read_first, chain.links_count); }
+
     bool goes_on(int64_t at, int64_t number) const {
         return number < chain.links[at].count && (!number || chain.said[at * chain.deepest + number - 1] >= 0);
     }
 
     // The rows of one step: those that are read first, or what was said last.
     void gather(int64_t number) {
-        const int64_t *tokens = chain.tokens;
-        int64_t first = 0;
+        const int64_t *next = chain.tokens;
         own.rows = own.kept_count = parts = 0;
         for (int64_t at = 0; at < chain.links_count; ++at) {
             const Link &link = chain.links[at];
             const bool goes = goes_on(at, number);
             if (!number) {
-                add(at, first, 0, link.length, tokens);
-                tokens += link.length;
+                add(at, 0, link.length, next);
+                next += link.length;
             } else if (goes) {
-                add(at, first, link.length + number - 1, 1, chain.said + at * chain.deepest + number - 1);
+                add(at, link.length + number - 1, 1, chain.said + at * chain.deepest + number - 1);
             }
             if (goes) kept[own.kept_count] = own.rows - 1, going[own.kept_count++] = at;
-            first += whole.cells->segments[at].rows;
         }
         own.wanted_count = own.kept_count;
         for (int64_t at = 0; at < whole.cells_count; ++at)
             cells[at] = {segments + at * chain.links_count, parts, whole.cells[at].cells};
     }
 
-    // Some rows of a sequence, of whose rows the first one is `first`.
-    void add(int64_t link, int64_t first, int64_t start, int64_t length, const int64_t *tokens) {
-        for (int64_t row = 0; row < length; ++row) embed(tokens[row], own.states + (own.rows + row) * whole.width);
-        for (int64_t at = 0; at < chain.turns_count; ++at) {
-            const Turn &from = whole.turns[at];
-            const int64_t begin = (first + start) * from.pairs, end = begin + length * from.pairs;
-            std::copy(from.cosine + begin, from.cosine + end, (float *)turns[at].cosine + own.rows * from.pairs);
-            std::copy(from.sine + begin, from.sine + end, (float *)turns[at].sine + own.rows * from.pairs);
-        }
+    // Some rows of a sequence, from its row `start` on.
+    void add(int64_t link, int64_t start, int64_t length, const int64_t *from) {
+        std::copy(from, from + length, tokens + own.rows);
         for (int64_t at = 0; at < whole.cells_count; ++at) {
             Segment part = whole.cells[at].segments[link];
             part.row = own.rows, part.rows = length, part.start += start;
@@ -101,12 +90,6 @@ class Links {
         own.rows += length;
     }
 
-    void embed(int64_t token, float *to) const {
-        for (int64_t at = 0, from = token * whole.width; at < whole.width; ++at, ++from)
-            to[at] = chain.scale * (chain.kind == HALVES ? number(((const bfloat16 *)chain.embedding)[from])
-                                                         : ((const float *)chain.embedding)[from]);
-    }
-
     void say(int64_t number) {
 #pragma omp parallel for num_threads((int)whole.threads) schedule(static) if (own.kept_count > 1)
         for (int64_t at = 0; at < own.kept_count; ++at) {
@@ -114,7 +97,7 @@ class Links {
             float *logits = own.logits + begin;
             if (chain.logits_scale != 1 || chain.softcap != 0) bound(logits);
             chain.said[link * chain.deepest + number] =
-                choose(chain.links[link], number, logits, chain.choices, room + begin);
+                choose(chain.links[link], number, logits, chain.choices, room + 2 * begin);
         }
     }
 
@@ -128,10 +111,10 @@ class Links {
     const Chain &chain;
     const Step &whole;
     Step own;
-    int64_t read_first = 0, most = 0, parts = 0;
+    int64_t read_first = 0, parts = 0;
     float *room = nullptr;
+    int64_t *tokens = nullptr;
     int64_t *kept = nullptr, *going = nullptr;  // rows that logits are wanted of, and whose they are
-    Turn *turns = nullptr;
     Cells *cells = nullptr;
     Segment *segments = nullptr;
 };

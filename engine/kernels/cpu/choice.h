@@ -1,8 +1,6 @@
 // The token that is said behind a row: what engine/sampling.py says where nothing but these filters shapes the choice.
 //
 //     argmax over the kept tokens of  logit / temperature + noise(seed, position, token)
-//
-// It is used for drafts alone, so a rounding that falls the other way costs time and changes no text.
 #pragma once
 
 #include <math.h>
@@ -10,82 +8,152 @@
 #include <algorithm>
 #include <functional>
 
-#include "step.h"
+#include "rows.h"
 
 namespace {
 
-// No noise is larger: -ln(-ln((2^32 - 0.5) / 2^32)).
-constexpr double HIGHEST_NOISE = 22.88;
+// No noise is larger, none smaller: -ln(-ln((n + 0.5) / 2^32)).
+constexpr double HIGHEST_NOISE = 22.88, LOWEST_NOISE = -3.14;
 
-inline uint32_t high(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a * b >> 32); }
+typedef uint64_t Products __attribute__((vector_size(LANES * 8)));
 
-// The first word of Philox4x32-10 for (position, token), as engine/noise.py has it.
-inline uint32_t philox(uint64_t seed, uint64_t position, uint32_t token) {
-    uint32_t a = (uint32_t)position, b = (uint32_t)(position >> 32), c = token, d = 0;
+inline Unsigned high(uint32_t factor, Unsigned words) {
+    return __builtin_convertvector(__builtin_convertvector(words, Products) * factor >> 32, Unsigned);
+}
+
+// The first word of Philox4x32-10 for (position, token) of some tokens, as engine/noise.py has it.
+inline Unsigned philox(uint64_t seed, uint64_t position, Unsigned tokens) {
+    const Unsigned none = {};
+    Unsigned a = none + (uint32_t)position, b = none + (uint32_t)(position >> 32), c = tokens, d = none;
     uint32_t first = (uint32_t)seed, second = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; ++round) {
-        const uint32_t next = high(0xCD9E8D57, c) ^ b ^ first, other = high(0xD2511F53, a) ^ d ^ second;
+        const Unsigned next = high(0xCD9E8D57, c) ^ b ^ first, other = high(0xD2511F53, a) ^ d ^ second;
         b = 0xCD9E8D57 * c, d = 0xD2511F53 * a, a = next, c = other;
         first += 0x9E3779B9, second += 0xBB67AE85;
     }
     return a;
 }
 
-inline double gumbel(uint64_t seed, uint64_t position, uint32_t token) {
-    return -log(-log((philox(seed, position, token) + 0.5) / 4294967296.0));
-}
+inline double gumbel(uint32_t word) { return -log(-log((word + 0.5) / 4294967296.0)); }
 
 // The highest logit's token, the first of several; -1 where it is not finite, or one is no number.
 inline int64_t highest(const float *logits, int64_t count) {
-    int64_t best = 0;
-    bool sound = true;
-    for (int64_t at = 0; at < count; ++at) {
-        sound &= logits[at] == logits[at];
-        if (logits[at] > logits[best]) best = at;
-    }
-    return sound && std::isfinite(logits[best]) ? best : -1;
+    Vector most = spread(logits[0]), sound = {};
+    by_vectors(count, [&](int64_t at, int64_t some) {
+        Vector own = load_some(logits + at, some);
+        if (some < LANES) own = lane_numbers() < (int32_t)some ? own : most;
+        most = greater(own, most);
+        sound += own == own ? Vector{} : Vector{} + 1;
+    });
+    const float best = greatest(most);
+    return sum(sound) == 0 && std::isfinite(best) ? std::find(logits, logits + count, best) - logits : -1;
 }
 
-// The smallest of scaled logits that top-k, top-p and min-p keep; `best` is the largest one, `sorted` room for all.
-inline float least_kept(const Link &link, const float *scaled, int64_t count, float best, float *sorted) {
-    float least = link.min_p > 0 ? best + (float)log(link.min_p) : -INFINITY;
+// The scaled logits of a row, gathered by how far they lie below the best one. Beyond the last bucket but one no noise can
+// lift a token over the best: there it does not matter what is kept.
+class Buckets {
+  public:
+    // `room` is as large as the row.
+    Buckets(const float *scaled, int64_t count, float best, float *room) : scaled(scaled), count(count), best(best), room(room) {
+        by_vectors(count, [&](int64_t at, int64_t some) {
+            float own[LANES];
+            store(own, exponential(load_some(scaled + at, some) - best));
+            for (int64_t lane = 0; lane < some; ++lane) {
+                const int64_t bucket = place(scaled[at + lane]);
+                counts[bucket] += 1, masses[bucket] += own[lane];
+            }
+        });
+    }
+
+    // The `number`-th largest.
+    float nth(int64_t number) {
+        int64_t bucket = 0;
+        for (; bucket < LAST && counts[bucket] < number; ++bucket) number -= counts[bucket];
+        if (bucket == LAST) return -INFINITY;
+        std::nth_element(room, room + number - 1, gather(bucket), std::greater<float>());
+        return room[number - 1];
+    }
+
+    // The smallest of those that it takes to have this share of the mass of all from `floor` on.
+    float nucleus(double share, float floor) {
+        leave_out(floor);
+        double whole = 0, before = 0;
+        for (const double mass : masses) whole += mass;
+        int64_t bucket = 0;
+        for (; bucket < LAST && before + masses[bucket] < share * whole; ++bucket) before += masses[bucket];
+        if (bucket == LAST) return -INFINITY;
+        float last = best, *const end = gather(bucket);
+        std::sort(room, end, std::greater<float>());
+        for (const float *own = room; own < end && before < share * whole; ++own) last = *own, before += mass(last);
+        return last;
+    }
+
+  private:
+    static constexpr int64_t LAST = 256;
+
+    int64_t place(float own) const {
+        const float below = (best - own) * (float)(LAST / (HIGHEST_NOISE - LOWEST_NOISE));
+        return below < LAST ? (int64_t)below : LAST;
+    }
+
+    double mass(float own) const { return expf(own - best); }
+
+    // Those of a bucket, in the room; their end.
+    float *gather(int64_t bucket) const {
+        return std::copy_if(scaled, scaled + count, room, [&](float own) { return place(own) == bucket; });
+    }
+
+    void leave_out(float floor) {
+        if (floor == -INFINITY) return;
+        const int64_t last = place(floor);
+        std::fill(masses + last, masses + LAST + 1, 0);
+        for (const float *own = room, *end = gather(last); own < end; ++own)
+            if (*own >= floor) masses[last] += mass(*own);
+    }
+
+    const float *const scaled;
+    const int64_t count;
+    const float best;
+    float *const room;
+    int64_t counts[LAST + 1] = {};
+    double masses[LAST + 1] = {};
+};
+
+// The smallest of scaled logits that top-k, top-p and min-p keep; `best` is the largest one, `room` is for all.
+inline float least_kept(const Link &link, const float *scaled, int64_t count, float best, float *room) {
+    const float least = link.min_p > 0 ? best + logf((float)link.min_p) : -INFINITY;
     const bool few = link.top_k > 0 && link.top_k < count;
     if (!few && link.top_p >= 1) return least;
-    std::copy(scaled, scaled + count, sorted);
-    float *end = sorted + count;
-    if (few) {
-        std::nth_element(sorted, sorted + link.top_k - 1, end, std::greater<float>());
-        const float last = sorted[link.top_k - 1];
-        least = std::max(least, last);
-        end = std::partition(sorted, end, [&](float own) { return own >= last; });
-    }
-    if (link.top_p >= 1) return least;
-    double whole = 0, before = 0;
-    for (float *at = sorted; at < end; ++at) whole += expf(*at - best);
-    std::make_heap(sorted, end);
-    float last = best;
-    while (end > sorted && before < link.top_p * whole) {
-        std::pop_heap(sorted, end--);
-        last = *end, before += expf(last - best);
-    }
-    return std::max(least, last);
+    Buckets buckets(scaled, count, best, room);
+    const float floor = few ? buckets.nth(link.top_k) : -INFINITY;
+    return std::max({least, floor, link.top_p < 1 ? buckets.nucleus(link.top_p, floor) : floor});
 }
 
-// The token that a sequence says as its `number`-th; logits [count] are overwritten, `room` is as large.
-inline int64_t choose(const Link &link, int64_t number, float *logits, int64_t count, float *room) {
+// The token that a sequence says as its `number`-th; `room` is twice as large as the logits [count].
+inline int64_t choose(const Link &link, int64_t number, const float *logits, int64_t count, float *room) {
     const int64_t first = highest(logits, count);
     if (first < 0 || link.temperature == 0) return first;
-    for (int64_t at = 0; at < count; ++at) logits[at] /= (float)link.temperature;
+    float *const scaled = room;
+    for (int64_t at = 0; at < count; ++at) scaled[at] = logits[at] / (float)link.temperature;
     const uint64_t seed = (uint64_t)link.seed, position = (uint64_t)(link.position + number);
-    const float least = least_kept(link, logits, count, logits[first], room);
-    int64_t best = first;
-    double top = logits[first] + gumbel(seed, position, (uint32_t)first);
-    for (int64_t at = 0; at < count; ++at) {
-        if (logits[at] < least || logits[at] + HIGHEST_NOISE < top) continue;
-        const double score = logits[at] + gumbel(seed, position, (uint32_t)at);
-        if (score > top || (score == top && at < best)) top = score, best = at;
-    }
-    return best;
+    const float best = scaled[first], least = least_kept(link, scaled, count, best, room + count);
+    int64_t chosen = first;
+    double top = -INFINITY;
+    float chance = INFINITY;
+    by_vectors(count, [&](int64_t begin, int64_t some) {
+        const Unsigned words = philox(seed, position, (Unsigned)(lane_numbers() + (int32_t)begin));
+        // Noise of the uniform u is at most -ln(1 - u). So a token passes the top one only if 1 - u is at most
+        // e^(logit - top): nearly all fail that, and need no logarithms. A little more is let through than that.
+        const Vector rest = (__builtin_convertvector(~words, Vector) + 0.5f) * 0x1p-32f, own = load_some(scaled + begin, some);
+        if (greatest(exponential(own - best) * chance - rest) < 0) return;
+        for (int64_t lane = 0; lane < some; ++lane) {
+            if (own[lane] < least || rest[lane] > expf(own[lane] - best) * chance) continue;
+            const double score = own[lane] + gumbel(words[lane]);
+            if (score <= top) continue;
+            top = score, chosen = begin + lane, chance = 1.01f * (float)exp(best - top);
+        }
+    });
+    return chosen;
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <math.h>
+#include <omp.h>
 
 #include "dot.h"
 #include "linear.h"
@@ -22,12 +23,12 @@ namespace {
 constexpr int64_t WORDS = GROUP / 4, VECTORS = GROUP / LANES;
 // Groups that are quantised at a time: while one waits for its scale, others are computed.
 constexpr int64_t GROUPS_AT_ONCE = 16;
+// Fewer tiles than that are no even work for threads.
+constexpr int64_t TILES_A_THREAD = 4;
 // Bytes of rows that stay in a core's cache while all outputs meet them.
 constexpr int64_t CACHED_BYTES = 512 * 1024;
 // Below that a scale's inverse is no number: such a group is zero.
 constexpr float SMALLEST = 1.17549435e-38f;
-
-inline int64_t parts(int64_t whole, int64_t size) { return (whole + size - 1) / size; }
 
 // The quantised rows of a call.
 struct Rows {
@@ -55,27 +56,31 @@ struct Rows {
 
 typedef int8_t Codes __attribute__((vector_size(LANES)));
 
-// All lanes, brought together by an operation.
-template <int STEP = LANES / 2, class Join>
-inline int32_t joined(Integers numbers, Join join) {
-    numbers = join(numbers, (Integers)partners<STEP>((Vector)numbers, std::make_index_sequence<LANES>()));
-    if constexpr (STEP > 1) return joined<STEP / 2>(numbers, join);
-    return numbers[0];
+// LANES vectors are folded into one: lane i holds what an operation brings the lanes of number i to. They are overwritten.
+template <int STEP, class Join, std::size_t... I>
+inline Integers fold(Integers a, Integers b, Join join, std::index_sequence<I...>) {
+    return join(SHUFFLE(a, b, folded_from(I, STEP)...), SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...));
+}
+template <int STEP = 1, class Join>
+inline Integers folded(Integers *vectors, Join join) {
+    for (int at = 0; at < LANES / (2 * STEP); ++at)
+        vectors[at] = fold<STEP>(vectors[2 * at], vectors[2 * at + 1], join, std::make_index_sequence<LANES>());
+    if constexpr (2 * STEP < LANES) return folded<2 * STEP>(vectors, join);
+    return vectors[0];
 }
 
 // Compared as whole numbers: so a NaN is greater than all numbers, and is not lost.
-inline float greatest(const Vector *numbers) {
-    Integers top = {};
-    for (int64_t at = 0; at < VECTORS; ++at) {
-        const Integers bits = (Integers)numbers[at] & 0x7fffffff;
-        top = bits > top ? bits : top;
-    }
-    const int32_t most = joined(top, [](Integers a, Integers b) { return a > b ? a : b; });
-    return read<float>(&most);
+inline Integers top(Integers a, Integers b) { return a > b ? a : b; }
+
+// The largest sizes that lanes of a group have.
+inline Integers sizes(const Vector *numbers) {
+    Integers most = {};
+    for (int64_t at = 0; at < VECTORS; ++at) most = top(most, (Integers)numbers[at] & 0x7fffffff);
+    return most;
 }
 
-// The codes of a group, and their sum.
-inline int32_t encode(const Vector *numbers, float inverse, int8_t *to) {
+// The codes of a group, and sums of them.
+inline Integers encode(const Vector *numbers, float inverse, int8_t *to) {
     // Adding 1.5 * 2^23 rounds to whole numbers and leaves them in the low bits. What is added to is rounded before.
     const Vector magic = spread(12582912.0f);
     Integers sum = {};
@@ -85,49 +90,91 @@ inline int32_t encode(const Vector *numbers, float inverse, int8_t *to) {
         memcpy(to + at * LANES, &narrow, sizeof narrow);
         sum += code;
     }
-    return joined(sum, [](Integers a, Integers b) { return a + b; });
+    return sum;
 }
 
-// A group of a row, of which so many numbers are left; zeros behind them.
+// Rows as they lie in memory.
 template <class Number>
-inline void fetch_group(const Number *from, int64_t left, Vector *to) {
-    Number part[GROUP] = {};
-    if (left < GROUP) memcpy(part, from, left * sizeof(Number)), from = part;
-    for (int64_t at = 0; at < VECTORS; ++at) to[at] = wide(from + at * LANES);
-}
+struct Numbers {
+    const Number *input;
+    int64_t stride, columns;
 
-template <class Number>
-void quantise_row(const Product &product, int64_t row, const Rows &to) {
-    const int64_t first = row / to.tile * to.tile, rows = lesser(to.rows - first, to.tile), place = row - first;
-    const Number *const from = (const Number *)product.input + row * product.stride;
-    const int64_t start = first * to.groups;
-    int8_t *const codes = to.codes + start * GROUP + place * 4;
-    for (int64_t some = 0; some < to.groups; some += GROUPS_AT_ONCE) {
-        const int64_t last = lesser(some + GROUPS_AT_ONCE, to.groups);
-        float scales[GROUPS_AT_ONCE] = {}, inverses[GROUPS_AT_ONCE];
-        Vector numbers[VECTORS];
-        for (int64_t group = some; group < last; ++group) {
-            fetch_group(from + group * GROUP, product.columns - group * GROUP, numbers);
-            scales[group - some] = greatest(numbers);
-        }
-        for (int64_t at = 0; at < GROUPS_AT_ONCE; ++at) {
-            scales[at] /= 127.0f;
-            inverses[at] = scales[at] >= SMALLEST && scales[at] < INFINITY ? 1.0f / scales[at] : 0;
-        }
-        for (int64_t group = some; group < last; ++group) {
-            alignas(32) int8_t own[GROUP] = {};
-            int32_t sum = 0;
-            // A group that holds an infinity or a NaN is zero times that: no output of its row will be a number.
-            if (inverses[group - some] > 0) {
-                fetch_group(from + group * GROUP, product.columns - group * GROUP, numbers);
-                sum = encode(numbers, inverses[group - some], own);
-            }
-            to.scales[start + group * rows + place] = scales[group - some];
-            to.starts[start + group * rows + place] = -128 * sum;
-            for (int64_t word = 0; word < WORDS; ++word)
-                memcpy(codes + (group * WORDS + word) * rows * 4, own + 4 * word, 4);
-        }
+    // A group of a row; zeros behind its last number.
+    void fetch(int64_t row, int64_t group, Vector *to) const {
+        const Number *from = input + row * stride + group * GROUP;
+        const int64_t left = columns - group * GROUP;
+        left < GROUP ? fetch_part(from, left, to) : widen(from, to);
     }
+
+  private:
+    static void widen(const Number *from, Vector *to) {
+        for (int64_t at = 0; at < VECTORS; ++at) to[at] = wide(from + at * LANES);
+    }
+    static __attribute__((noinline)) void fetch_part(const Number *from, int64_t left, Vector *to) {
+        Number part[GROUP] = {};
+        memcpy(part, from, left * sizeof(Number));
+        widen(part, to);
+    }
+};
+
+// Groups [first, last) of a row, GROUPS_AT_ONCE at most, of a source that fetches them.
+template <class Source>
+void quantise_some(const Source &source, int64_t row, int64_t first, int64_t last, const Rows &to) {
+    Vector numbers[GROUPS_AT_ONCE][VECTORS];
+    Integers lanes[GROUPS_AT_ONCE], sums[GROUPS_AT_ONCE];
+    alignas(64) float scales[GROUPS_AT_ONCE], inverses[GROUPS_AT_ONCE];
+    alignas(64) int32_t starts[GROUPS_AT_ONCE];
+    const int64_t count = last - first;
+    for (int64_t at = 0; at < count; ++at) {
+        source.fetch(row, first + at, numbers[at]);
+        lanes[at] = sizes(numbers[at]);
+    }
+    for (int64_t at = count; at < GROUPS_AT_ONCE; ++at) lanes[at] = sums[at] = Integers{};
+    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
+        const Vector scale = (Vector)folded(lanes + at, top) / 127.0f;
+        store(scales + at, scale);
+        store(inverses + at, (scale >= SMALLEST) & (scale < INFINITY) ? 1.0f / scale : Vector{});
+    }
+    const int64_t start = row / to.tile * to.tile, rows = lesser(to.rows - start, to.tile);
+    const int64_t place = start * to.groups + first * rows + row - start;
+    int8_t *codes = to.codes + (start * to.groups + first * rows) * GROUP + (row - start) * 4;
+    for (int64_t at = 0; at < count; ++at) {
+        alignas(32) int8_t own[GROUP];
+        // A group that holds an infinity or a NaN is zero times that: no output of its row will be a number.
+        if (inverses[at] > 0)
+            sums[at] = encode(numbers[at], inverses[at], own);
+        else
+            sums[at] = Integers{}, memset(own, 0, sizeof own);
+        for (int64_t word = 0; word < WORDS; ++word, codes += 4 * rows) memcpy(codes, own + 4 * word, 4);
+    }
+    for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
+        const Integers sum = -128 * folded(sums + at, [](Integers a, Integers b) { return a + b; });
+        memcpy(starts + at, &sum, sizeof sum);
+    }
+    for (int64_t at = 0; at < count; ++at) {
+        to.scales[place + at * rows] = scales[at];
+        to.starts[place + at * rows] = starts[at];
+    }
+}
+
+// Groups [first, last) of a row.
+template <class Source>
+void quantise_row(const Source &source, int64_t row, int64_t first, int64_t last, const Rows &to) {
+    const int64_t count = last - first, some = count > 0 ? parts(count, parts(count, GROUPS_AT_ONCE)) : 0;
+    for (; first < last; first += some) quantise_some(source, row, first, lesser(first + some, last), to);
+}
+
+// All rows. To be called by all threads of a team, which meet behind it. Few tiles are cut across, into a piece for each
+// thread: rows of one tile share lines of memory, which threads would take from each other word by word.
+template <class Source>
+void quantise(const Source &source, const Rows &to) {
+    const int64_t threads = omp_get_num_threads(), tiles = parts(to.rows, to.tile);
+    const int64_t pieces = tiles < TILES_A_THREAD * threads ? threads : 1, groups = parts(to.groups, pieces);
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        for (int64_t piece = 0; piece < pieces; ++piece)
+            for (int64_t row = tile * to.tile; row < lesser((tile + 1) * to.tile, to.rows); ++row)
+                quantise_row(source, row, piece * groups, lesser((piece + 1) * groups, to.groups), to);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ template <class Stored>
 class FloatTiles {
   public:
     typedef Stored Element;
+    static constexpr int64_t BLOCK = 64;  // lines, at most
 
     // One thread's memory.
     struct Desk {
@@ -146,7 +147,7 @@ class FloatTiles {
         if (is_part(low, high)) hide(scores, low, high, 0);
         Vector total = {};
         for (int32_t at = 0; at < TILE; at += LANES) total += load(scores + at);
-        sums.total[line] += sum(total);
+        sums.add_total(line, total);
     }
 
     template <class Number>

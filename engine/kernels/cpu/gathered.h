@@ -12,45 +12,62 @@ constexpr float NOTHING = -1e30f;  // the greatest score of a line that has seen
 
 inline int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-// What some lines have gathered: the softmax's greatest score, its sum, and the weighted sum of values.
+// What some lines have gathered: the softmax's greatest score, sums of its weights, LANES of them a line, which come to
+// its own, and the weighted sum of values.
 struct Gathered {
-    float *greatest, *total, *values;
+    float *greatest, *totals, *values;
 
-    static int64_t size(int64_t lines, int64_t width) { return padded(2 * lines) + lines * width; }
+    static int64_t size(int64_t lines, int64_t width) { return padded(lines) + lines * (LANES + width); }
     static Gathered at(float *memory, int64_t lines) {
-        return {memory, memory + lines, memory + padded(2 * lines)};
+        float *const totals = memory + padded(lines);
+        return {memory, totals, totals + lines * LANES};
     }
     void clear(int64_t lines, int64_t width) const {
-        for (int64_t line = 0; line < lines; ++line) greatest[line] = NOTHING, total[line] = 0;
+        for (int64_t line = 0; line < lines; ++line) greatest[line] = NOTHING;
+        memset(totals, 0, lines * LANES * sizeof(float));
         memset(values, 0, lines * width * sizeof(float));
     }
     // Take what some lines, the first being number `line`, have gathered elsewhere.
     void copy(const Gathered &other, int64_t line, int64_t lines, int64_t width) const {
         memcpy(greatest, other.greatest + line, lines * sizeof(float));
-        memcpy(total, other.total + line, lines * sizeof(float));
+        memcpy(totals, other.totals + line * LANES, lines * LANES * sizeof(float));
         memcpy(values, other.values + line * width, lines * width * sizeof(float));
     }
+    void add_total(int64_t line, Vector weights) const {
+        store(totals + line * LANES, load(totals + line * LANES) + weights);
+    }
+    float total(int64_t line) const { return sum(load(totals + line * LANES)); }
     // Let a line's greatest score be `now`, if it is another than before.
     void raise(int64_t line, float now, int64_t width) const {
         const float before = greatest[line];
         if (now == before) return;
+        greatest[line] = now;
+        if (before == NOTHING) return;
         const float by = expf(before - now);
         float *own = values + line * width;
         for (int64_t at = 0; at < width; at += LANES) store(own + at, load(own + at) * by);
-        total[line] *= by;
-        greatest[line] = now;
+        store(totals + line * LANES, load(totals + line * LANES) * by);
     }
     // Add what the same lines gathered from later positions.
     void add(const Gathered &other, int64_t lines, int64_t width) const {
         for (int64_t line = 0; line < lines; ++line) {
+            if (other.greatest[line] == NOTHING) continue;
+            if (greatest[line] == NOTHING) {
+                at_line(line, width).copy(other, line, 1, width);
+                continue;
+            }
             const float top = fmaxf(greatest[line], other.greatest[line]);
             const float ours = expf(greatest[line] - top), theirs = expf(other.greatest[line] - top);
-            float *to = values + line * width;
-            const float *from = other.values + line * width;
-            for (int64_t at = 0; at < width; at += LANES) store(to + at, load(to + at) * ours + load(from + at) * theirs);
-            total[line] = total[line] * ours + other.total[line] * theirs;
+            const auto join = [=](float *to, const float *from) { store(to, load(to) * ours + load(from) * theirs); };
+            for (int64_t at = line * width; at < (line + 1) * width; at += LANES) join(values + at, other.values + at);
+            join(totals + line * LANES, other.totals + line * LANES);
             greatest[line] = top;
         }
+    }
+
+  private:
+    Gathered at_line(int64_t line, int64_t width) const {
+        return {greatest + line, totals + line * LANES, values + line * width};
     }
 };
 

@@ -21,12 +21,12 @@ int64_t multiply(const Product &product) {
     const Memory memory(Rows::size(product.rows, groups));
     if (!memory.start) return NO_MEMORY;
     const Rows rows(product.rows, groups, product.format, memory.start);
+    const Numbers<Number> numbers = {(const Number *)product.input, product.stride, product.columns};
     int64_t count = 0;
     for (int64_t at = 0; at < product.count; ++at) count += shares(product.matrices[at]);
 #pragma omp parallel num_threads((int)product.threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < product.rows; ++row) quantise_row<Number>(product, row, rows);
+        quantise(numbers, rows);
         for (int64_t first = 0; first < rows.rows; first += rows.step()) {
             const Some some = {first, lesser(first + rows.step(), rows.rows)};
 #pragma omp for schedule(static) nowait

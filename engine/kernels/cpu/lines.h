@@ -9,13 +9,13 @@
 namespace {
 
 constexpr int64_t TILE = 64;   // positions
-constexpr int64_t BLOCK = 64;  // lines, at most
+constexpr int64_t MOST_LINES = 256;  // of a block
 
 // Lines of one key head. Those of one segment are in the order of their rows.
 struct Lines {
     const Segment *segment;  // whose cells they see, and through whose table
     int64_t head, count;
-    int64_t oldest[BLOCK], newest[BLOCK];  // positions that a line sees: [oldest, newest]
+    int64_t oldest[MOST_LINES], newest[MOST_LINES];  // positions that a line sees: [oldest, newest]
 
     // Of a tile that begins with position `tile`, the first and the last that a line sees, numbered from there.
     int32_t low(int64_t line, int64_t tile) const { return (int32_t)larger(oldest[line] - tile, 0); }

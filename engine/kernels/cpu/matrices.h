@@ -36,26 +36,27 @@ class Multiplier {
 
     // Rows times some matrices of as many columns. To be called by all threads of a team.
     void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
-        const Rows quantised = held(*matrices, rows);
-        prepare(matrices, count, from, quantised);
-        int64_t shares = 0;
-        for (int64_t at = 0; at < count; ++at) shares += ::parts(matrices[at].outputs, SHARE);
-        const int64_t step = matrices->kind >= BYTES ? quantised.step() : rows;
-        for (int64_t first = 0; first < rows; first += step) {
-            const Some some = {first, lesser(first + step, rows)};
-#pragma omp for schedule(static) nowait
-            for (int64_t share = 0; share < shares; ++share) {
-                int64_t at = 0, own = share;
-                for (; own >= ::parts(matrices[at].outputs, SHARE); ++at) own -= ::parts(matrices[at].outputs, SHARE);
-                multiply_share(matrices[at], own * SHARE, from, quantised, some, made_by(to, matrices, at, rows));
-            }
+        prepare(matrices, count, from, held(*matrices, rows));
+        meet(matrices, count, from, to, rows);
+    }
+
+    // Rows that a source makes (codes.h, rows.h) times a matrix. Where its weights are no codes, they are put into `room`.
+    template <class Source>
+    void multiply_made(const Linear &matrix, const Source &source, float *room, float *to, int64_t rows) const {
+        if (matrix.kind >= BYTES) {
+            quantise(source, held(matrix, rows));
+            return meet(&matrix, 1, nullptr, to, rows);
         }
-#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) source.put(row, room + row * matrix.columns);
+        multiply(&matrix, 1, room, to, rows);
     }
 
     // The same with one matrix for one thread, of `rows` rows one after the other, and then of its shares of SHARE outputs.
     void take_row(const Linear &matrix, const float *from, int64_t row, int64_t rows) const {
-        take_row(from, matrix.columns, row, held(matrix, rows), matrix.kind >= BYTES, rounds_for(matrix.kind));
+        const int64_t columns = matrix.columns, groups = ::parts(columns, GROUP);
+        if (matrix.kind >= BYTES) quantise_row(Numbers<float>{from, columns, columns}, row, 0, groups, held(matrix, rows));
+        if (rounds_for(matrix.kind)) round_row(from, columns, row);
     }
     void multiply_share(const Linear &matrix, int64_t share, const float *from, float *to, int64_t rows) const {
         multiply_share(matrix, share * SHARE, from, held(matrix, rows), {0, rows}, to);
@@ -71,13 +72,28 @@ class Multiplier {
     // Whether rows are rounded to meet weights of a kind.
     bool rounds_for(Weights kind) const { return rounds && kind == HALVES; }
 
+    // Some matrices times rows that are held as these want them.
+    void meet(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
+        const Rows quantised = held(*matrices, rows);
+        int64_t shares = 0;
+        for (int64_t at = 0; at < count; ++at) shares += ::parts(matrices[at].outputs, SHARE);
+        const int64_t step = matrices->kind >= BYTES ? quantised.step() : rows;
+        for (int64_t first = 0; first < rows; first += step) {
+            const Some some = {first, lesser(first + step, rows)};
+#pragma omp for schedule(static) nowait
+            for (int64_t share = 0; share < shares; ++share) {
+                int64_t at = 0, own = share;
+                for (; own >= ::parts(matrices[at].outputs, SHARE); ++at) own -= ::parts(matrices[at].outputs, SHARE);
+                multiply_share(matrices[at], own * SHARE, from, quantised, some, made_by(to, matrices, at, rows));
+            }
+        }
+#pragma omp barrier
+    }
+
     Rows held(const Linear &matrix, int64_t rows) const { return Rows(rows, ::parts(matrix.columns, GROUP), FLOAT32, codes); }
 
-    void take_row(const float *from, int64_t columns, int64_t row, const Rows &quantised, bool coded, bool halved) const {
-        Product product = {};
-        product.input = from, product.stride = product.columns = columns;
-        if (coded) quantise_row<float>(product, row, quantised);
-        if (halved) put(halves + row * columns, from + row * columns, columns);
+    void round_row(const float *from, int64_t columns, int64_t row) const {
+        put(halves + row * columns, from + row * columns, columns);
     }
 
     void prepare(const Linear *matrices, int64_t count, const float *from, const Rows &quantised) const {
@@ -87,9 +103,10 @@ class Multiplier {
             coded = coded || matrices[at].kind >= BYTES;
             halved = halved || rounds_for(matrices[at].kind);
         }
-        if (!coded && !halved) return;
+        if (coded) quantise(Numbers<float>{from, columns, columns}, quantised);
+        if (!halved) return;
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < quantised.rows; ++row) take_row(from, columns, row, quantised, coded, halved);
+        for (int64_t row = 0; row < quantised.rows; ++row) round_row(from, columns, row);
     }
 
     // A matrix's outputs from `first` on, of some rows.

@@ -34,5 +34,7 @@ class Slices {
 
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+// How many parts of a size make up a whole, the last of which may be smaller.
+inline int64_t parts(int64_t whole, int64_t size) { return (whole + size - 1) / size; }
 
 }  // namespace

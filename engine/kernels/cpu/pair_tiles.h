@@ -1,7 +1,10 @@
 // Tiles of a pool in bfloat16, multiplied as they are (pairs.h): for callers who let queries and weights be rounded to it.
 //
-// Few lines meet keys and values as they lie. For more these are laid out once, as vectors that all lines meet. Scores and
-// sums are float32. Weights are rounded before they are added up, so that those of a line still come to one.
+// Few lines meet keys and values as they lie. For more these are laid out once a block, as vectors that all lines meet, a
+// strip of lines at a time. Scores and sums are float32. Weights are rounded before they are added up, so that those of a
+// line still come to one.
+//
+// What is inlined and what is not is said where GCC's own choice was measured to cost up to a tenth.
 #pragma once
 
 #include "lines.h"
@@ -9,21 +12,25 @@
 
 namespace {
 
-// Lines up to which it pays to read rows as they lie (measured: an eighth less time with 8 or 12, none with 16 or more).
-constexpr int64_t FEW_LINES = 16;
+// Lines that meet some keys or values while these are in a core's nearest cache. So many or fewer read them as they lie
+// (measured: laid out, 8 or 12 take a fifth more time).
+constexpr int64_t STRIP = 16;
 // How many bytes of keys are asked for before their turn, and as many positions of values (measured, with 2 lines: not
 // asking takes a third more time; 3,072 or 10,240 bytes a tenth; all of it before the scores, not half behind, a tenth).
 constexpr int64_t BYTES_ASKED_FOR = 4096;
+constexpr int VECTORS_A_TILE = TILE / LANES;
+constexpr float LOG2_E = 1.44269504088896341f;
 
 class PairTiles {
   public:
     typedef bfloat16 Element;
+    static constexpr int64_t BLOCK = MOST_LINES;
 
     // One thread's memory.
     struct Desk {
         Word *queries;        // [lines][pair of columns]
-        float *scores;        // [lines][TILE]
-        Word *weights;        // [lines][pair of positions]
+        float *scores;        // [line of a strip][TILE]
+        Word *weights;        // [line of a strip][pair of positions]
         Word *keys, *values;  // laid out
         const Element *key[TILE], *value[TILE];  // where they lie
     };
@@ -38,26 +45,27 @@ class PairTiles {
 
     // Numbers of float32 that a desk needs.
     int64_t desk_size() const {
-        return BLOCK * (query_words + TILE + TILE / PAIR) + TILE * query_words + TILE / PAIR * value_width;
+        return (BLOCK + TILE) * query_words + STRIP * (TILE + TILE / PAIR) + TILE / PAIR * value_width;
     }
 
     void furnish(Desk &desk, float *memory) const {
-        desk.scores = memory, memory += BLOCK * TILE;
+        desk.scores = memory, memory += STRIP * TILE;
+        desk.weights = (Word *)memory, memory += STRIP * TILE / PAIR;
         desk.queries = (Word *)memory, memory += BLOCK * query_words;
-        desk.weights = (Word *)memory, memory += BLOCK * TILE / PAIR;
         desk.keys = (Word *)memory, memory += TILE * query_words;
         desk.values = (Word *)memory;
-        // The padding behind the last column stays zero.
-        memset(desk.queries, 0, BLOCK * query_words * sizeof(Word));
     }
 
     void lay(const float *query, int64_t line, Desk &desk) const {
-        round_row(query, key_width, desk.queries + line * query_words);
+        Word *const to = desk.queries + line * query_words;
+        // Behind the last column there are zeros.
+        memset(to + query_words - LANES / PAIR, 0, LANES / PAIR * sizeof(Word));
+        round_row(query, key_width, to);
     }
 
     // Add the positions [from, to) of a tile to the lines' sums.
     void gather(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
-        if (lines.count <= FEW_LINES)
+        if (lines.count <= STRIP)
             gather_few(lines, tile, from, to, desk, sums);
         else
             gather_many(lines, tile, from, to, desk, sums);
@@ -66,115 +74,150 @@ class PairTiles {
     const int64_t value_width;
 
   private:
+    // While few lines are computed, memory is what takes time: it is read in the order in which it lies.
     void gather_few(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
-        find(lines, tile, from, to, desk, [&](int64_t group) {
-            by_strips(lines.count, [&](int64_t line, auto count) {
+        for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
+            const int64_t start = larger(group, from), stop = lesser(group + LANES, to);
+            find(lines, tile, group, start, stop, desk);
+            for (int64_t at = start; at < stop; ++at) pool.ask_for_key(lines, tile + at + ahead);
+            by_strips<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
                 score_rows<count()>(query(line, desk), query_words, desk.key + group, key_width, call.scale,
                                     desk.scores + line * TILE + group, TILE);
             });
-        });
-        by_strips(lines.count, [&](int64_t line, auto count) {
-            weigh_strip(lines, tile, line, count(), desk, sums);
-            mix<count()>(line, RowValues{desk.value, call.values.width}, from, to, desk, sums);
+            for (int64_t at = start; at < stop; ++at) pool.ask_for_value(lines, tile + at + ahead);
+        }
+        const RowValues values{desk.value, call.values.width};
+        by_strips<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
+            for (int64_t own = line; own < line + count(); ++own) weigh(lines, tile, own, own, desk, sums);
+            // Fewer lines leave room for more columns.
+            constexpr int MOST = count() <= 2 ? 2 * VECTORS_AT_ONCE : VECTORS_AT_ONCE;
+            by_columns<MOST>(0, [&](int64_t at, auto vectors) {
+                mix<count(), vectors()>(line, line, values, from, to, at, desk, sums);
+            });
         });
     }
 
-    void gather_many(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
-        find(lines, tile, from, to, desk, [&](int64_t group) {
+    __attribute__((noinline)) void gather_many(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk,
+                                               const Gathered &sums) const {
+        for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
+            find(lines, tile, group, larger(group, from), lesser(group + LANES, to), desk);
             lay_keys(desk.key + group, key_width, desk.keys + group * query_words);
-        });
-        const RowValues rows{desk.value, call.values.width};
+        }
+        const RowValues values{desk.value, call.values.width};
         for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair)
-            lay_values(rows, pair, value_width, desk.values + pair * value_width);
-        by_strips(lines.count, [&](int64_t line, auto count) {
-            // Of lines beside each other the first sees the oldest position, the last the newest.
-            const int64_t start = larger(from, lines.low(line, tile));
-            const int64_t stop = lesser(to, lines.high(line + count() - 1, tile) + 1);
-            if (start >= stop) return;
-            for (int64_t group = start / LANES * LANES; group < stop; group += LANES)
-                score_laid<count()>(query(line, desk), query_words, desk.keys + group * query_words, key_width,
-                                    call.scale, desk.scores + line * TILE + group, TILE);
-            weigh_strip(lines, tile, line, count(), desk, sums);
-            mix<count()>(line, LaidValues{desk.values, value_width}, start, stop, desk, sums);
+            lay_values(values, pair, value_width, desk.values + pair * value_width);
+        for (int64_t line = 0; line < lines.count; line += STRIP) {
+            const int64_t behind = lesser(line + STRIP, lines.count);
+            // What comes next is asked for little by little.
+            for (int64_t at = TILE * line / lines.count; at < TILE * behind / lines.count; ++at) {
+                pool.ask_for_key(lines, tile + TILE + at);
+                pool.ask_for_value(lines, tile + TILE + at);
+            }
+            gather_strip(lines, tile, line, behind, from, to, desk, sums);
+        }
+    }
+
+    // Lines [line, behind) against what has been laid out.
+    __attribute__((noinline)) void gather_strip(const Lines &lines, int64_t tile, int64_t line, int64_t behind, int64_t from,
+                                                int64_t to, Desk &desk, const Gathered &sums) const {
+        // Of lines beside each other the first sees the oldest position, the last the newest.
+        const int64_t start = larger(from, lines.low(line, tile));
+        const int64_t stop = lesser(to, lines.high(behind - 1, tile) + 1);
+        if (start >= stop) return;
+        int64_t group = start / LANES * LANES;
+        for (; group + LANES < stop; group += 2 * LANES) score<2>(line, behind, group, desk);
+        if (group < stop) score<1>(line, behind, group, desk);
+        for (int64_t own = line; own < behind; ++own) weigh(lines, tile, own, own - line, desk, sums);
+        const LaidValues values{desk.values, value_width};
+        by_columns<VECTORS_AT_ONCE>(0, [&](int64_t at, auto vectors) {
+            by_strips<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
+                mix<count(), vectors()>(own, own - line, values, start, stop, at, desk, sums);
+            });
         });
+    }
+
+    // Score lines [line, behind) with GROUPS times LANES keys, from number `group` on.
+    template <int GROUPS>
+    void score(int64_t line, int64_t behind, int64_t group, const Desk &desk) const {
+        by_strips<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
+            score_laid<count(), GROUPS>(query(own, desk), query_words, desk.keys + group * query_words, LANES * query_words,
+                                        key_width, call.scale, desk.scores + (own - line) * TILE + group, TILE);
+        });
+    }
+
+    // Add the values of positions [from, to), weighted, to VECTORS vectors of the sums of a line and those behind it; their
+    // weights are those of a strip's line number `place`.
+    template <int LINES, int VECTORS, class Values>
+    void mix(int64_t line, int64_t place, const Values &values, int64_t from, int64_t to, int64_t at, const Desk &desk,
+             const Gathered &sums) const {
+        mix_pairs<LINES, VECTORS>(desk.weights + place * TILE / PAIR, TILE / PAIR, values, from / PAIR, (to + 1) / PAIR, at,
+                                  sums.values + line * value_width, value_width);
     }
 
     const Word *query(int64_t line, const Desk &desk) const { return desk.queries + line * query_words; }
 
-    // Run `work` for all lines, some at a time: work(line, count), the count known to the compiler.
-    template <class Work>
-    static void by_strips(int64_t lines, Work work) {
-        int64_t line = 0;
-        for (; line + LINES_AT_ONCE <= lines; line += LINES_AT_ONCE)
-            work(line, std::integral_constant<int, LINES_AT_ONCE>());
-        if (line < lines) known<LINES_AT_ONCE - 1>(lines - line, [&](auto count) { work(line, count); });
+    // Run `work` for columns from `at` on, VECTORS vectors of them at once, and what is left with fewer: work(at, vectors).
+    template <int VECTORS, class Work>
+    __attribute__((always_inline)) void by_columns(int64_t at, Work work) const {
+        for (; at + VECTORS * LANES <= value_width; at += VECTORS * LANES)
+            work(at, std::integral_constant<int, VECTORS>());
+        if constexpr (VECTORS > 1) by_columns<VECTORS / 2>(at, work);
+    }
+
+    // Run `work` for lines [line, behind), MOST at a time: work(line, count), the count known to the compiler.
+    template <int MOST, class Work>
+    static __attribute__((always_inline)) void by_strips(int64_t line, int64_t behind, Work work) {
+        for (; line + MOST <= behind; line += MOST) work(line, std::integral_constant<int, MOST>());
+        if constexpr (MOST > 1)
+            if (line < behind) known<MOST - 1>(behind - line, [&](auto count) { work(line, count); });
     }
 
     // use(count), a count of 1 to MOST, known to the compiler.
     template <int MOST, class Use>
-    static void known(int64_t count, Use use) {
+    static __attribute__((always_inline)) void known(int64_t count, Use use) {
         if constexpr (MOST > 1)
             if (count < MOST) return known<MOST - 1>(count, use);
         use(std::integral_constant<int, MOST>());
     }
 
-    // Find where the positions [from, to) of a tile lie; use(first of them) for each LANES, whose keys have been touched.
-    template <class Use>
-    void find(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, Use use) const {
-        for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
-            const int64_t start = larger(group, from), stop = lesser(group + LANES, to);
-            for (int64_t at = start; at < stop; ++at) {
-                const int64_t cell = pool.cell(lines, tile + at);
-                desk.key[at] = touched(pool.key(lines, cell), key_width);
-                desk.value[at] = pool.value(lines, cell);
-            }
-            for (int64_t at = start; at < stop; ++at) pool.ask_for_key(lines, tile + at + ahead);
-            // Others than asked for are keys that may be read, and values that are zero.
-            for (int64_t at = group; at < start; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
-            for (int64_t at = stop; at < group + LANES; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
-            use(group);
-            for (int64_t at = start; at < stop; ++at) pool.ask_for_value(lines, tile + at + ahead);
+    // Find where the positions [start, stop) of a tile lie, of LANES from number `group` on.
+    __attribute__((always_inline)) void find(const Lines &lines, int64_t tile, int64_t group, int64_t start, int64_t stop,
+                                             Desk &desk) const {
+        for (int64_t at = start; at < stop; ++at) {
+            const int64_t cell = pool.cell(lines, tile + at);
+            desk.key[at] = touched(pool.key(lines, cell), key_width);
+            desk.value[at] = pool.value(lines, cell);
         }
+        // Others than asked for are keys that may be read, and values that are zero.
+        for (int64_t at = group; at < start; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
+        for (int64_t at = stop; at < group + LANES; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
     }
 
-    void weigh_strip(const Lines &lines, int64_t tile, int64_t line, int64_t count, Desk &desk, const Gathered &sums) const {
-        for (int64_t own = line; own < line + count; ++own) weigh(lines, tile, own, desk, sums);
-    }
-
-    // Turn a line's scores of a tile into weights, and bring its sums to the same greatest score.
-    void weigh(const Lines &lines, int64_t tile, int64_t line, Desk &desk, const Gathered &sums) const {
-        float *scores = desk.scores + line * TILE;
+    // Turn a line's scores of a tile, those of a strip's line number `place`, into weights.
+    void weigh(const Lines &lines, int64_t tile, int64_t line, int64_t place, Desk &desk, const Gathered &sums) const {
+        float *scores = desk.scores + place * TILE;
+        if (call.softcap > 0) cap(scores, call.softcap);
         const int32_t low = lines.low(line, tile), high = lines.high(line, tile);
-        const float now = level(scores, low, high, call.softcap, line, sums, value_width);
-        for (int32_t at = 0; at < TILE; at += LANES)
-            store(scores + at, power_of_two((load(scores + at) - now) * 1.44269504088896341f));
-        // A line that sees nothing of this tile may have seen nothing at all: its weights are zero, not 2^0.
-        if (is_part(low, high)) hide(scores, low, high, 0);
-        Vector total = {};
+        if (is_part(low, high)) hide(scores, low, high, -INFINITY);
+        Vector own[VECTORS_A_TILE];
+#pragma GCC unroll 8
+        for (int i = 0; i < VECTORS_A_TILE; ++i) own[i] = load(scores + i * LANES);
+        Vector top = own[0];
+#pragma GCC unroll 8
+        for (int i = 1; i < VECTORS_A_TILE; ++i) top = greater(top, own[i]);
+        // Seldom, behind the first tiles: so it is not worth its time to look for every line's greatest score.
+        if (is_above(top, sums.greatest[line])) sums.raise(line, greatest(top), value_width);
+        const Vector less = spread(sums.greatest[line] * LOG2_E);
+        Vector total = load(sums.totals + line * LANES);
         const Word ones = 0x3f803f80;  // 1 and 1
-        for (int32_t at = 0; at < TILE; at += PAIR * LANES) {
-            const Vector rounded = round_pairs(load(scores + at), load(scores + at + LANES));
-            store((float *)(desk.weights + (line * TILE + at) / PAIR), rounded);
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS_A_TILE; i += PAIR) {
+            const Vector first = power_of_two(own[i] * LOG2_E - less), second = power_of_two(own[i + 1] * LOG2_E - less);
+            const Vector rounded = round_pairs(first, second);
+            store((float *)(desk.weights + (place * TILE + i * LANES) / PAIR), rounded);
             total = add_pairs(total, rounded, spread_pair(&ones));
         }
-        sums.total[line] += sum(total);
-    }
-
-    template <int LINES, class Values>
-    void mix(int64_t line, const Values &values, int64_t from, int64_t to, const Desk &desk, const Gathered &sums) const {
-        // Fewer lines leave room for more columns.
-        constexpr int MOST = LINES <= 2 ? 2 * VECTORS_AT_ONCE : VECTORS_AT_ONCE;
-        mix_from<LINES, MOST>(0, line, values, from / PAIR, (to + 1) / PAIR, desk, sums);
-    }
-
-    // Columns from `at` on, VECTORS vectors of them at once, and what is left with fewer.
-    template <int LINES, int VECTORS, class Values>
-    void mix_from(int64_t at, int64_t line, const Values &values, int64_t from, int64_t to, const Desk &desk,
-                  const Gathered &sums) const {
-        for (; at + VECTORS * LANES <= value_width; at += VECTORS * LANES)
-            mix_pairs<LINES, VECTORS>(desk.weights + line * TILE / PAIR, TILE / PAIR, values, from, to, at,
-                                      sums.values + line * value_width, value_width);
-        if constexpr (VECTORS > 1) mix_from<LINES, VECTORS / 2>(at, line, values, from, to, desk, sums);
+        store(sums.totals + line * LANES, total);
     }
 
     const Call &call;

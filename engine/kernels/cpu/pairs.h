@@ -2,9 +2,10 @@
 //
 // Keys and values meet numbers of a line that are spread over a vector, as they lie, or laid out as vectors for many lines:
 //
-//     keys    [16 positions][piece of 8 columns][position % 4][position / 4][column of the piece]    a vector: 4 pieces
-//     values  [pair of positions][column][position of the pair]                                      a vector: 16 pairs
+//     keys    [16 positions][pair of columns][position]                  a vector: a pair of all positions
+//     values  [pair of positions][column][position of the pair]          a vector: 16 pairs
 //
+// A key as it lies is read in pieces, vectors of which hold one of four positions each: [position / 4][pair of the piece].
 // So a score is four sums, each of every fourth pair of columns in their order, and a value one sum over all pairs of
 // positions in theirs: the same bit for bit, however many lines, positions and columns are worked on at once, and laid out
 // or not. Pairs of zeros change no sum: what they could flush to zero, the pairs before have.
@@ -50,16 +51,19 @@ inline Vector round_pairs(Vector first, Vector second) {
     return (Vector)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
 
-// 2^x to 1e-7 of its value, for x <= 0; the polynomial is the best of its degree on [0, 1).
+// 2^x to 1e-4 of its value, a twentieth of what weights are rounded by; the polynomial is the best of its degree on [0, 1).
 inline Vector power_of_two(Vector x) {
     const Vector part = (Vector)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    Vector y = spread(1.877576658e-3f);
-    y = y * part + 8.989340132e-3f;
-    y = y * part + 5.582631802e-2f;
-    y = y * part + 2.401536171e-1f;
-    y = y * part + 6.931530732e-1f;
-    y = y * part + 9.999999251e-1f;
+    Vector y = spread(7.802452332e-2f);
+    y = y * part + 2.260671590e-1f;
+    y = y * part + 6.958335367e-1f;
+    y = y * part + 9.999252192e-1f;
     return (Vector)_mm512_scalef_ps((__m512)y, (__m512)x);
+}
+
+// Whether one of the numbers is greater than `bound`.
+inline bool is_above(Vector numbers, float bound) {
+    return _mm512_cmp_ps_mask((__m512)numbers, _mm512_set1_ps(bound), _CMP_GT_OQ);
 }
 
 // Pieces of columns [at, at + 32) of the keys number `key`, and every fourth behind it: a vector each.
@@ -75,46 +79,74 @@ inline void take_pieces(const bfloat16 *const *keys, int key, int64_t at, int64_
     pieces[1] = even(third, fourth), pieces[3] = odd(third, fourth);
 }
 
-// Lay out 16 keys.
+// Lay out 16 keys: a vector holds the same pair of columns of all of them.
 inline void lay_keys(const bfloat16 *const *keys, int64_t width, Word *to) {
-    for (int64_t at = 0; at < width; at += PAIR * LANES)
-#pragma GCC unroll 4
-        for (int key = 0; key < 4; ++key) {
-            Vector pieces[4];
-            take_pieces(keys, key, at, width, pieces);
-            for (int i = 0; i < 4; ++i) memcpy(to + ((at / PIECE + i) * 4 + key) * LANES, &pieces[i], sizeof(Vector));
-        }
+    for (int64_t at = 0; at < width; at += PAIR * LANES) {
+        Vector rows[LANES];
+#pragma GCC unroll 16
+        for (int key = 0; key < LANES; ++key) rows[key] = take_pairs(keys[key], at, width);
+        turn(rows);
+        memcpy(to + at / PAIR * LANES, rows, sizeof rows);
+    }
 }
 
 // Add up the four sums of each score: scores[line][position], times `scale`.
 template <int LINES>
 inline void end_scores(const Vector (&sums)[LINES][4], float scale, float *scores, int64_t stride) {
-    constexpr auto lanes = std::make_index_sequence<LANES>();
+    // The first or the last two of each four lanes, of two vectors in turns.
+    const auto first = [](Vector a, Vector b) { return (Vector)_mm512_unpacklo_ps((__m512)a, (__m512)b); };
+    const auto last = [](Vector a, Vector b) { return (Vector)_mm512_unpackhi_ps((__m512)a, (__m512)b); };
+    const auto two = [&](Vector a, Vector b) { return first(a, b) + last(a, b); };
+    // The same of lanes by twos.
+    const auto firsts = [](Vector a, Vector b) { return (Vector)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); };
+    const auto lasts = [](Vector a, Vector b) { return (Vector)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); };
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line) {
         const Vector *own = sums[line];
-        const Vector all = fold<2>(fold<1>(own[0], own[1], lanes), fold<1>(own[2], own[3], lanes), lanes);
-        store(scores + line * stride, all * scale);
+        const Vector a = two(own[0], own[1]), b = two(own[2], own[3]);
+        store(scores + line * stride, (firsts(a, b) + lasts(a, b)) * scale);
     }
 }
 
-// The scores of 16 keys that have been laid out; strides are in words and numbers.
-template <int LINES>
-inline void score_laid(const Word *queries, int64_t stride, const Word *keys, int64_t width, float scale, float *scores,
-                       int64_t scores_stride) {
-    Vector sums[LINES][4] = {};
-    for (int64_t at = 0; at * PIECE < width; ++at) {
-        Vector key[4];
+// Two of the four sums of each score of GROUPS times 16 keys that have been laid out, added up: that of pairs FIRST,
+// FIRST + 4, ... and that of the pairs two behind them. Four at once, or fewer positions, would want more loads a product.
+template <int LINES, int GROUPS, int FIRST>
+inline void sum_laid(const Word *queries, int64_t stride, const Word *keys, int64_t group_stride, int64_t pairs,
+                     Vector (&sums)[LINES][GROUPS]) {
+    Vector own[LINES][GROUPS][2] = {};
+    for (int64_t pair = FIRST; pair < pairs; pair += 4)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            Vector key[GROUPS];
+#pragma GCC unroll 2
+            for (int group = 0; group < GROUPS; ++group)
+                key[group] = kept(read<Vector>(keys + group * group_stride + (pair + 2 * i) * LANES));
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) key[i] = kept(read<Vector>(keys + (at * 4 + i) * LANES));
-#pragma GCC unroll 4
-        for (int line = 0; line < LINES; ++line) {
-            const Vector query = kept(spread_piece(queries + line * stride + at * 4));
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) sums[line][i] = add_pairs(sums[line][i], query, key[i]);
+            for (int line = 0; line < LINES; ++line) {
+                const Vector query = kept(spread_pair(queries + line * stride + pair + 2 * i));
+#pragma GCC unroll 2
+                for (int group = 0; group < GROUPS; ++group)
+                    own[line][group][i] = add_pairs(own[line][group][i], query, key[group]);
+            }
         }
-    }
-    end_scores(sums, scale, scores, scores_stride);
+#pragma GCC unroll 4
+    for (int line = 0; line < LINES; ++line)
+#pragma GCC unroll 2
+        for (int group = 0; group < GROUPS; ++group) sums[line][group] = own[line][group][0] + own[line][group][1];
+}
+
+// The scores of GROUPS times 16 keys that have been laid out; strides are in words and numbers.
+template <int LINES, int GROUPS>
+inline void score_laid(const Word *queries, int64_t stride, const Word *keys, int64_t group_stride, int64_t width,
+                       float scale, float *scores, int64_t scores_stride) {
+    Vector even[LINES][GROUPS], odd[LINES][GROUPS];
+    sum_laid<LINES, GROUPS, 0>(queries, stride, keys, group_stride, (width + 1) / PAIR, even);
+    sum_laid<LINES, GROUPS, 1>(queries, stride, keys, group_stride, (width + 1) / PAIR, odd);
+#pragma GCC unroll 4
+    for (int line = 0; line < LINES; ++line)
+#pragma GCC unroll 2
+        for (int group = 0; group < GROUPS; ++group)
+            store(scores + line * scores_stride + group * LANES, (even[line][group] + odd[line][group]) * scale);
 }
 
 // The same of keys as they lie: cheaper for few lines.
@@ -149,7 +181,7 @@ struct RowValues {
 
     // Columns, from `at` on, of a pair of positions.
     template <int VECTORS>
-    void take(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
+    __attribute__((always_inline)) void take(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
         const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_or_si512(low, _mm512_set1_epi16(16));
@@ -170,7 +202,7 @@ struct LaidValues {
     int64_t stride;
 
     template <int VECTORS>
-    void take(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
+    __attribute__((always_inline)) void take(int64_t pair, int64_t at, Vector (&to)[VECTORS]) const {
 #pragma GCC unroll 8
         for (int i = 0; i < VECTORS; ++i) to[i] = kept(read<Vector>(words + pair * stride + at + i * LANES));
     }
@@ -181,7 +213,7 @@ inline void lay_values(const RowValues &values, int64_t pair, int64_t columns, W
     const auto some = [&](int64_t at, auto vectors) {
         Vector own[vectors()];
         values.take(pair, at, own);
-        memcpy(to + at, own, sizeof own);
+        for (int i = 0; i < vectors(); ++i) store((float *)(to + at + i * LANES), own[i]);
     };
     int64_t at = 0;
     for (; at + PAIR * LANES <= columns; at += PAIR * LANES) some(at, std::integral_constant<int, 2>());

@@ -3,10 +3,15 @@
 // Rows of float32 meet float32 or bfloat16 weights one number a lane (Singles). Where the processor multiplies bfloat16
 // numbers in pairs, rows are rounded to bfloat16 for weights in it (Pairs): twice as many numbers at once.
 //
+// Few rows wait for memory, which comes fastest where it is read from end to end: they meet one output, or two, after the
+// other. More rows come in tiles, and wait for arithmetic: a tile meets some outputs at once, and what is loaded is multiplied
+// as often as there are registers for sums. All tiles meet the same outputs before the next ones' turn, for which they ask.
+//
 // A product is summed in LANES parts, each in the order of the columns, and these in one order: so it comes out the same
 // bit for bit, whatever rows stand beside its own.
 #pragma once
 
+#include "memory.h"
 #include "vector.h"
 
 #if defined(__AVX512BF16__)
@@ -15,8 +20,19 @@
 
 namespace {
 
-// Rows and outputs that are multiplied at once: their sums fill the registers.
+// Rows of a tile, and outputs whose sums are added up at once: they fill the registers.
 constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 3, OUTPUTS_AT_ONCE = 4;
+// Rows, and bytes of them, up to which all are one tile that weights stream past (measured: 10 rows are faster as two tiles,
+// and so are rows that leave no room for weights in a core's nearest cache).
+constexpr int ROWS_STREAMED = LANES == 16 ? 8 : 3;
+constexpr int64_t BYTES_STREAMED = 30 * 1024;
+// Outputs that such a tile meets at once.
+template <int ROWS>
+constexpr int STREAMS = ROWS <= 4 ? 1 : 2;
+// Rows up to which the processor guesses best what will be read next (measured: 28 GB/s with 2 rows, 22 where we ask for it).
+constexpr int ROWS_GUESSED = 2;
+// How far before its turn a weight is asked for otherwise, at least.
+constexpr int64_t BYTES_BEFORE = 16 * 1024;
 // Bytes of rows that stay in a core's cache while all outputs meet them.
 constexpr int64_t ROW_BYTES = 512 * 1024;
 
@@ -66,56 +82,128 @@ using Arithmetic = Singles;
 
 #endif
 
-template <int ROWS, int OUTPUTS, class Row, class Number>
-inline void dot(const Row *rows, int64_t row_stride, const Number *weights, int64_t stride, int64_t columns, float *to,
-                int64_t to_stride) {
+// Some rows and outputs that are multiplied: to[row][output] = rows[row] . weights[output].
+template <class Row, class Number>
+struct PlainTile {
+    const Row *rows;
+    int64_t row_stride;
+    const Number *weights;
+    int64_t stride, columns;
+    float *to;
+    int64_t to_stride;
+    const char *ahead;  // what it asks for before its turn
+};
+
+// Sums of ROWS rows times SIDE outputs from number `first` on; with each vector of theirs, `parts` vectors are asked for.
+template <int ROWS, int SIDE, class Row, class Number, class Parts>
+inline __attribute__((always_inline)) void add_columns(const PlainTile<Row, Number> &tile, int first, const char *&ahead,
+                                                       Parts parts, Vector (&sums)[ROWS][SIDE]) {
     using Way = Arithmetic<Row>;
-    Vector products[ROWS][OUTPUTS] = {};
+    const Number *const weights = tile.weights + first * tile.stride;
     int64_t at = 0;
-    for (; at + Way::COLUMNS <= columns; at += Way::COLUMNS) {
-        typename Way::Own weight[OUTPUTS];
+    for (; at + Way::COLUMNS <= tile.columns; at += Way::COLUMNS) {
+        for (int64_t part = 0; part < parts; ++part, ahead += Way::COLUMNS * sizeof(Number))
+            __builtin_prefetch(ahead, 0, 2);
+        typename Way::Own weight[SIDE];
 #pragma GCC unroll 4
-        for (int output = 0; output < OUTPUTS; ++output) weight[output] = kept(Way::take(weights + output * stride + at));
-#pragma GCC unroll 6
+        for (int output = 0; output < SIDE; ++output) weight[output] = kept(Way::take(weights + output * tile.stride + at));
+#pragma GCC unroll 8
         for (int row = 0; row < ROWS; ++row) {
-            const auto own = Way::take(rows + row * row_stride + at);
+            const auto own = Way::take(tile.rows + row * tile.row_stride + at);
 #pragma GCC unroll 4
-            for (int output = 0; output < OUTPUTS; ++output)
-                products[row][output] = Way::add(products[row][output], own, weight[output]);
+            for (int output = 0; output < SIDE; ++output) sums[row][output] = Way::add(sums[row][output], own, weight[output]);
         }
     }
+    if (at == tile.columns) return;
     // Unrolled too, for sums that are counted through would lie in memory all the while.
-    if (at < columns)
-#pragma GCC unroll 6
-        for (int row = 0; row < ROWS; ++row) {
-            const auto own = Way::take(rows + row * row_stride + at, columns - at);
-#pragma GCC unroll 4
-            for (int output = 0; output < OUTPUTS; ++output)
-                products[row][output] =
-                    Way::add(products[row][output], own, Way::take(weights + output * stride + at, columns - at));
-        }
-#pragma GCC unroll 6
+    const int64_t left = tile.columns - at;
+#pragma GCC unroll 8
     for (int row = 0; row < ROWS; ++row) {
-        if constexpr (OUTPUTS == 1) {
-            to[row * to_stride] = sum(products[row][0]);
-        } else {
-            const Vector result = sums<OUTPUTS>(products[row]);
-            memcpy(to + row * to_stride, &result, OUTPUTS * sizeof(float));
+        const auto own = Way::take(tile.rows + row * tile.row_stride + at, left);
+#pragma GCC unroll 4
+        for (int output = 0; output < SIDE; ++output)
+            sums[row][output] = Way::add(sums[row][output], own, Way::take(weights + output * tile.stride + at, left));
+    }
+}
+
+// Write what a tile makes, of whose outputs each row has a vector. Two rows take fewer operations together, in the same order.
+template <int ROWS, int OUTPUTS, class Row, class Number>
+inline __attribute__((always_inline)) void put_sums(const PlainTile<Row, Number> &tile, Vector (&products)[ROWS][OUTPUTS]) {
+    if constexpr (OUTPUTS == 1) {
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) tile.to[row * tile.to_stride] = sum(products[row][0]);
+    } else {
+        constexpr int SIZE = OUTPUTS * sizeof(float);
+#pragma GCC unroll 4
+        for (int row = 0; row + 2 <= ROWS; row += 2) {
+            const Vector both = sums<2 * OUTPUTS>(products[row]);
+            memcpy(tile.to + row * tile.to_stride, &both, SIZE);
+            memcpy(tile.to + (row + 1) * tile.to_stride, (const char *)&both + SIZE, SIZE);
+        }
+        if constexpr (ROWS % 2 == 1) {
+            const Vector last = sums<OUTPUTS>(products[ROWS - 1]);
+            memcpy(tile.to + (ROWS - 1) * tile.to_stride, &last, SIZE);
         }
     }
 }
 
+// A tile of ROWS rows and OUTPUTS outputs, SIDE of which are met at once.
+template <int ROWS, int OUTPUTS, int SIDE, class Row, class Number, class Parts>
+void dot(const PlainTile<Row, Number> &tile, Parts parts) {
+    Vector products[ROWS][OUTPUTS];
+    const char *ahead = tile.ahead;
+#pragma GCC unroll 4
+    for (int first = 0; first < OUTPUTS; first += SIDE) {
+        Vector sums[ROWS][SIDE] = {};
+        add_columns(tile, first, ahead, parts, sums);
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) memcpy(products[row] + first, sums[row], sizeof sums[row]);
+    }
+    put_sums(tile, products);
+}
+
+// A tile of few rows, which is all that meets its outputs.
+template <int ROWS, int OUTPUTS, class Row, class Number>
+void dot_streamed(const PlainTile<Row, Number> &tile) {
+    constexpr int SIDE = STREAMS<ROWS> < OUTPUTS ? STREAMS<ROWS> : OUTPUTS;
+    dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, (ROWS > ROWS_GUESSED ? SIDE : 0)>());
+}
+
+// The function for so many rows, of those for 1, 2, ...
+template <int OUTPUTS, class Row, class Number, std::size_t... I>
+inline auto streamed_of(int64_t rows, std::index_sequence<I...>) {
+    static constexpr void (*dots[])(const PlainTile<Row, Number> &) = {dot_streamed<I + 1, OUTPUTS, Row, Number>...};
+    return dots[rows - 1];
+}
+template <int OUTPUTS, class Row, class Number, std::size_t... I>
+inline auto tile_of(int64_t rows, std::index_sequence<I...>) {
+    static constexpr void (*dots[])(const PlainTile<Row, Number> &, int64_t) = {
+        dot<I + 1, OUTPUTS, OUTPUTS, Row, Number, int64_t>...};
+    return dots[rows - 1];
+}
+
+template <class Row>
+inline bool are_streamed(int64_t rows, int64_t columns) {
+    return rows == 1 || (rows <= ROWS_STREAMED && rows * columns * (int64_t)sizeof(Row) < BYTES_STREAMED);
+}
+
+// OUTPUTS outputs of some rows.
 template <int OUTPUTS, class Row, class Number>
-inline void dot_rows(const Row *rows, int64_t count, int64_t row_stride, const Number *weights, int64_t stride,
-                     int64_t columns, float *to, int64_t to_stride) {
-    const auto some = [&](int64_t row, auto rows_at_once) {
-        dot<rows_at_once(), OUTPUTS>(rows + row * row_stride, row_stride, weights, stride, columns, to + row * to_stride,
-                                     to_stride);
-    };
-    int64_t row = 0;
-    for (; row + ROWS_AT_ONCE <= count; row += ROWS_AT_ONCE) some(row, std::integral_constant<int, ROWS_AT_ONCE>());
-    for (; row + 2 <= count; row += 2) some(row, std::integral_constant<int, 2>());
-    if (row < count) some(row, std::integral_constant<int, 1>());
+inline void dot_rows(PlainTile<Row, Number> tile, int64_t count) {
+    tile.ahead = (const char *)tile.weights + BYTES_BEFORE;
+    if (are_streamed<Row>(count, tile.columns))
+        return streamed_of<OUTPUTS, Row, Number>(count, std::make_index_sequence<ROWS_STREAMED>())(tile);
+    // All of the next outputs are wanted at once.
+    const int64_t bytes = OUTPUTS * tile.stride * sizeof(Number);
+    tile.ahead = (const char *)tile.weights + larger(bytes, BYTES_BEFORE);
+    const int64_t tiles = parts(count, ROWS_AT_ONCE), share = parts(OUTPUTS, tiles);
+    for (int64_t left = tiles, asked = 0; left > 0; --left, asked += share) {
+        const int64_t rows = parts(count, left);
+        const auto dot = tile_of<OUTPUTS, Row, Number>(rows, std::make_index_sequence<ROWS_AT_ONCE>());
+        dot(tile, asked < OUTPUTS ? share : 0);
+        tile.ahead += share * tile.columns * sizeof(Number);
+        tile.rows += rows * tile.row_stride, tile.to += rows * tile.to_stride, count -= rows;
+    }
 }
 
 // The outputs [first, last) of all rows.
@@ -126,14 +214,13 @@ void multiply_plain(const Row *rows, int64_t count, int64_t row_stride, const Nu
     const int64_t step = fit > ROWS_AT_ONCE ? fit : ROWS_AT_ONCE;
     for (int64_t row = 0; row < count; row += step) {
         const int64_t some = count - row < step ? count - row : step;
-        const Row *from = rows + row * row_stride;
-        float *place = to + row * to_stride;
+        const auto tile = [&](int64_t output) {
+            return PlainTile<Row, Number>{rows + row * row_stride, row_stride, weights + output * stride, stride, columns,
+                                          to + row * to_stride + output, to_stride, nullptr};
+        };
         int64_t output = first;
-        for (; output + OUTPUTS_AT_ONCE <= last; output += OUTPUTS_AT_ONCE)
-            dot_rows<OUTPUTS_AT_ONCE>(from, some, row_stride, weights + output * stride, stride, columns, place + output,
-                                      to_stride);
-        for (; output < last; ++output)
-            dot_rows<1>(from, some, row_stride, weights + output * stride, stride, columns, place + output, to_stride);
+        for (; output + OUTPUTS_AT_ONCE <= last; output += OUTPUTS_AT_ONCE) dot_rows<OUTPUTS_AT_ONCE>(tile(output), some);
+        for (; output < last; ++output) dot_rows<1>(tile(output), some);
     }
 }
 

@@ -19,6 +19,10 @@ namespace {
 constexpr int64_t BYTES_AHEAD = 2048, FAR_AHEAD = 4096;
 template <int ROWS, int BLOCKS>
 constexpr bool WAITS = ROWS <= 2 && BLOCKS == 1;
+// One that computes as long as memory takes asks twice: so far ahead for the larger cache, and so far for the nearest.
+constexpr int64_t FIRST_AHEAD = 16384, SECOND_AHEAD = 1024;
+template <int BITS, int ROWS, int BLOCKS>
+constexpr bool ASKS_TWICE = BITS == 8 && ROWS > 5 && BLOCKS == 1;
 
 template <int BITS>
 constexpr int64_t GROUP_BYTES = GROUP * OUTPUTS * BITS / 8;
@@ -52,6 +56,10 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, 
 #pragma GCC unroll 8
     for (int64_t at = 0; at < GROUP_BYTES<BITS>; at += 64) {
         if (WAITS<ROWS, BLOCKS>) __builtin_prefetch(codes + at + FAR_AHEAD, 0, 3);
+        if (ASKS_TWICE<BITS, ROWS, BLOCKS>) {
+            __builtin_prefetch(codes + at + FIRST_AHEAD, 0, 2);
+            __builtin_prefetch(codes + at + SECOND_AHEAD, 0, 3);
+        }
         Words stored[BLOCKS];
 #pragma GCC unroll 2
         for (int block = 0; block < BLOCKS; ++block) stored[block] = fetch(codes + block * stride + at);
@@ -68,6 +76,14 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, 
                     sums[row][block] = dot<BITS>(sums[row][block], words[block], numbers);
         }
     }
+}
+
+// Ask for the memory that totals will come to lie in: they would wait for each line of it.
+template <int ROWS, int BLOCKS>
+inline void ask_for_output(const Matrix &matrix, Format format, int64_t row, int64_t block) {
+    const float *const to = (const float *)matrix.output + row * matrix.outputs + block * OUTPUTS;
+    for (int at = 0; at < ROWS * BLOCKS && format == FLOAT32; ++at)
+        __builtin_prefetch(to + at / BLOCKS * matrix.outputs + at % BLOCKS * OUTPUTS, 1, 3);
 }
 
 // What rows from number `row` on make of some blocks: whole blocks of float32 come to lie where they belong at once.
@@ -96,15 +112,17 @@ inline void put_totals(const Matrix &matrix, Format format, int64_t row, int64_t
 template <int BITS, int ROWS, int BLOCKS>
 void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows, int64_t first, Ahead ahead) {
     constexpr int64_t BYTES = GROUP_BYTES<BITS>;
+    constexpr bool asks = WAITS<ROWS, BLOCKS> || ASKS_TWICE<BITS, ROWS, BLOCKS>;
     const int64_t groups = rows.groups, start = first * groups;
     const uint8_t *codes = matrix.codes + block * groups * BYTES;
     const uint16_t *scales = matrix.scales + block * groups * OUTPUTS;
+    if (BLOCKS > 1) ask_for_output<ROWS, BLOCKS>(matrix, rows.format, first, block);
     Totals totals[ROWS][BLOCKS];
 #pragma GCC unroll 16
     for (int at = 0; at < ROWS * BLOCKS; ++at) totals[at / BLOCKS][at % BLOCKS] = nothing();
     for (int64_t group = 0; group < groups; ++group) {
         // What all tiles ask for together is not needed at once.
-        for (int64_t line = 0; line < ahead.lines && !WAITS<ROWS, BLOCKS>; ++line, ahead.start += 64)
+        for (int64_t line = 0; line < ahead.lines && !asks; ++line, ahead.start += 64)
             __builtin_prefetch(ahead.start, 0, BLOCKS == 1 ? 3 : 2);
         const int64_t at = start + group * ROWS;
         Sums sums[ROWS][BLOCKS];
@@ -145,6 +163,8 @@ void multiply_some(const Matrix &matrix, int64_t block, const Rows &rows, Some s
     if (count <= rows.tile) return multiply(some.first, count, {codes + BYTES_AHEAD, LINES});
     const int64_t lines = parts(LINES, parts(count, rows.tile));
     const uint8_t *next = codes + BLOCKS * bytes, *const end = next + BLOCKS * bytes;
+    const int64_t scales = BLOCKS * rows.groups * OUTPUTS, after = block * rows.groups * OUTPUTS + scales;
+    for (int64_t at = after; at < after + scales; at += 32) __builtin_prefetch(matrix.scales + at, 0, 2);
     for (int64_t first = some.first; first < some.last; first += rows.tile, next += rows.groups * lines * 64)
         multiply(first, lesser(some.last - first, rows.tile), {next, next < end ? lines : 0});
 }

@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "linear.h"
+#include "memory.h"
 #include "step.h"
 #include "vector.h"
 
@@ -59,8 +61,8 @@ inline void normalise(const Norm &norm, const float *from, float *to) {
     }
 }
 
-inline void turn_head(const Turn &turn, int64_t row, float *head) {
-    const float *cosine = turn.cosine + row * turn.pairs, *sine = turn.sine + row * turn.pairs;
+inline void turn_head(const Turn &turn, int64_t position, float *head) {
+    const float *cosine = turn.cosine + position * turn.pairs, *sine = turn.sine + position * turn.pairs;
     const int64_t step = turn.interleaved ? 2 : 1, apart = turn.interleaved ? 1 : turn.pairs;
     float *__restrict first = head + turn.offset;
     for (int64_t pair = 0; pair < turn.pairs; ++pair) {
@@ -93,28 +95,59 @@ inline Vector activate(Vector x) {
     return KIND == RELU ? positive : positive * positive;
 }
 
-// to = activation(gate + its bias) * (up + its bias); up and all biases may be null.
+// What an activation makes of rows: activation(gate + its bias) * (up + its bias); up and all biases may be null.
+template <Activation KIND>
+struct Activated {
+    const float *gate, *gate_bias, *up, *up_bias;
+    int64_t gate_stride, up_stride, columns;
+
+    // Of a row `count` columns from `at` on, and zeros behind them.
+    inline __attribute__((always_inline)) Vector some(int64_t row, int64_t at, int64_t count) const {
+        Vector own = load_some(gate + row * gate_stride + at, count);
+        if (gate_bias) own += load_some(gate_bias + at, count);
+        own = activate<KIND>(own);
+        if (!up) return own;
+        const Vector more = load_some(up + row * up_stride + at, count);
+        return own * (up_bias ? more + load_some(up_bias + at, count) : more);
+    }
+    void put(int64_t row, float *to) const {
+        by_vectors(columns, [&](int64_t at, int64_t count) { store_some(to + at, some(row, at, count), count); });
+    }
+    // A group of a row that is to be quantised (codes.h).
+    void fetch(int64_t row, int64_t group, Vector *to) const {
+        const int64_t first = group * GROUP;
+        if (first + GROUP > columns) return fetch_part(row, first, to);
+        for (int64_t at = first; at < first + GROUP; at += LANES) *to++ = some(row, at, LANES);
+    }
+
+  private:
+    __attribute__((noinline)) void fetch_part(int64_t row, int64_t first, Vector *to) const {
+        for (int64_t at = first; at < first + GROUP; at += LANES)
+            *to++ = at < columns ? some(row, at, lesser(columns - at, LANES)) : Vector{};
+    }
+};
+
+// f(a constant that says which activation).
+template <class Function>
+inline void by_kind(Activation kind, Function function) {
+    switch (kind) {
+        case SILU: return function(std::integral_constant<Activation, SILU>());
+        case GELU: return function(std::integral_constant<Activation, GELU>());
+        case GELU_TANH: return function(std::integral_constant<Activation, GELU_TANH>());
+        case RELU: return function(std::integral_constant<Activation, RELU>());
+        case RELU_SQUARED: return function(std::integral_constant<Activation, RELU_SQUARED>());
+    }
+}
+
 template <Activation KIND>
 inline void activate_row(const float *gate, const float *gate_bias, const float *up, const float *up_bias, float *to,
                          int64_t width) {
-    by_vectors(width, [&](int64_t at, int64_t count) {
-        Vector own = load_some(gate + at, count);
-        if (gate_bias) own += load_some(gate_bias + at, count);
-        own = activate<KIND>(own);
-        if (up) own *= up_bias ? load_some(up + at, count) + load_some(up_bias + at, count) : load_some(up + at, count);
-        store_some(to + at, own, count);
-    });
+    Activated<KIND>{gate, gate_bias, up, up_bias, 0, 0, width}.put(0, to);
 }
 
 inline void activate_row(Activation kind, const float *gate, const float *gate_bias, const float *up, const float *up_bias,
                          float *to, int64_t width) {
-    switch (kind) {
-        case SILU: return activate_row<SILU>(gate, gate_bias, up, up_bias, to, width);
-        case GELU: return activate_row<GELU>(gate, gate_bias, up, up_bias, to, width);
-        case GELU_TANH: return activate_row<GELU_TANH>(gate, gate_bias, up, up_bias, to, width);
-        case RELU: return activate_row<RELU>(gate, gate_bias, up, up_bias, to, width);
-        case RELU_SQUARED: return activate_row<RELU_SQUARED>(gate, gate_bias, up, up_bias, to, width);
-    }
+    by_kind(kind, [&](auto kind) { activate_row<decltype(kind)::value>(gate, gate_bias, up, up_bias, to, width); });
 }
 
 }  // namespace

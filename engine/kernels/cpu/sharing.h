@@ -13,6 +13,8 @@ namespace {
 
 // Positions from which on it pays to walk them together.
 constexpr int64_t SHARED_AT_LEAST = 2 * TILE;
+// Lines of a stack, at most. A segment that can be stacked is one block a head.
+constexpr int64_t STACK = LEAST_BLOCK;
 
 // A segment's place in a stack.
 struct Member {
@@ -54,7 +56,7 @@ class Stacks {
     // Whether a segment can be stacked: it sees all cells from the first on, and a stack has room for two of its size.
     static bool is_few(const Call &call, const Segment &segment) {
         const int64_t own = lines(call, segment);
-        return call.reach == FULL && segment.first == 0 && own > 0 && 2 * own <= BLOCK;
+        return call.reach == FULL && segment.first == 0 && own > 0 && 2 * own <= STACK;
     }
     static int64_t lines(const Call &call, const Segment &segment) { return segment.rows * (call.heads / call.key_heads); }
 
@@ -73,7 +75,7 @@ class Stacks {
     // Stacks are no larger than leaves every thread some.
     bool takes(int64_t leader, int64_t at) const {
         const Member &own = members[leader];
-        return own.last >= 0 && is_few(call, call.segments[leader]) && own.lines + members[at].lines <= BLOCK &&
+        return own.last >= 0 && is_few(call, call.segments[leader]) && own.lines + members[at].lines <= STACK &&
                (own.count + 1) * call.threads <= larger(few * call.key_heads, call.threads);
     }
 

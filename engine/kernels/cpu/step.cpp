@@ -8,6 +8,7 @@
 
 #include "chain.h"
 #include "delta.h"
+#include "entry.h"
 #include "experts.h"
 #include "matrices.h"
 #include "rows.h"
@@ -33,13 +34,14 @@ class Walk {
         const int64_t numbers = rows * (5 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated);
         return numbers * sizeof(float) + sizes.work + step.cells_count * rows * sizeof(int64_t) +
                Multiplier::size(most_rows(), sizes.columns) + sizes.mixture + Sequences::size(step) +
-               sizes.recurrence + 4096;
+               sizes.recurrence + Entry::size(step) + 4096;
     }
 
     void begin(char *memory) {
         Slices slices(memory);
         const auto take = [&](int64_t bytes) { return slices.take<char>(bytes); };
         const auto numbers = [&](int64_t count) { return slices.take<float>(count); };
+        entry = Entry(step, take(Entry::size(step)));
         normed = numbers(rows * step.width), beside = numbers(rows * step.width);
         attention_made = numbers(rows * step.width), mlp_made = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
@@ -57,6 +59,7 @@ class Walk {
 
     // To be run by all threads of a team.
     void run() {
+        entry.run();
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
             enter(layer, at > 0 ? &step.layers[at - 1] : nullptr);
@@ -129,7 +132,7 @@ class Walk {
 
     // Add to a row's states what a half of a layer made of them, which is overwritten.
     void add(float *made, const Linear &last, const Norm &after, float share, int64_t row) const {
-        float *states = step.states + row * step.width, *own = made + row * step.width;
+        float *states = entry.states + row * step.width, *own = made + row * step.width;
         if (after.kind == NO_NORM && share == 1) return add_row(states, own, last.bias, step.width);
         if (last.bias) add_row(own, last.bias, nullptr, step.width);
         if (after.kind != NO_NORM) normalise(after, own, own);
@@ -144,13 +147,13 @@ class Walk {
     }
 
     // The states of all rows behind a norm, which may be none.
-    const float *behind(const Norm &norm, const float *normed) const { return norm.kind == NO_NORM ? step.states : normed; }
+    const float *behind(const Norm &norm, const float *normed) const { return norm.kind == NO_NORM ? entry.states : normed; }
 
     void enter(const Layer &layer, const Layer *before) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             settle(before, row);
-            const float *states = step.states + row * step.width;
+            const float *states = entry.states + row * step.width;
             if (layer.before_attention.kind != NO_NORM) normalise(layer.before_attention, states, normed + row * step.width);
             if (layer.parallel && layer.before_mlp.kind != NO_NORM)
                 normalise(layer.before_mlp, states, beside + row * step.width);
@@ -163,7 +166,7 @@ class Walk {
         for (int64_t row = 0; row < rows; ++row) {
             add(attention_made, layer.output, layer.after_attention, layer.attention_share, row);
             if (layer.before_mlp.kind != NO_NORM)
-                normalise(layer.before_mlp, step.states + row * step.width, normed + row * step.width);
+                normalise(layer.before_mlp, entry.states + row * step.width, normed + row * step.width);
         }
     }
 
@@ -230,9 +233,9 @@ class Walk {
         if (!whole) add_bias(layer, heads, own, head, heads.width);
         if (kind < 2) {
             const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
-            if (layer.turns_first) turn_head(step.turns[layer.turn], row, own);
+            if (layer.turns_first) turn_head(step.turns[layer.turn], entry.positions[row], own);
             if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
-            if (!layer.turns_first) turn_head(step.turns[layer.turn], row, own);
+            if (!layer.turns_first) turn_head(step.turns[layer.turn], entry.positions[row], own);
         }
         if (kind == 0) return;
         const Plane &plane = kind == 1 ? layer.key_plane : layer.value_plane;
@@ -261,16 +264,24 @@ class Walk {
 
     void feed_own(const Layer &layer, const float *from) {
         multiplier.multiply(layer.inner, layer.inner_count, from, inner, rows);
-        const Linear &gate = layer.inner[layer.gate_matrix], &up = layer.inner[layer.up_matrix < 0 ? 0 : layer.up_matrix];
-        const float *gates = made_by(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset;
-        const float *ups = layer.up_matrix < 0 ? nullptr : made_by(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset;
-        const float *gate_bias = gate.bias ? gate.bias + layer.gate_offset : nullptr;
-        const float *up_bias = ups && up.bias ? up.bias + layer.up_offset : nullptr;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row)
-            activate_row(layer.activation, gates + row * gate.outputs, gate_bias, ups ? ups + row * up.outputs : nullptr,
-                         up_bias, activated + row * layer.down.columns, layer.down.columns);
-        multiplier.multiply(&layer.down, 1, activated, mlp_made, rows);
+        by_kind(layer.activation, [&](auto kind) {
+            multiplier.multiply_made(layer.down, activation<decltype(kind)::value>(layer), activated, mlp_made, rows);
+        });
+    }
+
+    // Of what the inner matrices make.
+    template <Activation KIND>
+    Activated<KIND> activation(const Layer &layer) const {
+        const Linear &gate = layer.inner[layer.gate_matrix];
+        Activated<KIND> made = {};
+        made.columns = layer.down.columns;
+        made.gate = made_by(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset, made.gate_stride = gate.outputs;
+        if (gate.bias) made.gate_bias = gate.bias + layer.gate_offset;
+        if (layer.up_matrix < 0) return made;
+        const Linear &up = layer.inner[layer.up_matrix];
+        made.up = made_by(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset, made.up_stride = up.outputs;
+        if (up.bias) made.up_bias = up.bias + layer.up_offset;
+        return made;
     }
 
     void leave(const Layer &before) {
@@ -278,7 +289,7 @@ class Walk {
         for (int64_t row = 0; row < rows; ++row) settle(&before, row);
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.kept_count; ++at)
-            normalise(step.last, step.states + step.kept[at] * step.width, step.kept_states + at * step.width);
+            normalise(step.last, entry.states + step.kept[at] * step.width, step.kept_states + at * step.width);
         multiplier.multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
         if (!step.head.bias) return;
 #pragma omp for schedule(static)
@@ -289,6 +300,7 @@ class Walk {
     const Step &step;
     const int64_t rows;
     const Sizes sizes;
+    Entry entry;
     float *normed = nullptr, *beside = nullptr, *attention_made = nullptr, *mlp_made = nullptr;
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
     char *work_memory = nullptr;
@@ -312,13 +324,14 @@ int64_t take(const Step &step) {
     return DONE;
 }
 
-bool fits(const Step &step) {
+// What of a step names nothing that is there.
+Outcome check(const Step &step, const int64_t *tokens, int64_t count) {
     Call call = {};
     for (int64_t at = 0; at < step.cells_count; ++at) {
         call.segments = step.cells[at].segments, call.segment_count = step.cells[at].count, call.cells = step.cells[at].cells;
-        if (!in_pool(call)) return false;
+        if (!in_pool(call)) return BAD_CELL;
     }
-    return true;
+    return are_known(step.embedding, tokens, count) ? DONE : BAD_TOKEN;
 }
 
 Links::Take taker(const Step &step) {
@@ -329,14 +342,28 @@ Links::Take taker(const Step &step) {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) int64_t cellar_step(const Step *step) {
-    return fits(*step) ? taker(*step)(*step) : BAD_CELL;
+    const Outcome outcome = check(*step, step->tokens, step->rows);
+    return outcome == DONE ? taker(*step)(*step) : outcome;
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t cellar_chain(const Chain *chain) {
-    if (!fits(*chain->step)) return BAD_CELL;
     Links links(*chain);
+    const Outcome outcome = check(*chain->step, chain->tokens, links.count());
+    if (outcome != DONE) return outcome;
     const Memory memory(links.size());
     if (!memory.start) return NO_MEMORY;
     links.begin(memory.start);
     return links.run(taker(*chain->step));
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_choose(const Choices *choices) {
+    const int64_t outputs = choices->outputs;
+    const Memory memory(choices->threads * 2 * outputs * sizeof(float));
+    if (!memory.start) return NO_MEMORY;
+#pragma omp parallel for num_threads((int)choices->threads) schedule(dynamic) if (choices->rows > 1)
+    for (int64_t row = 0; row < choices->rows; ++row) {
+        float *const room = (float *)memory.start + omp_get_thread_num() * 2 * outputs;
+        choices->said[row] = choose(choices->links[row], 0, choices->logits + row * outputs, outputs, room);
+    }
+    return DONE;
 }

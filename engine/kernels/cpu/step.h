@@ -38,9 +38,17 @@ struct Heads {
     int64_t matrix, offset, stride, count, width;
 };
 
-// The angles of the rows by which a layer turns its queries and keys: pairs of columns (i, i + pairs), or (2i, 2i + 1).
+// What rows begin as (entry.h): the rows of a table that their tokens name, `scale` times as large.
+struct Embedding {
+    const void *table;  // [count][width], PLAIN or HALVES
+    Weights kind;
+    int64_t count;
+    float scale;
+};
+
+// The angles by which a layer turns its queries and keys: pairs of columns (i, i + pairs), or (2i, 2i + 1).
 struct Turn {
-    const float *cosine, *sine;  // [rows][pairs]
+    const float *cosine, *sine;  // [positions][pairs], of all positions that there may be
     int64_t pairs, offset, interleaved;
 };
 
@@ -146,8 +154,9 @@ struct Layer {
 };
 
 struct Step {
-    float *states;  // [rows][width], the embeddings of the rows; overwritten
+    const int64_t *tokens;  // [rows]
     int64_t rows, width;
+    Embedding embedding;
     const Layer *layers;
     int64_t layer_count;
     const Turn *turns;
@@ -177,21 +186,29 @@ struct Link {
     double top_p, min_p;     // 1 and 0: off
 };
 
-// Steps that follow each other. `step` has the rows of all of them, those of a sequence side by side: a segment and a turn
-// for each, but no states and nothing kept. The cells of rows that are not reached are left as they are.
+// Steps that follow each other. `step` has the rows of all of them, those of a sequence side by side: a segment
+// for each, but no tokens and nothing kept. The cells of rows that are not reached are left as they are.
 struct Chain {
     const Step *step;
-    int64_t turns_count;
     const Link *links;  // one for each segment
     int64_t links_count;
     const int64_t *tokens;  // that are read first, of all sequences
-    const void *embedding;  // [choices at least][width], PLAIN or HALVES; rows enter `scale` times as large
-    Weights kind;
-    float scale;
     float logits_scale, softcap;  // logits are so many times what the head makes, between -softcap and softcap; 0: anywhere
-    int64_t choices;  // the tokens that may be said are the first ones, so many
+    int64_t choices;  // the tokens that may be said are the first ones, so many; all of them have embeddings
     int64_t deepest;  // the largest count
     int64_t *said;    // [links_count][deepest]; -1 where a row of logits has no finite maximum, and behind it
 };
 
 extern "C" int64_t cellar_chain(const Chain *chain);
+
+// Rows of logits, and how a token is drawn behind each (choice.h).
+struct Choices {
+    const Link *links;  // [rows]
+    int64_t rows;
+    const float *logits;  // [rows][outputs]
+    int64_t outputs;
+    int64_t *said;  // [rows]; -1 where a row has no finite maximum
+    int64_t threads;
+};
+
+extern "C" int64_t cellar_choose(const Choices *choices);

@@ -13,14 +13,14 @@ class Work {
     // Bytes of memory that a call's work needs.
     static int64_t size(const Call &call) {
         const Kernel<Tiles> kernel(call);
-        const int64_t blocks = cut(call, nullptr);
+        const int64_t blocks = cut(call, Tiles::BLOCK, nullptr);
         int64_t numbers = call.threads * padded(kernel.desk_size()), most = 0;
         for (int64_t at = 0; at < call.segment_count; ++at) {
             const Segment &segment = call.segments[at];
             most = larger(most, (segment.start + segment.rows - 1) / PART + 1);
             if (Stacks::is_few(call, segment)) numbers += call.key_heads * kernel.state_size(Stacks::lines(call, segment));
         }
-        if (is_cut(call, blocks, most)) numbers += blocks * most * kernel.part_size(BLOCK);
+        if (is_cut(call, blocks, most)) numbers += blocks * most * kernel.part_size(LEAST_BLOCK);
         const int64_t segments = call.segment_count * (sizeof(Member) + 2 * sizeof(int64_t));
         return numbers * sizeof(float) + blocks * sizeof(Block) + segments + 512;
     }
@@ -31,9 +31,9 @@ class Work {
         members = slices.take<Member>(call.segment_count);
         first_block = slices.take<int64_t>(call.segment_count);
         leaders = slices.take<int64_t>(call.segment_count);
-        count = cut(call, nullptr);
+        count = cut(call, Tiles::BLOCK, nullptr);
         blocks = slices.take<Block>(count);
-        cut(call, blocks);
+        cut(call, Tiles::BLOCK, blocks);
         desk_size = padded(kernel.desk_size());
         desks = slices.take<float>(call.threads * desk_size);
         stack(slices.take<float>(0));
@@ -77,7 +77,7 @@ class Work {
     }
 
     void run_stack(int64_t leader, int64_t head, Desk<Tiles> &desk) const {
-        const Block *own[BLOCK];
+        const Block *own[STACK];
         int64_t some = 0;
         for (int64_t at = leader; at >= 0; at = members[at].next) own[some++] = &blocks[first_block[at] + head];
         kernel.run_shared(own, some, desk);
@@ -85,7 +85,7 @@ class Work {
 
     void run_parts(Desk<Tiles> &desk) const {
         const auto part_at = [&](int64_t block, int64_t part) {
-            return parts + block * most_parts * kernel.part_size(BLOCK) + part * kernel.part_size(blocks[block].lines);
+            return parts + block * most_parts * kernel.part_size(LEAST_BLOCK) + part * kernel.part_size(blocks[block].lines);
         };
 #pragma omp for collapse(2) schedule(dynamic, 1)
         for (int64_t at = 0; at < count; ++at)

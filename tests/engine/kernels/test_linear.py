@@ -120,9 +120,10 @@ def test_siblings_get_what_each_gets_alone(native: NativeLinear, bits: Bits) -> 
         ]
 
 
-def test_threads_do_not_show(native: NativeLinear) -> None:
-    """Blocks are shared out among them whole."""
-    packed, numbers = matrix(300, 128, 8), rows(19, 128)
+@pytest.mark.parametrize(("count", "columns"), [(1, 20), (1, 300), (5, 600), (19, 128), (200, 300)])
+def test_threads_do_not_show(native: NativeLinear, count: int, columns: int) -> None:
+    """Blocks are shared out among them whole; few rows are quantised piece by piece, many tile by tile."""
+    packed, numbers = matrix(300, columns, 8), rows(count, columns)
     alone = product(native.multiply, numbers, packed)
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)

@@ -175,6 +175,35 @@ def test_threads_change_no_bit(native: Native, reach: Reach, threads: int, cells
     assert torch.equal(alone, work.attend(native, reach))
 
 
+@pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
+def test_the_size_of_blocks_changes_no_bit(native: Native, cells: Format) -> None:
+    """More threads get smaller blocks of a prompt; its last rows alone are walked in another way than beside others."""
+    whole = batch(((500, 40),), Reach(), cells, heads=4, key_heads=1, width=72, value_width=40, layout="permuted")
+    expected = whole.attend(native, Reach())
+    (segment,) = whole.segments
+    alone = replace(whole, segments=(replace(segment, rows=slice(497, 500), start=537),))
+
+    assert torch.equal(expected[497:], alone.attend(native, Reach())[497:])
+    for threads in (2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(expected, whole.attend(native, Reach()))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
+def test_scores_may_grow_slowly_or_at_once(native: Native, cells: Format, rows: int) -> None:
+    """A line's weights are told from the greatest score so far, which grows by little a tile, then by much."""
+    work = batch(((rows, 1400),), Reach(), cells, heads=2, key_heads=1, width=64, value_width=64, layout="runs")
+    work.query[:] = work.query.abs()
+    length = rows + 1400
+    size = torch.cat((torch.linspace(0, 4, length - 200), torch.linspace(4, 12, 200)))
+    work.keys.write(1, slice(0, length), size.reshape(1, length, 1).expand(1, length, 64).contiguous())
+
+    result = work.attend(native, Reach())
+
+    torch.testing.assert_close(result.double(), work.expected(Reach()), rtol=0, atol=3 * work.tolerance)
+
+
 @pytest.mark.parametrize("width", [40, 64, 128])
 @pytest.mark.parametrize("cells", FORMATS, ids=str)
 @pytest.mark.parametrize("reach", [Reach(), Reach("window", 90), Reach("chunk", 50)], ids=lambda reach: reach.kind)

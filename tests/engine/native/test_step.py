@@ -138,14 +138,25 @@ def test_neither_neighbours_nor_chunks_change_a_bit(family: str, weights: Weight
     assert torch.equal(expected, model.states(model.fastest, chunks)[0])
 
 
-@pytest.mark.parametrize("weights", [8, 4])
+@pytest.mark.parametrize("weights", [32, 16])
+def test_no_number_of_rows_changes_a_bit(weights: Weights) -> None:
+    """Few rows meet weights in another order than many, which come in tiles: every row is what it is alone."""
+    odd = {"hidden_size": 68, "intermediate_size": 101, "head_dim": 10, "vocab_size": VOCABULARY + 3}
+    model = of_config(AutoConfig.for_model("llama", **{**settings("llama"), **odd}), weights)
+    counts = range(1, 15)
+    alone, _ = model.states(model.fastest, [((0, 1),)] * sum(counts))
+
+    assert torch.equal(alone, model.states(model.fastest, [((0, count),) for count in counts])[0])
+
+
+@pytest.mark.parametrize("weights", [32, 16, 8, 4])
 def test_rows_that_fill_the_cache_are_what_they_are_alone(weights: Weights) -> None:
     """Layers so wide that a processor's cache does not hold all rows: no bit tells how many are met at a time."""
     model = of_config(AutoConfig.for_model("llama", **(settings("llama") | {"intermediate_size": 8192})), weights)
     together, _ = model.states(model.fastest, (((0, 120),),))
 
     assert isinstance(model.fastest, NativeRunner)
-    assert torch.equal(together, model.states(model.fastest, (((0, 41),), ((0, 3),), ((0, 76),)))[0])
+    assert torch.equal(together, model.states(model.fastest, (((0, 41),), ((0, 1),), ((0, 2),), ((0, 76),)))[0])
 
 
 @pytest.mark.parametrize(

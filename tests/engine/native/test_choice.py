@@ -1,0 +1,79 @@
+"""The native choice of tokens is the engine's own rule, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.history import History
+from engine.sampling import Draw, emit
+from engine.types import SamplingParams
+from tests.engine.native.decoders import native
+from tests.engine.native.test_chain import runner_of
+from tests.libraries import built
+
+built("step")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, VOCABULARY = 6, 5003
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.0, top_p=0.999, top_k=700),
+    SamplingParams(temperature=1.5, top_k=40),
+    SamplingParams(temperature=2.0, min_p=0.1),
+    SamplingParams(temperature=1.0, top_p=0.0),
+    # What only the rule itself knows.
+    SamplingParams(temperature=1.0, typical_p=0.5),
+    SamplingParams(temperature=0.0, logit_bias=((3, 100.0),)),
+)
+
+
+def draws(*params: SamplingParams) -> list[Draw]:
+    """One for each row, of seeds and positions of its own."""
+    return [
+        Draw(own, 2**63 + 7 * row, 100 + row, History(own, (), VOCABULARY))
+        for row, own in zip(range(ROWS), ROWS * params, strict=False)
+    ]
+
+
+def rows(spread: float) -> Tensor:
+    """Logits that differ so much; many are equal, and the token of the highest is not the first."""
+    logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    return (8 * spread * logits).round() / 8
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 40.0])
+@pytest.mark.parametrize("params", PARAMS)
+def test_it_says_what_the_rule_says(params: SamplingParams, spread: float) -> None:
+    """Logits of any spread, with equal ones among them; they stay as they are."""
+    logits, drawn = rows(spread), draws(params)
+    before = logits.clone()
+
+    assert emit(logits, drawn) == runner_of(native("llama")).choose(logits, drawn)
+    assert torch.equal(before, logits)
+
+
+def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
+    """Rows that the native choice knows beside rows that it does not, in any number."""
+    runner, logits, drawn = runner_of(native("llama")), rows(3.0), draws(*PARAMS[2:])
+    together = runner.choose(logits, drawn)
+
+    assert together == [runner.choose(logits[row : row + 1], [drawn[row]])[0] for row in range(ROWS)]
+    assert together == runner.choose(logits.flip(0), drawn[::-1])[::-1]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_breaks_alone(value: float) -> None:
+    """It says nothing, wherever the number stands; a forbidden token is no harm."""
+    logits = rows(1.0)
+    logits[1, 0] = logits[2, 77] = logits[4, VOCABULARY - 1] = value
+    logits[3] = -torch.inf
+    logits[0, ::2] = -torch.inf
+    said = runner_of(native("llama")).choose(logits, draws(PARAMS[0], PARAMS[2]))
+
+    assert said == emit(logits, draws(PARAMS[0], PARAMS[2]))
+    assert [row for row, token in enumerate(said) if token is None] == [1, 2, 3, 4]
