@@ -33,7 +33,7 @@ class EngineConfig:
     max_waiting  requests that may wait for a slot; one more is refused
     chunk        rows of prompt that one step computes at most; decoding rows come on top
     itl_target_ms  milliseconds from token to token that rows of prompt should not exceed (inter-token latency); 0:
-                 prompts first; None: 40, or where that is more, twice a step without prompts
+                 prompts first; None: 40, or where that is more, three times a step without prompts
     device       where torch computes
     threads      that torch computes with; None: all cores, or one for a model too small to share out
     drafter      who may guess at tokens ahead; "auto": whoever there is

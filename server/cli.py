@@ -63,8 +63,8 @@ class Options:
     max_waiting
         Requests that may wait for a slot; one more is answered 429.
     itl_target_ms
-        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 40, or twice a
-        step without prompts where that is more.
+        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 40, or three
+        times a step without prompts where that is more.
     threads
         Threads to compute with. Default: all.
     mla
