@@ -66,8 +66,8 @@ def _allowed(decoder: Decoder) -> float:
     """How far logits may differ, in parts of the largest: where rows are quantised, codes may fall the other way.
 
     The parts were compared far more strictly before; here a part in the wrong place would show, which changes most of a
-    logit. 1.2 billion random weights differ by 0.037. Routers choose other experts where two are wanted all but equally:
-    random models differ by up to 0.14 so.
+    logit. 1.2 billion random weights differ by 0.037. Routers choose other experts where two are wanted all but
+    equally: random models differ by up to 0.14 so.
     """
     if not any(isinstance(linear.weight, Packed) for linear in linears(decoder)):
         return 1e-3
