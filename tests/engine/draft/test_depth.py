@@ -234,7 +234,7 @@ def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
                 learn(KIND, 1, max(chosen), 0.3 * max(chosen) + (reading if trials[reading] % 2 else 0.0))
             depth.stepped(1 + sum(chosen), 1 + 0.3 * sum(chosen))
 
-    assert 50 < trials[0.0]
+    assert 100 < trials[0.0]
     assert 4 < trials[10.0] < trials[0.0] / 2
 
 
