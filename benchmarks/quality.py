@@ -27,14 +27,12 @@ import httpx
 import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.known import PEERS, Share
 from benchmarks.shapes import write_gguf
-from models.recipe.evaluate import held_out
+from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
-from models.recipe.rows import encode
 from server.bench.launch import cellar, started
 from server.bench.machine import environment
 from server.bench.report import write_json
@@ -96,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]:
     """Return what each side lost, by world, bits and side."""
-    texts = conversations(given.texts)
+    texts = held_out_texts(given.texts)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
@@ -110,12 +108,6 @@ async def compare(given: argparse.Namespace) -> dict[tuple[str, str, str], Loss]
                     with theirs(quantised(folder, given.quantizer, name), given.program, given.out) as url:
                         found[world, bits, "llama.cpp"] = loss(places, await ask_peer(http, url, texts, places))
     return found
-
-
-def conversations(count: int) -> list[list[int]]:
-    """Return texts that the bundled model was not trained on, as tokens."""
-    tokenizer = Tokenizer.from_file(str(TARGET.folder / "tokenizer.json"))
-    return [row.ids for row in encode(tokenizer, held_out()[:count])]
 
 
 def plant(source: Path, folder: Path, times: float) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.encoding import dumps
 from server.service import Events
-from server.sse import Frames, guarded
+from server.sse import framed, guarded
 
 Lines = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
 
@@ -25,13 +25,8 @@ class LineStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end, or when the reader leaves."""
         async with self._opening as events:
-            lines = guarded(self._written(events), scope["path"], _line, b"")
+            lines = guarded(framed(self._lines(events), _line), scope["path"], _line, b"")
             await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
-
-    async def _written(self, events: Events) -> Frames:
-        async with aclosing(self._lines(events)) as lines:
-            async for line in lines:
-                yield _line(line)
 
 
 def _line(value: Mapping[str, object]) -> bytes:

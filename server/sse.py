@@ -83,6 +83,13 @@ async def send_frames(frames: Frames, caps: Caps, scope: Scope, receive: Receive
     await response(scope, receive, send)
 
 
+async def framed(chunks: AsyncGenerator[Mapping[str, object], None], write: Write) -> Frames:
+    """The chunks as they go over the wire."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield write(chunk)
+
+
 async def guarded(frames: Frames, path: str, write: Write, end: bytes) -> Frames:
     """The frames, then `end`. A fault after the first byte is written too, and no `end` follows it."""
     async with aclosing(frames):

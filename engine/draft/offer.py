@@ -84,7 +84,8 @@ class Choices:
             least = min(least, self._seconds[-1] / tokens)
             if self._seconds[-1] > _FAR * least * tokens:
                 break
-        self._ages = cost.ages(self._counts[: len(self._tokens)])
+        ages = cost.ages(self._counts[: len(self._tokens)])
+        self._ages = list(map(max, ages, [0.0, *(level.age for level in self._levels)]))
 
     def depths(self, choice: int) -> Depths:
         """How deep a choice drafts."""
@@ -102,7 +103,7 @@ class Choices:
 
     def loss(self, choice: int, price: float) -> float:
         """How many seconds longer a step takes than what it brings is worth."""
-        return self._seconds[choice] - self._tokens[choice] * price
+        return max(self._seconds[choice] - self._tokens[choice] * price, 0.0)
 
     @property
     def fastest(self) -> int:
@@ -120,14 +121,11 @@ class Choices:
 
         Every choice so costs about the same in the long run, and what would cost much is tried seldom.
         """
-        price, least, found = self.price(best), _LEAST * self._seconds[best], (float("inf"), best)
-        known = zip(
-            self._tokens, self._seconds, self._ages, [0.0, *(level.age for level in self._levels)], strict=False
+        price, least = self.price(best), _LEAST * self._seconds[best]
+        others = [choice for choice in range(len(self._tokens)) if choice != best]
+        return min(
+            others, key=lambda choice: (self.loss(choice, price) + least) / max(self._ages[choice], 1.0), default=best
         )
-        for choice, (tokens, seconds, age, untried) in enumerate(known):
-            if choice != best:
-                found = min(found, ((max(seconds - tokens * price, 0.0) + least) / max(age, untried, 1.0), choice))
-        return found[1]
 
 
 def _levels(candidates: Collection[Candidate], known: Mapping[str, Acceptance]) -> Iterator[_Level]:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from tokenizers import Tokenizer
 
 from models.recipe.answers import Answer, Model, Prompt
 from models.recipe.conversation import Conversation
 from models.recipe.dialogues import words
 from models.recipe.dialogues.lists import POOLS
 from models.recipe.dialogues.topics import converse, converse_at_length
+from models.recipe.plan import TARGET
 from models.recipe.probes import PROBES, Probe
+from models.recipe.rows import encode
 
 SEED = 990_017
 ROWS = 1000
@@ -78,6 +81,12 @@ def held_out() -> list[Conversation]:
     random = Random(SEED)
     drawn = [converse(random) for _ in range(ROWS)] + [converse_at_length(random) for _ in range(LONG_ROWS)]
     return [conversation for conversation in drawn if not conversation.raw]
+
+
+def held_out_texts(count: int) -> list[list[int]]:
+    """The first of them whole, as tokens of the target."""
+    tokenizer = Tokenizer.from_file(str(TARGET.folder / "tokenizer.json"))
+    return [row.ids for row in encode(tokenizer, held_out()[:count])]
 
 
 def right(conversation: Conversation, answer: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,7 @@ from server.anthropic.blocks import Blocks
 from server.errors import check_deadline
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
 from server.service import Events
-from server.sse import Frames, named_frame
+from server.sse import Frames, framed, named_frame
 from server.turn import Ended, Said, Turn, said
 from server.usage import written
 
@@ -36,11 +35,9 @@ class AnthropicAnswer:
                 message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
         return {**message, "content": blocks.content}
 
-    async def frames(self, events: Events) -> Frames:
+    def frames(self, events: Events) -> Frames:
         """The events in Anthropic's words."""
-        async with aclosing(self._chunks(events)) as chunks:
-            async for chunk in chunks:
-                yield named_frame(chunk)
+        return framed(self._chunks(events), named_frame)
 
     async def _chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
         """Each block begins, is told in pieces, and stops."""

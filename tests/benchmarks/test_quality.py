@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.quality import TIMES, Place, ask_ours, ask_peer, conversations, likely, loss, ours, plant
+from benchmarks.quality import TIMES, Place, ask_ours, ask_peer, likely, loss, ours, plant
+from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 
 
@@ -27,7 +28,7 @@ def logits(folder: Path, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("times", [TIMES, 1 / TIMES])
 def test_outliers_leave_float32_as_it_is(tmp_path: Path, times: float) -> None:
     """Some weights are many times as large, or as small, and the model says the same."""
-    (text,) = conversations(1)
+    (text,) = held_out_texts(1)
     plant(TARGET.folder, tmp_path, times)
     before, planted = (
         AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight.detach().float()
@@ -43,7 +44,7 @@ def test_outliers_leave_float32_as_it_is(tmp_path: Path, times: float) -> None:
 @pytest.mark.slow
 def test_ours_says_what_float32_says(tmp_path: Path) -> None:
     """Without quantising, every place is as likely over HTTP as transformers holds it."""
-    texts = conversations(2)
+    texts = held_out_texts(2)
     places = list(likely(TARGET.folder, texts, 8))
 
     async def ask(url: str) -> list[float]:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from engine.config import EngineConfig
@@ -26,9 +25,8 @@ from engine.quantize import store, surgery
 from engine.quantize.layers import QuantizedLinear, Siblings
 from engine.quantize.store import Store
 from engine.quantize.survey import Choice, Survey
-from models.recipe.evaluate import held_out
+from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
-from models.recipe.rows import encode
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Job, play
@@ -396,16 +394,10 @@ def perplexity(loaded: Loaded, texts: list[list[int]]) -> float:
     return math.exp(loss / count)
 
 
-def texts(count: int) -> list[list[int]]:
-    """Conversations that the model was not trained on, as tokens."""
-    tokenizer = Tokenizer.from_file(str(TARGET.folder / "tokenizer.json"))
-    return [row.ids for row in encode(tokenizer, held_out()[:count])]
-
-
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_bundled_model_loses_little(quantize: str) -> None:
     """Perplexity over 50 held-out conversations rises by at most half a per cent with 8 bits, by 5 with 4."""
-    some = texts(50)
+    some = held_out_texts(50)
 
     assert perplexity(bundled(quantize), some) <= ALLOWED[quantize] * perplexity(bundled("none"), some)
 
@@ -414,6 +406,6 @@ def test_the_bundled_model_loses_little(quantize: str) -> None:
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_bundled_model_loses_little_over_all_held_out_text(quantize: str) -> None:
     """The same over all of it."""
-    everything = texts(100_000)
+    everything = held_out_texts(100_000)
 
     assert perplexity(bundled(quantize), everything) <= ALLOWED[quantize] * perplexity(bundled("none"), everything)

@@ -141,7 +141,12 @@ class FloatTiles {
     void weigh(const Lines &lines, int64_t tile, int64_t line, Desk &desk, const Gathered &sums) const {
         float *scores = desk.scores + line * TILE;
         const int32_t low = lines.low(line, tile), high = lines.high(line, tile);
-        const float now = level(scores, low, high, call.softcap, line, sums, value_width);
+        if (call.softcap > 0) cap(scores, call.softcap);
+        if (is_part(low, high)) hide(scores, low, high, NOTHING);
+        Vector top = spread(NOTHING);
+        for (int32_t at = 0; at < TILE; at += LANES) top = greater(load(scores + at), top);
+        const float now = fmaxf(sums.greatest[line], greatest(top));
+        sums.raise(line, now, value_width);
         for (int32_t at = 0; at < TILE; at += LANES) store(scores + at, exponential(load(scores + at) - now));
         // A line that sees nothing of this tile may have seen nothing at all: its weights are zero, not e^0.
         if (is_part(low, high)) hide(scores, low, high, 0);

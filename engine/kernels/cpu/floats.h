@@ -1,6 +1,7 @@
 // Some lines against one tile of keys and values in float32: the arithmetic of attention, the same for every line alone.
 #pragma once
 
+#include "gathered.h"
 #include "lines.h"
 
 namespace {

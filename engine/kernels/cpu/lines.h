@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention.h"
-#include "gathered.h"
 #include "memory.h"
 #include "vector.h"
 
@@ -36,18 +35,6 @@ inline void hide(float *scores, int32_t low, int32_t high, float value) {
 inline void cap(float *scores, float softcap) {
     for (int32_t at = 0; at < TILE; at += LANES)
         store(scores + at, softcap * hyperbolic_tangent(load(scores + at) / softcap));
-}
-
-// Before a line's scores of a tile become weights, whether it sees [low, high] only, or all: hide what it does not see, and
-// bring its sums to the greatest score so far, which is returned.
-inline float level(float *scores, int32_t low, int32_t high, float softcap, int64_t line, const Gathered &sums, int64_t width) {
-    if (softcap > 0) cap(scores, softcap);
-    if (is_part(low, high)) hide(scores, low, high, NOTHING);
-    Vector top = spread(NOTHING);
-    for (int32_t at = 0; at < TILE; at += LANES) top = greater(load(scores + at), top);
-    const float now = fmaxf(sums.greatest[line], greatest(top));
-    sums.raise(line, now, width);
-    return now;
 }
 
 // The rows of a call's planes.

@@ -7,6 +7,7 @@
 // What is inlined and what is not is said where GCC's own choice was measured to cost up to a tenth.
 #pragma once
 
+#include "gathered.h"
 #include "lines.h"
 #include "pairs.h"
 
