@@ -26,7 +26,6 @@ from engine.quantize.layers import QuantizedLinear, Siblings
 from engine.quantize.store import Store
 from engine.quantize.survey import Choice, Survey
 from models.recipe.evaluate import held_out_texts
-from models.recipe.plan import TARGET
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import Reference, core, load_model
 from tests.engine.play import Job, play
