@@ -115,7 +115,10 @@ class Matcher:
         """Stand behind the text and so much of `guessed` as the grammar allows; whether that is all."""
         wanted = list(guessed)
         common = common_prefix(self._ahead, wanted)
-        self._state.rollback(len(self._ahead) - common)
+        if common < len(self._ahead):
+            self._state.rollback(len(self._ahead) - common)
+            # llguidance keeps its latest mask, and would give it for other guesses that leave its lexer as these did.
+            self._state.compute_bitmask()
         taken = self._state.try_consume_tokens(wanted[common:])
         self._ahead = wanted[: common + taken]
         return len(self._ahead) == len(wanted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -27,7 +26,7 @@ _LONGEST_REASON = 500
 # Strings, regular expressions and comments of Lark and of the JSON inside it: their brackets nest nothing.
 _OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
 _EXCERPT = re.compile(r"\n\s+\d+ \| ")
-_PLACE = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
+_PLACE = re.compile(r"^(?:(?:at )?\d+\(\d+\): )+(?:failed to compile JSON schema: )?")
 
 
 class Grammars:
@@ -106,22 +105,6 @@ class Grammars:
             self._kept[digest] = compiled
             while len(self._kept) > _KEPT or sum(len(one.source) for one in self._kept.values()) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
-
-
-def relaxed(schema: str) -> str:
-    """A JSON schema, as text, whose keywords that cannot be enforced are left out of account instead of refused.
-
-    Raises InvalidRequest for text that is no JSON.
-    """
-    try:
-        known = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("grammar", f"the schema is no JSON: {error}") from error
-    if not isinstance(known, dict):
-        return schema
-    asked = known.get("x-guidance")
-    options = {**(asked if isinstance(asked, dict) else {}), "lenient": True, "coerce_one_of": True}
-    return json.dumps({**known, "x-guidance": options}, ensure_ascii=False)
 
 
 def readable(error: str) -> str:
