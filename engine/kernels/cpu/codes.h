@@ -25,8 +25,9 @@ constexpr int64_t WORDS = GROUP / 4, VECTORS = GROUP / LANES;
 constexpr int64_t GROUPS_AT_ONCE = 16;
 // Fewer tiles than that are no even work for threads.
 constexpr int64_t TILES_A_THREAD = 4;
-// Bytes of rows that stay in a core's cache while all outputs meet them.
-constexpr int64_t CACHED_BYTES = 512 * 1024;
+// Bytes of rows that all outputs meet at a time. More than a core's own cache holds: rows come from the shared one as fast as
+// they are met, and weights are read less often (measured: 256 rows of 8192 columns are 2 % faster than with 512 KB).
+constexpr int64_t CACHED_BYTES = 3 * 1024 * 1024;
 // Below that a scale's inverse is no number: such a group is zero.
 constexpr float SMALLEST = 1.17549435e-38f;
 

@@ -16,25 +16,23 @@ inline bool are_known(const Embedding &embedding, const int64_t *tokens, int64_t
 class Entry {
   public:
     // Bytes of memory that it needs.
-    static int64_t size(const Step &step) { return step.rows * (step.width * sizeof(float) + sizeof(int64_t)) + 128; }
+    static int64_t size(const Step &step) { return step.rows * sizeof(int64_t); }
 
     Entry() = default;
-    Entry(const Step &step, char *memory) : step(&step) {
-        Slices slices(memory);
-        states = slices.take<float>(step.rows * step.width);
-        positions = slices.take<int64_t>(step.rows);
+    Entry(const Step &step, char *memory) : step(&step), positions((int64_t *)memory) {
         // Who stores no cells does not ask where rows stand.
         if (step.cells_count) find_positions(step.cells[0]);
     }
 
-    // To be run by all threads of a team.
-    void run() const {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < step->rows; ++row) embed(step->tokens[row], states + row * step->width);
+    // A row's first states.
+    void embed(int64_t row, float *to) const {
+        const Embedding &own = step->embedding;
+        for (int64_t at = 0, from = step->tokens[row] * step->width; at < step->width; ++at, ++from)
+            to[at] = own.scale * (own.kind == HALVES ? number(((const bfloat16 *)own.table)[from])
+                                                     : ((const float *)own.table)[from]);
     }
 
-    float *states = nullptr;       // [rows][width]
-    int64_t *positions = nullptr;  // [rows]
+    int64_t position(int64_t row) const { return positions[row]; }
 
   private:
     void find_positions(const Cells &cells) {
@@ -44,14 +42,8 @@ class Entry {
         }
     }
 
-    void embed(int64_t token, float *to) const {
-        const Embedding &own = step->embedding;
-        for (int64_t at = 0, from = token * step->width; at < step->width; ++at, ++from)
-            to[at] = own.scale * (own.kind == HALVES ? number(((const bfloat16 *)own.table)[from])
-                                                     : ((const float *)own.table)[from]);
-    }
-
     const Step *step = nullptr;
+    int64_t *positions = nullptr;  // [rows]
 };
 
 }  // namespace

@@ -31,7 +31,7 @@ class Multiplier {
 
     // Bytes that it needs for so many rows and columns at most.
     static int64_t size(int64_t rows, int64_t columns) {
-        return codes_size(rows, columns) + (ROUNDS ? rows * columns * sizeof(bfloat16) : 0);
+        return codes_size(rows, columns) + (ROUNDS ? padded(rows * columns * sizeof(bfloat16)) : 0);
     }
 
     // Rows times some matrices of as many columns. To be called by all threads of a team.
@@ -39,6 +39,31 @@ class Multiplier {
         prepare(matrices, count, from, held(*matrices, rows));
         meet(matrices, count, from, to, rows);
     }
+
+    // The same with one row, of which each thread has a multiplier of its own: to prepare it more than once takes less time
+    // than to wait for who does.
+    void multiply_alone(const Linear *matrices, int64_t count, const float *from, float *to) const {
+        take_alone(matrices, count, from);
+        meet(matrices, count, from, to, 1);
+    }
+
+    // That in parts, each by one thread: prepare a row for some matrices; its outputs [first, last), `first` where a block
+    // begins; groups [first, last) of the row that a source makes; and what a matrix of codes makes of all of them, once all
+    // threads have met.
+    void take_alone(const Linear *matrices, int64_t count, const float *from) const {
+        const int64_t columns = matrices->columns;
+        const Needs needs = needs_of(matrices, count);
+        if (needs.codes) quantise_row(Numbers<float>{from, columns, columns}, 0, 0, ::parts(columns, GROUP), held(*matrices, 1));
+        if (needs.halves) round_row(from, columns, 0);
+    }
+    void multiply_outputs(const Linear &matrix, int64_t first, int64_t last, const float *from, float *to) const {
+        for (; first < last; first += SHARE) multiply_share(matrix, first, from, held(matrix, 1), {0, 1}, to);
+    }
+    template <class Source>
+    void take_groups(const Linear &matrix, const Source &source, int64_t first, int64_t last) const {
+        quantise_row(source, 0, first, last, held(matrix, 1));
+    }
+    void multiply_taken(const Linear &matrix, float *to) const { meet(&matrix, 1, nullptr, to, 1); }
 
     // Rows that a source makes (codes.h, rows.h) times a matrix. Where its weights are no codes, they are put into `room`.
     template <class Source>
@@ -96,15 +121,24 @@ class Multiplier {
         put(halves + row * columns, from + row * columns, columns);
     }
 
+    // As what some matrices want rows.
+    struct Needs {
+        bool codes, halves;
+    };
+    Needs needs_of(const Linear *matrices, int64_t count) const {
+        Needs needs = {};
+        for (int64_t at = 0; at < count; ++at) {
+            needs.codes = needs.codes || matrices[at].kind >= BYTES;
+            needs.halves = needs.halves || rounds_for(matrices[at].kind);
+        }
+        return needs;
+    }
+
     void prepare(const Linear *matrices, int64_t count, const float *from, const Rows &quantised) const {
         const int64_t columns = matrices->columns;
-        bool coded = false, halved = false;
-        for (int64_t at = 0; at < count; ++at) {
-            coded = coded || matrices[at].kind >= BYTES;
-            halved = halved || rounds_for(matrices[at].kind);
-        }
-        if (coded) quantise(Numbers<float>{from, columns, columns}, quantised);
-        if (!halved) return;
+        const Needs needs = needs_of(matrices, count);
+        if (needs.codes) quantise(Numbers<float>{from, columns, columns}, quantised);
+        if (!needs.halves) return;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < quantised.rows; ++row) round_row(from, columns, row);
     }

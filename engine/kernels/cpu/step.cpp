@@ -2,6 +2,9 @@
 //
 // One team of threads goes through all layers; a loop over rows, heads or outputs is shared out, and all meet behind it.
 // Each row is computed as if it were alone, in an order that neither its neighbours nor the threads change.
+//
+// What is done to a row between two products is done by one thread. Where there is but one row, every thread does it for
+// itself, to a copy of its own: that takes less time than to wait for who does.
 #include "step.h"
 
 #include <optional>
@@ -10,6 +13,7 @@
 #include "delta.h"
 #include "entry.h"
 #include "experts.h"
+#include "heads.h"
 #include "matrices.h"
 #include "rows.h"
 #include "space.h"
@@ -31,9 +35,10 @@ class Walk {
 
     // Bytes of memory that `begin` needs.
     int64_t size() const {
-        const int64_t numbers = rows * (5 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated);
+        const int64_t numbers = rows * (3 * step.width + 1 + sizes.projected + sizes.attended + sizes.inner + sizes.activated) +
+                                copies() * 4 * step.width;
         return numbers * sizeof(float) + sizes.work + step.cells_count * rows * sizeof(int64_t) +
-               Multiplier::size(most_rows(), sizes.columns) + sizes.mixture + Sequences::size(step) +
+               Multiplier::size(most_rows(), sizes.columns) + step.threads * alone_size() + sizes.mixture + Sequences::size(step) +
                sizes.recurrence + Entry::size(step) + 4096;
     }
 
@@ -42,7 +47,8 @@ class Walk {
         const auto take = [&](int64_t bytes) { return slices.take<char>(bytes); };
         const auto numbers = [&](int64_t count) { return slices.take<float>(count); };
         entry = Entry(step, take(Entry::size(step)));
-        normed = numbers(rows * step.width), beside = numbers(rows * step.width);
+        states = numbers(copies() * step.width), spare = numbers(copies() * step.width);
+        normed = numbers(copies() * step.width), beside = numbers(copies() * step.width);
         attention_made = numbers(rows * step.width), mlp_made = numbers(rows * step.width);
         projected = numbers(rows * sizes.projected), attended = numbers(rows * sizes.attended);
         inner = numbers(rows * sizes.inner), activated = numbers(rows * sizes.activated);
@@ -53,13 +59,14 @@ class Walk {
         work_memory = take(sizes.work);
         char *const own = take(Multiplier::size(most_rows(), sizes.columns));
         multiplier = Multiplier(own, most_rows(), sizes.columns, step.rounds);
+        alone_memory = take(step.threads * alone_size());
         targets = slices.take<int64_t>(step.cells_count * rows);
         for (int64_t at = 0; at < step.cells_count; ++at) find_targets(step.cells[at], targets + at * rows);
     }
 
     // To be run by all threads of a team.
     void run() {
-        entry.run();
+        by_rows([&](int64_t row) { entry.embed(row, states_of(row)); });
         for (int64_t at = 0; at < step.layer_count; ++at) {
             const Layer &layer = step.layers[at];
             enter(layer, at > 0 ? &step.layers[at - 1] : nullptr);
@@ -71,7 +78,7 @@ class Walk {
                 sift(step, sequences, layer, recurrence_memory, projected, attended);
             else
                 attend(layer);
-            multiplier.multiply(&layer.output, 1, attended, attention_made, rows);
+            multiply(&layer.output, 1, attended, attention_made, rows);
             if (!layer.parallel) go_on(layer);
             feed(layer);
         }
@@ -104,6 +111,32 @@ class Walk {
     // A row may be wanted more than once.
     int64_t most_rows() const { return larger(rows, step.wanted_count); }
 
+    // Copies of what is done to rows, and which of them is a row's for this thread.
+    int64_t copies() const { return rows == 1 ? step.threads : rows; }
+    int64_t place(int64_t row) const { return rows == 1 ? omp_get_thread_num() : row; }
+    float *states_of(int64_t row) const { return states + place(row) * step.width; }
+
+    // Run work(row) for all rows; a row alone is every thread's.
+    template <class Work>
+    void by_rows(Work work) const {
+        if (rows == 1) return work(0);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) work(row);
+    }
+
+    int64_t alone_size() const { return Multiplier::size(1, sizes.columns); }
+
+    // Rows times some matrices; all that `from` names is made.
+    void multiply(const Linear *matrices, int64_t count, const float *from, float *to, int64_t rows) const {
+        if (rows != 1) return multiplier.multiply(matrices, count, from, to, rows);
+        alone().multiply_alone(matrices, count, from, to);
+    }
+
+    // This thread's multiplier of a row alone.
+    Multiplier alone() const {
+        return Multiplier(alone_memory + omp_get_thread_num() * alone_size(), 1, sizes.columns, step.rounds);
+    }
+
     void find_targets(const Cells &cells, int64_t *to) const {
         for (int64_t at = 0; at < cells.count; ++at) {
             const Segment &segment = cells.segments[at];
@@ -130,10 +163,11 @@ class Walk {
         return call;
     }
 
-    // Add to a row's states what a half of a layer made of them, which is overwritten.
-    void add(float *made, const Linear &last, const Norm &after, float share, int64_t row) const {
-        float *states = entry.states + row * step.width, *own = made + row * step.width;
-        if (after.kind == NO_NORM && share == 1) return add_row(states, own, last.bias, step.width);
+    // Add to a row's states what a half of a layer made of them.
+    void add(const float *made, const Linear &last, const Norm &after, float share, int64_t row) const {
+        float *const states = states_of(row), *const own = spare + place(row) * step.width;
+        if (after.kind == NO_NORM && share == 1) return add_row(states, made + row * step.width, last.bias, step.width);
+        memcpy(own, made + row * step.width, step.width * sizeof(float));
         if (last.bias) add_row(own, last.bias, nullptr, step.width);
         if (after.kind != NO_NORM) normalise(after, own, own);
         for (int64_t at = 0; at < step.width; ++at) states[at] += share * own[at];
@@ -147,100 +181,45 @@ class Walk {
     }
 
     // The states of all rows behind a norm, which may be none.
-    const float *behind(const Norm &norm, const float *normed) const { return norm.kind == NO_NORM ? entry.states : normed; }
+    const float *behind(const Norm &norm, const float *normed) const {
+        return (norm.kind == NO_NORM ? states : normed) + place(0) * step.width;
+    }
+
+    // What a norm, if it is one, makes of a row's states.
+    void normalise_states(const Norm &norm, int64_t row, float *to) const {
+        if (norm.kind != NO_NORM) normalise(norm, states_of(row), to + place(row) * step.width);
+    }
 
     void enter(const Layer &layer, const Layer *before) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
+        by_rows([&](int64_t row) {
             settle(before, row);
-            const float *states = entry.states + row * step.width;
-            if (layer.before_attention.kind != NO_NORM) normalise(layer.before_attention, states, normed + row * step.width);
-            if (layer.parallel && layer.before_mlp.kind != NO_NORM)
-                normalise(layer.before_mlp, states, beside + row * step.width);
+            normalise_states(layer.before_attention, row, normed);
+            if (layer.parallel) normalise_states(layer.before_mlp, row, beside);
+        });
+        if (layer.queries.count) {
+            // All threads meet behind the projections, before it is looked at.
+#pragma omp single nowait
+            work.emplace(describe(layer), work_memory);
         }
-        multiplier.multiply(layer.projections, layer.projection_count, behind(layer.before_attention, normed), projected, rows);
+        multiply(layer.projections, layer.projection_count, behind(layer.before_attention, normed), projected, rows);
     }
 
     void go_on(const Layer &layer) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
+        by_rows([&](int64_t row) {
             add(attention_made, layer.output, layer.after_attention, layer.attention_share, row);
-            if (layer.before_mlp.kind != NO_NORM)
-                normalise(layer.before_mlp, entry.states + row * step.width, normed + row * step.width);
-        }
+            normalise_states(layer.before_mlp, row, normed);
+        });
     }
 
     void attend(const Layer &layer) {
-        const Heads *kinds[] = {&layer.queries, &layer.keys, &layer.values};
-        const int64_t heads = layer.queries.count + layer.keys.count + layer.values.count;
-#pragma omp single nowait
-        work.emplace(describe(layer), work_memory);
-        if (layer.norms_whole) norm_rows(layer);
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t number = 0; number < heads; ++number) {
-                int64_t head = number, kind = 0;
-                while (head >= kinds[kind]->count) head -= kinds[kind++]->count;
-                make_head(layer, *kinds[kind], kind, row, head);
-            }
-        work->run();
-        if (layer.gates.count) gate(layer);
-    }
-
-    // What attention makes, times the sigmoid of its gates.
-    void gate(const Layer &layer) const {
-        const Heads &heads = layer.gates;
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t head = 0; head < heads.count; ++head) {
-                float *own = head_of(layer, heads, row, head), *to = attended + (row * heads.count + head) * heads.width;
-                add_bias(layer, heads, own, head, heads.width);
-                for (int64_t at = 0; at < heads.width; at += LANES) {
-                    const int64_t count = lesser(LANES, heads.width - at);
-                    const Vector weight = 1.0f / (1.0f + exponential(-load_some(own + at, count)));
-                    store_some(to + at, load_some(to + at, count) * weight, count);
-                }
-            }
-    }
-
-    // Norms of all queries of a row at once, and of all its keys.
-    void norm_rows(const Layer &layer) {
-#pragma omp for schedule(static) collapse(2)
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t kind = 0; kind < 2; ++kind) {
-                const Heads &heads = kind == 0 ? layer.queries : layer.keys;
-                const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
-                float *own = head_of(layer, heads, row, 0);
-                add_bias(layer, heads, own, 0, norm.width);
-                normalise(norm, own, own);
-            }
-    }
-
-    float *head_of(const Layer &layer, const Heads &heads, int64_t row, int64_t head) const {
-        return made_by(projected, layer.projections, heads.matrix, rows) + row * layer.projections[heads.matrix].outputs +
-               heads.offset + head * heads.stride;
-    }
-
-    void add_bias(const Layer &layer, const Heads &heads, float *own, int64_t head, int64_t width) const {
-        const float *bias = layer.projections[heads.matrix].bias;
-        if (bias) add_row(own, bias + heads.offset + head * heads.stride, nullptr, width);
-    }
-
-    // One head of one row: its bias, norm and turn, and a key's or value's way to its cell.
-    void make_head(const Layer &layer, const Heads &heads, int64_t kind, int64_t row, int64_t head) {
-        float *own = head_of(layer, heads, row, head);
-        const bool whole = kind < 2 && layer.norms_whole;
-        if (!whole) add_bias(layer, heads, own, head, heads.width);
-        if (kind < 2) {
-            const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
-            if (layer.turns_first) turn_head(step.turns[layer.turn], entry.positions[row], own);
-            if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
-            if (!layer.turns_first) turn_head(step.turns[layer.turn], entry.positions[row], own);
+        const Making<Element> heads(step, layer, entry, targets + layer.cells * rows, projected);
+        if (heads.is_by_groups() && work->is_by_heads()) {
+            work->run([&](int64_t head) { heads.make_group(head); });
+        } else {
+            heads.run();
+            work->run();
         }
-        if (kind == 0) return;
-        const Plane &plane = kind == 1 ? layer.key_plane : layer.value_plane;
-        const int64_t cell = targets[layer.cells * rows + row];
-        put((Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride, own, heads.width);
+        if (layer.gates.count) heads.gate(attended);
     }
 
     void feed(const Layer &layer) {
@@ -252,7 +231,7 @@ class Walk {
     // What a layer's own matrices make, if it has any, is added to what its experts make.
     void feed_experts(const Layer &layer, const Experts &experts, const float *from) {
         mixture.run(experts, multiplier, from, mixed, rows);
-        if (experts.share.weights) multiplier.multiply(&experts.share, 1, from, shares, rows);
+        if (experts.share.weights) multiply(&experts.share, 1, from, shares, rows);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             const float share = experts.share.weights ? 1 / (1 + expf(-shares[row])) : 1;
@@ -263,10 +242,36 @@ class Walk {
     }
 
     void feed_own(const Layer &layer, const float *from) {
-        multiplier.multiply(layer.inner, layer.inner_count, from, inner, rows);
         by_kind(layer.activation, [&](auto kind) {
-            multiplier.multiply_made(layer.down, activation<decltype(kind)::value>(layer), activated, mlp_made, rows);
+            const auto made = activation<decltype(kind)::value>(layer);
+            if (is_by_groups(layer)) return feed_alone(layer, made, from);
+            multiply(layer.inner, layer.inner_count, from, inner, rows);
+            multiplier.multiply_made(layer.down, made, activated, mlp_made, rows);
         });
+    }
+
+    // Whether what enters a layer's last matrix is a row alone, in groups whose columns begin where blocks do.
+    bool is_by_groups(const Layer &layer) const {
+        return rows == 1 && layer.down.kind >= BYTES && layer.down.columns % GROUP == 0 && layer.gate_offset % OUTPUTS == 0 &&
+               (layer.up_matrix < 0 || layer.up_offset % OUTPUTS == 0);
+    }
+
+    // Each thread makes both parts of the columns that it activates: so nobody waits between the two.
+    template <class Made>
+    void feed_alone(const Layer &layer, const Made &made, const float *from) const {
+        const int64_t groups = layer.down.columns / GROUP, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t first = groups * thread / threads, last = groups * (thread + 1) / threads;
+        const Multiplier own = alone();
+        const auto multiply = [&](int64_t matrix, int64_t offset) {
+            own.multiply_outputs(layer.inner[matrix], offset + first * GROUP, offset + last * GROUP, from,
+                                 made_by(inner, layer.inner, matrix, rows));
+        };
+        own.take_alone(layer.inner, layer.inner_count, from);
+        multiply(layer.gate_matrix, layer.gate_offset);
+        if (layer.up_matrix >= 0) multiply(layer.up_matrix, layer.up_offset);
+        multiplier.take_groups(layer.down, made, first, last);
+#pragma omp barrier
+        multiplier.multiply_taken(layer.down, mlp_made);
     }
 
     // Of what the inner matrices make.
@@ -285,12 +290,11 @@ class Walk {
     }
 
     void leave(const Layer &before) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) settle(&before, row);
+        by_rows([&](int64_t row) { settle(&before, row); });
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.kept_count; ++at)
-            normalise(step.last, entry.states + step.kept[at] * step.width, step.kept_states + at * step.width);
-        multiplier.multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
+            normalise(step.last, states_of(step.kept[at]), step.kept_states + at * step.width);
+        multiply(&step.head, 1, step.kept_states, step.logits, step.wanted_count);
         if (!step.head.bias) return;
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < step.wanted_count; ++at)
@@ -301,12 +305,14 @@ class Walk {
     const int64_t rows;
     const Sizes sizes;
     Entry entry;
-    float *normed = nullptr, *beside = nullptr, *attention_made = nullptr, *mlp_made = nullptr;
+    float *states = nullptr, *spare = nullptr, *normed = nullptr, *beside = nullptr;  // a copy each
+    float *attention_made = nullptr, *mlp_made = nullptr;
     float *projected = nullptr, *attended = nullptr, *inner = nullptr, *activated = nullptr;
     char *work_memory = nullptr;
     std::optional<Work<Tiles>> work;  // the attention of the layer that is being computed
     float *mixed = nullptr, *shares = nullptr;
     Multiplier multiplier;
+    char *alone_memory = nullptr;  // of the multiplier of a row alone that each thread has
     Mixture mixture;
     Sequences sequences;
     float *recurrence_memory = nullptr;

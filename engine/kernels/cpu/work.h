@@ -39,16 +39,28 @@ class Work {
         stack(slices.take<float>(0));
     }
 
+    // Whether each key head is one block of a single segment, with all that sees it.
+    bool is_by_heads() const {
+        return call.segment_count == 1 && count == call.key_heads && !is_cut(call, count, most_parts);
+    }
+
     // To be run by all threads of a team; all is done behind it.
     void run() const {
+        run([](int64_t) {});
+    }
+
+    // The same, with prepare(key head) before a block of that, where it is by heads.
+    template <class Prepare>
+    void run(Prepare prepare) const {
         Desk<Tiles> desk;
         kernel.furnish(desk, desks + omp_get_thread_num() * desk_size);
-#pragma omp for collapse(2) schedule(dynamic, 1)
-        for (int64_t at = 0; at < stacks; ++at)
-            for (int64_t head = 0; head < call.key_heads; ++head) run_stack(leaders[at], head, desk);
+        if (stacks) run_stacks(desk);
         if (is_cut(call, count, most_parts)) return run_parts(desk);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t at = 0; at < count; ++at) kernel.run(blocks[at], desk);
+        for (int64_t at = 0; at < count; ++at) {
+            prepare(blocks[at].head);
+            kernel.run(blocks[at], desk);
+        }
     }
 
   private:
@@ -74,6 +86,12 @@ class Work {
                 }
         }
         parts = memory;
+    }
+
+    void run_stacks(Desk<Tiles> &desk) const {
+#pragma omp for collapse(2) schedule(dynamic, 1)
+        for (int64_t at = 0; at < stacks; ++at)
+            for (int64_t head = 0; head < call.key_heads; ++head) run_stack(leaders[at], head, desk);
     }
 
     void run_stack(int64_t leader, int64_t head, Desk<Tiles> &desk) const {

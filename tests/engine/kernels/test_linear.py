@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeLinear, bits: Bit
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_that_fill_the_cache_are_met_some_at_a_time(native: NativeLinear, bits: Bits) -> None:
     """So many columns that a processor's cache does not hold all rows: each is what it is alone."""
-    packed, numbers = matrix(40, 8192, bits), rows(120, 8192)
+    packed, numbers = matrix(40, 32768, bits), rows(120, 32768)
     together = product(native.multiply, numbers, packed)
 
     for at in range(0, 120, 7):

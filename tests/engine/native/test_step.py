@@ -152,7 +152,7 @@ def test_no_number_of_rows_changes_a_bit(weights: Weights) -> None:
 @pytest.mark.parametrize("weights", [32, 16, 8, 4])
 def test_rows_that_fill_the_cache_are_what_they_are_alone(weights: Weights) -> None:
     """Layers so wide that a processor's cache does not hold all rows: no bit tells how many are met at a time."""
-    model = of_config(AutoConfig.for_model("llama", **(settings("llama") | {"intermediate_size": 8192})), weights)
+    model = of_config(AutoConfig.for_model("llama", **(settings("llama") | {"intermediate_size": 32768})), weights)
     together, _ = model.states(model.fastest, (((0, 120),),))
 
     assert isinstance(model.fastest, NativeRunner)
@@ -173,13 +173,13 @@ def test_rows_that_fill_the_cache_are_what_they_are_alone(weights: Weights) -> N
     ],
 )
 def test_threads_change_no_bit(family: str, weights: Weights) -> None:
-    """The same with one thread, two and three."""
-    model = native(family, weights)
-    expected, _ = model.states(model.fastest, MIXED)
+    """The same with one thread, two and three, of rows beside others and of a row alone."""
+    model, steps = native(family, weights), (*MIXED, ((0, 1),), ((1, 1),))
+    expected, _ = model.states(model.fastest, steps)
 
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(expected, model.states(model.fastest, MIXED)[0])
+        assert torch.equal(expected, model.states(model.fastest, steps)[0])
 
 
 @pytest.mark.parametrize("weights", [8, 4])
