@@ -6,10 +6,11 @@ In one process, without HTTP. The bundled model says the same requests in severa
 a fixed depth, and with depths that the engine chooses (`auto`; `lookup` is that without a model). A round is new to
 every cache, prompts included, and the same for all modes, which go on in turns of a twentieth of a second, in an order
 left to chance: the machine is slow for all of them, and what a mode leaves in the processor's caches is in the way of
-another one each time. Before the rounds that count, some that only `auto` plays teach it what steps cost and how often
-drafts are right, as a server knows it after its first requests. After 6 rounds, and whenever there are half as many
-more, modes are given up that are clearly slower than the best one, so that most of the time goes to comparing what is
-close. Who drafts:
+another one each time. Their engines are new in each round, built in such an order: where a cache lies in memory makes
+the same steps up to 4 % slower or faster, and must not be a mode's for good. Before the rounds that count, some that
+only `auto` plays teach it what steps cost and how often drafts are right, as a server knows it after its first
+requests. After 6 rounds, and whenever there are half as many more, modes are given up that are clearly slower than the
+best one, so that most of the time goes to comparing what is close. Who drafts:
 
     bundled   the bundled draft model and the lookup, for held-out dialogues with long answers, others in each round
     0.6       a script that knows what will be said and is right so often, token by token; its level costs --draft-cost.
@@ -158,7 +159,7 @@ class Playing:
 
 
 class Bench:
-    """The bundled pair, and engines over it.
+    """The bundled pair, what drafts for it in each mode, and engines over it.
 
     words, dialogues  prompts, at least one of each for every sequence of the largest batch
     """
@@ -175,24 +176,24 @@ class Bench:
         self.words = [tuple(encode(sentence(40, f"{at}"))) for at in range(batch)]
         self.dialogues = [self.target.tokenizer.render_chat(asked).tokens for asked in longest(max(batch, _DIALOGUES))]
 
-    def core(self, speculation: Speculation | None = None) -> Core:
-        """An engine of its own."""
+    def core(self, speculation: Speculation) -> Core:
+        """A new engine; what is learnt stays with what drafts."""
         return Core(self.target, self._config, speculation, time.thread_time)
 
-    def bundled(self, mode: str) -> Core:
-        """An engine whose drafts are those that `cellar serve` would make."""
+    def bundled(self, mode: str) -> Speculation:
+        """The drafts that `cellar serve` would make."""
         fixed = int(mode) if mode.isdigit() else None
         drafter: DrafterChoice = (
             "model" if fixed else "none" if mode == "off" else "lookup" if mode == "lookup" else "auto"
         )
         config = replace(self._config, drafter=drafter, draft_tokens=fixed)
         draft = self.draft if drafter in ("model", "auto") else None
-        return self.core(make_speculation(config, self.target, draft, time.thread_time))
+        return make_speculation(config, self.target, draft, time.thread_time)
 
-    def scripted(self, mode: str, script: Scripted) -> Core:
-        """An engine whose drafts are written down."""
+    def scripted(self, mode: str, script: Scripted | None = None) -> Speculation:
+        """Drafts that are written down."""
         depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else AdaptiveDepth()
-        return self.core(Speculation(None, script, depth, time.thread_time))
+        return Speculation(None, script, depth, time.thread_time)
 
     def begin(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> Playing:
         """All prompts at once. No two rounds share what is remembered."""
@@ -216,23 +217,23 @@ def measure(bench: Bench, pair: str, batch: int, options: argparse.Namespace) ->
     """All modes of a pair on a batch, round by round, for as long as a cell may take."""
     until = time.process_time() + options.seconds
     prompts = bench.dialogues if pair == BUNDLED else bench.words[:batch]
-    make = bench.bundled if pair == BUNDLED else scripted_engines(bench, pair, prompts, options.draft_cost)
+    make = bench.bundled if pair == BUNDLED else scripted_modes(bench, pair, prompts, options.draft_cost)
     fixed = ["off", *map(str, options.depths)]
     learning = fixed if options.null else ["auto", "lookup"] if pair == BUNDLED else ["auto"]
-    cores = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
+    modes = {mode: make(mode) for mode in dict.fromkeys((*fixed, *learning))}
     rounds = Rounds(bench, prompts, batch, ignore_end=pair != BUNDLED)
-    learnt = [rounds.play(cores, learning, turn) for turn in range(-options.warm, 0)]
+    learnt = [rounds.play(modes, learning, turn) for turn in range(-options.warm, 0)]
     if options.null:
         best = min(fixed, key=lambda mode: sum(taken[mode].seconds for taken in learnt))
-        cores["auto"] = make(best)
-    cell, playing, check = Cell(pair, batch, {mode: [] for mode in cores}), list(cores), _FAIR
+        modes["auto"] = make(best)
+    cell, playing, check = Cell(pair, batch, {mode: [] for mode in modes}), list(modes), _FAIR
     while cell.rounds < options.rounds or time.process_time() < until:
-        for mode, turn in rounds.play(cores, playing, cell.rounds).items():
+        for mode, turn in rounds.play(modes, playing, cell.rounds).items():
             cell.turns[mode].append(turn)
         if cell.rounds >= check:
             check = math.ceil(_MORE * check)
             playing = [mode for mode in playing if mode not in cell.hopeless()]
-    cell.accepted = {mode: shares(core) for mode, core in cores.items()}
+    cell.accepted = {mode: shares(speculation) for mode, speculation in modes.items()}
     return cell
 
 
@@ -243,20 +244,21 @@ class Rounds:
         self._bench, self._prompts, self._batch, self._ignore_end = bench, prompts, batch, ignore_end
         self._chance = random.Random(0)
 
-    def play(self, cores: Mapping[str, Core], modes: Sequence[str], turn: int) -> dict[str, Turn]:
-        """What each of the modes took, by turns."""
+    def play(self, modes: Mapping[str, Speculation], playing: Sequence[str], turn: int) -> dict[str, Turn]:
+        """What each of the modes that play took, by turns."""
         first = turn * self._batch
         said = [self._prompts[(first + at) % len(self._prompts)] for at in range(self._batch)]
-        going = {mode: self._bench.begin(cores[mode], said, turn, ignore_end=self._ignore_end) for mode in modes}
-        while busy := [mode for mode in modes if going[mode].busy]:
+        cores = {mode: self._bench.core(modes[mode]) for mode in self._chance.sample(playing, len(playing))}
+        going = {mode: self._bench.begin(cores[mode], said, turn, ignore_end=self._ignore_end) for mode in playing}
+        while busy := [mode for mode in playing if going[mode].busy]:
             for mode in self._chance.sample(busy, len(busy)):
                 going[mode].go(_TURN_SECONDS)
         return {mode: played.turn for mode, played in going.items()}
 
 
-def scripted_engines(bench: Bench, pair: str, prompts: Prompts, draft_cost: float) -> Callable[[str], Core]:
-    """Makes the engine of a mode, whose drafts are a script's for these prompts."""
-    plain = bench.core()
+def scripted_modes(bench: Bench, pair: str, prompts: Prompts, draft_cost: float) -> Callable[[str], Speculation]:
+    """Makes what drafts in a mode: a script for these prompts."""
+    plain = bench.core(bench.scripted("off"))
     for turn in (0, 1):
         played = bench.begin(plain, prompts, turn, ignore_end=True)
         played.go(math.inf)
@@ -266,9 +268,9 @@ def scripted_engines(bench: Bench, pair: str, prompts: Prompts, draft_cost: floa
     return lambda mode: bench.scripted(mode, script)
 
 
-def shares(core: Core) -> list[float]:
+def shares(speculation: Speculation) -> list[float]:
     """How much of what was drafted was said, by position; of all drafters together."""
-    counts = core.stats().drafts
+    counts = speculation.counts()
     drafted = [sum(column) for column in zip_longest(*(one.drafted for one in counts), fillvalue=0)]
     accepted = [sum(column) for column in zip_longest(*(one.accepted for one in counts), fillvalue=0)]
     return [right / judged for right, judged in zip(accepted, drafted, strict=True) if judged]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def spoken(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
     drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
     rows = torch.stack((target[0, 0].expand(len(draws), -1), target[1, drafts]), 1).flatten(0, 1)
     trials = [Trial((draft,), draw, lambda token: False) for draft, draw in zip(drafts.tolist(), draws, strict=True)]
-    said = verify(rows, trials)
+    said = verify(trials, partial(emit, rows))
     first = torch.tensor([tokens[0] for tokens in said])
     second = drawn(target[1, first], later(draws, first))
     drafted = [number for number, tokens in enumerate(said) if len(tokens) == 2]

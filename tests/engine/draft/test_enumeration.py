@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice, product, takewhile
 
 import pytest
@@ -16,7 +17,7 @@ from tests.engine.draft.worlds import Rule, Said, World, coupled, enumerated, er
 
 def engine(logits: Tensor, trials: Sequence[Trial]) -> Said:
     """The rule of the engine."""
-    return [[(1.0, sure(tokens))] for tokens in verify(logits, trials)]
+    return [[(1.0, sure(tokens))] for tokens in verify(trials, partial(emit, logits))]
 
 
 def sure(tokens: Sequence[int | None]) -> list[int]:
