@@ -1,10 +1,10 @@
 #!/bin/sh
 # Builds the image on Debian or Ubuntu without a Docker engine, as root: mmdebstrap makes the base image, buildah ours.
 # Needs `apt-get install buildah crun mmdebstrap`; docker/run-without-docker.py then serves it.
-# Images live in $CELLAR_STORE. pip looks where it looks outside: its settings go in as a secret.
+# Images live in $CELLAR_IMAGES. pip looks where it looks outside: its settings go in as a secret.
 set -eu
 cd "$(dirname "$0")/.."
-store=${CELLAR_STORE:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
+store=${CELLAR_IMAGES:-${XDG_CACHE_HOME:-$HOME/.cache}/cellar-containers}
 python=${PYTHON:-python3}
 mkdir -p "$store/tmp"
 export TMPDIR="$store/tmp"

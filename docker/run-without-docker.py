@@ -28,7 +28,7 @@ CRUN = 'umount /sys/fs/cgroup/unified 2>/dev/null; exec crun --root "$0" --cgrou
 def main(arguments: list[str]) -> int:
     """Write the bundle, run it, pass signals on, and give back the exit status."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    store = Path(os.environ.get("CELLAR_STORE") or home / "cellar-containers")
+    store = Path(os.environ.get("CELLAR_IMAGES") or home / "cellar-containers")
     name = f"cellar-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="cellar-") as bundle:
         (Path(bundle) / "config.json").write_text(json.dumps(specification(store, arguments)))
@@ -52,9 +52,6 @@ def specification(store: Path, arguments: list[str]) -> dict[str, Any]:
     image = json.loads(answer([*buildah, "inspect", "--type", "image", "localhost/cellar"]))["OCIv1"]["config"]
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
     user, group = (int(part) for part in service["user"].split(":"))
-    models = store / "models"
-    models.mkdir(exist_ok=True)
-    os.chown(models, user, group)
     spec: dict[str, Any] = json.loads(default_specification())
     spec["root"] = {"path": answer([*buildah, "mount", "cellar"]), "readonly": service["read_only"]}
     spec["process"] |= {
@@ -70,7 +67,12 @@ def specification(store: Path, arguments: list[str]) -> dict[str, Any]:
     for line in service["tmpfs"]:
         place, _, options = line.partition(":")
         spec["mounts"] += [{"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options.split(",")}]
-    spec["mounts"] += [{"destination": "/models", "type": "bind", "source": str(models), "options": ["bind", "rw"]}]
+    for line in service["volumes"]:
+        name, _, place = line.partition(":")
+        folder = store / name
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, user, group)
+        spec["mounts"] += [{"destination": place, "type": "bind", "source": str(folder), "options": ["bind", "rw"]}]
     spec["linux"]["namespaces"] = [kind for kind in spec["linux"]["namespaces"] if kind["type"] != "network"]
     del spec["linux"]["resources"]
     return spec

@@ -26,9 +26,7 @@ pytestmark = [
     pytest.mark.container,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="buildah with chroot isolation needs root"),
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"not found: {', '.join(MISSING)} (apt-get install buildah crun mmdebstrap)"
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=NEEDED),
 ]
 
 
@@ -66,9 +64,9 @@ def container(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CELLAR_", "HF_"))}
-    environment |= {"CELLAR_PORT": str(port)}
-    if "CELLAR_STORE" in os.environ:
-        environment["CELLAR_STORE"] = os.environ["CELLAR_STORE"]
+    environment |= {"CELLAR_PORT": str(port), "CELLAR_SHELF": "/shelf", "CELLAR_STORE": "/shelf/responses.sqlite"}
+    if "CELLAR_IMAGES" in os.environ:
+        environment["CELLAR_IMAGES"] = os.environ["CELLAR_IMAGES"]
     with log.open("wb") as out:
         command = [sys.executable, ROOT / "docker/run-without-docker.py"]
         runner = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -113,6 +111,16 @@ def test_it_answers_a_chat(container: Container) -> None:
     assert answer.json()["choices"][0]["message"]["content"]
 
 
+def test_responses_lie_in_the_volume(container: Container) -> None:
+    """Where the settings name a place in the volume, a response is written there and can be fetched."""
+    url = f"http://127.0.0.1:{container.port}/v1/responses"
+    asked = {"model": "cellar-tiny", "input": "Hello", "max_output_tokens": 4}
+    made = httpx.post(url, json=asked, timeout=60, trust_env=False).json()
+
+    assert made == httpx.get(f"{url}/{made['id']}", trust_env=False).json()
+    assert Path(f"/proc/{container.server.pid}/root/shelf/responses.sqlite").stat().st_size
+
+
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:8000", 200), ("127.0.0.1:8000", 200), ("cellar:8000", 200), ("evil.test", 421)]
 )
@@ -132,13 +140,13 @@ def test_it_has_no_privilege(container: Container, key: str, value: str) -> None
     assert value == container.status(key)
 
 
-def test_only_the_volume_and_tmp_can_be_written(container: Container) -> None:
+def test_only_the_volumes_and_tmp_can_be_written(container: Container) -> None:
     """The root file system is read-only in the container."""
     mounts = [line.split() for line in Path(f"/proc/{container.server.pid}/mounts").read_text().splitlines()]
     writable = {place for _, place, _, options, *_ in mounts if "rw" in options.split(",")}
 
     assert "/" not in writable
-    assert {"/tmp", "/models"} <= writable
+    assert {"/tmp", "/models", "/shelf"} <= writable
 
 
 def test_the_health_check_tells_ready_from_not(container: Container) -> None:
