@@ -118,7 +118,6 @@ class Core:
         if grants:
             self._compute(grants)
             self._totals["steps"] += 1
-            self._totals["rows"] += sum(grant.span.length for grant in grants)
             self._seconds += self._clock() - began
         events, self._events = self._events, []
         return events
@@ -183,12 +182,14 @@ class Core:
 
     def _compute(self, grants: Rows[Grant]) -> None:
         try:
-            self._cost.expect(Work.of(grant.span for grant in grants))
+            work = Work.of([grant.span for grant in grants])
+            self._totals["rows"] += work.rows
+            self._cost.expect(work)
             began = self._clock()
-            grants = self._guess(grants)
+            grants = self._guess(grants, work.rows)
             said = self._stepper.run(grants)
-            rows = sum(grant.span.length + len(grant.guesses) for grant in grants)
-            self._speculation.stepped(rows, self._clock() - began)
+            guesses = sum([len(grant.guesses) for grant in grants])
+            self._speculation.stepped(work.rows + guesses, self._clock() - began)
             for each in said:
                 if each.broken:
                     self._break(each)
@@ -201,9 +202,8 @@ class Core:
             for grant in grants:
                 self._fail(grant.sequence, f"the step failed ({type(error).__name__})")
 
-    def _guess(self, grants: Rows[Grant]) -> Rows[Grant]:
-        """The grants with drafts, as far as these seem to pay and there are cells that nobody else has."""
-        rows = sum(grant.span.length for grant in grants)
+    def _guess(self, grants: Rows[Grant], rows: int) -> Rows[Grant]:
+        """The grants, of so many rows, with drafts, as far as these seem to pay and nobody else has cells for them."""
         complete = [grant.sequence for grant in grants if grant.speaks]
         try:
             drafts = self._speculation.draft(complete, rows=rows, room=lambda most: self._room(rows, most))

@@ -83,6 +83,17 @@ class GatheringRunner:
         """As Runner's."""
         return emit(logits, draws)
 
+    def tell(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        sights: Sequence[Sight | None],
+        draws: Sequence[Draw],
+    ) -> list[int | None]:
+        """As Runner's."""
+        return self.choose(self.run(forward, tokens, wanted, sights), draws)
+
     def run_with_states(
         self,
         forward: Forward,

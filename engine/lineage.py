@@ -110,7 +110,8 @@ class Lineage:
 
     def mutual(self, start: int, stop: int) -> tuple[Range, ...]:
         """The ranges that begin in [start, stop) and whose tokens see each other."""
-        return tuple(each for each in self._stages[self._at].mutual if start <= each[0] < stop)
+        mutual = self._stages[self._at].mutual
+        return tuple(each for each in mutual if start <= each[0] < stop) if mutual else ()
 
     def whole(self, length: int) -> int:
         """The most of the first `length` tokens that cuts no range whose tokens see each other."""

@@ -69,6 +69,17 @@ class Runner:
         """The next token of each row of logits [draws, vocabulary], by the rule `emit`."""
         return emit(logits, draws)
 
+    def tell(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        sights: Sequence[Sight | None],
+        draws: Sequence[Draw],
+    ) -> list[int | None]:
+        """The next token behind each wanted row: `choose` after `run`, where nobody asks for the logits."""
+        return self.choose(self.run(forward, tokens, wanted, sights), draws)
+
     def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
         rows = (self._tensor(tokens), self._tensor(positions), wanted)

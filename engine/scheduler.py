@@ -185,7 +185,7 @@ class Scheduler:
     def _overfull(self, sequence: Sequence) -> bool:
         """Whether its slot is full and tokens are missing."""
         slot, capacity = sequence.slot, self._cache.capacity
-        return slot is not None and self._cache.length(slot) == capacity < len(sequence.tokens)
+        return len(sequence.tokens) > capacity and slot is not None and self._cache.length(slot) == capacity
 
     def _follow(self) -> None:
         """Let followers take over what their leaders have computed, once that is all or will be no more."""
@@ -225,7 +225,10 @@ class Scheduler:
 
     def _grants(self) -> list[Grant]:
         """A row for everyone who lacks just one, and rows of prompts as far as the budget allows, those due first."""
-        grants = [self._grant(sequence, 1) for sequence in self.running if self._missing(sequence) == 1]
+        grants = []
+        for sequence in self.running:
+            if self._missing(sequence) == 1:
+                grants.append(self._grant(sequence, len(sequence.tokens) - 1, 1))
         if len(grants) < len(self.running):
             grants += self._prompt_grants(grants)
         return grants
@@ -241,15 +244,14 @@ class Scheduler:
             least = 0 if grants else sum(stop - start for _, stop in sequence.lineage.mutual(start, start + 1))
             length = self._rows(sequence, start, max(allowance.rows(start), least), scored)
             if length:
-                grants.append(self._grant(sequence, length))
+                grants.append(self._grant(sequence, start, length))
                 allowance.take(Work.of([grants[-1].span]))
                 scored = max(scored - len(grants[-1].scored), 0)
         return grants
 
-    def _grant(self, sequence: Sequence, length: int) -> Grant:
-        """The next rows of a sequence."""
+    def _grant(self, sequence: Sequence, start: int, length: int) -> Grant:
+        """The next rows of a sequence, whose slot stands at `start`."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        start = self._cache.length(sequence.slot)
         return Grant(sequence, Span(sequence.slot, start, length, sequence.lineage.mutual(start, start + length)))
 
     def _prompts(self) -> list[Sequence]:

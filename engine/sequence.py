@@ -29,6 +29,7 @@ class Sequence:
     output   what was generated
     accepted, refused  drafted tokens that were said, and that were not
     lineage  what the slot is about: the prompt and the output, less what shifts dropped
+    tokens   those of the lineage; longer than the capacity where shifts are due
     sight    what its rows see of its media; it gets no slot without (`ready`)
     scores, pool  what is gathered of the prompt's rows; None where nothing is asked for, or all has been told
     rank     who is served first: lower ones
@@ -73,12 +74,10 @@ class Sequence:
             salt=request.salt + (b"" if request.media is None else request.media.digest),
             states=request.recurrent_shift,
         )
+        # One list for good: shifts change it in place.
+        self.tokens = self.lineage.tokens
         self._marks: set[int] = set()
-        length = len(request.prompt)
-        # The same prompt again needs a row for its logits: so it is taken up before its last token.
-        regular = range(checkpoint, length, checkpoint) if checkpoint else ()
-        for position in (*request.marks, self.reusable, length - 1, *regular):
-            self.mark(position)
+        self._mark_prompt(checkpoint)
         # The token of an image may lie behind the vocabulary.
         said = [token for token in request.prompt if token < vocabulary]
         self._history = History(request.sampling, said, vocabulary)
@@ -119,11 +118,6 @@ class Sequence:
     def may_draft(self, kind: str) -> bool:
         """Whether the request lets this kind of drafter guess for it."""
         return self.request.speculation.drafter in ("auto", kind)
-
-    @property
-    def tokens(self) -> list[int]:
-        """What the slot is about; longer than the capacity where shifts are due."""
-        return self.lineage.tokens
 
     @property
     def cornered(self) -> bool:
@@ -176,6 +170,10 @@ class Sequence:
         """Whether a token is an end of this text. A grammar says itself where its text ends, so that is not ignored."""
         return token in self._ends and (not self.request.ignore_eos or self.request.grammar is not None)
 
+    def stops(self, token: int) -> bool:
+        """Whether the text is over with a token, be it an end or one that the request stops at."""
+        return token in self.request.stop_token_ids or self.ends(token)
+
     def deadlock(self, said: Collection[int | None]) -> str | None:
         """Why nothing can follow what a step said, up to a None; None: it is not for the request's own rules."""
         if self._rules is None or None not in said:
@@ -203,6 +201,13 @@ class Sequence:
         started = now if self.cached is None else self._started
         first = self._first if self.output else now
         return Timings(started - self._arrived, first - started, now - first)
+
+    def _mark_prompt(self, checkpoint: int | None) -> None:
+        length = len(self.request.prompt)
+        # The same prompt again needs a row for its logits: so it is taken up before its last token.
+        regular = range(checkpoint, length, checkpoint) if checkpoint else ()
+        for position in (*self.request.marks, self.reusable, length - 1, *regular):
+            self.mark(position)
 
     def _keep(self, special: frozenset[int]) -> int:
         """Tokens at the start that a shift does not drop; at least one behind them can always go."""

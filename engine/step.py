@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
 from engine.load import Loaded
 from engine.scheduler import Grant
 from engine.scoring import Ask, logprobs
+from engine.sight import Sight
 from engine.types import Alternative, TokenLogprob
-from engine.verify import Trial, verify
+from engine.verify import Choose, Trial, verify
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import Span
@@ -48,9 +49,9 @@ class Said:
 class _Share:
     """What one grant has of a batch.
 
-    logits  where its own begin among those that are asked for
-    states  the same
-    wanted  the rows whose logits are asked for: those that score, the last of a complete span, and all drafts
+    logits  the first of its rows of logits
+    states  the first of its rows of states
+    wanted  the rows of the batch whose logits are asked for, those last behind which something is said
     pooled  the rows whose states are asked for
     said    of the logits those behind which something is said
     """
@@ -58,9 +59,14 @@ class _Share:
     grant: Grant
     logits: int
     states: int
-    wanted: list[int]
-    pooled: list[int]
+    wanted: Sequence[int]
+    pooled: Sequence[int]
     said: range
+
+    @property
+    def silent(self) -> bool:
+        """Whether nobody asks for anything but what is said."""
+        return not self.pooled and len(self.said) == len(self.wanted) and self.grant.sequence.request.logprobs is None
 
 
 class Stepper:
@@ -75,42 +81,38 @@ class Stepper:
     def run(self, grants: Sequence[Grant]) -> list[Said]:
         """What becomes known of each grant, in order. What raises keeps no row of the step."""
         spans = [grant.rows for grant in grants]
-        shares = list(_shares(grants, spans))
+        shares = _shares(grants, spans)
+        compute = self._tell if all([share.silent for share in shares]) else self._show
         with self._cache.forward(spans) as forward:
-            logits, states = self._compute(forward, shares)
-            tokens = self._verify(shares, logits)
-            for grant, own in zip(grants, tokens, strict=True):
-                if own:
+            said = compute(forward, shares)
+            for each in said:
+                if each.grant.draft is not None:
                     # The last token that was said has no row yet, and neither has anything drafted behind it.
-                    forward.keep(grant.span.slot, grant.span.stop + len(own) - 1)
-        return list(self._told(shares, tokens, logits, states))
+                    forward.keep(each.grant.span.slot, each.grant.span.stop + len(each.tokens) - 1)
+        return said
 
-    def _compute(self, forward: Forward, shares: Sequence[_Share]) -> tuple[Tensor, Tensor | None]:
-        """The logits and the states that are asked for."""
-        tokens = [token for share in shares for token in share.grant.tokens]
-        wanted = [row for share in shares for row in share.wanted]
+    def _tell(self, forward: Forward, shares: Sequence[_Share]) -> list[Said]:
+        """What is said, where nobody asks for logits or states."""
+        batch = _batch(shares)
+        tokens = _verified(shares, partial(self._runner.tell, forward, *batch))
+        return [
+            Said(share.grant, tuple(own), (None,) * len(own), (), None)
+            for share, own in zip(shares, tokens, strict=True)
+        ]
+
+    def _show(self, forward: Forward, shares: Sequence[_Share]) -> list[Said]:
+        """What is said, and all that is asked for besides."""
+        tokens, wanted, sights = _batch(shares)
         pooled = [row for share in shares for row in share.pooled]
-        sights = [share.grant.sequence.sight for share in shares]
+        states = None
         if pooled:
-            return self._runner.run_with_states(forward, tokens, wanted, pooled, sights)
-        return self._runner.run(forward, tokens, wanted, sights), None
-
-    def _verify(self, shares: Sequence[_Share], logits: Tensor) -> list[list[int | None]]:
-        """What each grant says; nothing where nothing is to be said."""
+            logits, states = self._runner.run_with_states(forward, tokens, wanted, pooled, sights)
+        else:
+            logits = self._runner.run(forward, tokens, wanted, sights)
         rows = [row for share in shares for row in share.said]
-        if len(rows) < logits.shape[0]:
-            logits = logits[rows]
-        trials = [self._trial(share.grant) for share in shares if share.said]
-        said = iter(verify(logits, trials, self._runner.choose))
-        return [next(said) if share.said else [] for share in shares]
-
-    def _trial(self, grant: Grant) -> Trial:
-        request = grant.sequence.request
-
-        def ends(token: int) -> bool:
-            return token in request.stop_token_ids or grant.sequence.ends(token)
-
-        return Trial(grant.guesses, grant.sequence.draw(), ends)
+        telling = logits[rows] if len(rows) < len(wanted) else logits
+        said = _verified(shares, partial(self._runner.choose, telling))
+        return list(self._told(shares, said, logits, states))
 
     def _describe(self, token: int, logprob: float) -> Alternative:
         known = self._read(token)
@@ -129,20 +131,42 @@ class Stepper:
             yield Said(share.grant, tuple(own), described, scored, pooled)
 
 
-def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> Iterator[_Share]:
+def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> list[_Share]:
     """How the grants share a batch, one after the other."""
+    shares: list[_Share] = []
     row = logits = states = 0
     for grant, span in zip(grants, spans, strict=True):
-        wanted = [row + position - span.start for position in grant.scored]
-        pooled = [row + position - span.start for position in grant.pooled]
-        said = range(logits + len(wanted), logits + len(wanted))
-        if grant.speaks:
-            wanted += range(row + grant.span.length - 1, row + span.length)
-            said = range(said.start, logits + len(wanted))
-        yield _Share(grant, logits, states, wanted, pooled, said)
-        row += span.length
+        scored, pooled = grant.scored, grant.pooled
+        stop = row + span.length
+        first = row + grant.span.length - 1 if grant.speaks else stop
+        before = row - span.start
+        wanted = [*(before + position for position in scored), *range(first, stop)]
+        said = range(logits + len(scored), logits + len(wanted))
+        shares.append(_Share(grant, logits, states, wanted, [before + position for position in pooled], said))
+        row = stop
         logits += len(wanted)
         states += len(pooled)
+    return shares
+
+
+def _batch(shares: Sequence[_Share]) -> tuple[list[int], list[int], list[Sight | None]]:
+    """The tokens of all rows, those whose logits are wanted, and what each sequence sees of its media."""
+    tokens: list[int] = []
+    wanted: list[int] = []
+    for share in shares:
+        tokens += share.grant.tokens
+        wanted += share.wanted
+    return tokens, wanted, [share.grant.sequence.sight for share in shares]
+
+
+def _verified(shares: Sequence[_Share], choose: Choose) -> list[list[int | None]]:
+    """What each grant says; nothing where nothing is to be said."""
+    said = iter(verify([_trial(share.grant) for share in shares if share.said], choose))
+    return [next(said) if share.said else [] for share in shares]
+
+
+def _trial(grant: Grant) -> Trial:
+    return Trial(grant.guesses, grant.sequence.draw(), grant.sequence.stops)
 
 
 def _scores(share: _Share) -> list[Ask]:

@@ -18,7 +18,7 @@ class RequestStream:
         self.id = request_id
         self.over = False
         self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def deliver(self, event: Event) -> None:
         """Take an event from the engine; after the last one, further ones are dropped."""
@@ -26,7 +26,8 @@ class RequestStream:
             return
         self.over = isinstance(event, Finished | Failed)
         self._events.append(event)
-        self._arrived.set()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -35,8 +36,8 @@ class RequestStream:
         while not self._events:
             if self.over:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         event = self._events.popleft()
         return self._merged(event) if isinstance(event, Delta) else event
 

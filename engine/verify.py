@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor
+from engine.sampling import Draw
 
-from engine.sampling import Draw, emit
-
-# What draws the next token of each row of logits: `emit`, or what says the same sooner.
-Choose: TypeAlias = Callable[[Tensor, Sequence[Draw]], list[int | None]]
+# Draws the next token behind each row: `emit` of its logits, or what says the same sooner.
+Choose: TypeAlias = Callable[[Sequence[Draw]], list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The rows of one sequence whose logits are known: behind its last token, and behind each draft.
+    """The rows of one sequence that tell tokens: behind its last token, and behind each draft.
 
     draw  how to draw the token behind the last one
     ends  whether a token is the last of its text, whatever was drafted behind it
@@ -38,27 +36,28 @@ class Trial:
         return len(self.drafts) + 1
 
 
-def verify(logits: Tensor, trials: Sequence[Trial], choose: Choose = emit) -> list[list[int | None]]:
+def verify(trials: Sequence[Trial], choose: Choose) -> list[list[int | None]]:
     """What each trial says, at least one token each; None in the place of a token whose row has no finite maximum.
 
-    logits  [rows, vocabulary], the rows of the first trial, then those of the second, ...
+    choose  of the rows of the first trial, then those of the second, ...
 
     Every row is drawn as if all drafts before it were right. Where one is not, what was drawn behind it is not used, so
     penalties that look at the text are exact on all that is.
     """
     draws = [draw for trial in trials for draw in trial.draw.along(trial.drafts)]
-    tokens = choose(logits, draws)
+    tokens = choose(draws)
     said, at = [], 0
     for trial in trials:
-        said.append(_accepted(trial, tokens[at : at + trial.rows]))
-        at += trial.rows
+        stop = at + trial.rows
+        said.append(_accepted(trial, tokens[at:stop]))
+        at = stop
     return said
 
 
-def _accepted(trial: Trial, tokens: Sequence[int | None]) -> list[int | None]:
+def _accepted(trial: Trial, tokens: list[int | None]) -> list[int | None]:
     """The tokens up to the first that is not the draft at its place, or that ends the text."""
     for row, draft in enumerate(trial.drafts):
         token = tokens[row]
         if token is None or token != draft or trial.ends(token):
-            return list(tokens[: row + 1])
-    return list(tokens)
+            return tokens[: row + 1]
+    return tokens

@@ -33,7 +33,7 @@ class AttentionGroup:
         self.pool = CellPool(spec, cells, dtype, device)
         self._tables = np.zeros((slots, capacity), dtype=np.int64)
         self._lengths = [0] * slots
-        # Before this position a slot's table has nothing but holes; from the second on its cells follow each other.
+        # By slot: before the first position its table has nothing but holes; from the second on its cells are one run.
         self._begins = [0] * slots
         self._runs = [0] * slots
 
@@ -47,11 +47,10 @@ class AttentionGroup:
 
     def cells(self, slot: int, first: int) -> slice | Tensor:
         """The slot's cells from a position on, as the planes take them: a slice where they follow each other."""
-        cells = self.table(slot)[first:]
         if self._runs[slot] > first:
-            return self.pool.index(cells)
-        start = int(cells[0])
-        return slice(start, start + len(cells))
+            return self.pool.index(self.table(slot)[first:])
+        start = self._tables.item(slot, first)
+        return slice(start, start + self._lengths[slot] - first)
 
     def used_by_slots(self) -> int:
         """Cells that at least one slot's table names."""
@@ -95,8 +94,7 @@ class AttentionGroup:
         for span in spans:
             self._release_unseen(span.slot, span.start)
         for span in spans:
-            last = int(self._tables[span.slot, span.start - 1]) if span.start else HOLE
-            self._put(span.slot, span.start, self.pool.allocate(span.length, after=last))
+            self._extend(span.slot, span.start, span.length)
 
     def shed(self) -> None:
         """Release what no later row of any slot would see."""
@@ -106,7 +104,7 @@ class AttentionGroup:
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
         """Whether every layer's keys can be turned, and what moves is all that the slot sees from its new end.
 
-        What is kept before it may be released by then, or not, as the rows came: the answer depends on positions alone.
+        The answer depends on positions alone: which of the kept cells are released by then depends on how rows came.
         """
         reach, length = self.spec.reach, self._lengths[slot]
         return self.spec.shiftable and (reach.oldest(length) == 0 or reach.oldest(length - drop) >= keep)
@@ -193,7 +191,7 @@ class AttentionGroup:
             raise OutOfCells(needed, self.pool.free)
 
     def outline(self, content: Content, length: int) -> Cells:
-        """Holes where nothing was saved, and nobody's cells where something was."""
+        """Holes where nothing was saved, and 0 where something was: it names no cell."""
         return np.where(content["present"].numpy(), 0, HOLE)
 
     def load(self, content: Content, start: int, stop: int) -> Cells:
@@ -233,7 +231,7 @@ class AttentionGroup:
         self._begins[slot] = oldest
 
     def _seen_from(self, held: Cells, start: int) -> int:
-        """Where in a stretch begins what a row behind it sees."""
+        """Where in a stretch the part begins that a row behind it sees."""
         return min(max(self.spec.reach.oldest(start + len(held)) - start, 0), len(held))
 
     def _freed_by(self, cells: Cells) -> int:
@@ -273,6 +271,16 @@ class AttentionGroup:
             rows = keys.spread(keys.read(layer, sources, precision))
             keys.write(layer, targets, rotate(rows, by, rotation))
         copy_cells(self.pool.values, sources[copied], targets[copied])
+
+    def _extend(self, slot: int, start: int, length: int) -> None:
+        """Give a slot cells of its own at its end."""
+        last = self._tables.item(slot, start - 1) if start else HOLE
+        cell = self.pool.follow(last) if length == 1 and last != HOLE else None
+        if cell is None:
+            self._put(slot, start, self.pool.allocate(length, after=last))
+        else:
+            self._tables[slot, start] = cell
+            self._lengths[slot] = start + 1
 
     def _put(self, slot: int, start: int, cells: Cells) -> None:
         """Let a slot have these cells from `start` on, and nothing behind them."""

@@ -1,4 +1,4 @@
-"""The shared cache: slots over pools of cells, and the six laws' first two.
+"""The shared cache: slots over pools of cells. It keeps the first two of the six laws in ARCHITECTURE.md.
 
 1. Whatever moves a slot leaves it standing at a length at most the one asked for, and returns that length. The caller
    computes what is missing and never asks why.
@@ -10,6 +10,7 @@ One thread owns a cache. Between `begin` and `end` of a forward only that forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -17,15 +18,16 @@ import torch
 
 from kvcache.attention import AttentionGroup
 from kvcache.component import Component
-from kvcache.errors import BadSpan, CacheError, OutOfCells
+from kvcache.components import lacking
+from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
 from kvcache.prefix import Counts, PrefixTree
 from kvcache.recurrent import RecurrentStates
 from kvcache.shelf import ShelfConfig
 from kvcache.spec import LayerSpec, Span, group_layers
 
-# A long remembered text that must give up cells gives up this part of all cells, or fewer: a hundredth more or less
-# is remembered, and 8 sequences that speak look for cells every 32nd step instead of in each.
+# A long remembered text gives up cells in pieces of a 64th of all cells, 256 at most: so much less is remembered at
+# worst, and 8 running sequences look for cells every 32nd step instead of every step.
 _PIECES, _LARGEST_PIECE = 64, 256
 
 
@@ -61,6 +63,7 @@ class Cache:
             AttentionGroup(spec, slots=slots, capacity=capacity, cells=size, dtype=dtype, device=place)
             for spec, size in zip(specs, sizes, strict=True)
         )
+        # Those whose need for cells grows as long as a sequence does.
         self._growing = [group for group in self._groups if group.spec.reach.kind == "full"]
         self.states = None if state_bytes is None else RecurrentStates(slots, state_bytes, place)
         self._components: tuple[Component[Any], ...] = (
@@ -158,7 +161,7 @@ class Cache:
         self._tree.remember(slot, np.asarray(tokens, dtype=np.int64), salt, seal=seal)
 
     def known(self, tokens: Sequence[int], *, salt: bytes = b"") -> int:
-        """How many of the tokens somebody else came by, which may be more than `recall` could reach."""
+        """How many of the tokens are remembered, though `recall` may not be able to go on that far."""
         return self._tree.known(np.asarray(tokens, dtype=np.int64), salt)
 
     def parts(self, tokens: Sequence[int], *, salt: bytes = b"") -> bool:
@@ -166,7 +169,7 @@ class Cache:
         return self._tree.parts(np.asarray(tokens, dtype=np.int64), salt)
 
     def make_room(self, spans: Sequence[Span]) -> int:
-        """Forget what is remembered and wanted least until the spans fit; the rows that still lack (0: they fit)."""
+        """Forget what is remembered and wanted least until the spans fit; the cells still lacking (0: they fit)."""
         self._check_idle()
         self._check_spans(spans)
         return self._find_room(lambda component: component.check_append(spans))
@@ -234,24 +237,17 @@ class Cache:
                 component.truncate(slot, standing)
 
     def _find_room(self, check: Callable[[Component[Any]], None]) -> int:
-        """Forget what is wanted least until a check passes for all components; the cells that still lack."""
-        while any(lacking := self._lacking(check)):
+        """Forget what is wanted least until a check passes for all components; the cells still lacking."""
+        while any(missing := self._lacking(check)):
             for component in self._components:
                 component.shed()
-            if not self._tree.evict(lacking):
+            if not self._tree.evict(missing):
                 return max(self._lacking(check))
         return 0
 
     def _lacking(self, check: Callable[[Component[Any]], None]) -> list[int]:
         """By how many cells each component falls short of what a check asks for."""
-        lacking = []
-        for component in self._components:
-            try:
-                check(component)
-                lacking.append(0)
-            except OutOfCells as error:
-                lacking.append(error.needed - error.free)
-        return lacking
+        return [lacking(partial(check, component)) for component in self._components]
 
     def _standing(self, slot: int, length: int) -> int:
         """The deepest length at which all components can stand: each may lower it, until none does."""
@@ -280,8 +276,8 @@ class Cache:
             if span.slot in seen or span.start != standing or span.stop > self.capacity:
                 raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
             if not 0 <= span.guessed < span.length:
-                raise BadSpan(f"{span} has no row that is not guessed")
-            if not all(span.start <= start < stop <= span.stop for start, stop in span.mutual):
+                raise BadSpan(f"{span} needs at least one row that is not guessed")
+            if span.mutual and not all(span.start <= start < stop <= span.stop for start, stop in span.mutual):
                 raise BadSpan(f"{span} has a mutual range that is not wholly among its rows")
             seen.add(span.slot)
         if not seen:

@@ -50,6 +50,15 @@ class CellPool:
         self.free -= count
         return cells
 
+    def follow(self, after: int) -> int | None:
+        """Take the cell behind one that is in use, if it is free: `allocate` for the one cell that most steps need."""
+        cell = after + 1
+        if cell == self.cells or self.references.item(cell):
+            return None
+        self.references[cell] = 1
+        self.free -= 1
+        return cell
+
     def share(self, cells: Cells) -> None:
         """Reference cells once more. They must be in use."""
         self.references[cells] += 1
@@ -96,7 +105,7 @@ class CellPool:
         return int(taken[0]) if len(taken) else len(behind)
 
     def _from_largest_runs(self, count: int) -> Cells:
-        """So many free cells, of as few runs as can be, found in one look at all cells (1 ms for a million of them)."""
+        """`count` free cells in as few runs as can be, found in one look at all cells (1 ms for a million of them)."""
         bounds = np.flatnonzero(np.diff(self.references == 0, prepend=False, append=False))
         starts, lengths = bounds[::2], bounds[1::2] - bounds[::2]
         # No more runs than cells are needed; all of them need not be sorted.
@@ -116,6 +125,6 @@ class CellPool:
 
 
 def last_run(cells: Cells) -> int:
-    """Where the last of the runs begins, whose cells follow each other."""
+    """Where the last run of consecutive cells begins."""
     breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
     return int(breaks[-1]) + 1 if len(breaks) else 0

@@ -1,4 +1,4 @@
-"""What every kind of memory in a slot can do: attention cells now; recurrent rows, encoder entries and drafts alike.
+"""What each kind of memory in a slot can do: attention cells (attention.py) and recurrent states (recurrent.py).
 
 The cache asks all components first (`standing`, `check_append`, `check_shift`, `check_load`) and changes them only when
 all agree, so that a refused operation leaves every one of them as it was.
@@ -42,7 +42,7 @@ class Component(Protocol[Held]):
         ...
 
     def check_append(self, spans: Sequence[Span]) -> None:
-        """Raise OutOfCells if the rows of the spans do not fit, when `append` has released what they do not see."""
+        """Raise OutOfCells if the rows of the spans would not fit even once `append` released what they do not see."""
         ...
 
     def append(self, spans: Sequence[Span]) -> None:
@@ -54,7 +54,7 @@ class Component(Protocol[Held]):
         ...
 
     def shed(self) -> None:
-        """Release what no later row of any slot would see, as `append` does: so that it is no slot's but the tree's."""
+        """Release what no later row of any slot will see, as `append` would, so that it is the tree's alone."""
         ...
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
@@ -78,7 +78,7 @@ class Component(Protocol[Held]):
         ...
 
     def thin(self, held: Held, start: int) -> Held:
-        """Release all that going on at the end of the stretch, which begins at `start`, does not need; what stays."""
+        """Release all but what it takes to go on at the end of the stretch, which begins at `start`; what stays."""
         ...
 
     def thinnable(self, held: Held, start: int) -> bool:
@@ -109,11 +109,11 @@ class Component(Protocol[Held]):
         ...
 
     def surplus(self) -> int:
-        """By how much the held content exceeds what the component may hold, as `freeable` counts; cells never do."""
+        """By how much the held content exceeds what the component may hold, as `freeable` counts; 0 for cells."""
         ...
 
     def idle(self, held: Held) -> int:
-        """Cells of the stretch that no slot uses: they come free once all who hold them have released them."""
+        """Cells of the stretch that no slot uses: they come free once everyone who holds them has released them."""
         ...
 
     def save(self, held: Held) -> Content:
@@ -125,11 +125,11 @@ class Component(Protocol[Held]):
         ...
 
     def outline(self, content: Content, length: int) -> Held:
-        """What `load` would give of a saved stretch of `length` tokens, as far as `reach` sees it; it holds nothing."""
+        """What `load` would return for a saved stretch of `length` tokens, enough for `reach`; it holds nothing."""
         ...
 
     def load(self, content: Content, start: int, stop: int) -> Held:
-        """The tokens [start, stop) of a saved stretch, counted from its begin, in fresh cells referenced once.
+        """The tokens [start, stop) of a saved stretch, counted from its start, in fresh cells referenced once.
 
         Raises OutOfCells, changing nothing. The content is not kept.
         """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvcache.component import Component, Content
@@ -11,7 +12,7 @@ from kvcache.node import Holdings
 
 
 class Components:
-    """The verbs of kvcache/component.py over all of them; numbers come as one for each."""
+    """The verbs of kvcache/component.py for all of them at once; a number becomes a list with one for each."""
 
     def __init__(self, components: Sequence[Component[Any]]) -> None:
         self._components = tuple(components)
@@ -60,7 +61,7 @@ class Components:
         return goal
 
     def thin(self, held: Holdings, start: int) -> Holdings:
-        """Release all that going on at the end of a stretch, which begins at `start`, does not need; what stays."""
+        """Release all but what it takes to go on at the end of a stretch, which begins at `start`; what stays."""
         return [component.thin(part, start) for component, part in zip(self._components, held, strict=True)]
 
     def freeable(self, held: Holdings) -> list[int]:
@@ -78,7 +79,7 @@ class Components:
         return any(count > 0 and component.idle(part) > 0 for component, part, count in parts)
 
     def surplus(self) -> list[int]:
-        """By how much more is held than may be."""
+        """By how much each holds more than it may."""
         return [component.surplus() for component in self._components]
 
     def save(self, held: Holdings) -> list[Content]:
@@ -95,11 +96,14 @@ class Components:
 
     def lacking(self, content: Sequence[Content], start: int, stop: int) -> list[int]:
         """What has to come free before `load` may be called."""
-        lacking = []
-        for component, part in zip(self._components, content, strict=True):
-            try:
-                component.check_load(part, start, stop)
-                lacking.append(0)
-            except OutOfCells as error:
-                lacking.append(error.needed - error.free)
-        return lacking
+        parts = zip(self._components, content, strict=True)
+        return [lacking(partial(component.check_load, part, start, stop)) for component, part in parts]
+
+
+def lacking(check: Callable[[], None]) -> int:
+    """By how many cells a check falls short that raises OutOfCells; 0: it passes."""
+    try:
+        check()
+    except OutOfCells as error:
+        return error.needed - error.free
+    return 0

@@ -16,7 +16,7 @@ from kvcache.disk import Disk, Refused, Stretch
 from kvcache.encoder import Entry
 from kvcache.shelf import ShelfConfig
 
-# Of the files' budget, what entries may take: they are large, and few are looked at again.
+# Entries may take an eighth of the files' budget: they are large, and few are looked at again.
 _SHARE = 8
 # Entries that wait to be written keep their tensors alive.
 _MOST_WAITING = 4

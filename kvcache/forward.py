@@ -50,12 +50,14 @@ class Forward:
         self.spans = tuple(spans)
         self._cache = cache
         self._kept = {span.slot: span.stop for span in spans}
+        self._begun = False
         self._segments: dict[int, tuple[Segment, ...]] = {}
         self._targets: dict[int, slice | Tensor] = {}
 
     def __enter__(self) -> Forward:
         """Make room for the rows. Raises BadSpan or OutOfCells, and then nothing has changed."""
         self._cache.begin(self)
+        self._begun = True
         return self
 
     def __exit__(
@@ -116,6 +118,7 @@ class Forward:
         self._cache.states.put(slot, position, name, tensor)
 
     def _cut(self, group: AttentionGroup) -> list[Segment]:
+        assert self._begun, "the rows have no cells before the forward is open"
         cut, row = [], 0
         for span in self.spans:
             first = group.spec.reach.oldest(span.start)

@@ -25,7 +25,7 @@ class Entry:
 
     content  what each component saved, while it is in memory
     outline  of what was saved (kvcache/component.py); None as long as nobody has looked into the file
-    file     the name of the file that has it too, or alone
+    file     the name of the file that holds it, besides the memory or alone
     nodes    those whose edges it covers
     used     when it was wanted last; larger is later
     """
@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens [start, stop) of an entry, counted from its begin."""
+    """The tokens [start, stop) of an entry, counted from its start."""
 
     entry: Entry
     start: int
@@ -63,10 +63,10 @@ class Piece:
 class Node:
     """An edge that begins at position `start` below `parent`; the root of a tree has no parent and no tokens.
 
-    resident  whether `held` is what each component holds of the edge; else it lies on the shelf alone
-    pieces    of entries that cover the edge's tokens from its begin on; not all of them, while it is resident
+    resident  whether `held` has what each component holds of the edge; else it lies on the shelf alone
+    pieces    of entries that cover the edge's tokens from its start on: all of them, unless it is resident
     sealed    the edge ends here for good: what follows becomes a child
-    warm      children that are resident
+    warm      how many of the children are resident
     used      when it was wanted last; larger is later
     """
 
@@ -109,7 +109,7 @@ class Node:
 
     @property
     def filed(self) -> list[Piece]:
-        """The pieces from the begin of the edge on that are in files."""
+        """The first pieces of the edge, as far as they are in files."""
         missing = (at for at, piece in enumerate(self.pieces) if piece.entry.file is None)
         return self.pieces[: next(missing, len(self.pieces))]
 

@@ -30,7 +30,7 @@ class Counts:
     """What became of remembered tokens, since the start.
 
     evicted  left the cells, for the shelf or for good
-    thinned  of edges that lost what going on at their ends does not take; again for each kind of memory
+    thinned  of edges that keep only what it takes to go on at their ends; counted for each kind of memory
     loaded   came back from the shelf
     saved    were written to files
     """
@@ -45,8 +45,8 @@ class PrefixTree:
     """Content of former and running slots, found by its tokens. Belongs to the cache.
 
     token_bytes  that one token's content takes, at most
-    piece        tokens that a long end loses at once, where fewer are needed: sequences that grow one by one then find
-                 cells side by side, and look for them seldom
+    piece        tokens that a long leaf loses at once even where fewer are needed: sequences that grow one by one then
+                 find cells side by side, and seldom have to look for them
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class PrefixTree:
 
         lacking  for each component, as its `freeable` counts
 
-        First nodes lose all but what going on at their ends takes; then ends go, and of a long one only as much as is
-        needed. They go to the shelf, if there is one. Content that a slot uses frees nothing and is kept, unless it
-        stands behind content that could go.
+        First nodes are thinned to what it takes to go on at their ends; then leaves go, a long one only as far as is
+        needed, and to the shelf if there is one. Content that a slot uses frees nothing and is kept, unless it stands
+        below content that could go.
         """
         need = list(lacking)
         self._make_room(need)
@@ -165,15 +165,15 @@ class PrefixTree:
             self._radix.enter(node)
 
     def _make_room(self, need: list[int]) -> None:
-        """Release what is wanted least, and count down what each component needs. The shelf may be too full then."""
+        """Release what is wanted least, and count down what each component needs; the shelf may outgrow its budget."""
         self._thin(need)
-        self._drop_ends(need)
+        self._drop_leaves(need)
         while any(count > 0 for count in need) and (twin := self._twin(need)) is not None:
             self._demote(twin)
-            self._drop_ends(need)
+            self._drop_leaves(need)
 
-    def _drop_ends(self, need: list[int]) -> None:
-        """Let ends go that free something, or stand behind what would, those wanted longest ago first."""
+    def _drop_leaves(self, need: list[int]) -> None:
+        """Let leaves go that free something, or stand below what would, those wanted longest ago first."""
         aside = []
         while any(count > 0 for count in need) and self._radix.resident:
             leaf = next(iter(self._radix.resident))
@@ -187,11 +187,11 @@ class PrefixTree:
             self._radix.resident.move_to_end(node, last=False)
 
     def _twin(self, need: Sequence[int]) -> Node | None:
-        """An end that frees nothing though no slot uses it: what it holds is held under another salt as well."""
+        """A leaf that frees nothing though no slot uses it: what it holds is held under another salt as well."""
         return next((node for node in self._radix.resident if not node.warm and self._all.idles(node.held, need)), None)
 
     def _thin(self, need: list[int]) -> None:
-        """Let nodes keep only what going on at their ends takes, as long as that gives a component what it needs."""
+        """Let nodes keep only what it takes to go on at their ends, until each component has what it needs."""
         for at, (component, thick) in enumerate(zip(self._all, self._radix.thick, strict=True)):
             while need[at] > 0 and thick:
                 node, _ = thick.popitem(last=False)
@@ -251,12 +251,12 @@ class PrefixTree:
         for node in whole:
             self._radix.enter(node)
         self._radix.touch(whole)
-        # Not earlier, or what had to make room would push off the shelf what has not come yet.
+        # Only now: before, what had to make room would push off the shelf what was still to come.
         self.shelf.fit()
         return whole, min(depth, whole[-1].stop if whole else 0)
 
     def _promised(self, path: Sequence[Node], standing: int, depth: int) -> int:
-        """How deep one could go on if all of a path were in cells; `depth`, if there are files that nobody has seen."""
+        """How deep one could go on if all of a path were in cells; `depth`, if a file was not looked into yet."""
         stretches = []
         for node in path:
             if node.resident:

@@ -66,7 +66,7 @@ class RadixTree:
         return upper
 
     def extend(self, above: Node, tokens: Tokens) -> Node:
-        """Where tokens go behind a node: its own edge, if it is an end that is not sealed, else a new child."""
+        """The node that takes tokens which follow `above`: itself, if it is a leaf and not sealed, else a new child."""
         if above.parent is not None and not above.children and not above.sealed:
             above.tokens = np.concatenate((above.tokens, tokens))
             return above

@@ -94,8 +94,10 @@ class RecurrentStates:
         """States need no room in advance."""
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Open a state behind the rows of each span, and before each guess; the one before them all stays until the end
-        of the forward."""
+        """Open a state behind the rows of each span, and before each guess.
+
+        The state before all rows stays until the forward ends.
+        """
         for span in spans:
             row = self._rows[span.slot]
             row.length = span.stop
@@ -104,7 +106,7 @@ class RecurrentStates:
                 row.marks.append(span.stop)
 
     def shed(self) -> None:
-        """A slot keeps no state that only the tree needs longer."""
+        """Nothing to release: besides its last state a slot keeps marks only, for forks and rewinds."""
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
         """A state has no positions: it stays as it is, having seen what is dropped, for those who want that."""
@@ -160,7 +162,7 @@ class RecurrentStates:
         return held.bytes
 
     def idle(self, held: Marks) -> int:
-        """None are only idle: a held state is counted wherever it is held, so releasing it always frees its bytes."""
+        """None: a held state counts wherever it is held, so releasing it always frees its bytes."""
         return 0
 
     def surplus(self) -> int:

@@ -3,7 +3,7 @@
 What the tree gives up is saved in memory; what is wanted most is written to files when there is time for it, and found
 again by the next process. Both have a budget, and what was wanted longest ago goes first. Content that is on no shelf
 any more the tree must forget: `lose` tells it.
-Files come before their children's: the shelf writes nothing whose beginning is not written.
+A node's file is written before its children's: there is no file whose beginning is in none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcache.node import Entry, Node, Piece
 # Long edges are saved in pieces, so that the engine is never busy with one for long: with this much, measured on one
 # core, for 80 ms to write it and 85 ms to load it, digests included.
 PIECE_BYTES = 16 * 2**20
-# What is given up before it is in a file waits in memory, whatever the budget: so much of it.
+# What is evicted before it is in a file waits in memory, whatever the budget: up to this much.
 WAITING_BYTES = 64 * 2**20
 
 
@@ -74,7 +74,7 @@ class Shelf:
         # Nodes that are not wholly in files, by last use.
         self._unwritten: OrderedDict[Node, None] = OrderedDict()
         self._clock = 0
-        # At this time there was no room for what is wanted most; until something else is wanted there is none.
+        # When there was no room for what is wanted most: until something else is wanted, there is none.
         self._full = -1
         # Tokens that were written to files, since the start.
         self.saved = 0
@@ -147,7 +147,7 @@ class Shelf:
             entry.used = node.used
             pieces.append(Piece(entry, 0, len(entry.tokens)))
         node.link(pieces)
-        # The end of an edge goes before its begin.
+        # The end of an edge is given up before its start.
         for piece in reversed(node.pieces):
             if piece.entry.content is not None:
                 self._memory[piece.entry] = None

@@ -96,7 +96,7 @@ class GroupSpec:
 
     @property
     def key_parts(self) -> tuple[int, ...]:
-        """The widths of what a key is made of, each of a size of its own: latent and rotated part, or all in one."""
+        """The widths of a key's parts, whose numbers differ in size: the latent and the rotated part, or all in one."""
         return (self.latent, self.key_width - self.latent) if self.latent else (self.key_width,)
 
     @property

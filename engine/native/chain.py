@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import Array, c_int64, pointer
+from array import array
+from collections.abc import Iterable, Sequence
+from ctypes import pointer
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from engine.kernels.cpu.native import address
 from engine.native.decoder import Decoder
-from engine.native.library import ChainFields, ChoicesFields, LinkFields, StepFields
+from engine.native.library import LINK, ChainFields, StepFields
 from engine.sampling import Draw
 
 
@@ -41,38 +40,33 @@ def chains(draw: Draw) -> bool:
 
 
 def describe_chain(
-    decoder: Decoder, step: StepFields, links: Sequence[Link], choices: int, said: Array[c_int64]
+    decoder: Decoder, step: StepFields, links: array[int], tokens: array[int], choices: int, said: array[int]
 ) -> ChainFields:
-    """The fields of a chain.
+    """The fields of a chain; all that they name must outlive them.
 
-    step  of all rows, which must outlive them
-    said  [links, largest count], to be written
+    step   of all rows
+    links  a link_table
+    said   [links, largest count], to be written
     """
-    tokens = [token for link in links for token in link.tokens]
+    count = len(links) * links.itemsize // LINK.size
     return ChainFields(
         step=pointer(step),
-        links=(LinkFields * len(links))(*[_fields(link.draw, len(link.tokens), link.count) for link in links]),
-        links_count=len(links),
-        tokens=(c_int64 * len(tokens))(*tokens),
+        links=address(links),
+        links_count=count,
+        tokens=address(tokens),
         logits_scale=decoder.ending.scale,
         softcap=decoder.ending.softcap,
         choices=min(choices, step.embedding.count, step.head.outputs),
-        deepest=len(said) // len(links),
-        said=said,
+        deepest=len(said) // count,
+        said=address(said),
     )
 
 
-def describe_choices(draws: Sequence[Draw], logits: Tensor, said: Array[c_int64]) -> ChoicesFields:
-    """The fields of choices.
-
-    logits  [draws, vocabulary] float32 without gaps, which must outlive them
-    said    [draws], to be written
-    """
-    rows, outputs = logits.shape
-    links = (LinkFields * rows)(*map(_fields, draws))
-    return ChoicesFields(links, rows, logits.data_ptr(), outputs, said, torch.get_num_threads())
-
-
-def _fields(draw: Draw, length: int = 0, count: int = 0) -> LinkFields:
-    params, temperature = draw.params, 0.0 if draw.cold else draw.params.temperature
-    return LinkFields(length, count, draw.seed, draw.position, temperature, params.top_k, params.top_p, params.min_p)
+def link_table(links: Iterable[tuple[Draw, int, int]]) -> array[int]:
+    """Draws as chain.h has them, each with the tokens that its sequence reads first, and those that it says."""
+    table = bytearray()
+    for draw, length, count in links:
+        params, temperature = draw.params, 0.0 if draw.cold else draw.params.temperature
+        seed, place = draw.seed & 2**64 - 1, draw.position
+        table += LINK.pack(length, count, seed, place, temperature, params.top_k, params.top_p, params.min_p)
+    return array("q", bytes(table))

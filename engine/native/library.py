@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+import struct
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import TypeAlias
 
-from engine.kernels.cpu.native import PlaneFields, SegmentFields
+from engine.kernels.cpu.native import PlaneFields
 
 MOST_PROJECTIONS = 6
 _NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3
@@ -54,9 +55,9 @@ class TurnFields(Structure):
 
 
 class CellsFields(Structure):
-    """The cells of the rows."""
+    """The cells of the rows; `segments` is a segment_table (kernels/cpu/native.py)."""
 
-    _fields_ = [("segments", POINTER(SegmentFields)), ("count", c_int64), ("cells", c_int64)]
+    _fields_ = [("segments", c_void_p), ("count", c_int64), ("cells", c_int64)]
 
 
 class ExpertsFields(Structure):
@@ -168,7 +169,7 @@ class StepFields(Structure):
     """A step."""
 
     _fields_ = [
-        ("tokens", POINTER(c_int64)),
+        ("tokens", c_void_p),
         *((name, c_int64) for name in ("rows", "width")),
         ("embedding", EmbeddingFields),
         ("layers", POINTER(LayerFields)),
@@ -180,22 +181,15 @@ class StepFields(Structure):
         *((name, c_int64) for name in ("piece_count", "format")),
         ("last", NormFields),
         ("head", LinearFields),
-        ("kept", POINTER(c_int64)),
+        ("kept", c_void_p),
         *((name, c_int64) for name in ("kept_count", "wanted_count")),
         *((name, c_void_p) for name in ("kept_states", "logits")),
         *((name, c_int64) for name in ("rounds", "threads")),
     ]
 
 
-class LinkFields(Structure):
-    """What one sequence reads and says."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("length", "count", "seed", "position")),
-        ("temperature", c_double),
-        ("top_k", c_int64),
-        *((name, c_double) for name in ("top_p", "min_p")),
-    ]
+# What one sequence reads and says: length, count, seed, position; temperature; top_k; top_p, min_p.
+LINK = struct.Struct("qqQqdqdd")
 
 
 class ChainFields(Structure):
@@ -203,12 +197,12 @@ class ChainFields(Structure):
 
     _fields_ = [
         ("step", POINTER(StepFields)),
-        ("links", POINTER(LinkFields)),
+        ("links", c_void_p),
         ("links_count", c_int64),
-        ("tokens", POINTER(c_int64)),
+        ("tokens", c_void_p),
         *((name, c_float) for name in ("logits_scale", "softcap")),
         *((name, c_int64) for name in ("choices", "deepest")),
-        ("said", POINTER(c_int64)),
+        ("said", c_void_p),
     ]
 
 
@@ -216,11 +210,11 @@ class ChoicesFields(Structure):
     """Rows of logits, and how tokens are drawn behind them."""
 
     _fields_ = [
-        ("links", POINTER(LinkFields)),
+        ("links", c_void_p),
         ("rows", c_int64),
         ("logits", c_void_p),
         ("outputs", c_int64),
-        ("said", POINTER(c_int64)),
+        ("said", c_void_p),
         ("threads", c_int64),
     ]
 
@@ -238,21 +232,25 @@ class Library:
 
     def take(self, step: StepFields) -> None:
         """Compute a step. Raises MemoryError, and IndexError for a cell outside the pool or a token that is none."""
-        _check(self._step(byref(step)))
+        if outcome := self._step(byref(step)):
+            raise _error(outcome)
 
     def say(self, chain: ChainFields) -> None:
         """Compute a chain of steps. Raises as `take` does."""
-        _check(self._chain(byref(chain)))
+        if outcome := self._chain(byref(chain)):
+            raise _error(outcome)
 
     def choose(self, choices: ChoicesFields) -> None:
         """Draw tokens. Raises MemoryError."""
-        _check(self._choose(byref(choices)))
+        if outcome := self._choose(byref(choices)):
+            raise _error(outcome)
 
 
-def _check(outcome: int) -> None:
+def _error(outcome: int) -> Exception:
+    """What an outcome other than 0 means."""
     if outcome == _NO_MEMORY:
-        raise MemoryError("no memory for the rows of a step")
+        return MemoryError("no memory for the rows of a step")
     if outcome == _BAD_CELL:
-        raise IndexError("a table names a cell outside the pool")
-    if outcome == _BAD_TOKEN:
-        raise IndexError("a token has no embedding")
+        return IndexError("a table names a cell outside the pool")
+    assert outcome == _BAD_TOKEN, "an outcome that step.h does not have"
+    return IndexError("a token has no embedding")

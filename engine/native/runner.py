@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from ctypes import Array, c_int64
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.native import FORMATS, REACHES, Rows, SegmentFields, plane_fields, segment_fields
+from engine.kernels.cpu.native import FORMATS, REACHES, Rows, address, plane_fields, segment_table
 from engine.native.attention import angles
-from engine.native.chain import Link, chains, describe_chain, describe_choices
+from engine.native.chain import Link, chains, describe_chain, link_table
 from engine.native.decoder import Decoder, Way
 from engine.native.description import (
     describe_embedding,
@@ -20,14 +21,32 @@ from engine.native.description import (
     describe_turn,
     recurrence_fields,
 )
+from engine.native.drawing import Drawing
 from engine.native.library import CellsFields, LayerFields, Library, StepFields, TurnFields
 from engine.native.states import States
 from engine.runner import Runner
 from engine.sampling import Draw, emit
 from engine.scoring import exact
 from engine.sight import Sight
-from kvcache.forward import Forward, Segment
-from kvcache.planes import FloatPlane, Plane, Stored
+from kvcache.forward import Forward
+from kvcache.planes import FloatPlane, Plane
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a step writes, with its addresses: logits [rows, vocabulary], and states of as many rows or more."""
+
+    rows: int
+    logits: Tensor
+    states: Tensor
+    logits_address: int
+    states_address: int
+
+    @classmethod
+    def of(cls, wanted: int, kept: int, vocabulary: int, width: int) -> _Output:
+        """Room for the logits of `wanted` rows, and the states of `kept`."""
+        logits, states = torch.empty(wanted, vocabulary), torch.empty(kept, width)
+        return cls(wanted, logits, states, logits.data_ptr(), states.data_ptr())
 
 
 class NativeRunner(Runner):
@@ -69,7 +88,12 @@ class NativeRunner(Runner):
         # to turn the angles of all positions. Those take less than a hundredth of what the cells of as many tokens do.
         self._plane: Plane | None = None
         self._groups: list[int] = []
+        self._cells = (CellsFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
+        # Of the step at hand, by groups.
+        self._tables: list[array[int]] = []
+        # Where logits go that nobody but `tell` sees.
+        self._unseen = self._output(0, 0)
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -77,7 +101,9 @@ class NativeRunner(Runner):
         """Logits [wanted, vocabulary] after an open forward's rows, see Runner."""
         if not self.can(forward, sights):
             return super().run(forward, tokens, wanted, sights)
-        return self._take(forward, tokens, wanted, ())[0]
+        output = self._output(len(wanted), len(wanted))
+        self._take(forward, tokens, wanted, output)
+        return self._bounded(output.logits)
 
     def run_with_states(
         self,
@@ -90,8 +116,32 @@ class NativeRunner(Runner):
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
         if not self.can(forward, sights):
             return super().run_with_states(forward, tokens, wanted, pooled, sights)
-        logits, states = self._take(forward, tokens, wanted, pooled)
-        return logits, states[len(wanted) :]
+        output = self._output(len(wanted), len(wanted) + len(pooled))
+        self._take(forward, tokens, [*wanted, *pooled], output)
+        return self._bounded(output.logits), output.states[len(wanted) :]
+
+    def tell(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        sights: Sequence[Sight | None],
+        draws: Sequence[Draw],
+    ) -> list[int | None]:
+        """As `choose` after `run`, without a tensor that torch makes: behind a step its code is in no cache of the
+        processor any more, so the first of them takes it 60 microseconds.
+        """
+        if not (self.can(forward, sights) and all(map(chains, draws))):
+            return super().tell(forward, tokens, wanted, sights, draws)
+        if self._unseen.rows != len(wanted):
+            self._unseen = self._output(len(wanted), len(wanted))
+        output = self._unseen
+        # What can be done before the step is: behind it every line of Python comes from memory again.
+        drawing = Drawing(draws, output.logits_address, self._head.outputs)
+        self._take(forward, tokens, wanted, output)
+        self._bounded(output.logits)
+        self._library.choose(drawing.fields)
+        return drawing.tokens
 
     def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """What `emit` says, in one native call where that knows how. A row is drawn alike whatever is beside it."""
@@ -106,19 +156,23 @@ class NativeRunner(Runner):
         return said
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-        said = (c_int64 * len(draws))()
-        self._library.choose(describe_choices(draws, exact(logits).contiguous(), said))
-        return [None if token < 0 else token for token in said]
+        whole = exact(logits).contiguous()
+        drawing = Drawing(draws, whole.data_ptr(), whole.shape[1])
+        self._library.choose(drawing.fields)
+        return drawing.tokens
 
     def say(self, forward: Forward, links: Sequence[Link], choices: int) -> list[list[int]]:
         """What each link says, from the first so many tokens: fewer than asked for where logits are not finite.
 
         forward  open, with a span of `rows` for each link; whether it runs here can be asked of `chains`
         """
+        assert self.chains(forward), "whether it runs here was not asked"
         deepest = max(link.count for link in links)
-        said = (c_int64 * (len(links) * deepest))()
-        self._library.say(describe_chain(self._decoder, self._describe(forward), links, choices, said))
-        rows = (said[at : at + deepest] for at in range(0, len(said), deepest)) if deepest else ([] for _ in links)
+        said = array("q", bytes(8 * len(links) * deepest))
+        tokens = array("q", [token for link in links for token in link.tokens])
+        table, step = link_table((link.draw, len(link.tokens), link.count) for link in links), self._describe(forward)
+        self._library.say(describe_chain(self._decoder, step, table, tokens, choices, said))
+        rows = [said[at * deepest : (at + 1) * deepest] for at in range(len(links))]
         return [[token for token in own if token >= 0] for own in rows]
 
     def chains(self, forward: Forward) -> bool:
@@ -128,28 +182,28 @@ class NativeRunner(Runner):
     def can(self, forward: Forward, sights: Sequence[Sight | None] = ()) -> bool:
         """Whether the step computes this: nothing is looked at but earlier tokens, and nobody watches the modules."""
         looks = any(sights) or any(span.mutual for span in forward.spans)
-        keys, _ = forward.stored(0)
-        stored = isinstance(keys.plane, FloatPlane) and keys.plane.rows.dtype in FORMATS
         # What is hooked into the model's own modules, such as a draft head's ear, hears nothing of a native step.
-        return stored and not looks and not self._watched._forward_hooks
+        return not looks and not self._watched._forward_hooks and self._reads(forward)
 
-    def _take(
-        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], pooled: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """The logits, and the states of all rows that are asked for."""
-        kept = len(wanted) + len(pooled)
-        kept_states = torch.empty(kept, self._common.width)
-        logits = torch.empty(len(wanted), self._head.outputs)
+    def _reads(self, forward: Forward) -> bool:
+        """Whether it reads cells as these are stored."""
+        plane = forward.stored(0)[0].plane
+        return plane is self._plane or (isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS)
+
+    def _output(self, wanted: int, kept: int) -> _Output:
+        return _Output.of(wanted, kept, self._head.outputs, self._common.width)
+
+    def _take(self, forward: Forward, tokens: Sequence[int], kept: Sequence[int], output: _Output) -> None:
+        """Compute the step; `kept` are the rows whose states are asked for, those first whose logits are, too."""
         # Whatever the step reads by its address must live until it is over.
-        step = self._describe(forward)
-        step.tokens = _numbers(tokens)
-        step.kept, step.kept_count, step.wanted_count = _numbers([*wanted, *pooled]), kept, len(wanted)
-        step.kept_states, step.logits = kept_states.data_ptr(), logits.data_ptr()
+        read, rows, step = array("q", tokens), array("q", kept), self._describe(forward)
+        step.tokens, step.kept = address(read), address(rows)
+        step.kept_count, step.wanted_count = len(rows), output.rows
+        step.kept_states, step.logits = output.states_address, output.logits_address
         states = self._open(forward, step) if self._recurring else None
         self._library.take(step)
         if states is not None:
             states.keep()
-        return self._bounded(logits), kept_states
 
     def _open(self, forward: Forward, step: StepFields) -> States:
         """Let the layers that keep states name those of a forward."""
@@ -166,16 +220,15 @@ class NativeRunner(Runner):
         return scaled if cap == 0.0 else scaled.div_(cap).tanh_().mul_(cap)
 
     def _describe(self, forward: Forward) -> StepFields:
-        """The step but for what its rows are and who asks for them; the forward holds the tables that it reads."""
+        """The step but for what its rows are and who asks for them, of an open forward that `can` has seen."""
         # The planes of a cache stay where they are.
         if forward.stored(0)[0].plane is not self._plane:
             self._settle(forward)
+        self._tables = [segment_table(forward.segments(at)) for at in self._groups]
+        for cells, table in zip(self._cells, self._tables, strict=True):
+            cells.segments, cells.count = address(table), len(forward.spans)
         step = self._common
-        step.rows, step.cells_count = forward.rows, len(self._groups)
-        step.cells = (CellsFields * len(self._groups))(
-            *[_cells(forward.segments(at), forward.stored(at)[0]) for at in self._groups]
-        )
-        step.threads = torch.get_num_threads()
+        step.rows, step.threads = forward.rows, torch.get_num_threads()
         return step
 
     def _settle(self, forward: Forward) -> None:
@@ -189,6 +242,8 @@ class NativeRunner(Runner):
                 shared[segments] = len(shared)
                 self._groups.append(at)
             fields.cells = shared[segments]
+        self._cells = (CellsFields * len(self._groups))(*[_cells(forward, at) for at in self._groups])
+        self._common.cells, self._common.cells_count = self._cells, len(self._groups)
         positions = torch.arange(forward.capacity)
         self._angles = [angles(turn, positions) for turn in self._turns]
         self._common.turns = (TurnFields * len(self._turns))(*map(describe_turn, self._turns, self._angles))
@@ -206,11 +261,8 @@ class NativeRunner(Runner):
         self._common.format = FORMATS[keys.plane.rows.dtype]
 
 
-def _cells(segments: Sequence[Segment], keys: Stored) -> CellsFields:
-    assert isinstance(keys.plane, FloatPlane)
-    described = (SegmentFields * len(segments))(*map(segment_fields, segments))
-    return CellsFields(described, len(segments), keys.plane.rows.shape[2])
-
-
-def _numbers(numbers: Sequence[int]) -> Array[c_int64]:
-    return (c_int64 * len(numbers))(*numbers)
+def _cells(forward: Forward, at: int) -> CellsFields:
+    """The cells of a layer's group, with no rows yet."""
+    plane = forward.stored(at)[0].plane
+    assert isinstance(plane, FloatPlane)
+    return CellsFields(cells=plane.rows.shape[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_drafts_change_nothing(seed: int) -> None:
                 draft[chance.randrange(len(draft))] = chance.randrange(SIZE)
             trials.append(Trial(tuple(draft), draw(request, text), lambda token: False))
             rows += [row([*text, *draft[:count]]) for count in range(len(draft) + 1)]
-        for text, said in zip(texts, verify(torch.stack(rows), trials), strict=True):
+        for text, said in zip(texts, verify(trials, partial(emit, torch.stack(rows))), strict=True):
             text += [token for token in said if token is not None]
 
     assert [right[:24] for right in whole] == [text[:24] for text in texts]

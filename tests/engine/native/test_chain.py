@@ -60,8 +60,10 @@ class Talk:
     def chained(self, links: Sequence[Link], choices: int = VOCABULARY) -> list[list[int]]:
         """What a chain says; all its rows are kept."""
         spans = [Span(slot, self.cache.length(slot), link.rows) for slot, link in enumerate(links)]
-        with self.cache.forward(spans) as forward:
-            assert self.runner.can(forward)
+        forward = self.cache.forward(spans)
+        # Asked before it is open: the cells of another cache were read last.
+        assert self.runner.chains(forward)
+        with forward:
             said = self.runner.say(forward, links, choices)
         for slot, (link, own) in enumerate(zip(links, said, strict=True)):
             self.held.setdefault(slot, []).extend([*link.tokens, *own[: max(link.count - 1, 0)]])

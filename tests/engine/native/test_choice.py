@@ -9,8 +9,9 @@ from torch import Tensor
 from engine.history import History
 from engine.sampling import Draw, emit
 from engine.types import SamplingParams
-from tests.engine.native.decoders import native
-from tests.engine.native.test_chain import runner_of
+from kvcache.spec import Span
+from tests.engine.native.decoders import native, token
+from tests.engine.native.test_chain import GREEDY, WARM, Talk, draw, runner_of
 from tests.libraries import built
 
 built("step")
@@ -77,3 +78,24 @@ def test_a_row_that_is_not_finite_breaks_alone(value: float) -> None:
 
     assert said == emit(logits, draws(PARAMS[0], PARAMS[2]))
     assert [row for row, token in enumerate(said) if token is None] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("params", [(GREEDY, WARM), (WARM, PARAMS[-1])])
+def test_what_a_step_tells_is_chosen_from_its_logits(family: str, params: tuple[SamplingParams, ...]) -> None:
+    """The same tokens, whether the logits are shown or not, where they are capped and where rules of the text hold."""
+    runner = runner_of(native(family))
+    told, shown = Talk(runner), Talk(runner)
+    for rows in (9, 1, 4):
+        standing = told.cache.length(0)
+        spans = [Span(slot, standing, rows) for slot in range(3)]
+        tokens = [token(span.slot, at) for span in spans for at in range(span.start, span.stop)]
+        wanted = [rows - 1, 2 * rows - 1, 3 * rows - 1]
+        drawn = [draw(params[slot % 2], slot, standing + rows) for slot in range(3)]
+        with shown.cache.forward(spans) as forward:
+            expected = runner.choose(runner.run(forward, tokens, wanted), drawn)
+        with told.cache.forward(spans) as forward:
+            said = runner.tell(forward, tokens, wanted, [None] * 3, drawn)
+
+        assert expected == said
+        assert None not in said
