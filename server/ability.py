@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from engine.dialect.dialect import Dialect
-from server.errors import UNSUPPORTED_PARAMETER, ApiError
+from server.errors import ApiError, unsupported
 from server.schemas.chat import ChatRequest
 from server.tools import Offer, offer
 
@@ -50,12 +50,6 @@ def unable(dialect: Dialect, named: Collection[str]) -> dict[str, str]:
     calls = {} if dialect.calls else dict.fromkeys(("tools", "functions"), "its chat template has no calls")
     budget = {} if dialect.reasons else dict.fromkeys(BUDGETS, "it writes no reasoning")
     return {**effort, **verbosity, **calls, **budget}
-
-
-def unsupported(field: str, reason: str) -> ApiError:
-    """The error that a parameter gets which this model cannot honour."""
-    message = f"This server does not support '{field}' with this model: {reason}."
-    return ApiError(UNSUPPORTED_PARAMETER, message, param=field)
 
 
 def _missing(body: ChatRequest, dialect: Dialect, named: Collection[str], offered: Offer) -> Iterator[ApiError]:

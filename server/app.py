@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server import errors
+from server import errors, faults
 from server.auth import Auth
 from server.lenient import LenientRoute
 from server.limits import BodyLimit, Border
@@ -79,6 +79,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     closing.push_async_callback(responses.add(app, service).close)
     documented.install(app)
     errors.install(app)
+    faults.install(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.caps.body_bytes)
     app.add_middleware(Auth, keys=settings.keys)

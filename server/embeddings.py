@@ -15,7 +15,7 @@ from engine.errors import InvalidRequest
 from engine.status import Embedding
 from engine.types import EmbeddingInput, Pooling, Request
 from server.batch import run_all
-from server.errors import UNSUPPORTED_PARAMETER, ApiError, invalid
+from server.errors import invalid, unsupported
 from server.jobs import Made, Reading, run_job
 from server.metrics import Endpoint
 from server.sampling import check_ids
@@ -45,8 +45,7 @@ async def embeddings(service: Service, body: EmbeddingRequest, id: str) -> Embed
     model = answering(service, body.model)
     for field, reason in unable(service.vectors).items():
         if getattr(body, field) is not None:
-            message = f"This server does not support '{field}' with this model: {reason}."
-            raise ApiError(UNSUPPORTED_PARAMETER, message, param=field)
+            raise unsupported(field, reason)
     check_dimensions(service, body.dimensions)
     wish = Wish(body.input_type, body.truncate_prompt_tokens or 0, body.pooling or "last")
     made = await embed(service, body.input, wish, id=id, endpoint="embeddings")
@@ -128,8 +127,7 @@ def _read(service: Service, inputs: Inputs) -> list[tuple[int, ...]]:
     for at, text in enumerate(inputs):
         tokens = service.engine.tokenizer.encode(text) if isinstance(text, str) else text
         if not tokens:
-            place = _place(inputs, at)
-            raise invalid(place, "it has no tokens")
+            raise invalid(_place(inputs, at), "it has no tokens")
         check_ids("input", tokens, vocabulary)
         found.append(tuple(tokens))
     return found

@@ -11,17 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine import errors as engine_errors
 from engine.types import Finished
 from server.encoding import Json
-from server.schemas.policy import DOCUMENTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +74,13 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 
-# What the prompt is made of, by the ends of paths; others call it so.
-_PROMPTS = {
+# What the prompt is made of, by the ends of paths; others call it so. A pair may be too long by either text.
+_PROMPTS: Mapping[str, str | None] = {
     "/chat/completions": "messages",
     "/embeddings": "input",
     "/decisions": "input",
     "/rerank": "documents",
+    "/score": None,
 }
 
 # The client has gone and nobody reads the answer; nginx's number, seen in the log only.
@@ -151,6 +149,17 @@ def invalid(field: str, reason: str) -> ApiError:
     return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)
 
 
+def missing(field: str) -> ApiError:
+    """A field that the body needs and does not have."""
+    return ApiError(INVALID_VALUE, f"Missing required parameter: '{field}'.", param=field)
+
+
+def unsupported(field: str, reason: str) -> ApiError:
+    """A documented parameter that the model which is served cannot honour."""
+    message = f"This server does not support '{field}' with this model: {reason}."
+    return ApiError(UNSUPPORTED_PARAMETER, message, param=field)
+
+
 def internal() -> ApiError:
     """A fault of ours. The log has the rest, under the request id."""
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
@@ -164,9 +173,8 @@ def check_deadline(finished: Sequence[Finished]) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app leave in the envelope."""
+    """Let every error of the app leave in the envelope; what pydantic finds is installed by faults.py."""
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(engine_errors.EngineError, _on_engine)
 
 
@@ -174,7 +182,7 @@ def _nothing_in_time(event: Finished) -> bool:
     return event.reason == "length" and event.stop == "deadline" and not event.usage.completion_tokens
 
 
-def _too_long(error: engine_errors.ContextTooLong, param: str) -> ApiError:
+def _too_long(error: engine_errors.ContextTooLong, param: str | None) -> ApiError:
     # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
     count = error.tokens if error.exact else f"at least {error.tokens}"
     message = (
@@ -215,44 +223,3 @@ async def _on_engine(request: Request, error: Exception) -> Response:
     assert isinstance(error, engine_errors.EngineError)
     path: str = request.scope["path"]
     return reply(translate(error, path), path)
-
-
-async def _on_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return reply(invalid_field(error.errors()[0], error.body), request.scope["path"])
-
-
-def invalid_field(fault: Mapping[str, Any], body: object) -> ApiError:
-    """A fault that pydantic found, in OpenAI's words. Its message never holds the input."""
-    where, *way = fault["loc"]
-    param = _path(way, body) if where == "body" else str(way[0])[:64]
-    if fault["type"] == "missing":
-        message = f"Missing required parameter: '{param}'." if param else "The request needs a body."
-        return ApiError(INVALID_VALUE, message, param=param)
-    if fault["type"] == "extra_forbidden":
-        return _extra(str(fault["loc"][-1]), param)
-    kind = UNSUPPORTED_VALUE if fault["type"] == UNSUPPORTED_VALUE.code else INVALID_VALUE
-    if param is None:
-        return ApiError(kind, f"Invalid body: {fault['msg']}.")
-    return ApiError(kind, f"Invalid value for '{param}': {fault['msg']}.", param=param)
-
-
-def _extra(name: str, param: str | None) -> ApiError:
-    if name in DOCUMENTED:
-        return ApiError(UNSUPPORTED_PARAMETER, f"This server does not support '{param}' yet.", param=param)
-    return ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{param}'.", param=param)
-
-
-def _path(location: Sequence[int | str], body: object) -> str | None:
-    """`messages[2].content` of a pydantic location; names of union members and the mark of keys are left out."""
-    path = ""
-    steps = [step for step in location if step != "[key]"]
-    for place, step in enumerate(steps):
-        last = place == len(steps) - 1
-        if isinstance(step, int) and isinstance(body, list):
-            path += f"[{step}]"
-            body = body[step] if step < len(body) else None
-        elif isinstance(step, str) and isinstance(body, dict) and (step in body or last):
-            path += f".{step[:64]}" if path else step[:64]
-            body = body.get(step)
-    return path or None

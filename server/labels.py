@@ -79,7 +79,7 @@ class Fork:
 
 
 def rounded(share: float) -> float:
-    """A probability as it is told: in digits that do not hang on what else was computed at the same time."""
+    """A probability as it is told: in digits that do not depend on what else was computed at the same time."""
     return float(f"{share:.{DIGITS}g}")
 
 

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.errors import invalid_field
+from server.faults import invalid_field
 from server.parsing import StrictRequest, StrictRoute
 
 # The routes whose answers have a list of warnings; the others refuse even so.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.message import INPUT
-from server.errors import INVALID_VALUE, ApiError, invalid
+from server.errors import ApiError, invalid, missing
 from server.parsing import loads
 from server.schemas.chat import Message
 from server.schemas.content import text_of
@@ -55,7 +55,7 @@ def _check(message: Message, place: str) -> None:
         raise invalid(f"{place}.{field}", "only the assistant calls tools")
     needed = {"tool": "tool_call_id", "function": "name"}.get(message.role)
     if needed and getattr(message, needed) is None:
-        raise ApiError(INVALID_VALUE, f"Missing required parameter: '{place}.{needed}'.", param=f"{place}.{needed}")
+        raise missing(f"{place}.{needed}")
 
 
 def _plain(message: Message, legacy_id: str) -> dict[str, object]:

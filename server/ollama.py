@@ -11,10 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engine.errors import EngineError
 from engine.message import Piece, Reasoning, Text
 from server.embeddings import vector
-from server.errors import invalid_field
+from server.errors import OLLAMA, ApiError
+from server.faults import first_fault
 from server.jobs import Made
+from server.renaming import renamed
 from server.reply import Call as MadeCall
 from server.reply import Growing, gather
 from server.schemas.chat import ChatRequest
@@ -45,6 +48,15 @@ _SAME = (
     "seed",
     "stop",
 )
+# Messages and tools have the same names in both bodies.
+_NAMES = {
+    r"max_tokens": "options.num_predict",
+    r"keep": "options.num_keep",
+    r"repetition_penalty": "options.repeat_penalty",
+    rf"({'|'.join(_SAME)})(.*)": r"options.\1\2",
+    r"response_format.*": "format",
+    r"reasoning_effort|chat_template_kwargs.*": "think",
+}
 
 
 def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
@@ -60,6 +72,11 @@ def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
     return _chat({"model": model, "messages": messages, **_common(body)})
+
+
+def reworded(error: ApiError | EngineError) -> ApiError:
+    """An error of the chat, with the names that Ollama's client used."""
+    return renamed(error, OLLAMA, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +164,8 @@ def _chat(fields: dict[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
-        # Tools and messages have the same names in both bodies.
-        fault = error.errors()[0]
-        raise invalid_field({**fault, "loc": ("body", *fault["loc"])}, fields) from error
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise reworded(first_fault(faults, fields)) from error
 
 
 def _common(body: Asking) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from engine.types import Dry, SamplingParams, Xtc
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.schemas.common import Generation
 from server.service import Service
 
@@ -49,8 +49,7 @@ def check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     """ApiError at an id that the model does not have."""
     worst = max(ids, default=0)
     if worst >= vocabulary:
-        message = f"Invalid value for '{field}': this model has {vocabulary} tokens, there is no id {worst}."
-        raise ApiError(INVALID_VALUE, message, param=field)
+        raise invalid(field, f"this model has {vocabulary} tokens, there is no id {worst}")
 
 
 async def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
@@ -89,8 +88,7 @@ def _alias(body: Generation, name: str, other: str) -> float | None:
     first: float | None = getattr(body, name)
     second: float | None = getattr(body, other)
     if first is not None and second is not None and first != second:
-        message = f"Invalid value for '{other}': it is another name of '{name}' and differs from it."
-        raise ApiError(INVALID_VALUE, message, param=other)
+        raise invalid(other, f"it is another name of '{name}' and differs from it")
     return second if first is None else first
 
 

@@ -15,7 +15,7 @@ import anyio.to_thread
 from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.comparing import Pairs, compare, compares
-from server.errors import INVALID_VALUE, UNSUPPORTED_PARAMETER, ApiError
+from server.errors import invalid, unsupported
 from server.labels import Fork
 from server.metrics import Endpoint
 from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
@@ -63,8 +63,7 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(first) not in (1, len(second)):
-        message = f"Invalid value for 'text_1': {len(first)} texts cannot be paired with {len(second)}."
-        raise ApiError(INVALID_VALUE, message, param="text_1")
+        raise invalid("text_1", f"{len(first)} texts cannot be paired with {len(second)}")
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
@@ -75,8 +74,7 @@ async def _scores(
     if service.settings.embedding_name is None or not compares(service, body.model):
         model = service.resolve(body.model)
         if body.truncate_prompt_tokens is not None:
-            message = "This server does not support 'truncate_prompt_tokens' with this model: it is no embedding model."
-            raise ApiError(UNSUPPORTED_PARAMETER, message, param="truncate_prompt_tokens")
+            raise unsupported("truncate_prompt_tokens", "it is no embedding model")
         return model, *await _relevance(service, pairs, body.instruction, id, endpoint)
     scores, tokens = await compare(service, pairs, body, id, endpoint)
     return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -86,8 +87,8 @@ class Settings:
         """Refuse settings that cannot work or that open the server by accident; ValueError says what to change."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, not {self.port}")
-        if self.grace_seconds < 0:
-            raise ValueError(f"--grace must not be negative, not {self.grace_seconds}")
+        if not 0 <= self.grace_seconds < math.inf:
+            raise ValueError(f"--grace must be a number of seconds from 0 on, not {self.grace_seconds}")
         if not self.keys and not self.insecure_no_auth and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.message import Body
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.schemas.common import Generation
 from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from server.schemas.tools import Schema
@@ -18,8 +18,7 @@ def structure(body: Generation) -> tuple[str, Body] | None:
     found = [(field, asked) for field, asked in _asked(body) if asked is not None]
     if len(found) > 1:
         (first, _), (second, _) = found[:2]
-        message = f"Invalid value for '{second}': an answer can follow one structure, and there is '{first}' already."
-        raise ApiError(INVALID_VALUE, message, param=second)
+        raise invalid(second, f"an answer can follow one structure, and there is '{first}' already")
     return found[0] if found else None
 
 
@@ -64,9 +63,9 @@ def _schema(field: str, schema: Schema | str | None) -> Body | None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{field}': it is no JSON.", param=field) from error
+            raise invalid(field, "it is no JSON") from error
         if not isinstance(schema, dict):
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{field}': it is no JSON object.", param=field)
+            raise invalid(field, "it is no JSON object")
     return Body("json_schema", json.dumps(schema, ensure_ascii=False))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import anyio.to_thread
 
 from engine.types import Alternative
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import INVALID_VALUE, ApiError, invalid
 from server.schemas.chat import ChatRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, Piece, Rendered, TokenizeRequest, Tokens
 from server.service import Service
@@ -73,7 +73,7 @@ _OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue
 def _refuse(names: Sequence[str], body: TokenizeRequest, reason: str) -> None:
     for name in names:
         if getattr(body, name):
-            raise ApiError(INVALID_VALUE, f"Invalid value for '{name}': {reason}.", param=name)
+            raise invalid(name, reason)
 
 
 def _written(piece: Alternative) -> str | list[int]:

@@ -27,8 +27,9 @@ from server.schemas.tools import (
 # What a body offers, whatever it is called there.
 Definition = FunctionDefinition | LegacyFunction | CustomDefinition
 
-# No parameters, as OpenAI reads a function without them.
-NOTHING: Schema = {"type": "object", "properties": {}}
+# OpenAI reads a function without parameters as one that takes none, and an empty schema allows any.
+NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+ANYTHING: Schema = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
         seen.add(definition.name)
         if isinstance(definition, CustomDefinition):
             continue
-        if (definition.parameters or NOTHING).get("type", "object") != "object":
+        if _parameters(definition).get("type", "object") != "object":
             raise invalid(f"{place}.parameters.type", "it must be 'object'")
     return tuple(_tool(definition) for _, definition in offered)
 
@@ -88,9 +89,13 @@ def _tool(definition: Definition) -> Tool:
     return Tool(
         name=definition.name,
         description=definition.description or "",
-        parameters=json.dumps(definition.parameters or NOTHING, ensure_ascii=False),
+        parameters=json.dumps(_parameters(definition), ensure_ascii=False),
         strict=isinstance(definition, FunctionDefinition) and definition.strict is True,
     )
+
+
+def _parameters(definition: FunctionDefinition | LegacyFunction) -> Schema:
+    return NOTHING if definition.parameters is None else definition.parameters or ANYTHING
 
 
 def _custom(definition: CustomDefinition) -> Tool:

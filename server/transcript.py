@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import UNKNOWN_PARAMETER, ApiError, invalid, missing
 from server.schemas.decisions import CallItem, Item, JsonPart, MessageItem, OutputItem, Part, RefusalPart
 
 
@@ -44,13 +44,14 @@ def _arguments(item: CallItem, at: int) -> str:
     said, extra = getattr(item, wanted), getattr(item, other)
     if said is None or extra is not None:
         place = f"input[{at}].{wanted if said is None else other}"
-        message = f"Missing required parameter: '{place}'." if said is None else f"Unknown parameter: '{place}'."
-        raise ApiError(INVALID_VALUE, message, param=place)
+        if said is None:
+            raise missing(place)
+        raise ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{place}'.", param=place)
     return str(said)
 
 
 def _name(called: dict[str, str], call_id: str, at: int) -> str:
     if call_id not in called:
         place = f"input[{at}].call_id"
-        raise ApiError(INVALID_VALUE, f"Invalid value for '{place}': no call before it has this id.", param=place)
+        raise invalid(place, "no call before it has this id")
     return called[call_id]

@@ -30,8 +30,8 @@ from engine.types import (
     TokenLogprob,
 )
 from engine.wording import names
-from server.ability import BUDGETS, Ability, ability, unsupported
-from server.errors import INVALID_VALUE, ApiError
+from server.ability import BUDGETS, Ability, ability
+from server.errors import invalid, unsupported
 from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
@@ -91,7 +91,7 @@ class Turn:
 
     def call_id(self, choice: int, index: int) -> str:
         """The id of call number `index`: the same however often it is asked for."""
-        # Not of its own id, which a client may have chosen, and more than once.
+        # Of the engine's id, not of the answer's own: a client may have chosen that, and more than once.
         asked = self.requests[0].id
         return f"call_{hashlib.sha256(f'{asked}/{choice}/{index}'.encode()).hexdigest()[:24]}"
 
@@ -194,22 +194,22 @@ class _Voice:
 def _check(body: ChatRequest) -> None:
     for field_, needed in (("top_logprobs", body.top_logprobs), ("logprob_token_ids", body.logprob_token_ids)):
         if needed and not body.logprobs:
-            raise _invalid(field_, "it needs 'logprobs' to be true")
+            raise invalid(field_, "it needs 'logprobs' to be true")
     budgets = (body.thinking_token_budget, body.thinking_budget_tokens)
     if None not in budgets and budgets[0] != budgets[1]:
-        raise _invalid("thinking_budget_tokens", "it is another name of 'thinking_token_budget' and differs from it")
+        raise invalid("thinking_budget_tokens", "it is another name of 'thinking_token_budget' and differs from it")
     if body.return_cache_diagnostics and body.truncate_prompt_tokens is not None:
-        raise _invalid("return_cache_diagnostics", "a prompt that 'truncate_prompt_tokens' cuts has no known messages")
+        raise invalid("return_cache_diagnostics", "a prompt that 'truncate_prompt_tokens' cuts has no known messages")
     if body.continue_final_message and body.add_generation_prompt:
-        raise _invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")
+        raise invalid("add_generation_prompt", "it cannot be true together with 'continue_final_message'")
     if body.continue_final_message and body.messages[-1].role != "assistant":
-        raise _invalid("continue_final_message", "the last message is not one of the assistant")
+        raise invalid("continue_final_message", "the last message is not one of the assistant")
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise _invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them")
+        raise invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them")
     return old if new is None else new
 
 
@@ -250,7 +250,3 @@ def _cached(body: ChatRequest) -> ChatRequest:
     if options is None or options.mode != "explicit" or has_breakpoints(body.messages):
         return body
     return body.model_copy(update={"cache_prompt": False})
-
-
-def _invalid(field_: str, reason: str) -> ApiError:
-    return ApiError(INVALID_VALUE, f"Invalid value for '{field_}': {reason}.", param=field_)

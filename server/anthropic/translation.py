@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from engine.errors import EngineError
 from server.ability import SWITCHES
-from server.errors import INVALID_VALUE, MESSAGES, ApiError
+from server.errors import MESSAGES, ApiError, invalid
 from server.renaming import renamed
 from server.schemas.anthropic import (
     AnthropicMessage,
@@ -39,7 +39,7 @@ _NAMES = {
     r"stop(.*)": r"stop_sequences\1",
     r"thinking_token_budget": "thinking.budget_tokens",
     r"(tools\[\d+\])\.function\.parameters(.*)": r"\1.input_schema\2",
-    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+    r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
 }
 
 Told = dict[str, object]
@@ -61,8 +61,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:
-        message = f"Invalid value for 'messages': {error.errors()[0]['msg']}."
-        raise ApiError(INVALID_VALUE, message, param="messages") from error
+        raise invalid("messages", error.errors()[0]["msg"]) from error
 
 
 def reworded(error: ApiError | EngineError) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from server.encoding import dumps
-from server.errors import INVALID_VALUE, PREVIOUS_RESPONSE_NOT_FOUND, ApiError
+from server.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid
 from server.responses.items import new_id
 from server.schemas.response_input import Input, InputItem, ReferenceInput
 from server.schemas.response_items import ResponseBody
@@ -102,8 +102,7 @@ class Archive:
         }
         for name in names:
             if name not in known:
-                message = f"Invalid value for 'input': there is no item with the id '{name}' here."
-                raise ApiError(INVALID_VALUE, message, param="input")
+                raise invalid("input", f"there is no item with the id '{name}' here")
         return [known[item.id] if isinstance(item, ReferenceInput) else whole(item) for item in input]
 
 

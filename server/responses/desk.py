@@ -10,7 +10,7 @@ from functools import partial
 
 from engine.errors import EngineError, Overloaded
 from server.database import StoreError
-from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError
+from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid
 from server.generation import generate
 from server.responses.archive import Archive, Item, listed, read, whole
 from server.responses.comparison import compare
@@ -136,11 +136,9 @@ class Desk:
 
     def _check(self, body: ResponseRequest) -> None:
         if body.stream_options is not None and not body.stream:
-            message = "Invalid value for 'stream_options': it means nothing unless 'stream' is true."
-            raise ApiError(INVALID_VALUE, message, param="stream_options")
+            raise invalid("stream_options", "it means nothing unless 'stream' is true")
         if body.background and not body.stored:
-            message = "Invalid value for 'background': it needs 'store', or nobody could read the response."
-            raise ApiError(INVALID_VALUE, message, param="background")
+            raise invalid("background", "it needs 'store', or nobody could read the response")
         if self._archive is None and (body.store or body.background):
             name = "store" if body.store else "background"
             message = f"Invalid value for '{name}': this server keeps no responses; see --store."
@@ -157,8 +155,7 @@ class Desk:
         """What the response is made from: all that was said before, and what the client sent."""
         before = [] if body.previous_response_id is None else await self._kept.history(body.previous_response_id)
         if len(before) + len(given) > MOST_ITEMS:
-            message = f"Invalid value for 'input': with what was said before it has more than {MOST_ITEMS} items."
-            raise ApiError(INVALID_VALUE, message, param="input")
+            raise invalid("input", f"with what was said before it has more than {MOST_ITEMS} items")
         return [*before, *given]
 
     async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> Turn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.responses.sealed import unseal
 from server.schemas.chat import Message
 from server.schemas.content import TextPart
@@ -90,8 +90,7 @@ def _reasoning(item: ReasoningInput) -> list[str]:
     try:
         return [unseal(item.encrypted_content)]
     except ValueError as error:
-        message = f"Invalid value for 'input': 'encrypted_content' of a reasoning cannot be read, {error}."
-        raise ApiError(INVALID_VALUE, message, param="input") from error
+        raise invalid("input", f"'encrypted_content' of a reasoning cannot be read, {error}") from error
 
 
 def _call(item: CallInput | CustomCallInput) -> ToolCall:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import ApiError, invalid, missing
 from server.renaming import renamed
 from server.responses.history import messages
 from server.schemas.chat import ChatRequest
@@ -66,15 +66,14 @@ def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> Chat
     """The chat that answers `items`, the whole history of it. ApiError at what no chat can hold."""
     said = messages(body.instructions, items)
     if not said:
-        raise ApiError(INVALID_VALUE, "Missing required parameter: 'input'.", param="input")
+        raise missing("input")
     asked = {"model": model, "messages": said, **_prompting(body)}
     if isinstance(body, ResponseRequest):
         asked.update(_generating(body))
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ApiError(INVALID_VALUE, f"Invalid value for 'input': {reason}.", param="input") from error
+        raise invalid("input", error.errors()[0]["msg"]) from error
 
 
 def reworded(error: ApiError | EngineError) -> ApiError:

@@ -43,11 +43,6 @@ class Writer:
         growing = [] if self._open is None else [self._open.item("in_progress")]
         return {**self._response, "output": [*self._done, *growing]}
 
-    @property
-    def settled(self) -> bool:
-        """Whether the response is at its end."""
-        return self._response["status"] in SETTLED
-
     def begin(self) -> Iterator[ResponseEvent]:
         """The response is there; one in the background waits."""
         yield self._lifecycle("response.created")

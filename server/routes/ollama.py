@@ -9,17 +9,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from engine.errors import EngineError
 from engine.status import Embedding as EmbeddingModel
 from engine.status import ModelInfo
 from server.answering import unless_gone
 from server.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.encoding import Json
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import ApiError, invalid, missing
 from server.generation import generate
 from server.ndjson import LineStream
-from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now
+from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
 from server.routes.documented import lined
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
@@ -69,8 +70,7 @@ def _add_chats(app: FastAPI, service: Service) -> None:
         """Answer a prompt."""
         model = _ready(service, body)
         if body.raw:
-            message = "Invalid value for 'raw': prompts without the model's template go to /v1/completions."
-            raise ApiError(INVALID_VALUE, message, param="raw")
+            raise invalid("raw", "prompts without the model's template go to /v1/completions")
         if not body.prompt:
             return Json({**_loaded(model), "response": ""})
         return await _answer(service, request, generate_body(body, model), plain=True)
@@ -104,6 +104,13 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:
+    # Ollama's own command looks here first.
+    @app.head("/", include_in_schema=False)
+    @app.get("/", include_in_schema=False)
+    async def greet() -> Response:
+        """That a server is here."""
+        return PlainTextResponse("Cellar is running")
+
     @app.get("/api/version", responses={**RESPONSES, 200: {"model": Version}})
     async def tell_version() -> Response:
         """The version of this server."""
@@ -132,7 +139,7 @@ def _add_cards(app: FastAPI, service: Service) -> None:
         """What there is to know of the model."""
         name = body.model or body.name
         if name is None:
-            raise ApiError(INVALID_VALUE, "Missing required parameter: 'model'.", param="model")
+            raise missing("model")
         service.check_ready()
         embedding = service.engine.embedding
         if embedding is not None and _name(service, name) == service.settings.embedding_name:
@@ -157,13 +164,15 @@ def _ready(service: Service, body: Asking) -> str:
     service.check_ready()
     context, asked = service.engine.info.context, body.options and body.options.num_ctx
     if asked and asked > context:
-        message = f"Invalid value for 'options.num_ctx': this server was started with a context of {context} tokens."
-        raise ApiError(INVALID_VALUE, message, param="options.num_ctx")
+        raise invalid("options.num_ctx", f"this server was started with a context of {context} tokens")
     return model
 
 
 async def _answer(service: Service, request: Request, body: ChatRequest, *, plain: bool) -> Response:
-    turn = await chat_turn(service, body, uuid.uuid4().hex)
+    try:
+        turn = await chat_turn(service, body, uuid.uuid4().hex)
+    except (ApiError, EngineError) as error:
+        raise reworded(error) from error
     answer = OllamaAnswer(turn, plain)
     opening = generate(service, turn.requests, "ollama")
     if body.stream:

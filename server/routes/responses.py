@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from server.answering import unless_gone
 from server.auth import owner
 from server.encoding import Json
-from server.errors import INVALID_VALUE, ApiError
+from server.errors import invalid
 from server.lenient import warnings
 from server.responses.archive import Item
 from server.responses.desk import Desk
@@ -126,7 +126,7 @@ async def _told(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
 def _page(items: Sequence[Item], limit: int, after: str | None) -> InputItems:
     names = [item["id"] for item in items]
     if after is not None and after not in names:
-        raise ApiError(INVALID_VALUE, "Invalid value for 'after': no item has this id.", param="after")
+        raise invalid("after", "no item has this id")
     begin = 0 if after is None else names.index(after) + 1
     page = items[begin : begin + limit]
     return InputItems(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from server.schemas import policy
 from server.schemas.common import Count, Label, Stops
 from server.schemas.content import Strict
 
@@ -20,6 +21,8 @@ _Any = Annotated[Any, Field()]
 
 class Options(Strict):
     """How tokens are chosen, under llama.cpp's names."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_OPTIONS
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -68,7 +71,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message. Images are refused by name: this server reads text."""
 
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {"images": ([],)}
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_MESSAGE
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -81,14 +84,7 @@ class Message(Strict):
 class Asking(Strict):
     """What chat and generate share. `keep_alive` is accepted: the model of this server is always loaded."""
 
-    documented: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "images": ([],),
-        "truncate": (True, False),
-        "shift": (True, False),
-        "template": ("",),
-        "context": ([],),
-        "suffix": ("",),
-    }
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA
 
     model: str
     options: Options | None = None

@@ -149,6 +149,29 @@ ANTHROPIC_TOOL: Idle = {
     "input_examples": ([],),
 }
 
+# The same for Ollama's chat and generate, their messages and their options.
+OLLAMA: Idle = {
+    "context": ([],),
+    "images": ([],),
+    "logprobs": (False,),
+    "shift": (True, False),
+    "suffix": ("",),
+    "template": ("",),
+    "top_logprobs": (0,),
+    "truncate": (True, False),
+}
+OLLAMA_MESSAGE: Idle = {
+    "images": ([],),
+}
+OLLAMA_OPTIONS: Idle = {
+    "mirostat": (0,),
+    "mirostat_eta": (),
+    "mirostat_tau": (),
+    "penalize_newline": (),
+    "repeat_last_n": (),
+    "tfs_z": (1, 1.0),
+}
+
 # Every documented name, to tell a field that is not supported from one that does not exist.
 DOCUMENTED = frozenset(
     {
@@ -169,6 +192,9 @@ DOCUMENTED = frozenset(
         *EMBEDDINGS,
         *RERANK,
         *TOKENIZE,
+        *OLLAMA,
+        *OLLAMA_MESSAGE,
+        *OLLAMA_OPTIONS,
     }
 )
 

@@ -72,15 +72,15 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"logit_bias": {"-1": 1}}, invalid("logit_bias.-1", "String should match pattern '^(0|[1-9][0-9]{0,9})$'")),
     (CHAT, {"logit_bias": {"01": 1}}, invalid("logit_bias.01", "String should match pattern '^(0|[1-9][0-9]{0,9})$'")),
     (CHAT, {"logit_bias": {"256": 1}}, invalid("logit_bias", "this model has 256 tokens, there is no id 256")),
-    (CHAT, {"logit_bias": [1]}, number("logit_bias", "a valid dictionary")),
+    (CHAT, {"logit_bias": [1]}, number("logit_bias", "a valid object")),
     (CHAT, {"stop": ""}, invalid("stop", "String should have at least 1 character")),
     (CHAT, {"stop": ["x" * 257]}, invalid("stop[0]", "String should have at most 256 characters")),
-    (CHAT, {"stop": ["x"] * 17}, invalid("stop", "List should have at most 16 items after validation, not 17")),
+    (CHAT, {"stop": ["x"] * 17}, invalid("stop", "List should have at most 16 items, not 17")),
     (CHAT, {"stop": 5}, number("stop", "a valid list")),
     (CHAT, {"stop_token_ids": [-1]}, number("stop_token_ids[0]", "greater than or equal to 0")),
     (CHAT, {"stop_token_ids": [300]}, invalid("stop_token_ids", "this model has 256 tokens, there is no id 300")),
     # Messages.
-    (CHAT, {"messages": []}, invalid("messages", "List should have at least 1 item after validation, not 0")),
+    (CHAT, {"messages": []}, invalid("messages", "List should have at least 1 item, not 0")),
     (CHAT, {"messages": "hi"}, number("messages", "a valid list")),
     (CHAT, {"messages": None}, number("messages", "a valid list")),
     (
@@ -134,7 +134,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": "x"}] * 2049},
-        invalid("messages", "List should have at most 2048 items after validation, not 2049"),
+        invalid("messages", "List should have at most 2048 items, not 2049"),
     ),
     (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, invalid("messages", "the template refuses it")),
     (
@@ -196,7 +196,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         CHAT,
         {"metadata": {str(n): "" for n in range(17)}},
-        invalid("metadata", "Dictionary should have at most 16 items after validation, not more"),
+        invalid("metadata", "Object should have at most 16 items, not more"),
     ),
     (CHAT, {"frobnicate": 1}, error("Unknown parameter: 'frobnicate'.", "frobnicate", "unknown_parameter")),
     (TEXT, {"messages": []}, error("Unknown parameter: 'messages'.", "messages", "unknown_parameter")),
@@ -230,6 +230,21 @@ def app() -> Any:
     return create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
 
+# A union has a fault for each of its members.
+UNIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("/api/embed", {"model": "m", "input": 5}, "'input': Input should be a valid string or a valid list."),
+    ("/api/embed", {"model": "m", "input": []}, "'input': List should have at least 1 item, not 0."),
+    ("/api/embed", {"model": "m", "input": ["x", 5]}, "'input[1]': Input should be a valid string."),
+    ("/v1/messages", {"thinking": {}}, "Missing required parameter: 'thinking.type'."),
+    (
+        "/v1/messages",
+        {"thinking": {"type": "x"}},
+        "'thinking': its 'type' should be one of 'enabled', 'adaptive', 'disabled'.",
+    ),
+    ("/v1/messages", {"thinking": 5}, "'thinking': Input should be a valid object."),
+]
+
+
 def assert_still_answers(app: Any) -> None:
     for path, body in GOOD.items():
         assert 200 == ask(app, "POST", path, json_body=body).status
@@ -244,6 +259,18 @@ def test_a_bad_field_is_a_400_that_names_it(
 
     assert (400, expected) == (answer.status, answer.json)
     assert_still_answers(app)
+
+
+@pytest.mark.parametrize(("path", "fields", "expected"), UNIONS, ids=lambda value: str(value)[:40])
+def test_of_a_union_the_fault_of_what_was_meant_is_told(
+    app: Any, path: str, fields: dict[str, Any], expected: str
+) -> None:
+    """Not that of a member that nobody meant; where the value is of no member's kind, all kinds are named."""
+    good = {"model": "fake", "max_tokens": 1, "messages": MESSAGES} if path == "/v1/messages" else {}
+    answer = ask(app, "POST", path, json_body={**good, **fields})
+
+    assert 400 == answer.status
+    assert expected in str(answer.json)
 
 
 @pytest.mark.parametrize(("body", "expected"), RAW, ids=lambda value: str(value)[:40])

@@ -197,6 +197,7 @@ def test_the_settings_reach_the_engine() -> None:
         (["--host", "0.0.0.0"], "--api-key"),
         (["--port", "70000"], "--port"),
         (["--grace", "-1"], "--grace"),
+        (["--grace", "nan"], "--grace"),
         (["--slots", "0"], "slots"),
         (["--context", "4"], "context"),
         (["--api-key-file", "/nonexistent/key"], "/nonexistent/key"),

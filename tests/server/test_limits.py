@@ -106,7 +106,7 @@ def test_every_answer_has_a_request_id(app: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/nothing", 404, "unknown_url"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/docs", 404, "unknown_url"),
         ("POST", "/v1/nothing", 404, "unknown_url"),

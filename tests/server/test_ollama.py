@@ -149,6 +149,12 @@ def test_nothing_to_say_is_a_load(path: str, body: Any) -> None:
     assert [] == engine.requests
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_ollamas_command_finds_a_server(method: str) -> None:
+    """It looks at the root before it asks for anything."""
+    assert 200 == ask(create_app(FakeEngine(), settings()), method, "/").status
+
+
 def test_names_have_a_tag() -> None:
     """`name:latest` is `name`; another model is not there, in Ollama's words."""
     assert 200 == post(says("x"), "chat", model="fake:latest", messages=MESSAGES).status
@@ -162,7 +168,9 @@ def test_names_have_a_tag() -> None:
     [
         ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"options": {"num_ctx": 65}}, "options.num_ctx"),
-        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "images"),
+        ({"options": {"num_predict": 65}}, "'options.num_predict'"),
+        ({"options": {"tfs_z": 0.5}}, "does not support 'options.tfs_z'"),
+        ({"messages": [{"role": "user", "content": "", "images": ["aGk="]}]}, "does not support 'messages[0].images'"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"tools": [{"x": {}}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "function": {"name": "no name"}}]}, "tools[0].function.name"),

@@ -116,6 +116,15 @@ def test_tools_reach_the_template_and_the_grammar() -> None:
         assert sent(**bound)[0].grammar is not None
 
 
+def test_a_function_without_parameters_takes_none() -> None:
+    """As at OpenAI; an empty schema is one that allows any."""
+    empty = {"type": "function", "function": {"name": "ask", "parameters": {}}}
+    listen, ask_ = sent(tools=[TOOLS[1], empty])[1]["tools"]
+
+    assert {"type": "object", "properties": {}, "additionalProperties": False} == json.loads(listen.parameters)
+    assert {"type": "object", "properties": {}} == json.loads(ask_.parameters)
+
+
 def test_a_named_tool_is_the_only_one() -> None:
     """The grammar of a named choice names that tool and no other, in both APIs."""
     named, rendered = sent(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "listen"}})
