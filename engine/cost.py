@@ -28,16 +28,13 @@ from kvcache.spec import Span
 Floats = NDArray[np.float64]
 
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
-_WEIGHT, _CLAMP = 0.12, 1.25
+_WEIGHT, _CLAMP = 0.25, 1.25
 # What differs from its like of a few steps ago differs by the machine, so most of it is said of all steps.
 _RECENT, _PACE, _OWN = 8, 0.08, 0.03
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
 # Row counts closer than this share a point.
 _RESOLUTION = 0.06
-# Of steps that are like the one before, which took what was expected, every so many is looked at; alike are cells, and
-# seconds, that differ by less than this share.
-_EVERY, _ALIKE = 4, 0.1
 # Steps after which a measurement gives way to one that contradicts it.
 _FRESH = 100
 # What the slopes keep of a measurement from step to step, and the variance, as a share of the square of the whole, that
@@ -214,8 +211,6 @@ class StepCost:
         self._slopes = _Slopes()
         self._steps = 0
         self._expected = Work()
-        # The latest step that was looked at, its rows with drafts, and whether it was like many before it.
-        self._latest, self._rows, self._calm = Work(), 0, False
         self.pace = 1.0
 
     @property
@@ -242,9 +237,6 @@ class StepCost:
         if rows < 1 or seconds <= 0:
             return
         self._steps += 1
-        if self._calm and self._steps % _EVERY and self._resembles(rows):
-            return
-        self._latest, self._rows, self._calm = self._expected, rows, False
         work, seconds = self._expected.scaled(rows), seconds / self.pace
         curve = self._curve(work)
         point = curve.near(rows)
@@ -258,7 +250,6 @@ class StepCost:
         if point.count >= 5 and self._steps <= point.step + _RECENT:
             slower = 1 + _PACE * (seconds / expected - 1)
             self.pace *= slower
-            self._calm = abs(seconds / expected - 1) < _ALIKE
             point.take(work, seconds / slower, self._steps, _OWN)
         else:
             point.take(work, seconds, self._steps, _WEIGHT)
@@ -293,12 +284,6 @@ class StepCost:
         """Steps since something near each row count was measured in steps like that at hand."""
         points = [self._curve(self._expected).near(count) for count in rows]
         return [float(self._steps - (0 if point is None else point.step)) for point in points]
-
-    def _resembles(self, rows: int) -> bool:
-        """Whether the step at hand, of so many rows with drafts, is like the latest that was looked at."""
-        latest, expected = self._latest, self._expected
-        alike = rows == self._rows and expected.rows == latest.rows and expected.reads == latest.reads
-        return alike and abs(expected.cells - latest.cells) < _ALIKE * latest.cells
 
     def _curve(self, work: Work) -> _Curve:
         return self._reading if work.reads else self._telling

@@ -127,9 +127,8 @@ class Speculation:
 
         Returns how many of the draft were said.
         """
+        judged = min(len(draft.tokens), len(said))
         accepted = sum(token == guess for token, guess in zip(said, draft.tokens, strict=False))
-        # Where the text ends, what was drafted behind it brings as little as what is wrong.
-        judged = min(len(draft.tokens), accepted + 1)
         self._depth.verified(draft.kind, judged, accepted)
         for at in range(len(draft.tokens)):
             self._drafted[draft.kind][at] += 1
@@ -174,7 +173,7 @@ class Speculation:
         offered = {offer.drafter.kind for offer in offers}
         for kind in {drafter.kind for drafter, _ in known.values()} - offered:
             self._depth.outdone(kind, rows)
-        if self._quick is not None and self._quick.kind in served and wants and not known:
+        if self._quick is not None and self._quick.kind in served and offers and not known:
             self._depth.silent(self._quick.kind, rows)
         return offers
 
@@ -187,8 +186,6 @@ class Speculation:
         served, settled = {}, [one for one in sequences if _settled(one)]
         for drafter in self._drafters:
             asking = settled if self._depth.rests(drafter.kind, rows) else sequences
-            if not asking:
-                continue
             if drafter is self._forced:
                 asking = [one for one in asking if one.request.grammar is not None]
             if own := {one for one in asking if one.may_draft(drafter.kind)}:

@@ -4,8 +4,8 @@ What steps cost (engine/cost.py) and how often drafts are right (acceptance.py) 
 offer.py finds the depths that promise most. Nothing here reads a clock or draws a number: equal inputs, equal depths.
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
-costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step, each drawn five times: 0.997
-of the best fixed depth on average, 0.966 in the worst world. Thinking takes 0.05 ms, whatever the batch is, and 0.15 ms
+costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step, each drawn five times: 0.995
+of the best fixed depth on average, 0.98 in the worst world. Thinking takes 0.05 ms, whatever the batch is, and 0.15 ms
 among steps of a model, that leave nothing of it in the processor's caches; so a choice is kept for up to 32 uses, and a
 kind of drafts that does not pay is not even asked for most of the time.
 """
@@ -23,11 +23,10 @@ from engine.draft.offer import Candidate, Choices, Depths
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
-# Trying what seems not to pay may cost this share of the time: half of it where a choice came out the same so often, a
-# third where it did twice as often, up to so often. It is saved up for, so many steps' time at most.
-_CURIOSITY, _SURE, _SUREST, _SAVINGS = 0.003, 8, 40, 1.5
+# Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
+_CURIOSITY, _PATIENCE = 0.0025, 600
 # What thinking of it costs, as a share of a short step, and what the trial itself costs at least.
-_THOUGHT, _TRIAL = 0.15, 0.005
+_THOUGHT, _TRIAL = 0.1, 0.005
 # A choice is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
 # What is asked seldom is kept until so many times as many steps have passed.
 _GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
@@ -36,7 +35,7 @@ _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
 # Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
-_LONGEST_REST, _FEWER = 127, 0.8
+_LONGEST_REST, _FEWER = 63, 0.8
 # Steps for which a kind that has nothing to say is not asked, at most: what repeats itself mostly does so for longer.
 _SILENCE = 7
 
@@ -56,7 +55,7 @@ class Depth(Protocol):
         """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
 
     def silent(self, kind: str, rows: int) -> None:
-        """A kind was asked in a step and had nothing to say."""
+        """A kind was asked in a step and had nothing to say, and another one had."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
@@ -134,14 +133,14 @@ class AdaptiveDepth:
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
         # In steps.
-        self._savings = _SAVINGS
+        self._savings = float(_PATIENCE * _CURIOSITY)
         # What was tried in the latest step, if anything was.
         self._trial: _Trial | None = None
 
     def rests(self, kind: str, rows: int) -> bool:
-        """Whether drafts of a kind did not pay lately; they are looked at again after 127 steps at most."""
+        """Whether drafts of a kind did not pay lately; they are looked at again after 63 steps at most."""
         rest = self._rests.get(kind)
-        return rest is not None and self._steps < rest.until and rows > _FEWER * rest.rows
+        return rest is not None and rest.rests(self._steps, rows)
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
@@ -160,20 +159,20 @@ class AdaptiveDepth:
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
         self._trial = None
-        kinds, reads = frozenset([kind for kind, _ in candidates]), self.cost.reads
+        kinds = frozenset([candidate.kind for candidate in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
-        question = (kinds, reads, size(rows))
+        question = (kinds, self.cost.reads, size(rows))
         plan = self._plans.get(question)
-        alone = self._plans.get((kinds, False, size(len(candidates)))) if reads and candidates else None
+        alone = self._plans.get((kinds, False, size(len(candidates)))) if self.cost.reads and candidates else None
         if alone is not None:
             depths = self._beside(alone, candidates, rows)
         elif plan is not None and self._steps < plan.until:
             depths = plan.use(self._steps)
-        elif self.cost.reach <= rows or not any(limit for _, limit in candidates):
+        elif self.cost.reach <= rows or not any(candidate.limit for candidate in candidates):
             return [0] * len(candidates)
         else:
             depths = self._think(question, candidates, rows)
-        return [min(depths[kind], limit) for kind, limit in candidates]
+        return [min(depths[candidate.kind], candidate.limit) for candidate in candidates]
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Learn how often drafts of a kind are right."""
@@ -181,9 +180,7 @@ class AdaptiveDepth:
 
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
-        if kind not in self._levels:
-            self._levels[kind] = DraftCost()
-        self._levels[kind].observe(sequences, levels, seconds / self.cost.pace)
+        self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / self.cost.pace)
 
     def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """A trial for which the drafter had to read costs more, and goes on for a step: that one tells the price.
@@ -215,18 +212,16 @@ class AdaptiveDepth:
             acceptance.fade(passed)
             self._considered[kind] = self._steps
         found = Choices(candidates, known, self._levels, self.cost, rows)
-        before = self._plans.get(question)
-        best = found.settled(before.depths if before else None)
+        best = found.fastest
         other = found.stalest(best)
         loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
         plan = _Plan(found.depths(best), self._steps, 0, found.worth(best))
         depths = plan.depths
-        curiosity = _CURIOSITY / (1 + before.times / _SURE if before else 1)
-        if self._dares(loss, passed * curiosity):
+        if self._dares(loss, passed):
             depths = found.depths(other)
             woken = [kind for kind, depth in depths.items() if depth and not plan.depths[kind]]
             self._trial = _Trial(question, depths, woken, found.seconds(best), plan.worth, loss)
-        self._settle(question, plan, rows, (_THOUGHT + loss - self._savings) / curiosity)
+        self._settle(question, plan, rows, loss)
         for kind, acceptance in known.items():
             acceptance.tried(depths[kind])
         return depths
@@ -240,27 +235,25 @@ class AdaptiveDepth:
                 return alone.depths
         return dict.fromkeys(alone.depths, 0)
 
-    def _settle(self, question: Hashable, plan: _Plan, rows: int, most: float) -> None:
-        """Keep to the best that is known: kinds of which that is nothing rest for `most` steps, enough for a trial."""
+    def _settle(self, question: Hashable, plan: _Plan, rows: int, loss: float) -> None:
+        """Keep to the best that is known: kinds of which that is nothing rest until there is enough for a trial."""
         before = self._plans.get(question)
         if before is not None:
-            # The oftener it came out the same, the longer it is kept; what is new may be wrong.
-            same = before.depths == plan.depths
-            plan.length = 2 * before.length + 1 if same else before.length // 8
-            plan.times = min(before.times + 1, _SUREST) if same else before.times // 2
+            # The oftener it came out the same, the longer it is kept.
+            plan.length = 2 * before.length + 1 if before.depths == plan.depths else before.length // 2
         plan.length = min(plan.length, self._steps // _GREEN, _LONGEST_PLAN)
         # Where a kind does not pay, its rest is all the plan there is.
-        plan.uses = max(plan.length, min(int(most), 2 * plan.length)) if all(plan.depths.values()) else 0
+        plan.uses = plan.length if all(plan.depths.values()) else 0
         plan.until += 1 + _SELDOM * plan.uses
         self._plans[question] = plan
         # What comes of a trial is thought over at once.
         for kind in plan.depths.keys() - (self._trial.woken if self._trial else ()):
             rest = self._rests.setdefault(kind, _Rest())
-            rest.decide(plan.depths[kind], self._steps, rows, int(most))
+            rest.decide(plan.depths[kind], self._steps, rows, int((_THOUGHT + loss - self._savings) / _CURIOSITY))
 
-    def _dares(self, loss: float, saved: float) -> bool:
+    def _dares(self, loss: float, passed: int) -> bool:
         """Whether another choice than the best is to be tried: what that is expected to lose was saved up."""
-        self._savings = min(self._savings + saved, _SAVINGS)
+        self._savings = min(self._savings + passed * _CURIOSITY, _PATIENCE * _CURIOSITY)
         if loss > self._savings:
             return False
         self._savings -= loss
@@ -273,7 +266,6 @@ class _Plan:
 
     worth   seconds that a draft of them may add to a step that reads prompts
     length  how often they may be used in all: the oftener they were found best, the oftener
-    times   how often that was, lately
     """
 
     depths: Depths
@@ -281,7 +273,6 @@ class _Plan:
     uses: int
     worth: float
     length: int = 1
-    times: int = 0
 
     def use(self, step: int) -> Depths:
         """The depths, once more."""
@@ -321,6 +312,10 @@ class _Rest:
     length: int = 0
     rows: int = 0
     owed: int = 0
+
+    def rests(self, step: int, rows: int) -> bool:
+        """Whether the kind is left in peace in a step of so many rows."""
+        return step < self.until and rows > _FEWER * self.rows
 
     def decide(self, deepest: int, step: int, rows: int, most: int = _LONGEST_REST) -> None:
         """How deep is best in this step, and how many rows it had anyway; the rest has `most` steps at most."""

@@ -6,8 +6,6 @@ from math import log2
 
 # What is kept of earlier measurements at each new one, and how far one may pull: it can wait for the machine.
 _KEPT, _CLAMP = 0.97, 0.25
-# Of measurements that are of as much as the one before, and as so many before that, every so many counts.
-_KNOWN, _EVERY = 16, 4
 # A spread of levels below this share of their mean says little of what one level costs: then there is no start.
 _SPREAD = 0.1
 # Sizes are alike whose halvings differ by less than one part in so many.
@@ -55,17 +53,10 @@ class DraftCost:
 
     def __init__(self) -> None:
         self._lines: dict[int, LevelCost] = {}
-        self._latest, self._alike = (0, 0), 0
 
     def observe(self, sequences: int, levels: int, seconds: float) -> None:
         """Drafting so many levels for so many sequences took so long."""
-        self._alike = self._alike + 1 if (sequences, levels) == self._latest else 0
-        if self._alike > _KNOWN and self._alike % _EVERY:
-            return
-        self._latest, about = (sequences, levels), size(sequences)
-        if about not in self._lines:
-            self._lines[about] = LevelCost()
-        self._lines[about].observe(levels, seconds)
+        self._lines.setdefault(size(sequences), LevelCost()).observe(levels, seconds)
 
     def line(self, sequences: int) -> tuple[float, float]:
         """Seconds of the start, and of each level: of about as many sequences, as far as such are known.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from statistics import mean
 
 import pytest
 
@@ -66,13 +65,10 @@ def test_one_sequence_loses_little_while_it_learns(cost: Cost) -> None:
 @by_cost
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.24])
 def test_one_sequence_comes_close_to_the_best_depth(cost: Cost, level: float) -> None:
-    """Over 2,000 rounds after the first 20, drawn three times: 0.985 of the best depth on average, 0.96 at worst."""
-    shares = {
-        chance: mean(share([world(cost, chance, level)] * 2000, seed=seed) for seed in range(3)) for chance in CHANCES
-    }
+    """Over 2,000 rounds after the first 20: 0.98 of the best depth in every world."""
+    shares = {chance: share([world(cost, chance, level)] * 2000) for chance in CHANCES}
 
-    assert {} == {chance: found for chance, found in shares.items() if found < 0.96}
-    assert mean(shares.values()) > 0.985
+    assert {} == {chance: found for chance, found in shares.items() if found < 0.98}
 
 
 @pytest.mark.parametrize("batch", [4, 32])
