@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 
 from engine import hooks
 from engine.plan import LayerPlan
-from engine.sampling import Draw, emit
 from engine.sight import Sight
+from engine.telling import Teller
 from kvcache.forward import Forward
 from kvcache.planes import Stored
 from kvcache.spec import LayerSpec, Span
@@ -47,7 +47,7 @@ class _Kept:
     values: int
 
 
-class GatheringRunner:
+class GatheringRunner(Teller):
     """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache: found by running two tokens
@@ -78,21 +78,6 @@ class GatheringRunner:
         sights  as at Runner; models with encoders are not run this way
         """
         return self.run_with_states(forward, tokens, wanted, (), sights)[0]
-
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-        """As Runner's."""
-        return emit(logits, draws)
-
-    def tell(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        wanted: Sequence[int],
-        sights: Sequence[Sight | None],
-        draws: Sequence[Draw],
-    ) -> list[int | None]:
-        """As Runner's."""
-        return self.choose(self.run(forward, tokens, wanted, sights), draws)
 
     def run_with_states(
         self,

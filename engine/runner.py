@@ -12,13 +12,13 @@ from engine import hooks
 from engine.kernels import crossing, latent, reference
 from engine.kernels.reference import Attend
 from engine.plan import LayerPlan
-from engine.sampling import Draw, emit
 from engine.sight import Sight
+from engine.telling import Teller
 from engine.types import MlaMode
 from kvcache.forward import Forward
 
 
-class Runner:
+class Runner(Teller):
     """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache
@@ -64,21 +64,6 @@ class Runner:
         with hooks.tapped(self._model, self._tensor(wanted), self._tensor(pooled)) as tap:
             logits = self._run(forward, tokens, tap.kept, sights)
         return logits, tap.states
-
-    def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
-        """The next token of each row of logits [draws, vocabulary], by the rule `emit`."""
-        return emit(logits, draws)
-
-    def tell(
-        self,
-        forward: Forward,
-        tokens: Sequence[int],
-        wanted: Sequence[int],
-        sights: Sequence[Sight | None],
-        draws: Sequence[Draw],
-    ) -> list[int | None]:
-        """The next token behind each wanted row: `choose` after `run`, where nobody asks for the logits."""
-        return self.choose(self.run(forward, tokens, wanted, sights), draws)
 
     def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]

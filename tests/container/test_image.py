@@ -118,7 +118,8 @@ def test_responses_lie_in_the_volume(container: Container) -> None:
     made = httpx.post(url, json=asked, timeout=60, trust_env=False).json()
 
     assert made == httpx.get(f"{url}/{made['id']}", trust_env=False).json()
-    assert Path(f"/proc/{container.server.pid}/root/shelf/responses.sqlite").stat().st_size
+    seen = Path("/proc", str(container.server.pid), "root")
+    assert (seen / "shelf/responses.sqlite").stat().st_size
 
 
 @pytest.mark.parametrize(

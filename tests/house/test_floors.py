@@ -23,8 +23,9 @@ FLOORS = {
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
         quantize.experts quantize.store folder | quantize.surgery plan recurrence sequence grammars encoding
-        draft.drafter native.same native.library | runner crossing gathering draft.lookup draft.forced draft.seats
-        verify embedder.loading native.norm native.description |
+        draft.drafter native.same native.library telling |
+        runner crossing gathering draft.lookup draft.forced draft.seats verify embedder.loading
+        native.norm native.description |
         draft.chain speculation slots selftest native.recurring native.states native.chain | native.trace |
         native.attention native.walk native.recurrence | native.mlp | native.experts | native.half |
         native.shape native.drawing | native.runner | native.choosing |
