@@ -190,13 +190,14 @@ class Core:
             said = self._stepper.run(grants)
             guesses = sum([len(grant.guesses) for grant in grants])
             self._speculation.stepped(work.rows + guesses, self._clock() - began)
-            for each in said:
-                if each.broken:
-                    self._break(each)
+            sound = [each for each in said if not self._breaks(each)]
             self._scheduler.computed(grants)
-            for each in said:
-                self._hear(each)
-            self._show(said)
+            for each in sound:
+                if not each.grant.sequence.output:
+                    self._hear_prompt(each)
+                self._hear_tokens(each)
+            if self._speculation.reads:
+                self._show(said)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:
@@ -225,8 +226,6 @@ class Core:
 
     def _show(self, said: Rows[Said]) -> None:
         """Let a drafter read what the step computed for those who go on, without the rows of refused guesses."""
-        if not self._speculation.reads:
-            return
         row = 0
         try:
             for each in said:
@@ -242,20 +241,18 @@ class Core:
     def _silent(self) -> Speculation:
         return Speculation(None, None, FixedDepth(0, self._cost), self._clock)
 
-    def _hear(self, said: Said) -> None:
-        """Take what became known of a sequence, up to its end."""
-        if said.broken:
-            return  # it has failed
-        self._hear_prompt(said)
-        self._hear_tokens(said)
-
-    def _break(self, said: Said) -> None:
-        """Fail a sequence, before anything of it is remembered; what its own rules ended is sound up to there."""
+    def _breaks(self, said: Said) -> bool:
+        """Whether a sequence broke. It fails before anything of it is remembered; what its own rules ended is sound up
+        to there.
+        """
+        if not said.broken:
+            return False
         sequence = said.grant.sequence
         reason = sequence.deadlock(said.tokens)
         if reason is not None:
             self._hear_tokens(said)
         self._fail(sequence, reason or "the model's output has no finite value here", own=reason is not None)
+        return True
 
     def _hear_tokens(self, said: Said) -> None:
         """Take what a sequence said, up to its end or a None."""
@@ -265,7 +262,8 @@ class Core:
         if draft is not None:
             accepted = self._speculation.verified(draft, tokens)
             sequence.refused += len(draft.tokens)
-        for at, (token, entry) in enumerate(zip(tokens, said.logprobs, strict=False)):
+        entries = said.logprobs or (None,) * len(tokens)
+        for at, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
             if sequence.request.id in self._sequences:
                 # A stop string may end the text inside a draft: what is right behind it is not said either.
                 sequence.accepted += at < accepted
@@ -275,8 +273,6 @@ class Core:
     def _hear_prompt(self, said: Said) -> None:
         """Take what became known of a prompt; what was asked about it is told when the prompt is whole."""
         sequence, stop = said.grant.sequence, said.grant.span.stop
-        if sequence.output:
-            return
         if sequence.request.progress:
             self._say(sequence, Progress(stop, len(sequence.request.prompt)))
         if sequence.scores is not None:

@@ -57,7 +57,7 @@ class Draw:
 
     def along(self, tokens: Sequence[int]) -> list[Draw]:
         """How the next token is drawn, the one behind the first of `tokens`, behind the first two, ... behind all."""
-        if self.plain:
+        if not tokens or self.plain:
             return [self] * (len(tokens) + 1)
         return [self.after(tokens[:count]) for count in range(len(tokens) + 1)]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from engine.budget import Budget
@@ -50,6 +50,17 @@ class Grant:
         return self.complete and self.sequence.limit > 0
 
     @property
+    def telling(self) -> int:
+        """How many of the last rows are to give a token: that behind the span, and those of the draft."""
+        return len(self.guesses) + 1 if self.speaks else 0
+
+    @property
+    def silent(self) -> bool:
+        """Whether nobody asks for anything but what is said."""
+        sequence = self.sequence
+        return sequence.scores is None and sequence.pool is None and sequence.request.logprobs is None
+
+    @property
     def scored(self) -> range:
         """The positions of the span whose logits score a token of the prompt."""
         scores = self.sequence.scores
@@ -77,7 +88,8 @@ class Grant:
     @property
     def tokens(self) -> list[int]:
         """The tokens of all rows."""
-        return [*self.sequence.tokens[self.span.start : self.span.stop], *self.guesses]
+        tokens = self.sequence.tokens[self.span.start : self.span.stop]
+        return tokens if self.draft is None else [*tokens, *self.draft.tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +148,11 @@ class Scheduler:
         """The spans of the next step, with enough free cells for all of them."""
         self._admit()
         for sequence in tuple(self.running):
-            if self._overfull(sequence):
+            if len(sequence.tokens) > self._cache.capacity and self._is_full(sequence):
                 self._shift(sequence)
         self._follow()
         grants = self._grants()
-        while grants and self._cache.make_room([grant.span for grant in grants]):
+        while grants and self._is_crowded(grants):
             self._preempt()
             grants = self._grants()
         return grants
@@ -148,9 +160,10 @@ class Scheduler:
     def computed(self, grants: Iterable[Grant]) -> None:
         """Take note that a step computed its grants: what was a prompt can serve others now."""
         for grant in grants:
-            self._prompted += grant.span.length if grant.span.length > 1 else 0
-            if grant.sequence.slot is not None:
-                self._slots.computed(grant.sequence, grant.span)
+            sequence, span = grant.sequence, grant.span
+            self._prompted += span.length if span.length > 1 else 0
+            if sequence.slot is not None and span.start < len(sequence.request.prompt):
+                self._slots.computed(sequence, span)
 
     def _admit(self) -> None:
         while self.waiting and self._slots.free and self.waiting[0].ready:
@@ -182,10 +195,15 @@ class Scheduler:
         assert sequence.slot is not None, "a waiting sequence has no length"
         return len(sequence.tokens) - self._cache.length(sequence.slot)
 
-    def _overfull(self, sequence: Sequence) -> bool:
-        """Whether its slot is full and tokens are missing."""
-        slot, capacity = sequence.slot, self._cache.capacity
-        return len(sequence.tokens) > capacity and slot is not None and self._cache.length(slot) == capacity
+    def _is_full(self, sequence: Sequence) -> bool:
+        """Whether its slot is full; it may have left it."""
+        return sequence.slot is not None and self._cache.length(sequence.slot) == self._cache.capacity
+
+    def _is_crowded(self, grants: Collection[Grant]) -> bool:
+        """Whether the cells are too few for all grants, though what is remembered makes room for them."""
+        if self._cache.fits(sum([grant.span.length for grant in grants])):
+            return False
+        return self._cache.make_room([grant.span for grant in grants]) > 0
 
     def _follow(self) -> None:
         """Let followers take over what their leaders have computed, once that is all or will be no more."""

@@ -58,13 +58,12 @@ class Slots:
         return standing
 
     def computed(self, sequence: Sequence, span: Span) -> None:
-        """Let others have what a span computed of the prompt, and make its marks places to resume at."""
-        prompt = len(sequence.request.prompt)
-        if span.start >= prompt or sequence.lineage.shifts:
+        """Let others have what a span that begins in the prompt computed, and make its marks places to resume at."""
+        if sequence.lineage.shifts:
             return
         for mark in sequence.marks(span.start, span.stop):
             self._remember(sequence, mark, seal=True)
-        if span.stop <= prompt:
+        if span.stop <= len(sequence.request.prompt):
             self._remember(sequence, span.stop)
 
     def remember(self, sequence: Sequence) -> None:

@@ -27,16 +27,16 @@ class Said:
     """What is known of one sequence after a step; None is where its output was not finite.
 
     tokens    what it says; none where its prompt is not computed yet, or nothing is to follow it
-    logprobs  of these before a None, if the request asked for them
+    logprobs  of these before a None; none where the request did not ask for them
     scores    of further tokens of the prompt, in order
     states    [rows, width] of further tokens of the prompt; None where none are asked for
     """
 
     grant: Grant
     tokens: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprob | None, ...]
-    scores: tuple[TokenLogprob | None, ...]
-    states: Tensor | None
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    scores: tuple[TokenLogprob | None, ...] = ()
+    states: Tensor | None = None
 
     @property
     def broken(self) -> bool:
@@ -63,11 +63,6 @@ class _Share:
     pooled: Sequence[int]
     said: range
 
-    @property
-    def silent(self) -> bool:
-        """Whether nobody asks for anything but what is said."""
-        return not self.pooled and len(self.said) == len(self.wanted) and self.grant.sequence.request.logprobs is None
-
 
 class Stepper:
     """Computes steps of one model over one cache. Belongs to the engine thread."""
@@ -80,29 +75,30 @@ class Stepper:
 
     def run(self, grants: Sequence[Grant]) -> list[Said]:
         """What becomes known of each grant, in order. What raises keeps no row of the step."""
-        spans = [grant.rows for grant in grants]
-        shares = _shares(grants, spans)
-        compute = self._tell if all([share.silent for share in shares]) else self._show
-        with self._cache.forward(spans) as forward:
-            said = compute(forward, shares)
+        compute = self._tell if all([grant.silent for grant in grants]) else self._show
+        with self._cache.forward([grant.rows for grant in grants]) as forward:
+            said = compute(forward, grants)
             for each in said:
                 if each.grant.draft is not None:
                     # The last token that was said has no row yet, and neither has anything drafted behind it.
                     forward.keep(each.grant.span.slot, each.grant.span.stop + len(each.tokens) - 1)
         return said
 
-    def _tell(self, forward: Forward, shares: Sequence[_Share]) -> list[Said]:
+    def _tell(self, forward: Forward, grants: Sequence[Grant]) -> list[Said]:
         """What is said, where nobody asks for logits or states."""
-        batch = _batch(shares)
-        tokens = _verified(shares, partial(self._runner.tell, forward, *batch))
-        return [
-            Said(share.grant, tuple(own), (None,) * len(own), (), None)
-            for share, own in zip(shares, tokens, strict=True)
-        ]
+        tokens: list[int] = []
+        wanted: list[int] = []
+        for grant in grants:
+            tokens += grant.tokens
+            wanted += range(len(tokens) - grant.telling, len(tokens))
+        said = _verified(grants, partial(self._runner.tell, forward, tokens, wanted, _sights(grants)))
+        return [Said(grant, tuple(own)) for grant, own in zip(grants, said, strict=True)]
 
-    def _show(self, forward: Forward, shares: Sequence[_Share]) -> list[Said]:
+    def _show(self, forward: Forward, grants: Sequence[Grant]) -> list[Said]:
         """What is said, and all that is asked for besides."""
-        tokens, wanted, sights = _batch(shares)
+        shares, sights = _shares(grants, forward.spans), _sights(grants)
+        tokens = [token for grant in grants for token in grant.tokens]
+        wanted = [row for share in shares for row in share.wanted]
         pooled = [row for share in shares for row in share.pooled]
         states = None
         if pooled:
@@ -111,7 +107,7 @@ class Stepper:
             logits = self._runner.run(forward, tokens, wanted, sights)
         rows = [row for share in shares for row in share.said]
         telling = logits[rows] if len(rows) < len(wanted) else logits
-        said = _verified(shares, partial(self._runner.choose, telling))
+        said = _verified(grants, partial(self._runner.choose, telling))
         return list(self._told(shares, said, logits, states))
 
     def _describe(self, token: int, logprob: float) -> Alternative:
@@ -126,7 +122,7 @@ class Stepper:
         entries = logprobs(logits, [ask for some in asked for asks in some for ask in asks], self._describe)
         for share, own, (scores, said) in zip(shares, tokens, asked, strict=True):
             scored = tuple(next(entries) for _ in scores)
-            described = tuple(next(entries) for _ in said) if said else (None,) * len(own)
+            described = tuple(next(entries) for _ in said)
             pooled = None if states is None else states[share.states : share.states + len(share.pooled)]
             yield Said(share.grant, tuple(own), described, scored, pooled)
 
@@ -138,9 +134,8 @@ def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> list[_Share]:
     for grant, span in zip(grants, spans, strict=True):
         scored, pooled = grant.scored, grant.pooled
         stop = row + span.length
-        first = row + grant.span.length - 1 if grant.speaks else stop
         before = row - span.start
-        wanted = [*(before + position for position in scored), *range(first, stop)]
+        wanted = [*(before + position for position in scored), *range(stop - grant.telling, stop)]
         said = range(logits + len(scored), logits + len(wanted))
         shares.append(_Share(grant, logits, states, wanted, [before + position for position in pooled], said))
         row = stop
@@ -149,24 +144,20 @@ def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> list[_Share]:
     return shares
 
 
-def _batch(shares: Sequence[_Share]) -> tuple[list[int], list[int], list[Sight | None]]:
-    """The tokens of all rows, those whose logits are wanted, and what each sequence sees of its media."""
-    tokens: list[int] = []
-    wanted: list[int] = []
-    for share in shares:
-        tokens += share.grant.tokens
-        wanted += share.wanted
-    return tokens, wanted, [share.grant.sequence.sight for share in shares]
+def _sights(grants: Sequence[Grant]) -> list[Sight | None]:
+    """What each sequence sees of its media."""
+    return [grant.sequence.sight for grant in grants]
 
 
-def _verified(shares: Sequence[_Share], choose: Choose) -> list[list[int | None]]:
+def _verified(grants: Sequence[Grant], choose: Choose) -> list[list[int | None]]:
     """What each grant says; nothing where nothing is to be said."""
-    said = iter(verify([_trial(share.grant) for share in shares if share.said], choose))
-    return [next(said) if share.said else [] for share in shares]
-
-
-def _trial(grant: Grant) -> Trial:
-    return Trial(grant.guesses, grant.sequence.draw(), grant.sequence.stops)
+    speaking = [grant for grant in grants if grant.speaks]
+    trials = [Trial(grant.guesses, grant.sequence.draw(), grant.sequence.stops) for grant in speaking]
+    said = verify(trials, choose)
+    if len(speaking) == len(grants):
+        return said
+    told = iter(said)
+    return [next(told) if grant.speaks else [] for grant in grants]
 
 
 def _scores(share: _Share) -> list[Ask]:

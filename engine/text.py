@@ -98,7 +98,7 @@ class TextStream:
     def __init__(self, decoder: Decoder, stops: Sequence[str], patterns: Sequence[str] = (), *, least: int = 0) -> None:
         self._decoder = decoder
         self._matcher = StopMatcher(stops)
-        self._pattern, self._patterns = Pattern(patterns), tuple(patterns)
+        self._pattern, self._patterns = Pattern(patterns) if patterns else None, tuple(patterns)
         self._missing = least
         self._decoded = 0
         self._released = 0
@@ -112,7 +112,7 @@ class TextStream:
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
         self._missing -= 1
-        end = self._pattern.push(text)
+        end = None if self._pattern is None else self._pattern.push(text)
         if self._missing > 0:
             return self._release(self._matcher.skip(text), everything=False)
         released, self.stop = self._matcher.push(text[:end])
@@ -124,7 +124,7 @@ class TextStream:
     @property
     def fault(self) -> str:
         """Why it cannot be told where the text ends; "": it can."""
-        return self._pattern.fault
+        return "" if self._pattern is None else self._pattern.fault
 
     def flush(self) -> Delta | None:
         """What is still held when the sequence ends other than by a stop string."""

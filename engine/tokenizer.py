@@ -264,7 +264,7 @@ def _decoding(tokenizer: Any, *, special: bool) -> Callable[[list[int]], str]:
     """How a tokenizer decodes: without the layers of transformers where they add nothing, in a quarter of the time."""
     bare = getattr(tokenizer, "backend_tokenizer", None)
     if bare is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        return lambda tokens: str(bare.decode(tokens, skip_special_tokens=not special))
+        return functools.partial(bare.decode, skip_special_tokens=not special)
     options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
     return lambda tokens: str(tokenizer.decode(tokens, **options))
 

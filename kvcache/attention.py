@@ -82,7 +82,7 @@ class AttentionGroup:
 
     def check_append(self, spans: Sequence[Span]) -> None:
         """Raise OutOfCells if there are too few free cells for all rows together, counting those that they free."""
-        needed = sum(span.length for span in spans)
+        needed = sum([span.length for span in spans])
         if needed > self.pool.free:
             unseen = np.concatenate([self._unseen(span.slot, span.start) for span in spans])
             free = self.pool.free + self._freed_by(unseen)

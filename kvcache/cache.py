@@ -91,7 +91,10 @@ class Cache:
     def length(self, slot: int) -> int:
         """Tokens that the slot holds: the next row goes to this position."""
         self._check_slot(slot)
-        return min([component.length(slot) for component in self._components])
+        standing = self.capacity
+        for component in self._components:
+            standing = min(standing, component.length(slot))
+        return standing
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Let `target` hold the first tokens of `source`, which may be running; nothing is copied. Returns the length.
@@ -174,6 +177,10 @@ class Cache:
         self._check_spans(spans)
         return self._find_room(lambda component: component.check_append(spans))
 
+    def fits(self, rows: int) -> bool:
+        """Whether so many rows find cells in every group, whoever they belong to: then there is no room to be made."""
+        return all([rows <= group.pool.free for group in self._groups])
+
     def evict(self, cells: int) -> int:
         """Forget what was remembered and is wanted least, until `cells` more are free or no more can be; how many."""
         self._check_idle()
@@ -232,6 +239,8 @@ class Cache:
         assert self._open is forward, "a forward ends that is not open"
         self._open = None
         for slot, length in kept.items():
+            if self.states is None and length == self.length(slot):
+                continue  # all rows stay, and cells need nothing for that
             standing = self._standing(slot, length)
             for component in self._components:
                 component.truncate(slot, standing)

@@ -44,10 +44,14 @@ class Segment:
 
 
 class Forward:
-    """An open forward: the new rows have cells, and nobody but this object knows whether they stay."""
+    """An open forward: the new rows have cells, and nobody but this object knows whether they stay.
+
+    rows  of the packed batch
+    """
 
     def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
+        self.rows = sum([span.length for span in spans])
         self._cache = cache
         self._kept = {span.slot: span.stop for span in spans}
         self._begun = False
@@ -68,9 +72,9 @@ class Forward:
         self._cache.end(self, kept)
 
     @property
-    def rows(self) -> int:
-        """Rows of the packed batch."""
-        return sum(span.length for span in self.spans)
+    def groups(self) -> tuple[AttentionGroup, ...]:
+        """Those of the cache: the same object in all its forwards."""
+        return self._cache.groups
 
     @property
     def capacity(self) -> int:

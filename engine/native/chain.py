@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import pointer
 from dataclasses import dataclass
 
@@ -62,11 +62,17 @@ def describe_chain(
     )
 
 
-def link_table(links: Iterable[tuple[Draw, int, int]]) -> array[int]:
-    """Draws as chain.h has them, each with the tokens that its sequence reads first, and those that it says."""
-    table = bytearray()
-    for draw, length, count in links:
-        params, temperature = draw.params, 0.0 if draw.cold else draw.params.temperature
-        seed, place = draw.seed & 2**64 - 1, draw.position
-        table += LINK.pack(length, count, seed, place, temperature, params.top_k, params.top_p, params.min_p)
-    return array("q", bytes(table))
+def link_table(links: Sequence[Link]) -> array[int]:
+    """Links as chain.h has them."""
+    table = array("q", bytes(LINK.size * len(links)))
+    for at, link in enumerate(links):
+        put_link(table, at, link.draw, len(link.tokens), link.count)
+    return table
+
+
+def put_link(table: array[int], at: int, draw: Draw, length: int, count: int) -> None:
+    """One link of a table: how to draw, the tokens that are read first, and those that are said."""
+    params, temperature = draw.params, 0.0 if draw.cold else draw.params.temperature
+    seed, place = draw.seed & 2**64 - 1, draw.position
+    shape = (temperature, params.top_k, params.top_p, params.min_p)
+    LINK.pack_into(table, at * LINK.size, length, count, seed, place, *shape)

@@ -8,25 +8,29 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.cpu.native import address
-from engine.native.chain import link_table
-from engine.native.library import ChoicesFields
+from engine.native.chain import put_link
+from engine.native.library import LINK, ChoicesFields
 from engine.sampling import Draw
 
 
 class Drawing:
-    """One token a row, as `emit` says it of draws of which `chains` holds.
+    """One token a row of logits that lie at one place, as often as they are written anew.
 
     fields  for the library, which writes `tokens`; they must not outlive this
     """
 
-    def __init__(self, draws: Sequence[Draw], logits: int, outputs: int) -> None:
+    def __init__(self, rows: int, logits: int, outputs: int) -> None:
         """Of rows that lie side by side at the address `logits`, in float32, each of so many tokens."""
-        self._links = link_table((draw, 0, 0) for draw in draws)
-        self._said = array("q", bytes(8 * len(draws)))
-        links, said, threads = address(self._links), address(self._said), torch.get_num_threads()
-        self.fields = ChoicesFields(links, len(draws), logits, outputs, said, threads)
+        self._links, self._said = array("q", bytes(LINK.size * rows)), array("q", bytes(8 * rows))
+        links, said = address(self._links), address(self._said)
+        self.fields = ChoicesFields(links, rows, logits, outputs, said, torch.get_num_threads())
+
+    def describe(self, draws: Sequence[Draw]) -> None:
+        """Each row is to be drawn from as `emit` does; `chains` holds of its draw."""
+        for row, draw in enumerate(draws):
+            put_link(self._links, row, draw, 0, 0)
 
     @property
     def tokens(self) -> list[int | None]:
         """What was drawn; None where a row has no finite maximum."""
-        return [None if token < 0 else token for token in self._said]
+        return [None if token < 0 else token for token in self._said.tolist()]

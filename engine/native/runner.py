@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.native import FORMATS, REACHES, Rows, address, plane_fields, segment_table
+from engine.kernels.cpu.native import (
+    FORMATS,
+    REACHES,
+    Rows,
+    address,
+    plane_fields,
+    put_segments,
+    segment_table,
+)
 from engine.native.attention import angles
 from engine.native.chain import Link, chains, describe_chain, link_table
 from engine.native.decoder import Decoder, Way
@@ -28,8 +36,9 @@ from engine.runner import Runner
 from engine.sampling import Draw, emit
 from engine.scoring import exact
 from engine.sight import Sight
+from kvcache.attention import AttentionGroup
 from kvcache.forward import Forward
-from kvcache.planes import FloatPlane, Plane
+from kvcache.planes import FloatPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +93,18 @@ class NativeRunner(Runner):
             head=self._head,
             rounds=rounds,
         )
-        # Of the cache that was read last: the keys of the first layer, the first layer of each group, and for each way
-        # to turn the angles of all positions. Those take less than a hundredth of what the cells of as many tokens do.
-        self._plane: Plane | None = None
-        self._groups: list[int] = []
+        # Of the cache that was read last: its groups and the first layer of each, and for each way to turn the angles
+        # of all positions. Those take less than a hundredth of what the cells of as many tokens do.
+        self._settled: tuple[AttentionGroup, ...] | None = None
+        self._firsts: list[int] = []
         self._cells = (CellsFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
-        # Of the step at hand, by groups.
+        # The segments of steps of so many spans, by groups.
+        self._spans = 0
         self._tables: list[array[int]] = []
-        # Where logits go that nobody but `tell` sees.
+        # Where logits go that nobody but `tell` sees, and what draws from them.
         self._unseen = self._output(0, 0)
+        self._drawing = self._drawn(self._unseen)
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -135,13 +146,13 @@ class NativeRunner(Runner):
             return super().tell(forward, tokens, wanted, sights, draws)
         if self._unseen.rows != len(wanted):
             self._unseen = self._output(len(wanted), len(wanted))
-        output = self._unseen
+            self._drawing = self._drawn(self._unseen)
         # What can be done before the step is: behind it every line of Python comes from memory again.
-        drawing = Drawing(draws, output.logits_address, self._head.outputs)
-        self._take(forward, tokens, wanted, output)
-        self._bounded(output.logits)
-        self._library.choose(drawing.fields)
-        return drawing.tokens
+        self._drawing.describe(draws)
+        self._take(forward, tokens, wanted, self._unseen)
+        self._bounded(self._unseen.logits)
+        self._library.choose(self._drawing.fields)
+        return self._drawing.tokens
 
     def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """What `emit` says, in one native call where that knows how. A row is drawn alike whatever is beside it."""
@@ -157,7 +168,8 @@ class NativeRunner(Runner):
 
     def _choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         whole = exact(logits).contiguous()
-        drawing = Drawing(draws, whole.data_ptr(), whole.shape[1])
+        drawing = Drawing(len(draws), whole.data_ptr(), whole.shape[1])
+        drawing.describe(draws)
         self._library.choose(drawing.fields)
         return drawing.tokens
 
@@ -170,7 +182,7 @@ class NativeRunner(Runner):
         deepest = max(link.count for link in links)
         said = array("q", bytes(8 * len(links) * deepest))
         tokens = array("q", [token for link in links for token in link.tokens])
-        table, step = link_table((link.draw, len(link.tokens), link.count) for link in links), self._describe(forward)
+        table, step = link_table(links), self._describe(forward)
         self._library.say(describe_chain(self._decoder, step, table, tokens, choices, said))
         rows = [said[at * deepest : (at + 1) * deepest] for at in range(len(links))]
         return [[token for token in own if token >= 0] for own in rows]
@@ -181,17 +193,22 @@ class NativeRunner(Runner):
 
     def can(self, forward: Forward, sights: Sequence[Sight | None] = ()) -> bool:
         """Whether the step computes this: nothing is looked at but earlier tokens, and nobody watches the modules."""
-        looks = any(sights) or any(span.mutual for span in forward.spans)
+        looks = any(sights) or any([span.mutual for span in forward.spans])
         # What is hooked into the model's own modules, such as a draft head's ear, hears nothing of a native step.
         return not looks and not self._watched._forward_hooks and self._reads(forward)
 
     def _reads(self, forward: Forward) -> bool:
         """Whether it reads cells as these are stored."""
+        if forward.groups is self._settled:
+            return True
         plane = forward.stored(0)[0].plane
-        return plane is self._plane or (isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS)
+        return isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS
 
     def _output(self, wanted: int, kept: int) -> _Output:
         return _Output.of(wanted, kept, self._head.outputs, self._common.width)
+
+    def _drawn(self, output: _Output) -> Drawing:
+        return Drawing(output.rows, output.logits_address, self._head.outputs)
 
     def _take(self, forward: Forward, tokens: Sequence[int], kept: Sequence[int], output: _Output) -> None:
         """Compute the step; `kept` are the rows whose states are asked for, those first whose logits are, too."""
@@ -222,32 +239,41 @@ class NativeRunner(Runner):
     def _describe(self, forward: Forward) -> StepFields:
         """The step but for what its rows are and who asks for them, of an open forward that `can` has seen."""
         # The planes of a cache stay where they are.
-        if forward.stored(0)[0].plane is not self._plane:
+        if forward.groups is not self._settled:
             self._settle(forward)
-        self._tables = [segment_table(forward.segments(at)) for at in self._groups]
-        for cells, table in zip(self._cells, self._tables, strict=True):
-            cells.segments, cells.count = address(table), len(forward.spans)
+        if len(forward.spans) != self._spans:
+            self._lay_tables(forward)
+        for at, table in zip(self._firsts, self._tables, strict=True):
+            put_segments(table, forward.segments(at))
         step = self._common
         step.rows, step.threads = forward.rows, torch.get_num_threads()
         return step
 
+    def _lay_tables(self, forward: Forward) -> None:
+        """Let all steps of as many spans have their segments at one place."""
+        self._spans = len(forward.spans)
+        self._tables = [segment_table(forward.segments(at)) for at in self._firsts]
+        for cells, table in zip(self._cells, self._tables, strict=True):
+            cells.segments, cells.count = address(table), self._spans
+
     def _settle(self, forward: Forward) -> None:
         """Let all layers name the planes of a cache, and the cells that they share with others."""
         shared: dict[int, int] = {}
-        self._groups = []
+        self._firsts = []
         for at, fields in enumerate(self._storing):
             self._place(forward, at)
             segments = id(forward.segments(at))
             if segments not in shared:
                 shared[segments] = len(shared)
-                self._groups.append(at)
+                self._firsts.append(at)
             fields.cells = shared[segments]
-        self._cells = (CellsFields * len(self._groups))(*[_cells(forward, at) for at in self._groups])
-        self._common.cells, self._common.cells_count = self._cells, len(self._groups)
+        self._cells = (CellsFields * len(self._firsts))(*[_cells(forward, at) for at in self._firsts])
+        self._spans = 0
+        self._common.cells, self._common.cells_count = self._cells, len(self._firsts)
         positions = torch.arange(forward.capacity)
         self._angles = [angles(turn, positions) for turn in self._turns]
         self._common.turns = (TurnFields * len(self._turns))(*map(describe_turn, self._turns, self._angles))
-        self._plane = forward.stored(0)[0].plane
+        self._settled = forward.groups
 
     def _place(self, forward: Forward, at: int) -> None:
         """Let a layer's fields name its planes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.stopping import Pattern
+from engine.stopping import Pattern, check_expressions
 from engine.text import StopMatcher, TextStream
 from engine.tokenizer import Tokenizer
 from engine.types import Alternative, Delta, TokenLogprob
@@ -267,6 +268,26 @@ def test_what_is_no_pattern_is_refused(pattern: str) -> None:
         Pattern([pattern])
 
     assert "stop_regex" == refused.value.field
+
+
+@pytest.mark.parametrize(
+    ("expressions", "words"),
+    [
+        (("good", "bad("), "'bad(' cannot be followed: unclosed group"),
+        (("^a$",), "'^a$' cannot be followed: lookarounds"),
+        (("a)|(b",), "'a)|(b' cannot be followed: unopened group"),
+        (("(?x)a #", "b"), "cannot be followed: unclosed group"),
+        (("(" + "a" * 500,), f"'({'a' * 79}...' cannot be followed: unclosed group"),
+        (("\ud800",), "half of a surrogate pair"),
+        (("a", "b?"), "empty text"),
+    ],
+)
+def test_an_error_shows_the_expression_that_was_sent(expressions: tuple[str, ...], words: str) -> None:
+    """The one that is wrong, as far as it is short, and nothing of what is built around it."""
+    with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
+        check_expressions(expressions)
+
+    assert "(?s:.)" not in refused.value.reason
 
 
 def test_a_pattern_with_too_many_states_says_so() -> None:

@@ -42,7 +42,7 @@ SLOTS = {
     "what a target held leaks": Mutant("attention.py", "self.truncate(target, 0)", "pass"),
     "what is cut leaks": Mutant("attention.py", "self.pool.release(self._present(self.table(slot)[length:]))", "pass"),
     "each span is checked alone": Mutant(
-        "attention.py", "needed = sum(span.length for span in spans)", "needed = max(span.length for span in spans)"
+        "attention.py", "needed = sum([span.length for span in spans])", "needed = max([span.length for span in spans])"
     ),
     "a shift writes into shared cells": Mutant(
         "attention.py", "private[shared] = self.pool.allocate(int(np.count_nonzero(shared)))", "pass"

@@ -38,15 +38,22 @@ inline double gumbel(uint32_t word) { return -log(-log((word + 0.5) / 4294967296
 
 // The highest logit's token, the first of several; -1 where it is not finite, or one is no number.
 inline int64_t highest(const float *logits, int64_t count) {
-    Vector most = spread(logits[0]), sound = {};
-    by_vectors(count, [&](int64_t at, int64_t some) {
-        Vector own = load_some(logits + at, some);
-        if (some < LANES) own = lane_numbers() < (int32_t)some ? own : most;
-        most = greater(own, most);
-        sound += own == own ? Vector{} : Vector{} + 1;
-    });
-    const float best = greatest(most);
-    return sum(sound) == 0 && std::isfinite(best) ? std::find(logits, logits + count, best) - logits : -1;
+    // Only the stretch that has it is looked through for where it stands.
+    constexpr int64_t STRETCH = 1024;
+    Vector unsound = {};
+    float best = -INFINITY;
+    const float *place = logits;
+    for (const float *begin = logits; begin < logits + count; begin += STRETCH) {
+        Vector most = spread(begin[0]);
+        by_vectors(lesser(STRETCH, logits + count - begin), [&](int64_t at, int64_t some) {
+            Vector own = load_some(begin + at, some);
+            if (some < LANES) own = lane_numbers() < (int32_t)some ? own : most;
+            most = greater(own, most);
+            unsound += own == own ? Vector{} : Vector{} + 1;
+        });
+        if (greatest(most) > best) best = greatest(most), place = begin;
+    }
+    return sum(unsound) == 0 && std::isfinite(best) ? std::find(place, logits + count, best) - logits : -1;
 }
 
 // The scaled logits of a row, gathered by how far they lie below the best one. Beyond the last bucket but one no noise can

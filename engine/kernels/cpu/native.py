@@ -9,6 +9,7 @@ batch holds, and with any number of threads. It uses as many threads as torch do
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
@@ -28,6 +29,8 @@ from kvcache.spec import Reach
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 REACHES = {"full": 0, "window": 1, "chunk": 2}
 _NO_MEMORY, _BAD_CELL = 1, 2
+# A segment: row, rows, start, first, run, and the address of the cells.
+_SEGMENT = struct.Struct("6q")
 
 
 class PlaneFields(Structure):
@@ -208,16 +211,22 @@ def _describe(query: Tensor, keys: Rows, values: Rows, sinks: Tensor | None, out
 
 
 def segment_table(segments: Sequence[Segment]) -> array[int]:
-    """Segments as attention.h has them, six numbers each: row, rows, start, first, run, and the address of the cells.
+    """Segments as attention.h has them. The tensors of cells must outlive it."""
+    table = array("q", bytes(_SEGMENT.size * len(segments)))
+    put_segments(table, segments)
+    return table
 
-    The tensors of cells must outlive it. Numbers in an array take a third of the time of a ctypes structure.
+
+def put_segments(table: array[int], segments: Sequence[Segment]) -> None:
+    """Write segments to a table of as many, see segment_table.
+
+    Numbers in an array take a third of the time of a ctypes structure.
     """
-    table = array("q")
-    for segment in segments:
+    for at, segment in enumerate(segments):
         rows, cells = segment.rows, segment.cells
         run, place = (cells.start, 0) if isinstance(cells, slice) else (0, cells.data_ptr())
-        table.extend((rows.start, rows.stop - rows.start, segment.start, segment.first, run, place))
-    return table
+        numbers = (rows.start, rows.stop - rows.start, segment.start, segment.first, run, place)
+        _SEGMENT.pack_into(table, at * _SEGMENT.size, *numbers)
 
 
 def address(numbers: array[int]) -> int:
