@@ -17,6 +17,14 @@ Kernels = Literal["auto", "torch"]
 Quantize = Literal["none", "int8", "int4", "auto"]
 
 
+class ConfigError(ValueError):
+    """A setting cannot work, for a reason that goes on behind its name."""
+
+    def __init__(self, setting: str, reason: str) -> None:
+        super().__init__(f"{setting} {reason}")
+        self.setting, self.reason = setting, reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that the engine can be told.
@@ -75,19 +83,19 @@ class EngineConfig:
     shelf_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work; ValueError names the setting."""
+        """Refuse settings that cannot work; ConfigError names the setting."""
         for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+                raise ConfigError(name, f"must be at least 1, not {value}")
         if self.context is not None and self.context < 8:
-            raise ValueError(f"context must be at least 8, not {self.context}")
+            raise ConfigError("context", f"must be at least 8, not {self.context}")
         for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes", "itl_target_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be 0 or more, not {value}")
+                raise ConfigError(name, f"must be 0 or more, not {value}")
         if self.quantize in ("int8", "int4") and self.device != "cpu":
-            raise ValueError(f"quantize {self.quantize} is for the device cpu, not {self.device}")
+            raise ConfigError("quantize", f"{self.quantize} is for the device cpu, not {self.device}")
         self._check_drafts()
 
     @property
@@ -97,11 +105,11 @@ class EngineConfig:
 
     def _check_drafts(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= LONGEST_DRAFT:
-            raise ValueError(f"draft_tokens must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
+            raise ConfigError("draft_tokens", f"must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
         if self.draft_model is not None and self.drafter not in ("auto", "model"):
-            raise ValueError(f"drafter {self.drafter} does not use the draft model {self.draft_model}")
+            raise ConfigError("drafter", f"{self.drafter} does not use the draft model {self.draft_model}")
         drafts = self.drafter in ("auto", "model") and (self.draft_model is not None or self.model is None)
         if self.draft_quantize is not None and not drafts:
-            raise ValueError("draft_quantize needs a draft model: name it with --draft-model")
+            raise ConfigError("draft_quantize", "needs a draft model: name it with --draft-model")
         if self.drafter == "model" and self.draft_model is None and self.model is not None:
-            raise ValueError("drafter model needs a draft model: name it with --draft-model")
+            raise ConfigError("drafter", "model needs a draft model: name it with --draft-model")

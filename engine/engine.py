@@ -36,7 +36,7 @@ from engine.grammars import Grammars
 from engine.load import Loaded, load
 from engine.runner import Runner
 from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
-from engine.stopping import Pattern
+from engine.stopping import check_expressions
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 from engine.types import EmbeddingJob, Event, Failed, Request
@@ -173,7 +173,7 @@ class Engine:
         self._check(request)
         matcher = None
         if request.stop_regex:
-            await asyncio.to_thread(Pattern, request.stop_regex)
+            await asyncio.to_thread(check_expressions, request.stop_regex)
         if request.grammar is not None:
             matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
             # Others came meanwhile.
@@ -254,7 +254,7 @@ class Engine:
         if drafter not in ("auto", "none", *kinds):
             others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
             raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
-        if len(request.prompt) >= capacity:
+        if len(request.prompt) > capacity - (0 if request.silent else 1):
             raise ContextTooLong(len(request.prompt), capacity)
         self._check_room(info.slots)
 
@@ -372,7 +372,7 @@ class Engine:
     def _drain_inbox(self, duties: Duties, rested: bool) -> bool:
         """Do what the loop asked for; wait for it while there is nothing to do. False ends the thread."""
         wait = rested and not duties.busy
-        while True:
+        while wait or not self._inbox.empty():
             try:
                 command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
             except queue.Empty:
@@ -387,6 +387,7 @@ class Engine:
                     duties.cancel(request_id)
                 case _Stop():
                     return False
+        return True
 
     def _enter(self, phase: str) -> None:
         self._phase = phase

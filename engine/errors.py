@@ -9,6 +9,7 @@ EngineError
 │   └── EmbedderTooLarge  the embedding model does not fit
 ├── RequestError          this request cannot be served; nothing was computed for it
 │   ├── InvalidRequest    a field has a value that the model or its template refuses
+│   │   └── TooCostly     its grammar takes too much time or memory
 │   └── ContextTooLong    the prompt does not fit the context
 ├── Unavailable           the engine takes no request now
 │   ├── Loading           the model is not ready yet
@@ -84,6 +85,10 @@ class InvalidRequest(RequestError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
         self.field, self.reason = field, reason
+
+
+class TooCostly(InvalidRequest):
+    """A grammar takes so much time or memory that nothing else like it shall be tried for the same request."""
 
 
 class ContextTooLong(RequestError):

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from llguidance import LLTokenizer
 
-from engine.errors import InvalidRequest, Overloaded
+from engine.errors import InvalidRequest, Overloaded, TooCostly
 from engine.grammar import Compiled, Matcher
 from engine.tokenizer import Tokenizer
+from engine.trial import Trial
 from engine.types import Grammar
 
 _LONGEST_BYTES = 256 * 2**10
@@ -20,12 +21,17 @@ _LONGEST_BYTES = 256 * 2**10
 _DEEPEST = 128
 # Compiled, a grammar takes 30 to 400 times its source (measured).
 _KEPT, _KEPT_BYTES = 64, 512 * 2**10
+# Tokens of the beginning that are followed, where there is only one.
+_FORCED = 16
+# How many trials are remembered.
+_TRIED = 1024
 _PATIENCE_SECONDS = 10.0
 _LONGEST_REASON = 500
 
-# Strings, regular expressions and comments of Lark and of the JSON inside it: their brackets nest nothing.
-_OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
-_EXCERPT = re.compile(r"\n\s+\d+ \| ")
+# Strings, regular expressions and comments of Lark and of the JSON inside it: their brackets nest nothing. What is not
+# closed reaches to the end of its line, so that no letter is read twice.
+_OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?')
+_EXCERPT = re.compile(r"\n[ \t]+\d+ \| ")
 _PLACE = re.compile(r"^(?:(?:at )?\d+\(\d+\): )+(?:failed to compile JSON schema: )?")
 
 
@@ -39,7 +45,10 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, *, size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._size, self._ends = tokenizer, size, sorted(ends)
         self._vocabulary: LLTokenizer | None = None
+        self._trial: Trial | None = None
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        # What a trial found wrong, by digest.
+        self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
 
@@ -54,7 +63,7 @@ class Grammars:
             if not self._compiling.acquire(timeout=_PATIENCE_SECONDS):
                 raise Overloaded(1, _PATIENCE_SECONDS)
             try:
-                compiled = self._known(digest) or self._compile(grammar.source)
+                compiled = self._known(digest) or self._compile(digest, grammar.source)
             finally:
                 self._compiling.release()
             self._keep(digest, compiled)
@@ -66,15 +75,33 @@ class Grammars:
         """Follows a text from its beginning. Raises as `compile` does."""
         return Matcher(self.compile(grammar), self._size)
 
-    def _compile(self, source: str) -> Compiled:
-        compiled = Compiled(self._tokens(), source)
+    def _compile(self, digest: bytes, source: str) -> Compiled:
+        vocabulary = self._tokens()
+        self._try(digest, source)
+        compiled = Compiled(vocabulary, source)
         if not compiled.error:
-            # The first mask builds most of the lexer, and finds what no limit found before.
-            matcher = Matcher(compiled, self._size)
-            first = matcher.allowed(())
-            empty = first is None or not first.any()
-            compiled.error = matcher.error or ("NoExtension" if empty else "")
+            compiled.error = self._first_fault(Matcher(compiled, self._size))
         return compiled
+
+    def _first_fault(self, matcher: Matcher) -> str:
+        """What is wrong at the beginning of a text; "": nothing. The first mask builds most of the lexer."""
+        for _ in range(2):
+            mask = matcher.allowed(())
+            if matcher.error or mask is None or not mask.any():
+                return matcher.error or "NoExtension"
+            for token in matcher.forced(_FORCED):
+                matcher.append(token)
+        return ""
+
+    def _try(self, digest: bytes, source: str) -> None:
+        """TooCostly where another process says so."""
+        assert self._trial is not None
+        if digest not in self._faults:
+            self._faults[digest] = self._trial.fault(source)
+            if len(self._faults) > _TRIED:
+                self._faults.popitem(last=False)
+        if fault := self._faults[digest]:
+            raise TooCostly("grammar", fault)
 
     def _tokens(self) -> LLTokenizer:
         """The vocabulary as llguidance has it: 0.2 seconds and 20 MB for 32,000 tokens, spent where one is needed."""
@@ -90,13 +117,15 @@ class Grammars:
                 self._vocabulary = LLTokenizer(serialised, n_vocab=size, eos_token=self._ends)
             except ValueError as error:
                 raise InvalidRequest("grammar", f"grammars cannot read this model's tokenizer: {error}") from error
+            self._trial = Trial(serialised, size=size, ends=self._ends)
         return self._vocabulary
 
     def _known(self, digest: bytes) -> Compiled | None:
         with self._lock:
             compiled = self._kept.get(digest)
-            if compiled is not None:
-                self._kept.move_to_end(digest)
+            if compiled is None or compiled.spent:
+                return None
+            self._kept.move_to_end(digest)
             return compiled
 
     def _keep(self, digest: bytes, compiled: Compiled) -> None:

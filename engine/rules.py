@@ -75,9 +75,9 @@ class Rules:
         later._guessed = (*self._guessed, *tokens)
         return later
 
-    def forced(self) -> list[int]:
-        """Tokens that the grammar makes come next, as far as it leaves one text. Other rules may forbid them."""
-        return [] if self._matcher is None else self._matcher.forced()
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that the grammar makes come next, as it seems. Other rules may forbid them."""
+        return [] if self._matcher is None else self._matcher.forced(most)
 
     def forbid(self, logits: Tensor) -> None:
         """Set what may not be said here to minus infinity [vocabulary]."""

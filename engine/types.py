@@ -219,6 +219,11 @@ class Request:
     timeout_seconds: float | None = None
     progress: bool = False
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is to be said: then the prompt may fill the context."""
+        return self.pooling is not None or self.max_tokens == 0
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:

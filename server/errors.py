@@ -131,7 +131,10 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
     """What an error of the engine means to a client that asked for `path`."""
     match error:
         case engine_errors.ContextTooLong():
-            return _too_long(error, next((name for end, name in _PROMPTS.items() if path.endswith(end)), "prompt"))
+            # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
+            more = ", which exceeds the available context size when an answer is to follow. Please shorten the prompt."
+            field = next((name for end, name in _PROMPTS.items() if path.endswith(end)), "prompt")
+            return too_long(error, field, subject="the prompt", advice=more)
         case engine_errors.InvalidRequest():
             return invalid(error.field, error.reason)
         case engine_errors.Unavailable():
@@ -152,6 +155,14 @@ def invalid(field: str, reason: str) -> ApiError:
 def missing(field: str) -> ApiError:
     """A field that the body needs and does not have."""
     return ApiError(INVALID_VALUE, f"Missing required parameter: '{field}'.", param=field)
+
+
+def too_long(error: engine_errors.ContextTooLong, field: str | None, *, subject: str, advice: str) -> ApiError:
+    """More tokens than the context holds: `subject` has them, and `advice` goes on behind their number."""
+    count = error.tokens if error.exact else f"at least {error.tokens}"
+    message = f"This model's maximum context length is {error.capacity} tokens. However, {subject} has {count}{advice}"
+    details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
+    return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=field, details=details)
 
 
 def unsupported(field: str, reason: str) -> ApiError:
@@ -180,17 +191,6 @@ def install(app: FastAPI) -> None:
 
 def _nothing_in_time(event: Finished) -> bool:
     return event.reason == "length" and event.stop == "deadline" and not event.usage.completion_tokens
-
-
-def _too_long(error: engine_errors.ContextTooLong, param: str | None) -> ApiError:
-    # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
-    count = error.tokens if error.exact else f"at least {error.tokens}"
-    message = (
-        f"This model's maximum context length is {error.capacity} tokens. However, the prompt has {count}, "
-        "which exceeds the available context size when an answer is to follow. Please shorten the prompt."
-    )
-    details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
-    return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=param, details=details)
 
 
 def _unavailable(error: engine_errors.Unavailable) -> ApiError:

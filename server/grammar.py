@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import anyio.to_thread
 
 from engine.dialect.dialect import Dialect
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, TooCostly
 from engine.message import Body, Tool, ToolChoice
 from engine.types import Grammar
 from server.schemas.common import Generation
@@ -33,7 +33,9 @@ async def follow(service: Service, body: Generation, dialect: Dialect, offered: 
     asked = structure(body)
     if asked is None and not offered.tools:
         return Followed()
-    return await anyio.to_thread.run_sync(_follow, service, body, asked, dialect, offered, opened)
+    return await anyio.to_thread.run_sync(
+        _follow, service, body, asked, dialect, offered, opened, limiter=service.compiling
+    )
 
 
 def _follow(
@@ -46,14 +48,15 @@ def _follow(
         return Followed()
     if body.ignore_eos:
         raise InvalidRequest("ignore_eos", "what follows a structure ends with it")
-    if _fault(service, made) is None:
+    blamed = "tools" if wanted is None else field
+    if _fault(service, made, blamed) is None:
         return Followed(made)
     tools, warnings = _eased(service, dialect, offered, opened)
     eased = _made(dialect, replace(offered, tools=tools), field, wanted, opened)
-    reason = None if eased is None else _fault(service, eased)
+    reason = None if eased is None else _fault(service, eased, blamed)
     if reason is not None:
-        raise InvalidRequest("tools" if wanted is None else field, reason)
-    return Followed(eased, warnings or (IN_PART.format(field, _fault(service, made)),))
+        raise InvalidRequest(blamed, reason)
+    return Followed(eased, warnings or (IN_PART.format(field, _fault(service, made, blamed)),))
 
 
 def _made(dialect: Dialect, offered: Offer, field: str, wanted: Body | None, opened: str) -> Grammar | None:
@@ -74,10 +77,12 @@ def _unwritable(dialect: Dialect, offered: Offer, opened: str) -> str:
     return "tools"
 
 
-def _fault(service: Service, made: Grammar) -> str | None:
-    """Why it cannot be followed, if it cannot."""
+def _fault(service: Service, made: Grammar, blamed: str) -> str | None:
+    """Why it cannot be followed, if it cannot; InvalidRequest where that took so long that nothing else is tried."""
     try:
         service.engine.grammars.compile(made)
+    except TooCostly as error:
+        raise InvalidRequest(blamed, error.reason) from error
     except InvalidRequest as error:
         return error.reason
     return None
@@ -88,9 +93,9 @@ def _eased(service: Service, dialect: Dialect, offered: Offer, opened: str) -> t
     tools, warnings = list(offered.tools), []
     for at, tool in enumerate(tools):
         alone = dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
-        reason = None if alone is None else _fault(service, alone)
         part = "parameters" if tool.kind == "function" else "format"
         field = f"{place(at, tool, legacy=offered.legacy)}.{part}"
+        reason = None if alone is None else _fault(service, alone, field)
         if reason is not None and tool.strict:
             raise InvalidRequest(field, reason)
         if reason is not None:

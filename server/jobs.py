@@ -9,7 +9,7 @@ import anyio.to_thread
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Finished
-from server.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid
+from server.errors import invalid, too_long
 from server.metrics import Endpoint
 from server.service import Service
 
@@ -45,20 +45,11 @@ def _read(readings: Sequence[tuple[str, Reading]]) -> Iterator[EmbeddingInput]:
         try:
             read = reading()
         except ContextTooLong as error:
-            raise _too_long(error, place) from error
+            advice = ". Please shorten it, or have it cut."
+            raise too_long(error, place, subject=f"'{place}'", advice=advice) from error
         except InvalidRequest as error:
             # Half of what can be wrong is about the input itself, whose name is the body's affair.
             raise invalid(place if error.field == "input" else error.field, error.reason) from error
         if not read.tokens:
             raise invalid(place, "it has no tokens")
         yield read
-
-
-def _too_long(error: ContextTooLong, place: str) -> ApiError:
-    count = error.tokens if error.exact else f"at least {error.tokens}"
-    message = (
-        f"This model's maximum context length is {error.capacity} tokens. However, '{place}' has {count}. "
-        "Please shorten it, or have it cut."
-    )
-    details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
-    return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=place, details=details)

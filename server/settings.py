@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.config import BUNDLED_NAME, Dtype, EngineConfig, KvDtype, Quantize
+from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -99,7 +99,10 @@ class Settings:
                 f"--embedding-model {self.embedding_model} has the name of the model: "
                 "give that another one with --served-model-name"
             )
-        self.engine_config()
+        try:
+            self.engine_config()
+        except ConfigError as error:
+            raise ValueError(f"--{error.setting.replace('_', '-')} {error.reason}") from error
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from engine.message import INPUT, Tool
 _KEY = re.compile(r"""[^\s:,<>"'{}\[\]]+""")
 # A schema may contain itself: below this many levels, values are left free.
 _DEEPEST = 8
+# And so are those behind so many others: what contains itself several times would be millions.
+_MOST_VALUES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,19 @@ class _Spelling:
         return bool(whole)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Writer:
     """Writes values that follow a schema."""
 
     lark: Lark
     quote: str
     root: Schema
+    _left: int = _MOST_VALUES
 
     def value(self, schema: Schema, depth: int) -> str:
+        self._left -= 1
+        if self._left < 0:
+            depth = _DEEPEST
         schema = resolved(schema, self.root)
         if values := values_of(schema):
             return alternatives(self.constant(value) for value in values)

@@ -24,5 +24,13 @@ class Reader:
     def finish(self) -> list[Piece]:
         """The text is over; what was still held back."""
         self._source.end()
+        return self._rest()
+
+    def cut(self) -> list[Piece]:
+        """The text was cut short; what was still held back. A call that has no name yet is lost: it is no text."""
+        self._source.cut()
+        return self._rest()
+
+    def _rest(self) -> list[Piece]:
         next(self._steps, None)
         return self._speech.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 
 from llguidance import LLMatcher
@@ -23,6 +24,8 @@ _OF_PYTHON: dict[type, tuple[str, ...]] = {
 }
 # Whatever this file does not know is followed so many times at most, or a schema could lead in a circle.
 _DEEPEST = 16
+# Choices inside choices are looked at together: a few that lead back to themselves would be millions.
+_MOST_CHOICES = 512
 
 
 def schema_of(tool: Tool) -> Schema:
@@ -78,21 +81,31 @@ def resolved(schema: Schema, root: Schema) -> Schema:
     return schema
 
 
-def types_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
+def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The types that a value may have, as far as they are told; none: any."""
-    schema = resolved(schema, root)
+    found, parts = set[str](), deque([schema])
+    for _ in range(_MOST_CHOICES):
+        if not parts:
+            return frozenset(found)
+        part = resolved(parts.popleft(), root)
+        choices = part.get("anyOf", part.get("oneOf"))
+        told = _told(part)
+        if not told and isinstance(choices, list) and choices:
+            parts.extend(as_schema(choice) for choice in choices)
+        elif not told:
+            return frozenset()
+        found |= told
+    return frozenset()
+
+
+def _told(schema: Schema) -> frozenset[str]:
+    """The types that a schema names, or that its only values have."""
     told = schema.get("type")
     if isinstance(told, str):
         return frozenset((told,))
     if isinstance(told, list):
         return frozenset(name for name in told if isinstance(name, str))
-    if values := values_of(schema):
-        return frozenset(name for value in values for name in _OF_PYTHON[type(value)])
-    choices = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(choices, list) and choices and depth < _DEEPEST:
-        found = [types_of(as_schema(choice), root, depth + 1) for choice in choices]
-        return frozenset().union(*found) if all(found) else frozenset()
-    return frozenset()
+    return frozenset(name for value in values_of(schema) for name in _OF_PYTHON[type(value)])
 
 
 def defined_in(root: Schema) -> dict[str, object]:

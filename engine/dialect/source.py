@@ -51,9 +51,14 @@ class Literals:
 
 
 class Source:
-    """What has come and is not read yet."""
+    """What has come and is not read yet.
+
+    broken  the text was cut, and in what was being read: more of it was needed
+    """
 
     def __init__(self) -> None:
+        self.broken = False
+        self._cut = False
         self._text = ""
         self._at = 0
         self._held: int | None = None
@@ -70,6 +75,14 @@ class Source:
     def end(self) -> None:
         """No more will come."""
         self._ended = True
+
+    def cut(self) -> None:
+        """No more will come, though the text is not over."""
+        self._ended = self._cut = True
+
+    def drop(self) -> None:
+        """Nobody reads what is left."""
+        self._at = len(self._text)
 
     def tried(self, steps: Steps[object]) -> Steps[bool]:
         """Read on trial. Where that raises Unlike, nothing was read, and the answer is False."""
@@ -96,6 +109,7 @@ class Source:
         """The next letter; "" at the end."""
         while self._at == len(self._text):
             if self._ended:
+                self.broken = self._cut
                 return ""
             yield
         return self._text[self._at]
@@ -132,7 +146,10 @@ class Source:
             if there == literal:
                 self._advance(self._at + len(literal))
                 return True
-            if not literal.startswith(there) or self._ended:
+            if not literal.startswith(there):
+                return False
+            if self._ended:
+                self.broken = self._cut
                 return False
             yield
 

@@ -99,8 +99,17 @@ class Tagged:
         opening = frame.opening[0]
         offer = Offer(tools, only=frame.bare)
         if frame.bare:
-            yield from frame.read_bare(source, speech, offer)
+            called = yield from frame.read_bare(source, speech, offer)
+            # Without a marker nothing says that the beginning of an object is no text.
+            if called and source.broken:
+                source.drop()
         literals = Literals((opening, *self.silent))
         while found := (yield from source.until(literals, speech.say)):
-            if found == opening and not (yield from frame.read(source, speech, offer)) and found not in self.silent:
-                speech.say(found)
+            if found != opening:
+                continue
+            called = yield from frame.read(source, speech, offer)
+            if source.broken:
+                source.drop()
+                speech.part()
+            elif not called and opening not in self.silent:
+                speech.say(opening)

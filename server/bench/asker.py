@@ -26,7 +26,7 @@ class Asker:
     key: object = ""
 
     def at(self, key: object) -> Asker:
-        """Return the same in another round."""
+        """The same in another round."""
         return replace(self, key=key)
 
     async def one(self, prompt: Prompt, max_tokens: int) -> Run:

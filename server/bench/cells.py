@@ -57,7 +57,7 @@ class Cell:
 
 
 def lone(tokens: int, *, answered: int, repeats: int, scenario: Scenario = "latency") -> Cell:
-    """Return the cell of single streams: a prompt until its first token, and the tokens behind it."""
+    """The cell of single streams: a prompt until its first token, and the tokens behind it."""
 
     async def measure(asker: Asker) -> Result:
         prompts = [asker.prompts.lone(tokens, asker.key, scenario, tokens, number) for number in range(repeats)]
@@ -76,14 +76,14 @@ def lone(tokens: int, *, answered: int, repeats: int, scenario: Scenario = "late
 
 
 def deep(share: int, context: int, *, answered: int) -> Cell:
-    """Return the cell of one stream behind a prompt that fills `share` per cent of the context."""
+    """The cell of one stream behind a prompt that fills `share` per cent of the context."""
     tokens = min(context * share // 100, context - answered - SPARE)
     cell = lone(tokens, answered=answered, repeats=1, scenario="long")
     return replace(cell, label=f"{share} % of {context}", at=share)
 
 
 def streams(count: int, *, asked: int, answered: int, requests: int) -> Cell:
-    """Return the cell of so many streams that start at once, each sending again when its answer ended."""
+    """The cell of so many streams that start at once, each sending again when its answer ended."""
 
     async def measure(asker: Asker) -> Result:
         prompts = [asker.prompts.lone(asked, asker.key, "streams", count, number) for number in range(requests)]
@@ -94,7 +94,7 @@ def streams(count: int, *, asked: int, answered: int, requests: int) -> Cell:
 
 
 def arrivals(rate: float, *, asked: int, answered: int, requests: int) -> Cell:
-    """Return the cell of requests that arrive at random, `rate` a second."""
+    """The cell of requests that arrive at random, `rate` a second."""
 
     async def measure(asker: Asker) -> Result:
         prompts = [asker.prompts.lone(asked, asker.key, "rate", rate, number) for number in range(requests)]
@@ -105,7 +105,7 @@ def arrivals(rate: float, *, asked: int, answered: int, requests: int) -> Cell:
 
 
 def crowd(run: Run) -> Result:
-    """Return the figures of many answers at once."""
+    """The figures of many answers at once."""
     first = [sample.first for sample in run.whole if sample.first is not None]
     gaps = [gap for sample in run.whole for gap in sample.gaps]
     figures: dict[str, float | None] = {RATE: run.tokens_second or None}
@@ -116,7 +116,7 @@ def crowd(run: Run) -> Result:
 
 
 def chat(history: int, *, turn: int) -> Cell:
-    """Return the cell of a conversation: its first turn of `history` tokens is cold, the second has `turn` more."""
+    """The cell of a conversation: its first turn of `history` tokens is cold, the second has `turn` more."""
 
     async def measure(asker: Asker) -> Result:
         first = asker.prompts.lone(history, asker.key, "chat")
@@ -129,7 +129,7 @@ def chat(history: int, *, turn: int) -> Cell:
 
 
 def users(count: int, *, system: int, turn: int) -> Cell:
-    """Return the cell of users who come one after the other with one system prompt; the first of them is cold."""
+    """The cell of users who come one after the other with one system prompt; the first of them is cold."""
 
     async def measure(asker: Asker) -> Result:
         prompts = [asker.prompts.user(system, turn, asker.key, "users", number=number) for number in range(count)]
@@ -141,7 +141,7 @@ def users(count: int, *, system: int, turn: int) -> Cell:
 
 
 def reused(cold: Run, warm: Run) -> Result:
-    """Return the figures of prompts whose beginning is known, beside one that is not."""
+    """The figures of prompts whose beginning is known, beside one that is not."""
     before = middle(sample.first for sample in cold.whole)
     after = [sample.first for sample in warm.whole if sample.first is not None]
     behind = middle(after)
@@ -155,16 +155,16 @@ def reused(cold: Run, warm: Run) -> Result:
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """Return the median of those that are known, None of none."""
+    """The median of those that are known, None of none."""
     there = [value for value in values if value is not None]
     return median(there) if there else None
 
 
 def thousand(seconds: float | None) -> float | None:
-    """Return milliseconds."""
+    """Milliseconds."""
     return None if seconds is None else 1e3 * seconds
 
 
 def known(figures: dict[str, float | None]) -> Figures:
-    """Return the figures that there are."""
+    """The figures that there are."""
     return {name: value for name, value in figures.items() if value is not None}

@@ -46,7 +46,7 @@ class Ask:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-        """Return the JSON body of one streamed request."""
+        """The JSON body of one streamed request."""
         body = {
             "model": model,
             **asked(prompt),
@@ -59,7 +59,7 @@ class Ask:
 
 
 def asked(prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of the body that hold the prompt."""
+    """The fields of the body that hold the prompt."""
     if isinstance(prompt, list):
         return {"prompt": prompt}
     return {"messages": [{"role": role, "content": text} for role, text in prompt]}
@@ -104,7 +104,7 @@ class Answer:
         self.text = said[:PROBLEM_LENGTH].decode("utf-8", "replace")
 
     def sample(self, *, asked_tokens: int, sent: float, finished: float) -> Sample:
-        """Return what came of it."""
+        """What came of it."""
         usage = self.usage
         return Sample(
             outcome=self.outcome,

@@ -58,7 +58,7 @@ def measured(options: BenchOptions, serving: Serving) -> int:
 
 
 def measure(options: BenchOptions, serving: Serving, console: Console, results: Console) -> int:
-    """Return the exit status; Unusable says why nothing could be measured."""
+    """The exit status; Unusable says why nothing could be measured."""
     plan = plan_of(options)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     session = Session(ask=ask_of(options), kind=options.prompts, seed=seed, rounds=options.rounds, console=console)
@@ -87,7 +87,7 @@ def measure(options: BenchOptions, serving: Serving, console: Console, results: 
 
 
 def servers_of(options: BenchOptions, serving: Serving, stack: ExitStack, console: Console) -> list[Server]:
-    """Return the servers to measure; one started here lives as long as `stack`."""
+    """The servers to measure; one started here lives as long as `stack`."""
     named = [
         text.rpartition("=") if "://" in text.rpartition("=")[2] else ("", "", text) for text in options.base_url or ()
     ]

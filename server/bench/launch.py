@@ -63,7 +63,7 @@ def started(
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Return once the server is ready; Unusable if it ends before that or takes an hour."""
+    """Wait until the server is ready; Unusable if it ends before that or takes an hour."""
     give_up = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < give_up:
         try:

@@ -13,7 +13,7 @@ from server.version import version
 
 
 def environment() -> dict[str, Any]:
-    """Return processor, memory, load and versions, as JSON can hold them."""
+    """Processor, memory, load and versions, as JSON can hold them."""
     return {
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False),
@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor."""
+    """The name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

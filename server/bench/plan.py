@@ -38,7 +38,7 @@ class Plan:
         return max(2, self.answered // 2)
 
     def cells(self, context: int | None) -> tuple[list[Cell], list[str]]:
-        """Return what can be measured within a context, and in words what cannot."""
+        """What can be measured within a context, and in words what cannot."""
         cells, left_out = [], []
         for wanted, cell in self._wanted(context):
             if cell is not None:
@@ -79,7 +79,7 @@ class Plan:
 
 
 def plan_of(options: BenchOptions) -> Plan:
-    """Return what the options ask for; Unusable says what makes no sense."""
+    """What the options ask for; Unusable says what makes no sense."""
     for name in ("prompt_tokens", "max_tokens", "rounds", "timeout", "requests"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -102,7 +102,7 @@ def plan_of(options: BenchOptions) -> Plan:
 
 
 def ask_of(options: BenchOptions) -> Ask:
-    """Return what every request asks for; Unusable where --extra is no object."""
+    """What every request asks for; Unusable where --extra is no object."""
     try:
         extra = json.loads(options.extra)
     except ValueError as error:
@@ -114,7 +114,7 @@ def ask_of(options: BenchOptions) -> Ask:
 
 
 def read_counts(flag: str, text: str) -> list[int]:
-    """Return the whole numbers in a list separated by commas; Unusable where one is none."""
+    """The whole numbers in a list separated by commas; Unusable where one is none."""
     numbers = read_numbers(flag, text)
     if any(number != int(number) for number in numbers):
         raise Unusable(f"{flag} must be whole numbers separated by commas, not {text!r}")
@@ -122,7 +122,7 @@ def read_counts(flag: str, text: str) -> list[int]:
 
 
 def read_numbers(flag: str, text: str) -> list[float]:
-    """Return the numbers in a list separated by commas; Unusable where one is none, not above 0 or there twice."""
+    """The numbers in a list separated by commas; Unusable where one is none, not above 0 or there twice."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:

@@ -31,7 +31,7 @@ class Pace:
     token: float
 
     def seconds(self, work: Work) -> float:
-        """Return about how long some work takes."""
+        """About how long some work takes."""
         gain = min(work.streams, BATCH_GAIN)
         return DEPTH_LOSS * work.prompts / self.prefill + work.said * work.streams * self.token / gain
 
@@ -62,12 +62,12 @@ async def probe(server: Server, ask: Ask, kind: Kind, seed: int) -> Found:
 
 
 async def asked(server: Server, ask: Ask, prompt: Prompt) -> Sample:
-    """Return what came of a prompt that is answered with one token."""
+    """What came of a prompt that is answered with one token."""
     return (await send(server, ask, prompt=prompt, max_tokens=1, begun=0.0)).read()
 
 
 async def pace(asker: Asker) -> Pace:
-    """Return how fast one stream is, from a single answer."""
+    """How fast one stream is, from a single answer."""
     run = await asker.one(asker.prompts.lone(PACED, "pace"), SPOKEN)
     sample = check(asker.server, run.samples[0])
     first = sample.first or sample.finished
@@ -75,19 +75,19 @@ async def pace(asker: Asker) -> Pace:
 
 
 def said(words: list[str]) -> Chat:
-    """Return a chat of these words."""
+    """A chat of these words."""
     return (("user", " ".join(words)),)
 
 
 def counted(few: Sample, many: Sample) -> Length:
-    """Return how the server counts words."""
+    """How the server counts words."""
     if few.prompt_tokens is None or many.prompt_tokens is None:
         return GUESSED
     return length((len(FEW), few.prompt_tokens), (len(MANY), many.prompt_tokens))
 
 
 def check(server: Server, sample: Sample) -> Sample:
-    """Return a whole answer; Unusable says what came in its place."""
+    """A whole answer; Unusable says what came in its place."""
     if sample.outcome != OK:
         said = f": {sample.text}" if sample.text else ""
         raise Unusable(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{said}")

@@ -25,15 +25,15 @@ class Prompts(Protocol):
     """A source of prompts; all lengths are tokens."""
 
     def lone(self, tokens: int, *key: object) -> Prompt:
-        """Return a prompt that shares nothing with others."""
+        """A prompt that shares nothing with others."""
         ...
 
     def user(self, system: int, tokens: int, *key: object, number: int) -> Prompt:
-        """Return the prompt of one of many users behind one system prompt, which depends on `key` alone."""
+        """The prompt of one of many users behind one system prompt, which depends on `key` alone."""
         ...
 
     def second_turn(self, first: Prompt, answer: str, tokens: int, *key: object) -> Prompt:
-        """Return the conversation that `first` began, with its answer and `tokens` more."""
+        """The conversation that `first` began, with its answer and `tokens` more."""
         ...
 
 
@@ -45,12 +45,12 @@ class Length:
     word: float
 
     def words(self, tokens: int) -> int:
-        """Return how many words come closest to `tokens`, one at least."""
+        """How many words come closest to `tokens`, one at least."""
         return max(1, round((tokens - self.around) / self.word))
 
 
 def length(few: tuple[int, int], many: tuple[int, int]) -> Length:
-    """Return the line through two (words, tokens) that a server counted."""
+    """The line through two (words, tokens) that a server counted."""
     word = max((many[1] - few[1]) / (many[0] - few[0]), 0.1)
     return Length(around=few[1] - word * few[0], word=word)
 
@@ -107,6 +107,6 @@ class Ids:
 
 
 def sentence(words: int, seed: str) -> str:
-    """Return that many words, drawn from `seed` alone."""
+    """That many words, drawn from `seed` alone."""
     source = random.Random(seed)
     return " ".join(source.choice(WORDS) for _ in range(words))

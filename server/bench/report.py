@@ -25,17 +25,17 @@ TITLES = {
 
 
 def by_scenario(measured: Iterable[Measured]) -> list[tuple[str, list[Measured]]]:
-    """Return them as they share a table and a plot."""
+    """All of them, as they share a table and a plot."""
     return [(name, list(group)) for name, group in groupby(measured, key=lambda one: one.cell.scenario)]
 
 
 def series(measured: Iterable[Measured]) -> list[str]:
-    """Return the names of all their figures."""
+    """The names of all their figures."""
     return list(dict.fromkeys(name for one in measured for name in one.series))
 
 
 def table(scenario: str, measured: Sequence[Measured]) -> Table:
-    """Return the printed table of one scenario: a row a cell and server."""
+    """The printed table of one scenario: a row a cell and server."""
     names = series(measured)
     result = Table(title=TITLES[scenario], title_justify="left")
     for name in ("server", "", "requests"):
@@ -49,7 +49,7 @@ def table(scenario: str, measured: Sequence[Measured]) -> Table:
 
 
 def spread(values: list[float]) -> str:
-    """Return the median, and where there are several values the lowest and the highest."""
+    """The median, and where there are several values the lowest and the highest."""
     if not values:
         return "-"
     middle = digits(median(values))
@@ -57,7 +57,7 @@ def spread(values: list[float]) -> str:
 
 
 def digits(value: float) -> str:
-    """Return a number with three digits, as far as it has them."""
+    """A number with three digits, as far as it has them."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -69,7 +69,7 @@ def document(
     options: dict[str, Any],
     left_out: Sequence[str],
 ) -> dict[str, Any]:
-    """Return everything that was measured, as JSON can hold it; keys of servers are not in it."""
+    """Everything that was measured, as JSON can hold it; keys of servers are not in it."""
     return {
         "format": 2,
         "environment": environment,
@@ -81,7 +81,7 @@ def document(
 
 
 def entry(measured: Measured) -> dict[str, Any]:
-    """Return one cell: its figures round by round, and every request."""
+    """One cell: its figures round by round, and every request."""
     return {
         "server": measured.server,
         "scenario": measured.cell.scenario,
@@ -97,7 +97,7 @@ def entry(measured: Measured) -> dict[str, Any]:
 
 
 def written(run: Run) -> dict[str, Any]:
-    """Return a run without the texts of its answers."""
+    """A run without the texts of its answers."""
     content = dataclasses.asdict(run)
     for sample in content["samples"]:
         del sample["text"]

@@ -74,13 +74,13 @@ class Run:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Return the smallest value that at least `share` of all values do not exceed (nearest rank); None of none."""
+    """The smallest value that at least `share` of all values do not exceed (nearest rank); None of none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def outcomes(runs: Sequence[Run]) -> dict[str, int]:
-    """Return how many requests ended how; "lost" are those without any end, a fault of this program."""
+    """How many requests ended how; "lost" are those without any end, a fault of this program."""
     samples = [sample for run in runs for sample in run.samples]
     lost = sum(run.planned for run in runs) - len(samples)
     return dict(sorted(Counter(sample.outcome for sample in samples).items())) | ({"lost": lost} if lost else {})

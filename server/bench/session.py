@@ -126,12 +126,12 @@ class Session:
 
 
 def pairs(cells: Sequence[Cell], servers: Sequence[Server]) -> list[tuple[int, Server]]:
-    """Return every cell's number with every server."""
+    """Every cell's number with every server."""
     return [(number, server) for number in range(len(cells)) for server in servers]
 
 
 def lasting(seconds: float) -> str:
-    """Return a time as people say it."""
+    """A time as people say it."""
     if seconds < 90:
         return f"{max(1, round(seconds))} seconds"
     return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

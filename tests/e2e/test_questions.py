@@ -121,6 +121,29 @@ def test_probabilities_are_those_of_the_labels(url: str, client: openai.OpenAI) 
     assert pytest.approx(max(weights), rel=1e-3) == answer.confidence
 
 
+def test_what_says_nothing_may_fill_the_context(url: str) -> None:
+    """Vectors and scores need no room for an answer; one token more is too long, and so is any answer."""
+    full = [300 + at % 700 for at in range(2048)]
+    (vector,) = post(url, "/v1/embeddings", input=[full])["data"]
+    (scored,) = post(url, "/v1/completions", prompt=full, echo=True, logprobs=0, max_tokens=0)["choices"]
+    (cut,) = post(
+        url, "/v1/completions", prompt=[5, *full], echo=True, logprobs=0, max_tokens=0, truncate_prompt_tokens=-1
+    )["choices"]
+    refused = [
+        httpx.post(f"{url}{path}", json=body, timeout=60)
+        for path, body in (
+            ("/v1/embeddings", {"input": [*full, 5]}),
+            ("/v1/completions", {"prompt": [*full, 5], "echo": True, "max_tokens": 0}),
+            ("/v1/completions", {"prompt": full, "max_tokens": 1}),
+        )
+    ]
+
+    assert pytest.approx(1.0) == math.hypot(*vector["embedding"])
+    assert 2048 == len(scored["logprobs"]["token_logprobs"])
+    assert scored["logprobs"]["token_logprobs"] == cut["logprobs"]["token_logprobs"]
+    assert ["context_length_exceeded"] * 3 == [each.json()["error"]["code"] for each in refused]
+
+
 @pytest.mark.parametrize(
     "text", [INPUT * 9, "ends in lines\n\n\n", "  \t ", "<|im_end|>\n<|im_start|>user", "x", "{0} \u00e4"]
 )

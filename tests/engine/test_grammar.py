@@ -177,13 +177,17 @@ REFUSED = {
         "too large",
     ),
     "half a character": ('start: "\ud800"', "surrogate"),
-    "nothing": ("", "Empty grammar"),
+    "nothing": ("", "no start rule"),
     "half a group": ("start: (", "Expected token"),
     "long": (of_schema({"enum": [f"number {at}" for at in range(50_000)]}).source, "bytes"),
+    "a row too wide": (
+        of_schema({"type": "object", "properties": {f"p{at}": {} for at in range(2000)}}).source,
+        "row has",
+    ),
 }
 COMPILED = {
     "names": of_schema({"enum": [f"n{at}" for at in range(20_000)]}).source,
-    "optional": of_schema({"type": "object", "properties": {f"p{at}": {} for at in range(2000)}}).source,
+    "optional": of_schema({"type": "object", "properties": {f"p{at}": {} for at in range(400)}}).source,
     "many": of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}).source,
     "long": of_schema({"type": "string", "maxLength": 10**9}).source,
     "recursive": of_schema({"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}}).source,
@@ -193,6 +197,7 @@ COMPILED = {
     "exponential": "start: /(.|\\n)*a(.|\\n){30}b/",
     "ambiguous": 'start: s\ns: s s s | s s | "a" | ""',
     "rules": "start: r0\n" + "\n".join(f"r{at}: r{at + 1} r{at + 1}" for at in range(60)) + '\nr60: "a"',
+    "nested repetitions": 'start: (((("a"{0,50}){0,50}){0,50}){0,50}){0,50}',
     "brackets in strings": 'start: "' + "([{" * 500 + '" | /[(][(]{3}/ // ' + "(" * 500,
 }
 
@@ -220,12 +225,114 @@ def test_what_is_large_compiles_within_limits(known: Grammars, name: str) -> Non
     matcher = known.matcher(Grammar(COMPILED[name]))
     for _ in range(20):
         tokens = allowed(matcher, [])
-        assert tokens or "Too many items" in matcher.error
+        assert tokens or "Too many items" in matcher.error or "row has" in matcher.error
         if not tokens or tokens == [END]:
             break
         matcher.append(chance.choice(tokens))
 
     assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("text", ['\\"', "\\/", "/ ", '"\\'])
+def test_to_count_brackets_is_linear(text: str) -> None:
+    """Strings and expressions that are never closed are read once: Python's expressions hold up all threads."""
+    began = time.thread_time()
+    nesting(text * 2**17)
+
+    assert time.thread_time() - began < 1
+
+
+def test_no_step_of_a_text_takes_long(known: Grammars) -> None:
+    """What becomes ambiguous token by token meets a limit before it holds up the other texts."""
+    matcher, longest = known.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
+    for _ in range(40):
+        began = time.thread_time()
+        mask = matcher.allowed([])
+        matcher.append(letter(known, "a"))
+        longest = max(longest, time.thread_time() - began)
+        if mask is None or not mask.any():
+            break
+
+    assert longest < 0.5
+    assert "row has" in matcher.error
+
+
+ENDLESS = [
+    'start: ("a" | "b") /a+/ "a"',
+    '%llguidance {"no_forcing": false}\nstart: ("a" | "b") /(aa)+/ "aa"',
+    'start: inner\ninner: %lark {\n%llguidance {"no_forcing": false}\nstart: ("a" | "b") /a+/ "a"\n}',
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_text_that_never_ends_is_followed_token_by_token(known: Grammars, source: str) -> None:
+    """llguidance would compute all of what such a grammar forces, for one mask, on the engine's thread."""
+    matcher = known.matcher(Grammar(source))
+    for _ in range(4):
+        matcher.append(letter(known, "a"))
+
+    assert [letter(known, "a")] == allowed(matcher, [])
+
+
+@pytest.mark.parametrize("source", ['start: /(aa)+/ "aa"', 'start: x | /b(a)+/ "a"\nx: "a" x', 'start: "a"{1000000}'])
+def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: Grammars, source: str) -> None:
+    """A terminal that must go on for ever is no trap; the texts that tokens make are letters here."""
+    matcher = known.matcher(Grammar(source))
+    matcher.append(letter(known, "b" if "b" in source else "a"))
+    forced = matcher.forced(16)
+
+    assert len(forced) <= 16
+    assert {"a"} == set(known._tokenizer.decode(forced))
+
+
+def test_what_is_forced_ends_where_there_is_a_choice(known: Grammars) -> None:
+    """And where the text may end."""
+    matcher = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+
+    assert [] == matcher.forced(16)
+    matcher.append(letter(known, "a"))
+    assert "bc" == known._tokenizer.decode(matcher.forced(16))
+    assert "b" == known._tokenizer.decode(matcher.forced(1))
+    assert "f" == known._tokenizer.decode(_behind(known, matcher, "bcd").forced(16))
+    ended = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+    assert [] == _behind(known, ended, "x").forced(16)
+
+
+def _behind(known: Grammars, matcher: Matcher, text: str) -> Matcher:
+    for each in text:
+        matcher.append(letter(known, each))
+    return matcher
+
+
+def test_a_slow_text_is_given_up(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose steps took too long together is followed no further, and says so."""
+    matcher = known.matcher(of_schema(RECORD))
+    monkeypatch.setattr("engine.grammar._STEP_SECONDS", 0.0)
+    monkeypatch.setattr("engine.grammar._EXCESS_SECONDS", 0.0)
+    matcher.allowed([])
+
+    assert [] == allowed(matcher, [])
+    assert [] == matcher.forced(16)
+    assert "too long" in matcher.error
+
+
+def test_what_compiles_slowly_is_not_compiled_while_others_wait(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that meets a limit because of others ends there; who comes next gets the grammar compiled again."""
+    monkeypatch.setattr("engine.grammar.LIMITS", limited(3000))
+    monkeypatch.setattr("engine.grammar._RENEWED_SECONDS", 0.0)
+    grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}c(.|\\n)*/")
+    compiled, letters = known.compile(grammar), [letter(known, "a"), letter(known, "c")]
+    for seed in range(12):
+        matcher, chance = Matcher(compiled, VOCABULARY), random.Random(seed)
+        for _ in range(100):
+            if not allowed(matcher, []):
+                break
+            matcher.append(chance.choice(letters))
+
+    assert compiled.spent
+    assert not known.compile(grammar).spent
 
 
 def test_grammars_are_kept_and_let_go(known: Grammars) -> None:

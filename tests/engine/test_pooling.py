@@ -83,6 +83,22 @@ def test_vectors_in_any_mix_are_those_of_the_model_alone(loaded: Models, referen
     assert 8 < judged
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "jamba", "gpt2"])
+def test_a_prompt_that_fills_the_context_is_computed_whole(loaded: Models, reference: References, family: str) -> None:
+    """With no cell to spare, and more than once: what says nothing needs no room for it."""
+    prompt = [3 + at * 7 % 250 for at in range(CONTEXT)]
+    engine = core(loaded(family), slots=2, chunk=16, cells=CONTEXT)
+    jobs = [Job(ask(f"{kind}-{at}", prompt, pooling=kind)) for at in range(2) for kind in ("last", "mean")]
+    scored = Job(ask("scored", prompt, 0, score_from=0))
+    answers = play(engine, [*jobs, scored])
+
+    for job in jobs:
+        right, found = expected(reference(family), job.request), vector(answers[job.request.id])
+        assert torch.allclose(normalize(right, dim=0), normalize(found, dim=0), rtol=1e-6, atol=1e-6)
+    (scores,) = answers["scored"].scored
+    assert CONTEXT == len(scores.tokens)
+
+
 @pytest.mark.parametrize(("kind", "cached"), [("last", 39), ("mean", 0)])
 def test_a_mean_needs_every_row_and_the_last_state_needs_one(loaded: Models, kind: Pooling, cached: int) -> None:
     """What is remembered of the prompt spares its rows where only the last one counts, and serves others."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from server.app import create_app
@@ -146,3 +149,32 @@ def test_what_cannot_be_followed_is_named(
     error = answer.json["error"]
     assert (400, param, code) == (answer.status, error["param"], error["code"])
     assert words in error["message"]
+
+
+def test_what_is_too_costly_is_tried_once(app: Any, engine: FakeEngine) -> None:
+    """It is refused, strict or not: to look for the part that can be kept would take as long again."""
+    tried = len(engine.grammars.compiled)
+    answer = post(app, CHAT, {"response_format": named({"type": "object", "endless": 1}, strict=False)})
+
+    assert (400, "response_format.json_schema.schema") == (answer.status, answer.json["error"]["param"])
+    assert "it takes too long" in answer.json["error"]["message"]
+    assert 1 == len(engine.grammars.compiled) - tried
+
+
+def test_grammars_leave_threads_to_others(app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait for theirs, another request finds a worker thread."""
+    released = threading.Event()
+    monkeypatch.setattr(engine.grammars, "compile", lambda grammar: released.wait(60) and None)
+
+    async def crowded() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            body = {"model": settings().names[0], **BODIES[CHAT], "response_format": named(SCHEMA)}
+            waiting = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(60)]
+            await asyncio.sleep(0.2)
+            try:
+                plain = await asyncio.wait_for(client.post("/tokenize", json={"prompt": "hi"}), 20)
+            finally:
+                released.set()
+            return max(plain.status_code, *[answer.status_code for answer in await asyncio.gather(*waiting)])
+
+    assert 200 == asyncio.run(crowded())

@@ -20,9 +20,9 @@ TOOLS = [{"type": "function", "function": LOOK}, {"type": "function", "function"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 
 
-def says(text: str) -> Any:
+def says(text: str, reason: str = "stop") -> Any:
     def script(request: Request) -> list[Event]:
-        return [*(Delta(letter, (at,)) for at, letter in enumerate(text)), finished(request)]
+        return [*(Delta(letter, (at,)) for at, letter in enumerate(text)), finished(request, reason=reason)]
 
     return script
 
@@ -73,6 +73,20 @@ def test_a_streamed_call_opens_once_and_then_grows() -> None:
     )
     assert len(deltas) > 3
     assert "tool_calls" == events[-1]["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("cut", [len("<tool_call>"), CALL.index("look") + 2, CALL.index('"at"')])
+def test_a_call_that_is_cut_leaves_no_markers(cut: int) -> None:
+    """Streamed and whole: the text before it, the call if its name is known, and the reason that tokens ran out."""
+    engine = FakeEngine(says("I see.\n" + CALL[:cut], "length"), tokenizer=FakeTokenizer(HERMES))
+    (choice,) = chat(engine, tools=TOOLS).json["choices"]
+    deltas = [event["choices"][0] for event in chat(engine, tools=TOOLS, stream=True).events[:-1]]
+    called = [{"name": "look", "arguments": "{"}] if '"arguments": {' in CALL[:cut] else []
+
+    assert ("I see.", "length") == (choice["message"]["content"], choice["finish_reason"])
+    assert called == [call["function"] for call in choice["message"].get("tool_calls") or ()]
+    assert "I see." == "".join(delta["delta"].get("content") or "" for delta in deltas)
+    assert "length" == deltas[-1]["finish_reason"]
 
 
 def test_functions_are_answered_in_their_own_shape() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -221,3 +222,17 @@ def test_a_loose_schema_is_kept_as_far_as_it_can_be(name: str) -> None:
 
     assert grammar is not None
     assert not LLMatcher(vocabulary(name)[1], LLMatcher.grammar_from_lark(grammar.source)).get_error()
+
+
+@everyone
+@pytest.mark.parametrize("times", [2, 9])
+def test_a_schema_that_contains_itself_many_times_is_written_soon(name: str, times: int) -> None:
+    """In its choices or its members: what is behind some hundreds of them is left free."""
+    choices = {"anyOf": [{"$ref": "#/properties/a"}] * times}
+    members = {"type": "object", "properties": {f"m{at}": {"$ref": "#"} for at in range(times)}}
+    began = time.thread_time()
+    for schema in ({"type": "object", "properties": {"a": choices}}, members):
+        tool = Tool("f", "", json.dumps(schema), strict=True)
+        SPEAKERS[name].dialect.grammar([tool], ToolChoice("required", ("f",)), None, "")
+
+    assert time.thread_time() - began < 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.message import CallArguments, CallOpened, Reasoning, Text
-from tests.engine.dialect.speakers import SPEAKERS, TOOLS, Arguments, Speaker, calls_of, read
+from tests.engine.dialect.speakers import SPEAKERS, TOOLS, Arguments, Speaker, calls_of, joined, read
 
 everyone = pytest.mark.parametrize("name", SPEAKERS)
 
@@ -175,6 +175,34 @@ def test_an_unfinished_call_gives_what_came(name: str) -> None:
 
         assert whole == calls or not [arguments for _, arguments in calls if is_json(arguments)]
         assert all(name == "get_weather" for name, _ in calls)
+
+
+@everyone
+def test_a_call_that_is_cut_is_no_text(name: str) -> None:
+    """Behind a marker that opens it nothing is text, wherever the tokens end; half a marker may be something else."""
+    speaker = SPEAKERS[name]
+    text = speaker.write([("get_weather", {"text": "abc"}), ("ring-2", {"count": 1})])
+    opening = next((marker for marker in sorted(markers(speaker), key=len) if text.startswith(marker)), "")
+    begun = len(opening) if name != "llama" else text.index("}") + 2
+    for stop in range(begun, len(text)):
+        reader = speaker.dialect.reader(TOOLS, speaker.opened)
+        slow = [piece for letter in text[:stop] for piece in reader.push(letter)]
+        pieces = joined([*slow, *reader.cut()])
+        at_once = speaker.dialect.reader(TOOLS, speaker.opened)
+
+        said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        assert any(marker != said and marker.startswith(said) for marker in markers(speaker)), text[:stop]
+        assert pieces == joined([*at_once.push(text[:stop]), *at_once.cut()])
+
+
+def test_what_may_be_text_stays_text_where_it_is_cut() -> None:
+    """Half a marker, an object that nothing opens, and a call that the model itself leaves unfinished."""
+    for name, text in (("hermes", "if a <tool"), ("llama", '{"name": "get_w')):
+        reader = SPEAKERS[name].dialect.reader(TOOLS, "")
+
+        assert [Text(text)] == joined([*reader.push(text), *reader.cut()])
+    left = '<tool_call>{"name": "get_w'
+    assert [Text(left)] == read(SPEAKERS["hermes"].dialect, [left])
 
 
 def test_broken_arguments_go_out_as_they_are() -> None:

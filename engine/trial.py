@@ -1,0 +1,166 @@
+"""A process that compiles grammars before this one does, and follows them a little.
+
+llguidance bounds most of what a grammar costs, but not all: some need minutes or gigabytes, or end the process. There
+they end only the other one. It runs this file by itself, so nothing but llguidance is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# A lexer's state has 1 to 2 kB. Of a grammar only a few hundred are ever met, unless it is made to have many. A row's
+# cost grows with the square of its items: 2,000 (llguidance's default) keep a mask near 100 ms, 10,000 took 12 s.
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    # Less than the default, which lets nested repetitions compute for seconds.
+    initial_lexer_fuel=400_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+SILENT = 0
+# Of a text that is forced without end, as by /a+/ "a", llguidance would compute all, for one mask. The last one counts.
+UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+
+# Of elapsed time: the machine may be busy. A new process reads the vocabulary first, a second for 150,000 tokens.
+_STARTING_SECONDS, _COMPILING_SECONDS = 60.0, 5.0
+# Of processor time, by one mask or one token.
+_STEP_SECONDS = 0.2
+_MEMORY_BYTES = 256 * 2**20
+# How much of a text is tried.
+_TOKENS = 16
+_NICER = 5
+
+_NOTHING = subprocess.DEVNULL
+TOO_MUCH = "it takes too long or too much memory to be compiled"
+TOO_SLOW = "it takes too long to be followed"
+
+
+class Trial:
+    """The other process, started where it is needed. One thread at a time may ask it.
+
+    serialised  the tokenizer, as JSON
+    size        tokens of the vocabulary
+    ends        those that end a text
+    """
+
+    def __init__(self, serialised: str, *, size: int, ends: list[int]) -> None:
+        self._vocabulary = json.dumps([serialised, size, ends]).encode()
+        self._pipe: Connection | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def fault(self, source: str) -> str:
+        """Why a grammar shall not be compiled in this process; "": nothing is known against it."""
+        if self._pipe is None:
+            self._pipe = self._start()
+        try:
+            self._pipe.send_bytes(source.encode())
+            if self._pipe.poll(_COMPILING_SECONDS):
+                return self._pipe.recv_bytes().decode()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass
+        self.close()
+        return TOO_MUCH
+
+    def close(self) -> None:
+        """End the process; another one is started where one is needed again."""
+        self._end()
+        self._pipe = None
+
+    def _start(self) -> Connection:
+        here, there = Pipe()
+        # Isolated, or the files beside this one would stand before the standard library's.
+        command = [sys.executable, "-I", __file__, str(there.fileno())]
+        # What it says when it ends is no fault of ours, and a signal from the terminal is not meant for it.
+        process = subprocess.Popen(
+            command, pass_fds=[there.fileno()], stdin=_NOTHING, stderr=_NOTHING, start_new_session=True
+        )
+        there.close()
+        self._end = weakref.finalize(self, _end, process, here)
+        here.send_bytes(self._vocabulary)
+        if not here.poll(_STARTING_SECONDS):
+            self.close()
+            raise TimeoutError("the process that tries grammars does not start")
+        here.recv_bytes()
+        return here
+
+
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.wait()
+
+
+def _serve(pipe: Connection) -> None:
+    """The work of the other process, until the pipe is closed."""
+    serialised, size, ends = json.loads(pipe.recv_bytes())
+    vocabulary = LLTokenizer(serialised, n_vocab=size, eos_token=ends)
+    os.nice(_NICER)
+    pipe.send_bytes(b"")
+    _limit_memory()
+    while True:
+        try:
+            source = pipe.recv_bytes().decode()
+        except EOFError:
+            return
+        # Ends the process, should nobody be there any more to do so.
+        signal.alarm(2 * math.ceil(_COMPILING_SECONDS))
+        fault = _tried(vocabulary, source)
+        signal.alarm(0)
+        pipe.send_bytes(fault.encode())
+
+
+def _limit_memory() -> None:
+    """Let this process have little more than it has by now, where the system tells how much that is."""
+    told = Path("/proc/self/statm")
+    if told.exists():
+        most = int(told.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _tried(vocabulary: LLTokenizer, source: str) -> str:
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(source + UNFORCED), limits=LIMITS, log_level=SILENT)
+    chance = random.Random(0)
+    # The first mask builds most of the lexer, and counts as compiling.
+    token = _any(matcher.compute_bitmask(), chance)
+    for _ in range(_TOKENS):
+        if token is None or matcher.is_error():
+            break
+        began = time.thread_time()
+        matcher.consume_token(token)
+        token = _any(matcher.compute_bitmask(), chance)
+        if time.thread_time() - began > _STEP_SECONDS:
+            return TOO_SLOW
+    # What it refuses itself, it refuses in the asking process too, and in words.
+    return ""
+
+
+def _any(mask: bytes, chance: random.Random) -> int | None:
+    """One of the tokens of a mask; None: it has none."""
+    start = chance.randrange(len(mask))
+    turned = mask[start:] + mask[:start]
+    zeros = len(turned) - len(turned.lstrip(b"\0"))
+    if zeros == len(mask):
+        return None
+    byte = turned[zeros]
+    return (start + zeros) % len(mask) * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
