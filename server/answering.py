@@ -13,11 +13,13 @@ from starlette.responses import Response
 from engine.types import Request
 from server.encoding import Json
 from server.errors import CLIENT_CLOSED
+from server.events import Events
 from server.generation import generate
 from server.metrics import Endpoint
 from server.schemas.common import Generation
-from server.service import Events, Service
-from server.sse import EventStream, Frames
+from server.service import Service
+from server.sse import EventStream
+from server.teller import Teller
 
 
 class Shape(Protocol):
@@ -30,8 +32,8 @@ class Shape(Protocol):
     async def whole(self, events: Events) -> Mapping[str, object]:
         """The events as one JSON object."""
 
-    def frames(self, events: Events) -> Frames:
-        """The events as those of a stream."""
+    def teller(self) -> Teller:
+        """Tells the events as those of a stream."""
 
 
 async def answer(
@@ -40,7 +42,7 @@ async def answer(
     """Run `requests` and answer as the body asks."""
     opening = generate(service, requests, endpoint)
     if shape.body.stream:
-        return EventStream(opening, shape.frames, service.settings.caps)
+        return EventStream(opening, shape.teller(), service.settings.caps)
     return await unless_gone(http, _whole(opening, shape))
 
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from server.chunks import ChatChunks, finish_reason
 from server.diagnostics import diagnose
-from server.generation import spaced, tier
+from server.events import Events
+from server.generation import tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.reply import Call, Reply, gather
 from server.schemas.chat import AnsweredCall, AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
-from server.service import Events
-from server.sse import Frames
+from server.spacing import spaced
+from server.teller import Teller
 from server.turn import Turn
 from server.usage import timings, usage
 
@@ -57,9 +58,9 @@ class ChatAnswer:
             answer["warnings"] = list(self.warnings)
         return answer
 
-    def frames(self, events: Events) -> Frames:
-        """The events as the chunks of a stream."""
-        return ChatChunks(self.turn, self.warnings).of(spaced(events, self.body.stream_interval))
+    def teller(self) -> Teller:
+        """Tells the events as the chunks of a stream."""
+        return spaced(ChatChunks(self.turn, self.warnings), self.body.stream_interval)
 
     def _add_prompt(self, answer: ChatCompletion, first: Reply) -> None:
         if self.body.return_token_ids:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from engine.types import Progress, Scored, Started
+from engine.types import Event, Progress, Scored, Started
 from server.accounts import Accounts
 from server.diagnostics import diagnose
 from server.encoding import HOLE, Template
@@ -16,9 +16,8 @@ from server.generation import tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.schemas.chat import CallDelta, ChatChunk, ChatDelta, ChatLogprobs, ChunkChoice, CustomDelta, FunctionDelta
 from server.schemas.common import FinishReason
-from server.service import Events
-from server.sse import Frames, frame
-from server.turn import Ended, Reason, Said, Turn, said
+from server.sse import frame
+from server.turn import Ended, Heard, Reason, Said, Turn, Voice
 
 
 def finish_reason(turn: Turn, reason: Reason) -> FinishReason:
@@ -34,8 +33,10 @@ class ChatChunks:
         self._accounts = Accounts(turn.body, turn.requests, len(turn.requests))
         self._wording = Wording.of(turn.body, turn.body.top_logprobs or 0)
         self._warnings = warnings
+        self._voices = [Voice(turn) for _ in turn.requests]
+        self._opened = False
         self._begun: set[int] = set()
-        # Whether chunks of text tell nothing beside it, and what they are written from.
+        # Whether chunks of text tell nothing beside it, as nearly all do, and what they are written from.
         body = turn.body
         self._bare = not (body.logprobs or body.return_token_ids or self._accounts.telling)
         self._templates: dict[tuple[int, type[Text] | type[Reasoning]], Template] = {}
@@ -44,33 +45,29 @@ class ChatChunks:
         # The calls of custom tools: number of the choice, number of the call.
         self._customs: set[tuple[int, int]] = set()
 
-    async def of(self, events: Events) -> Frames:
-        """The role once, what is said, the end of each choice, and the cost of all if it was asked for."""
-        opening = True
-        async for index, what in said(self._turn, events):
-            match what:
-                case Said(pieces=(Text() | Reasoning() as piece,)) if self._bare and index in self._begun:
-                    yield self._plain(index, piece, len(what.tokens))
-                    continue
-            for chunk in self._chunks(index, what):
-                if opening:
-                    self._open(chunk)
-                    opening = False
-                yield frame(chunk)
-        if self._body.return_cache_diagnostics:
-            yield frame(await self._diagnosed())
-        if self._body.include_usage:
-            yield frame(self._cost())
+    def tell(self, choice: int, event: Event) -> bytes:
+        """The role once, what is said, and the end of each choice."""
+        body = b""
+        for heard in self._voices[choice].hear(event):
+            match heard:
+                case Said(pieces=(Text() | Reasoning() as piece,)) if (choice, type(piece)) in self._templates:
+                    body += self._templates[choice, type(piece)].fill(piece.text)
+                case _:
+                    body += b"".join([self._encoded(chunk) for chunk in self._chunks(choice, heard)])
+        return body
 
-    def _plain(self, index: int, piece: Text | Reasoning, tokens: int) -> bytes:
-        """A chunk that says a text and nothing else, as nearly all do: only the text is encoded anew."""
-        self._accounts.say(index, tokens)
-        kind = type(piece)
-        if (index, kind) not in self._templates:
-            self._templates[index, kind] = Template(frame(self._chunk(index, self._delta(index, kind(HOLE)))))
-        return self._templates[index, kind].fill(piece.text)
+    async def close(self) -> bytes:
+        """What became of the cache and what all cost, if it was asked for."""
+        diagnosed = frame(await self._diagnosed()) if self._body.return_cache_diagnostics else b""
+        return diagnosed + frame(self._cost()) if self._body.include_usage else diagnosed
 
-    def _chunks(self, index: int, what: Said | Ended | Started | Progress | Scored) -> Iterator[ChatChunk]:
+    def _encoded(self, chunk: ChatChunk) -> bytes:
+        if not self._opened:
+            self._opened = True
+            self._open(chunk)
+        return frame(chunk)
+
+    def _chunks(self, index: int, what: Heard) -> Iterator[ChatChunk]:
         match what:
             case Started():
                 self._accounts.start(index, what)
@@ -97,6 +94,9 @@ class ChatChunks:
         if index not in self._begun:
             self._begun.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
+            for kind in (Text, Reasoning) if self._bare else ():
+                chunk = self._chunk(index, self._delta(index, kind(HOLE)))
+                self._templates[index, kind] = Template(frame(chunk))
 
     def _said(self, index: int, more: Said) -> Iterator[ChatChunk]:
         deltas = [self._delta(index, piece) for piece in more.pieces]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from engine.types import Finished
 from server.continuation import Continuation
 from server.errors import check_deadline
+from server.events import Events
 from server.fold import Choice, fold
-from server.generation import spaced, tier
+from server.generation import tier
 from server.logprobs import joined, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
-from server.service import Events
-from server.sse import Frames
+from server.spacing import spaced
+from server.teller import Teller
 from server.text_chunks import TextChunks, stop_text
 from server.usage import timings, usage
 
@@ -52,9 +53,9 @@ class CompletionAnswer:
         self._add(answer, finished)
         return answer
 
-    def frames(self, events: Events) -> Frames:
+    def teller(self) -> Teller:
         """The events as the chunks of a stream."""
-        return TextChunks(self.work, self.warnings).of(spaced(events, self.body.stream_interval))
+        return spaced(TextChunks(self.work, self.warnings), self.body.stream_interval)
 
     def _best(self, choices: Sequence[Choice]) -> list[int]:
         """Of each prompt those that are shown, the likeliest first where there are more."""

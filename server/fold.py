@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.types import Delta, Finished, Scored, TokenLogprob
-from server.service import Events
+from server.events import Events
 
 
 @dataclass(frozen=True, slots=True)

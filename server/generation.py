@@ -9,16 +9,18 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import anyio.to_thread
 
-from engine.types import Delta, Event, Overflow, Rendering, Request, SpeculationParams, Tier
+from engine.types import Event, Overflow, Rendering, Request, SpeculationParams, Tier
 from server.errors import invalid
+from server.events import Events, Take
 from server.metrics import Endpoint
 from server.sampling import check_ids, sampling
 from server.schemas.common import Generation
 from server.schemas.content import text_of
-from server.service import Events, Service
+from server.service import Service
 
 
 @asynccontextmanager
@@ -32,8 +34,8 @@ async def generate(service: Service, requests: Sequence[Request], endpoint: Endp
         if len(streams) == 1:
             yield streams[0]
             return
-        async with aclosing(_merge(streams)) as events:
-            yield events
+        async with aclosing(_merge(streams)) as reading:
+            yield Events(reading, partial(_shorten, streams))
 
 
 async def prediction(service: Service, body: Generation) -> tuple[int, ...]:
@@ -91,7 +93,7 @@ def shortened(service: Service, body: Generation, prompt: Rendering, max_tokens:
     if most is None:
         return prompt
     if most == -1:
-        most = max(service.engine.info.context - (max_tokens or 1), 1)
+        most = max(service.engine.info.context - (1 if max_tokens is None else max_tokens), 1)
     cut = len(prompt.tokens) - most
     if cut <= 0:
         return prompt
@@ -101,29 +103,6 @@ def shortened(service: Service, body: Generation, prompt: Rendering, max_tokens:
         protected=tuple((max(start - cut, 0), stop - cut) for start, stop in prompt.protected if stop > cut),
         opened=prompt.opened,
     )
-
-
-def spaced(events: Events, interval: int | None) -> Events:
-    """The events, where texts of a choice wait until they have so many tokens together; the first comes at once."""
-    return events if interval is None else _spaced(events, interval)
-
-
-async def _spaced(events: Events, interval: int) -> AsyncGenerator[tuple[int, Event], None]:
-    held: dict[int, Delta] = {}
-    begun: set[int] = set()
-    async for index, event in events:
-        if isinstance(event, Delta) and index in begun:
-            more = held.get(index, Delta("", ()))
-            event = Delta(more.text + event.text, more.tokens + event.tokens, more.logprobs + event.logprobs)
-            if len(event.tokens) < interval:
-                held[index] = event
-                continue
-            held.pop(index, None)
-        elif index in held:
-            yield index, held.pop(index)
-        if isinstance(event, Delta):
-            begun.add(index)
-        yield index, event
 
 
 def spread(request: Request, choices: int) -> tuple[Request, ...]:
@@ -199,15 +178,21 @@ async def _merge(streams: Sequence[Events]) -> AsyncGenerator[tuple[int, Event],
                 index = waiting.pop(task)
                 following = task.result()
                 if following is not None:
-                    waiting[_next(streams[index])] = index
                     yield following
+                    # Not before that one is told: what a stream's shortcut takes may not overtake it.
+                    waiting[_next(streams[index])] = index
     finally:
         await _cancel(waiting)
 
 
+def _shorten(streams: Sequence[Events], take: Take) -> None:
+    for stream in streams:
+        stream.shorten(take)
+
+
 def _next(stream: Events) -> asyncio.Task[tuple[int, Event] | None]:
     async def following() -> tuple[int, Event] | None:
-        return await anext(stream, None)
+        return await anext(stream.reading, None)
 
     return asyncio.create_task(following())
 

@@ -95,8 +95,8 @@ class Watch:
     def see(self, event: Event) -> None:
         """Take note of an event as it passes."""
         match event:
-            case Delta(tokens=tokens):
-                self._hear(len(tokens), time.monotonic())
+            case Delta():
+                self.hear(event)
             case Started():
                 self._queue.observe(time.monotonic() - self.begin)
             case Finished():
@@ -104,7 +104,9 @@ class Watch:
             case Failed():
                 self.reason = "error"
 
-    def _hear(self, tokens: int, now: float) -> None:
+    def hear(self, delta: Delta) -> None:
+        """Take note of more text."""
+        now, tokens = time.monotonic(), len(delta.tokens)
         if self._latest is None:
             self._first.observe(now - self.begin)
         elif tokens:

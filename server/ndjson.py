@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.encoding import dumps
-from server.service import Events
-from server.sse import framed, guarded
-
-Lines = Callable[[Events], AsyncGenerator[Mapping[str, object], None]]
+from server.events import Events
+from server.teller import Teller, told
 
 
 class LineStream(Response):
     """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error."""
 
-    def __init__(self, opening: AbstractAsyncContextManager[Events], lines: Lines) -> None:
+    def __init__(self, opening: AbstractAsyncContextManager[Events], teller: Teller) -> None:
         super().__init__()
-        self._opening, self._lines = opening, lines
+        self._opening, self._teller = opening, teller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end, or when the reader leaves."""
         async with self._opening as events:
-            lines = guarded(framed(self._lines(events), _line), scope["path"], _line, b"")
+            lines = told(events, self._teller, scope, line, b"")
             await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
 
 
-def _line(value: Mapping[str, object]) -> bytes:
+def line(value: Mapping[str, object]) -> bytes:
+    """One object."""
     return dumps(value) + b"\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -13,10 +13,13 @@ from pydantic import ValidationError
 
 from engine.errors import EngineError
 from engine.message import Piece, Reasoning, Text
+from engine.types import Event
 from server.embeddings import vector
 from server.errors import OLLAMA, ApiError
+from server.events import Events
 from server.faults import first_fault
 from server.jobs import Made
+from server.ndjson import line
 from server.renaming import renamed
 from server.reply import Call as MadeCall
 from server.reply import Growing, gather
@@ -32,8 +35,8 @@ from server.schemas.ollama import (
     OllamaChatRequest,
     Options,
 )
-from server.service import Events
-from server.turn import Ended, Said, Turn, said
+from server.teller import Teller
+from server.turn import Ended, Heard, Said, Turn, Voice
 
 _NANOSECONDS = 10**9
 # Names of options whose meaning is that of a field of ours.
@@ -92,19 +95,21 @@ class OllamaAnswer:
         [reply] = await gather(self.turn, events)
         return self._say(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
 
-    async def lines(self, events: Events) -> AsyncGenerator[Line, None]:
-        """Text as it comes, calls when they are complete, then the costs."""
-        growing = Growing()
-        async for _, event in said(self.turn, events):
-            if isinstance(event, Said):
-                growing.take(event)
-                text, thinking = (_joined(event.pieces, kind) for kind in (Text, Reasoning))
-                if text or thinking:
-                    yield self._say(self._line(), text, thinking)
-            elif isinstance(event, Ended):
-                if growing.opened:
-                    yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
-                yield self._last(event)
+    def teller(self) -> Teller:
+        """Tells it line by line."""
+        return _Lines(self)
+
+    def said(self, said: Said) -> Iterator[Line]:
+        """More of it."""
+        text, thinking = (_joined(said.pieces, kind) for kind in (Text, Reasoning))
+        if text or thinking:
+            yield self._say(self._line(), text, thinking)
+
+    def ended(self, ended: Ended, growing: Growing) -> Iterator[Line]:
+        """Calls when they are complete, then the costs."""
+        if growing.opened:
+            yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
+        yield self._last(ended)
 
     def _line(self) -> Line:
         return Line(model=self.turn.model, created_at=now(), done=False)
@@ -139,6 +144,26 @@ class OllamaAnswer:
         if calls:
             message["tool_calls"] = [_told(at, call) for at, call in enumerate(calls)]
         return line
+
+
+class _Lines:
+    def __init__(self, answer: OllamaAnswer) -> None:
+        self._answer, self._voice, self._growing = answer, Voice(answer.turn), Growing()
+
+    def tell(self, choice: int, event: Event) -> bytes:
+        """Text as it comes, and the end."""
+        return b"".join([line(each) for heard in self._voice.hear(event) for each in self._lines(heard)])
+
+    async def close(self) -> bytes:
+        """Nothing follows."""
+        return b""
+
+    def _lines(self, heard: Heard) -> Iterator[Line]:
+        if isinstance(heard, Said):
+            self._growing.take(heard)
+            yield from self._answer.said(heard)
+        elif isinstance(heard, Ended):
+            yield from self._answer.ended(heard, self._growing)
 
 
 def embedded(model: str, made: Made, dimensions: int | None, begun: float) -> Embeddings:

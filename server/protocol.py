@@ -16,7 +16,6 @@ from http import HTTPStatus
 from typing import Any
 
 import h11
-from h11._writers import ChunkedWriter
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -24,10 +23,12 @@ from uvicorn.server import ServerState
 from server.encoding import dumps
 from server.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.settings import Caps
+from server.teller import CONNECTION
 
 logger = logging.getLogger("cellar.http")
 
 HEAD_END = b"\r\n\r\n"
+CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 INVALID_MESSAGE = "This is not a valid HTTP/1.1 request."
 TOO_LARGE_MESSAGE = "The request line and headers are too large."
@@ -40,12 +41,16 @@ class StrictConnection(h11.Connection):
         super().__init__(h11.SERVER, max_incomplete_event_size=caps.head_bytes)
         self._caps = caps
         self.fault: ApiError | None = None
+        # Whether a body is on its way that goes out in chunks.
+        self.chunking = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         """The bytes of an event. A piece of a chunked body changes no state, so h11's machine need not turn for it."""
-        if isinstance(event, h11.Data) and isinstance(self._writer, ChunkedWriter):
+        if self.chunking and isinstance(event, h11.Data):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
-        return super().send(event)
+        data = super().send(event)
+        self.chunking = isinstance(event, h11.Response) and data is not None and CHUNKED in data.lower()
+        return data
 
     def next_event(self) -> Any:
         """The next event. At a fault, `fault` says what to answer."""
@@ -71,11 +76,21 @@ class StrictProtocol(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
         self.conn = self._strict = StrictConnection(caps)
         self._caps = caps
+        self.fluent = True
         self._reading = _Deadline(self.loop, self._too_slow)
         self._writing = _Deadline(self.loop, self._cut)
+
+    @property
+    def chunking(self) -> bool:
+        """Whether an answer is on its way whose pieces `write` takes."""
+        return self._strict.chunking
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the answer: the short way, where `send` goes through all of ASGI."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, unless there are too many."""
@@ -99,11 +114,13 @@ class StrictProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """The reader takes nothing: give it a while."""
         super().pause_writing()
+        self.fluent = False
         self._writing.start("write", self._caps.write_seconds)
 
     def resume_writing(self) -> None:
         """The reader goes on."""
         self._writing.stop()
+        self.fluent = True
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:

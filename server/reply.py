@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text, ToolKind
 from engine.types import Scored, TokenLogprob
 from server.errors import check_deadline
-from server.service import Events
+from server.events import Events
 from server.turn import Ended, Said, Turn, said
 
 

@@ -7,12 +7,16 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
+
+from anyio import CapacityLimiter
 
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
 from engine.status import Embedding
-from engine.types import EmbeddingJob, Event, Failed, Request
+from engine.types import Delta, EmbeddingJob, Event, Failed, Request
 from server.errors import MODEL_NOT_FOUND, ApiError
+from server.events import Events, Take
 from server.metrics import Endpoint, Metrics, Watch
 from server.settings import Settings
 from server.version import version
@@ -22,18 +26,21 @@ if TYPE_CHECKING:
     from engine.stream import RequestStream
 
 
-# Which choice of an answer, and what happened to it.
-Events = AsyncIterator[tuple[int, Event]]
+_COMPILING = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One engine as the routes see it."""
+    """One engine as the routes see it.
+
+    compiling  of all worker threads, those that may wait for grammars: the others are for everybody else
+    """
 
     engine: Engine
     settings: Settings
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_COMPILING))
 
     def resolve(self, name: str | None) -> str:
         """The name to answer under: the one asked for, or the main one if none was."""
@@ -104,8 +111,8 @@ class Service:
     @asynccontextmanager
     async def _watched(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[Events]:
         with self.metrics.watch(endpoint) as watch:
-            async with aclosing(self._told(stream, watch, choice)) as events:
-                yield events
+            async with aclosing(self._told(stream, watch, choice)) as reading:
+                yield Events(reading, partial(_shorten, stream, watch, choice))
 
     async def _told(self, stream: RequestStream, watch: Watch, choice: int) -> AsyncGenerator[tuple[int, Event], None]:
         async for event in stream:
@@ -123,3 +130,13 @@ class Service:
         if not self.engine.alive:
             raise EngineDead(failed.reason)
         raise SequenceFailed(failed.reason)
+
+
+def _shorten(stream: RequestStream, watch: Watch, choice: int, take: Take) -> None:
+    def shortcut(delta: Delta) -> bool:
+        taken = take(choice, delta)
+        if taken:
+            watch.hear(delta)
+        return taken
+
+    stream.shortcut = shortcut

@@ -3,32 +3,26 @@
 sse-starlette begins and ends a stream, pings by the wall clock (so also while a request waits or its prompt is
 computed) and watches for the client leaving. Its defaults are not ours: line ends, cache header, ping text, and a
 shutdown of its own, which finds no signal handler of uvicorn's here (lifecycle.py has them). Events go round it: it
-opens a scope of cancellation for each, a quarter of what a token cost. protocol.py cuts a reader that stands still.
+opens a scope of cancellation for each, and most take a shorter way (teller.py). protocol.py cuts a reader that stands
+still.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import EngineError
 from server.encoding import dumps
-from server.errors import envelope, internal, translate
-from server.service import Events
+from server.events import Events
 from server.settings import Caps
-
-logger = logging.getLogger("cellar.http")
+from server.teller import Frames, Teller, Write, told
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache"}
-
-Frames = AsyncGenerator[bytes, None]
-Write = Callable[[Mapping[str, object]], bytes]
 
 
 def frame(value: Mapping[str, object]) -> bytes:
@@ -44,7 +38,7 @@ def named_frame(value: Mapping[str, object]) -> bytes:
 class EventStream(Response):
     """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error.
 
-    frames  the answer as it goes over the wire
+    teller  the answer as it goes over the wire
     write   how an error is written
     end     what follows the last frame
     """
@@ -52,19 +46,19 @@ class EventStream(Response):
     def __init__(
         self,
         opening: AbstractAsyncContextManager[Events],
-        frames: Callable[[Events], Frames],
+        teller: Teller,
         caps: Caps,
         write: Write = frame,
         end: bytes = DONE,
     ) -> None:
         super().__init__()
-        self._opening, self._frames, self._caps = opening, frames, caps
+        self._opening, self._teller, self._caps = opening, teller, caps
         self._write, self._end = write, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end."""
         async with self._opening as events:
-            frames = guarded(self._frames(events), scope["path"], self._write, self._end)
+            frames = told(events, self._teller, scope, self._write, self._end)
             await send_frames(frames, self._caps, scope, receive, send)
 
 
@@ -81,31 +75,6 @@ async def send_frames(frames: Frames, caps: Caps, scope: Scope, receive: Receive
     # Whether the connection stays open is between uvicorn and the client.
     del response.headers["connection"]
     await response(scope, receive, send)
-
-
-async def framed(chunks: AsyncGenerator[Mapping[str, object], None], write: Write) -> Frames:
-    """The chunks as they go over the wire."""
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            yield write(chunk)
-
-
-async def guarded(frames: Frames, path: str, write: Write, end: bytes) -> Frames:
-    """The frames, then `end`. A fault after the first byte is written too, and no `end` follows it."""
-    async with aclosing(frames):
-        try:
-            async for told in frames:
-                yield told
-        except EngineError as error:
-            yield write(envelope(translate(error, path), path))
-            return
-        except Exception:
-            # The status has gone out: the border of the HTTP side is here.
-            logger.exception("a stream failed")
-            yield write(envelope(internal(), path))
-            return
-    if end:
-        yield end
 
 
 async def _sent(frames: Frames, send: Send) -> Frames:

@@ -11,8 +11,7 @@ from server.encoding import HOLE, Template
 from server.generation import tier
 from server.logprobs import length, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
-from server.service import Events
-from server.sse import Frames, frame
+from server.sse import frame
 
 
 def stop_text(body: CompletionRequest, finished: Finished) -> str:
@@ -31,32 +30,30 @@ class TextChunks:
         # Where the next text of each choice stands; None: its prompt has not been repeated yet.
         self._offsets: list[int | None] = [None if work.prompts else 0 for _ in work.requests]
         self._begun: set[int] = set()
-        # Whether chunks of text tell nothing beside it, and what they are written from.
+        # Whether chunks of text tell nothing beside it, as nearly all do, and what they are written from.
         body = work.body
         self._bare = body.logprobs is None and not (body.return_token_ids or self._accounts.telling)
         self._templates: dict[int, Template] = {}
 
-    async def of(self, events: Events) -> Frames:
-        """What is said, the end of each choice, and the cost of all if it was asked for."""
-        opening = True
-        async for index, event in events:
-            if self._bare and isinstance(event, Delta) and event.text and index in self._begun:
-                yield self._plain(index, event)
-                continue
-            for chunk in self._chunks(index, event):
-                if opening and self._warnings:
-                    chunk["warnings"] = list(self._warnings)
-                opening = False
-                yield frame(chunk)
-        if self._body.include_usage:
-            yield frame(self._cost())
+    def tell(self, choice: int, event: Event) -> bytes:
+        """What is said, and the end of each choice."""
+        template = self._templates.get(choice)
+        if template is not None and isinstance(event, Delta) and event.text:
+            return template.fill(event.text)
+        body = b"".join([self._encoded(chunk) for chunk in self._chunks(choice, event)])
+        if template is None and self._bare and choice in self._begun:
+            self._templates[choice] = Template(frame(self._chunk(choice, HOLE)))
+        return body
 
-    def _plain(self, index: int, event: Delta) -> bytes:
-        """A chunk that says a text and nothing else, as nearly all do: only the text is encoded anew."""
-        self._accounts.say(index, len(event.tokens))
-        if index not in self._templates:
-            self._templates[index] = Template(frame(self._chunk(index, HOLE)))
-        return self._templates[index].fill(event.text)
+    async def close(self) -> bytes:
+        """The cost of all, if it was asked for."""
+        return frame(self._cost()) if self._body.include_usage else b""
+
+    def _encoded(self, chunk: Completion) -> bytes:
+        # The first one tells what was asked for in vain.
+        if self._warnings:
+            chunk["warnings"], self._warnings = list(self._warnings), ()
+        return frame(chunk)
 
     def _chunks(self, index: int, event: Event) -> Iterator[Completion]:
         match event:

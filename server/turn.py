@@ -17,9 +17,10 @@ import anyio.to_thread
 
 from engine.dialect.dialect import Dialect
 from engine.dialect.reader import Reader
-from engine.message import CallOpened, Piece, Reasoning
+from engine.message import CallOpened, Piece, Reasoning, Text
 from engine.types import (
     Delta,
+    Event,
     Finished,
     Progress,
     Rendering,
@@ -32,12 +33,13 @@ from engine.types import (
 from engine.wording import names
 from server.ability import BUDGETS, Ability, ability
 from server.errors import invalid, unsupported
+from server.events import Events
 from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
 from server.messages import Conversation, conversation, has_breakpoints
 from server.places import Messages, Places
 from server.schemas.chat import ChatRequest
-from server.service import Events, Service
+from server.service import Service
 from server.tools import Offer
 
 Reason = Literal["stop", "length", "tool_calls"]
@@ -59,6 +61,9 @@ class Ended:
     reason: Reason
     finished: Finished
     reasoning_tokens: int
+
+
+Heard = Said | Ended | Started | Progress | Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +134,16 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
     )
 
 
-async def said(
-    turn: Turn, events: Events
-) -> AsyncGenerator[tuple[int, Said | Ended | Started | Progress | Scored], None]:
-    """What the choices say, as it comes; of each one exactly one Ended, at its end."""
-    voices = [_Voice(turn) for _ in turn.requests]
-    async for index, event in events:
-        match event:
-            case Delta():
-                yield index, voices[index].hear(event)
-            case Finished():
-                rest = voices[index].rest(event)
-                if rest.pieces:
-                    yield index, rest
-                yield index, voices[index].ended(event)
-            case Started() | Progress() | Scored():
-                yield index, event
+async def said(turn: Turn, events: Events) -> AsyncGenerator[tuple[int, Heard], None]:
+    """What the choices say, as it comes."""
+    voices = [Voice(turn) for _ in turn.requests]
+    async for choice, event in events:
+        for heard in voices[choice].hear(event):
+            yield choice, heard
 
 
-class _Voice:
-    """One choice as it is read."""
+class Voice:
+    """One choice as it is read: of its events what they say, and exactly one Ended at its end."""
 
     def __init__(self, turn: Turn) -> None:
         self._reader = turn.reader()
@@ -160,30 +155,43 @@ class _Voice:
         # Tokens that no piece has come of yet, such as those of a marker: they count with what comes next.
         self._pending = 0
 
-    def hear(self, delta: Delta) -> Said:
-        pieces = self._reader.push(delta.text)
-        self._pending += len(delta.tokens)
-        self._count(pieces)
-        return Said(self._shown(pieces), delta.tokens, delta.logprobs)
+    def hear(self, event: Event) -> Sequence[Heard]:
+        """What an event says."""
+        match event:
+            case Delta(text, tokens, logprobs):
+                self._pending += len(tokens)
+                return (Said(self._taken(self._reader.push(text)), tokens, logprobs),)
+            case Finished():
+                rest, ended = self._rest(event), self._ended(event)
+                return (Said(rest), ended) if rest else (ended,)
+            case Started() | Progress() | Scored():
+                return (event,)
+        return ()
 
-    def rest(self, finished: Finished) -> Said:
+    def _rest(self, finished: Finished) -> tuple[Piece, ...]:
         """What was held back until the end was certain."""
         ending = finished.stop if finished.stop in self._shown_stops and finished.reason == "stop" else None
-        pieces = [*(self._reader.push(ending) if isinstance(ending, str) else ()), *self._reader.finish()]
-        self._count(pieces)
-        return Said(self._shown(pieces))
+        close = self._reader.cut if finished.reason == "length" else self._reader.finish
+        return self._taken([*(self._reader.push(ending) if isinstance(ending, str) else ()), *close()])
 
-    def ended(self, finished: Finished) -> Ended:
+    def _ended(self, finished: Finished) -> Ended:
         reason: Reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
         return Ended(reason, finished, round(self._reasoning_tokens))
 
-    def _shown(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    def _taken(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The pieces that are shown; all of them count."""
+        match pieces:
+            case []:
+                return ()
+            case [Text() as text]:
+                # As nearly always: it need not be counted to be known.
+                self._pending = 0
+                return (text,)
+        self._count(pieces)
         return tuple(piece for piece in pieces if self._reasons or not isinstance(piece, Reasoning))
 
     def _count(self, pieces: Sequence[Piece]) -> None:
         """Tokens of a delta that holds reasoning and something else are shared out by letters."""
-        if not pieces:
-            return
         self._called = self._called or any(isinstance(piece, CallOpened) for piece in pieces)
         letters = [0 if isinstance(piece, CallOpened) else len(piece.text) for piece in pieces]
         thought = sum(size for piece, size in zip(pieces, letters, strict=True) if isinstance(piece, Reasoning))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from engine.types import Finished, Started
+from engine.types import Event, Finished, Started
 from server.anthropic.blocks import Blocks
 from server.errors import check_deadline
+from server.events import Events
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
-from server.service import Events
-from server.sse import Frames, framed, named_frame
-from server.turn import Ended, Said, Turn, said
+from server.sse import named_frame
+from server.teller import Teller
+from server.turn import Ended, Heard, Said, Turn, Voice, said
 from server.usage import written
 
 
@@ -25,7 +26,7 @@ class AnthropicAnswer:
 
     async def whole(self, events: Events) -> AnsweredMessage:
         """All events as one message."""
-        message, blocks = self._empty(0), self._blocks()
+        message, blocks = self._empty(0), self.blocks()
         async for _, what in said(self.turn, events):
             if isinstance(what, Said):
                 list(blocks.push(what.pieces))
@@ -35,29 +36,25 @@ class AnthropicAnswer:
                 message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
         return {**message, "content": blocks.content}
 
-    def frames(self, events: Events) -> Frames:
-        """The events in Anthropic's words."""
-        return framed(self._chunks(events), named_frame)
+    def teller(self) -> Teller:
+        """Tells the events in Anthropic's words."""
+        return _Told(self)
 
-    async def _chunks(self, events: Events) -> AsyncGenerator[Mapping[str, object], None]:
+    def events(self, heard: Heard, blocks: Blocks) -> Iterator[Mapping[str, object]]:
         """Each block begins, is told in pieces, and stops."""
-        blocks = self._blocks()
-        async for _, what in said(self.turn, events):
-            match what:
-                case Started():
-                    yield {"type": "message_start", "message": self._empty(what.cached_tokens)}
-                    yield {"type": "ping"}
-                case Said():
-                    for event in blocks.push(what.pieces):
-                        yield event
-                case Ended():
-                    check_deadline([what.finished])
-                    for event in blocks.stop():
-                        yield event
-                    yield {"type": "message_delta", "delta": _stopping(what), "usage": self._usage(what.finished)}
-        yield {"type": "message_stop"}
+        match heard:
+            case Started():
+                yield {"type": "message_start", "message": self._empty(heard.cached_tokens)}
+                yield {"type": "ping"}
+            case Said():
+                yield from blocks.push(heard.pieces)
+            case Ended():
+                check_deadline([heard.finished])
+                yield from blocks.stop()
+                yield {"type": "message_delta", "delta": _stopping(heard), "usage": self._usage(heard.finished)}
 
-    def _blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:
+        """Those of the answer, before anything is said."""
         return Blocks(partial(self.turn.call_id, 0))
 
     def _empty(self, cached: int) -> AnsweredMessage:
@@ -86,6 +83,20 @@ class AnthropicAnswer:
             cache_read_input_tokens=cost.cached_tokens,
             output_tokens=cost.completion_tokens,
         )
+
+
+class _Told:
+    def __init__(self, answer: AnthropicAnswer) -> None:
+        self._answer, self._voice, self._blocks = answer, Voice(answer.turn), answer.blocks()
+
+    def tell(self, choice: int, event: Event) -> bytes:
+        """The events of what is heard."""
+        heard = self._voice.hear(event)
+        return b"".join([named_frame(told) for each in heard for told in self._answer.events(each, self._blocks)])
+
+    async def close(self) -> bytes:
+        """The last event."""
+        return named_frame({"type": "message_stop"})
 
 
 def _stopping(ended: Ended) -> Stopping:

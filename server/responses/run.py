@@ -16,12 +16,12 @@ from engine.errors import EngineError
 from engine.types import Finished, Started
 from server.database import StoreError
 from server.errors import ApiError, check_deadline, internal
+from server.events import Events
 from server.logprobs import chat_logprobs
 from server.responses.translation import reworded
 from server.responses.writer import Writer
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import CacheDiagnostics, ResponseBody, ResponseEvent, ResponseUsage
-from server.service import Events
 from server.sse import named_frame
 from server.turn import Ended, Said, Turn, said
 from server.usage import written

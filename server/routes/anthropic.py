@@ -38,7 +38,7 @@ def add(app: FastAPI, service: Service) -> None:
         answer = AnthropicAnswer(turn, breaks(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
-            return EventStream(opening, answer.frames, service.settings.caps, named_frame, b"")
+            return EventStream(opening, answer.teller(), service.settings.caps, named_frame, b"")
 
         async def whole() -> Response:
             async with opening as events:

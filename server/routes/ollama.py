@@ -176,7 +176,7 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
     answer = OllamaAnswer(turn, plain)
     opening = generate(service, turn.requests, "ollama")
     if body.stream:
-        return LineStream(opening, answer.lines)
+        return LineStream(opening, answer.teller())
 
     async def whole() -> Response:
         async with opening as events:

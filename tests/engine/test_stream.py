@@ -62,6 +62,57 @@ def test_a_waiting_reader_wakes_up() -> None:
     assert EVENTS == asyncio.run(story())
 
 
+def test_a_shortcut_takes_deltas_from_a_reader_that_waits() -> None:
+    """Only deltas, only while nothing is on its way to the reader, and only those that it wants; none is lost."""
+    taken: list[Delta] = []
+
+    def shortcut(delta: Delta) -> bool:
+        if delta.text != "refused":
+            taken.append(delta)
+        return delta.text != "refused"
+
+    async def story() -> list[Event]:
+        stream = RequestStream("one")
+        stream.shortcut = shortcut
+        stream.deliver(Delta("early", (1,)))
+        reader = asyncio.create_task(read(stream))
+        for step in ([], ["a", "b"], ["refused", "late"], ["c"]):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for text in step:
+                stream.deliver(Delta(text, (2,)))
+        await asyncio.sleep(0)
+        stream.deliver(END)
+        return await reader
+
+    told = asyncio.run(story())
+
+    assert [Delta("early", (1,)), Delta("refusedlate", (2, 2)), END] == told
+    assert ["a", "b", "c"] == [delta.text for delta in taken]
+
+
+def test_a_shortcut_takes_nothing_from_a_reader_that_has_left() -> None:
+    """What comes when a reader was cancelled waits for another one."""
+    taken: list[Delta] = []
+
+    def shortcut(delta: Delta) -> bool:
+        taken.append(delta)
+        return True
+
+    async def story() -> list[Event]:
+        stream = RequestStream("one")
+        stream.shortcut = shortcut
+        reader = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        reader.cancel()
+        stream.deliver(Delta("a", (1,)))
+        stream.deliver(END)
+        return await read(stream)
+
+    assert [Delta("a", (1,)), END] == asyncio.run(story())
+    assert [] == taken
+
+
 def test_nothing_comes_after_the_end() -> None:
     """Events behind the last one are dropped, and a stream that is over stays over."""
     assert [Failed("broken")] == late([Failed("broken"), Delta("late", (1,)), END])

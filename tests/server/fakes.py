@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.dialect.finding import Lexicon, find_dialect
-from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading
+from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading, TooCostly
 from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
 from engine.types import (
     Alternative,
@@ -142,16 +142,31 @@ class FakeTokenizer:
 
 
 class FakeGrammars:
-    """Takes every grammar but those with a keyword that it cannot read, or not even leave out."""
+    """Takes every grammar but those with a keyword that it cannot read, or not even leave out, or not in time."""
 
     def __init__(self) -> None:
         self.compiled: list[Grammar] = []
 
     def compile(self, grammar: Grammar) -> None:
         self.compiled.append(grammar)
+        if "endless" in grammar.source:
+            raise TooCostly("grammar", "it takes too long")
         lines = grammar.source.splitlines()
         if any("unkeepable" in line or ("unreadable" in line and "lenient" not in line) for line in lines):
             raise InvalidRequest("grammar", "unimplemented keyword 'unreadable'")
+
+
+class PlayedStream:
+    """engine.stream.RequestStream, of a script that goes on when its reader waits for more."""
+
+    def __init__(self, events: AsyncIterator[Event]) -> None:
+        self._events = events
+        self.shortcut: Callable[[Delta], bool] | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._events:
+            if self.shortcut is None or not isinstance(event, Delta) or not self.shortcut(event):
+                yield event
 
 
 @dataclass
@@ -202,7 +217,7 @@ class FakeEngine:
         return self.numbers
 
     @asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+    async def open(self, request: Request) -> AsyncIterator[PlayedStream]:
         if self.phase == "draining":
             raise Draining()
         if self.refusal is not None:
@@ -214,19 +229,19 @@ class FakeEngine:
         cut = asyncio.Event()
         self.cut.add(cut)
         try:
-            yield self._play(request, cut)
+            yield PlayedStream(self._play(request, cut))
         finally:
             self.cut.discard(cut)
             self.running.discard(request.id)
             self.left.set()
 
     @asynccontextmanager
-    async def embed(self, job: EmbeddingJob) -> AsyncIterator[AsyncIterator[Event]]:
+    async def embed(self, job: EmbeddingJob) -> AsyncIterator[PlayedStream]:
         if self.refusal is not None:
             raise self.refusal
         self.jobs.append(job)
         try:
-            yield self._play(Request(job.id, ()), asyncio.Event(), lambda _: self.embeds(job))
+            yield PlayedStream(self._play(Request(job.id, ()), asyncio.Event(), lambda _: self.embeds(job)))
         finally:
             self.left.set()
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from engine.types import Delta, Event, Failed, Request, Started
+from engine.types import Delta, Event, Failed, Request, Started, TokenLogprob
 from server.app import create_app
-from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, Gate, ask, finished, serve_in_thread, settings
+from tests.server.fakes import (
+    HERMES,
+    WORDS,
+    FakeEngine,
+    FakeTokenizer,
+    Gate,
+    ask,
+    entry,
+    finished,
+    serve_in_thread,
+    settings,
+)
 from tests.server.wire import CHAT, connected, get, post, read_all, read_until, status
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
@@ -151,6 +162,59 @@ def test_a_bug_after_the_first_byte_is_an_event_too() -> None:
 
     assert "internal_error" == answer.events[-1]["error"]["code"]
     assert b"secret" not in answer.body
+
+
+@pytest.mark.parametrize(("path", "begin"), [(CHAT, 2), (TEXT, 1)], ids=["chat", "text"])
+def test_a_bug_where_text_is_delivered_ends_its_own_stream_only(path: str, begin: int) -> None:
+    """The short way from the engine to the socket hands a fault to the reader, who tells it."""
+
+    def script(request: Request) -> Any:
+        yield Started(1, 0, 0)
+        yield Delta("Hel", (1,), (entry(1, "Hel", 0),))
+        yield Delta("lo", (2,), (cast(TokenLogprob, "none"),))
+        yield finished(request)
+
+    asked = {"prompt": "a", "logprobs": 0} if path == TEXT else {**MESSAGES, "logprobs": True}
+    with serve_in_thread(FakeEngine(script)) as port, connected(port) as client:
+        client.sendall(post(path, {**asked, "stream": True}, "Connection: close"))
+        text = chunks(read_all(client).partition(b"\r\n\r\n")[2])
+
+    *told, last, rest = text.split(b"\n\n")
+    assert begin == len(told)
+    assert b"internal_error" in last
+    assert b"" == rest
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_every_version_of_http_gets_the_same_events(version: str) -> None:
+    """Chunked where that is known, else up to the end of the connection; with the short way and without it."""
+    with serve_in_thread(FakeEngine()) as port, connected(port) as client:
+        asked = post(TEXT, {"prompt": "a", "stream": True}, "Connection: close")
+        client.sendall(asked.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
+
+    text = chunks(body) if b"chunked" in head.lower() else body
+    assert (version == "1.1") == (b"chunked" in head.lower())
+    events = [json.loads(line[6:]) for line in text.split(b"\n\n")[:-2]]
+    assert [*WORDS, ""] == [event["choices"][0]["text"] for event in events]
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_slow_reader_misses_nothing() -> None:
+    """Where the way to the client is full, text waits and goes on in order."""
+    texts = [f"{number:05d}" * 20_000 for number in range(60)]
+
+    def script(request: Request) -> Any:
+        yield from (Delta(text, (1,)) for text in texts)
+        yield finished(request)
+
+    with serve_in_thread(FakeEngine(script)) as port, connected(port) as client:
+        client.sendall(post(TEXT, {"prompt": "a", "stream": True}, "Connection: close"))
+        time.sleep(0.2)
+        body = chunks(read_all(client).partition(b"\r\n\r\n")[2])
+
+    events = [json.loads(part[6:]) for part in body.split(b"\n\n")[:-2]]
+    assert "".join(texts) == "".join(event["choices"][0]["text"] for event in events)
 
 
 @pytest.mark.parametrize("body", [STREAM, MESSAGES], ids=["stream", "in one piece"])
