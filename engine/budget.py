@@ -8,6 +8,8 @@ prompts come to an end whatever the target is.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -30,22 +32,22 @@ class Allowance:
     """What one step may still take.
 
     work     what it computes already
-    seconds  that it may take with rows of prompt
+    seconds  that it may take with rows of prompt, asked for only where there are prompts
     least    rows of prompt, whatever they cost
     most     rows of prompt, however little they cost
     """
 
-    def __init__(self, cost: StepCost, work: Work, *, seconds: float, least: int, most: int) -> None:
+    def __init__(self, cost: StepCost, work: Work, *, seconds: Callable[[], float], least: int, most: int) -> None:
         self._cost, self._work, self._seconds = cost, work, seconds
         self._left, self._least = most, min(least, most)
 
     def rows(self, start: int) -> int:
         """Rows that a prompt which stands at `start` may have."""
-        if math.isinf(self._seconds) or self._left == 0:
+        if self._left == 0 or math.isinf(seconds := self._seconds()):
             return self._left
         # What was never measured is approached by doubling.
         most = min(self._left, max(self._cost.frontier - self._work.rows, 0))
-        fits = np.flatnonzero(self._cost.grown(self._work, start, most) <= self._seconds)
+        fits = np.flatnonzero(self._cost.grown(self._work, start, most) <= seconds)
         return max(int(fits[-1]) + 1 if len(fits) else 0, self._least)
 
     def take(self, work: Work) -> None:
@@ -68,7 +70,8 @@ class Budget:
     def allow(self, speaking: Work) -> Allowance:
         """The allowance of a step that computes the rows of those who speak; no work: nobody does."""
         least = LEAST_ROWS if speaking.rows else LEAST_ALONE
-        return Allowance(self._cost, speaking, seconds=self._limit(speaking), least=least, most=self._most)
+        seconds = partial(self._limit, speaking)
+        return Allowance(self._cost, speaking, seconds=seconds, least=least, most=self._most)
 
     def _limit(self, speaking: Work) -> float:
         if self._target == 0:

@@ -11,6 +11,9 @@ straight lines between them. There are two: a row behind which a token is told h
 rows alone cost more than those that read prompts. The two slopes come from how steps of about as many rows differ
 (algorithms.md 3.13 with a curve in place of its straight line, for kernels work by the tile). Some ten points in plain
 numbers are several times cheaper than as arrays.
+
+What steps took is put down, and learnt from when somebody asks: among steps of a model this code is in no cache of the
+processor, so it costs several times less for many steps at once. Of steps that are alike their median counts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
+from statistics import median_low
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +41,13 @@ _RECENT, _PACE, _OWN = 8, 0.08, 0.03
 _TWICE = 2.0
 # Row counts closer than this share a point.
 _RESOLUTION = 0.06
-# Steps after which a measurement gives way to one that contradicts it.
+# Steps that are put down at most, and of those that are alike so many are learnt from at once.
+_LONGEST, _AT_ONCE = 64, 2
+# So many steps without drafts behind one with drafts find the processor's caches full of what is not theirs: of a small
+# model the first of them takes up to 1.8 times as long as the tenth. How much that is on average, as long as nothing is
+# known, and the weight of a new measurement.
+_COLD, _COLDER, _LATEST = 4, 0.1, 0.1
+# Steps after which a measurement gives way to one that contradicts it, and counts as the second of its kind at most.
 _FRESH = 100
 # What the slopes keep of a measurement from step to step, and the variance, as a share of the square of the whole, that
 # steps must show before they are believed.
@@ -143,10 +155,10 @@ class _Point:
         """Seconds without what was looked at."""
         return max(self.seconds - slopes.seconds(self.cells, self.pairs), _LEAST * self.seconds)
 
-    def take(self, work: Work, seconds: float, step: int, weight: float) -> None:
-        """One more measurement, of so much weight beside those before it, or an equal one."""
-        self.count += 1
-        weight = max(weight, 1 / self.count)
+    def take(self, work: Work, seconds: float, step: int, count: int, weight: float) -> None:
+        """The median of `count` more measurements, each of so much weight beside those before it, or an equal one."""
+        self.count += count
+        weight = max(1 - (1 - weight) ** count, count / self.count)
         # The first steps of a size may have to set something up: of two, the faster one is right.
         self.seconds = (
             min(self.seconds, seconds) if self.count == 2 else self.seconds + weight * (seconds - self.seconds)
@@ -200,33 +212,60 @@ class _Curve:
         return rows, seconds
 
 
-class StepCost:
-    """Seconds a step by its work. It knows the step at hand (`expect`), for which `seconds` and `observe` are.
+class _Step(NamedTuple):
+    """A step that was taken: its work without drafts, its rows with them."""
 
-    pace  how slow the machine is now, for whatever else it computes
-    """
+    work: Work
+    rows: int
+    seconds: float
+
+    @property
+    def like(self) -> tuple[int, int, int, bool]:
+        """The same for steps that are alike."""
+        return self.rows, self.work.rows, self.work.cells.bit_length(), self.work.reads
+
+
+class StepCost:
+    """Seconds a step by its work. It knows the step at hand (`expect`), for which `seconds` and `observe` are."""
 
     def __init__(self) -> None:
         self._reading, self._telling = _Curve(), _Curve()
         self._slopes = _Slopes()
         self._steps = 0
         self._expected = Work()
-        self.pace = 1.0
+        self._pace = 1.0
+        self._taken: list[_Step] = []
+        # Steps without drafts since one with drafts, and what the first of them take longer, as a share.
+        self._plain, self._colder = _COLD, _COLDER
+
+    @property
+    def pace(self) -> float:
+        """How slow the machine is now, for whatever else it computes."""
+        self._learn()
+        return self._pace
 
     @property
     def frontier(self) -> int:
         """Rows of a step with prompts up to which an estimate means something."""
+        self._learn()
         return self._known(self._reading).frontier
 
     @property
     def reach(self) -> int:
         """The same for the step at hand."""
+        self._learn()
         return self._curve(self._expected).frontier
 
     @property
     def reads(self) -> bool:
         """Whether the step at hand computes some of a prompt."""
         return self._expected.reads
+
+    @property
+    def turning(self) -> float:
+        """What steps without drafts take longer in all behind one with drafts, in such steps."""
+        self._learn()
+        return _COLD * self._colder
 
     def expect(self, work: Work) -> None:
         """The step at hand does this work, or with drafts a little more."""
@@ -236,54 +275,97 @@ class StepCost:
         """The step at hand had so many rows and took so long."""
         if rows < 1 or seconds <= 0:
             return
-        self._steps += 1
-        work, seconds = self._expected.scaled(rows), seconds / self.pace
-        curve = self._curve(work)
-        point = curve.near(rows)
-        if point is None:
-            curve.add(_Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
-            return
-        if point.count >= 2:
-            expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
-            self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
-            seconds = _pulled(seconds, expected, _CLAMP)
-        if point.count >= 5 and self._steps <= point.step + _RECENT:
-            slower = 1 + _PACE * (seconds / expected - 1)
-            self.pace *= slower
-            point.take(work, seconds / slower, self._steps, _OWN)
-        else:
-            point.take(work, seconds, self._steps, _WEIGHT)
+        self._taken.append(_Step(self._expected, rows, seconds))
+        if len(self._taken) == _LONGEST:
+            self._learn()
 
     def seconds(self, rows: Sequence[int]) -> list[float]:
         """Estimates for the step at hand with so many rows, fewest first.
 
         Below the fewest measured they fall in proportion, above the most they stay.
         """
+        self._learn()
         expected = self._expected
         pairs = self._slopes.pair * expected.pairs / max(expected.rows, 1)
         cells = self._slopes.cell * expected.cells
         known, bare = self._known(self._curve(expected)).draw(self._slopes, rows[0])
-        return [self.pace * (_between(known, bare, count) + (cells + pairs * count)) for count in rows]
+        return [self._pace * (_between(known, bare, count) + (cells + pairs * count)) for count in rows]
 
     def estimate(self, work: Work) -> float:
         """The estimate for some work."""
+        self._learn()
         known, bare = self._known(self._curve(work)).draw(self._slopes, work.rows)
-        return self.pace * (_between(known, bare, work.rows) + self._slopes.seconds(work.cells, work.pairs))
+        return self._pace * (_between(known, bare, work.rows) + self._slopes.seconds(work.cells, work.pairs))
 
     def grown(self, work: Work, start: int, most: int) -> Floats:
         """Estimates for some work with 1 to `most` rows more, of a prompt that stands at `start`."""
+        self._learn()
         more = np.arange(1, most + 1)
         pairs = work.pairs + more * start + more * (more + 1) // 2
         cells = work.cells + start + more
         looking = self._slopes.cell * cells + self._slopes.pair * pairs
         known, bare = self._known(self._reading).draw(self._slopes, work.rows)
-        seconds: Floats = self.pace * (np.interp(work.rows + more, known, bare) + looking)
+        seconds: Floats = self._pace * (np.interp(work.rows + more, known, bare) + looking)
         return seconds
 
     def ages(self, rows: Sequence[int]) -> list[float]:
         """Steps since something near each row count was measured in steps like that at hand."""
+        self._learn()
         points = [self._curve(self._expected).near(count) for count in rows]
         return [float(self._steps - (0 if point is None else point.step)) for point in points]
+
+    def _learn(self) -> None:
+        """What was put down becomes known."""
+        taken, self._taken = self._taken, []
+        for _, group in groupby(taken, attrgetter("like")):
+            alike = list(group)
+            for at in range(0, len(alike), _AT_ONCE):
+                self._take(alike[at : at + _AT_ONCE])
+
+    def _take(self, alike: list[_Step]) -> None:
+        """Steps that are alike and followed each other."""
+        self._steps += len(alike)
+        cold, warm = self._parted(alike)
+        rows, middle = alike[0].rows, alike[len(alike) // 2]
+        work, seconds = middle.work.scaled(rows), median_low([step.seconds for step in warm or cold]) / self._pace
+        curve = self._curve(work)
+        point = curve.near(rows)
+        if point is None:
+            curve.add(_Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
+            return
+        if warm:
+            self._compare(point, work, seconds, len(warm))
+        expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
+        for step in cold:
+            longer = min(max(step.seconds / self._pace / expected - 1, 0.0), 1.0)
+            self._colder += _LATEST * (longer - self._colder)
+        if cold and point.seconds > seconds:
+            # They take less than that when they are warm.
+            point.seconds = seconds
+
+    def _parted(self, alike: list[_Step]) -> tuple[list[_Step], list[_Step]]:
+        """Those without drafts that follow some closely, and the others."""
+        if alike[0].rows > alike[0].work.rows:
+            self._plain = 0
+            return [], alike
+        cold = max(_COLD - self._plain, 0)
+        self._plain += len(alike)
+        return alike[:cold], alike[cold:]
+
+    def _compare(self, point: _Point, work: Work, seconds: float, count: int) -> None:
+        """Steps of about as many rows as a point took so long: some of that is said of the machine, or of looking."""
+        if point.step + _FRESH < self._steps:
+            point.count = min(point.count, 2)
+        if point.count >= 2:
+            expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
+            self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
+            seconds = _pulled(seconds, expected, _CLAMP)
+        if point.count >= 5 and self._steps <= point.step + _RECENT + count:
+            slower = 1 + (1 - (1 - _PACE) ** count) * (seconds / expected - 1)
+            self._pace *= slower
+            point.take(work, seconds / slower, self._steps, count, _OWN)
+        else:
+            point.take(work, seconds, self._steps, count, _WEIGHT)
 
     def _curve(self, work: Work) -> _Curve:
         return self._reading if work.reads else self._telling

@@ -7,8 +7,8 @@ full there are none, and nobody goes back to the queue for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 from engine.cost import StepCost
 from engine.draft.depth import Candidate, Depth
@@ -23,24 +23,13 @@ _Served: TypeAlias = Mapping[str, set[Running]]
 _LONG = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What could be drafted for one sequence: `known` already, or else up to the limit of its want."""
+class _Offer(NamedTuple):
+    """What could be drafted for one sequence: `known` already, or else up to the limit."""
 
     sequence: Running
     drafter: Drafter
-    want: Want
+    limit: int
     known: tuple[int, ...] | None = None
-
-    @property
-    def candidate(self) -> Candidate:
-        """As the choice of depths sees it."""
-        return Candidate(self.drafter.kind, self.want.limit if self.known is None else len(self.known))
-
-    @property
-    def settled(self) -> bool:
-        """Whether the request itself says how many tokens to draft: its limit is that number."""
-        return _settled(self.sequence)
 
 
 class Speculation:
@@ -109,26 +98,22 @@ class Speculation:
         began = self._clock()
         depths = self._depths(offers, rows)
         self._thinking += self._clock() - began
-        wanted = sum(depth for _, depth in depths)
-        if wanted == 0:
-            return {}
-        left, chosen = room(wanted), dict[Running, int]()
-        for offer, depth in depths:
-            chosen[offer.sequence] = max(min(depth, left), 0)
-            left -= chosen[offer.sequence]
-        return {
-            offer.sequence: Draft(offer.drafter.kind, tokens)
-            for offer, tokens in self._made([offer for offer in offers if chosen[offer.sequence]], chosen)
-            if tokens
-        }
+        wanted = sum(depths)
+        left = room(wanted) if wanted else 0
+        if left < wanted:
+            taken = accumulate(depths[:-1], initial=0)
+            depths = [max(min(depth, left - before), 0) for depth, before in zip(depths, taken, strict=True)]
+        chosen = [(offer, depth) for offer, depth in zip(offers, depths, strict=True) if depth]
+        return {offer.sequence: Draft(offer.drafter.kind, tokens) for offer, tokens in self._made(chosen) if tokens}
 
     def verified(self, draft: Draft, said: Sequence[int]) -> int:
         """Learn from what a sequence said where a draft stood: the tokens that `verify` took for it.
 
         Returns how many of the draft were said.
         """
-        judged = min(len(draft.tokens), len(said))
         accepted = sum(token == guess for token, guess in zip(said, draft.tokens, strict=False))
+        # Where the text ends, what was drafted behind it brings as little as what is wrong.
+        judged = min(len(draft.tokens), accepted + 1)
         self._depth.verified(draft.kind, judged, accepted)
         for at in range(len(draft.tokens)):
             self._drafted[draft.kind][at] += 1
@@ -147,7 +132,7 @@ class Speculation:
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
         """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
         if self._reader is not None and sequence.may_draft(self._reader.kind):
-            self._reader.computed([Computed(self._want(sequence), start, row, length)])
+            self._reader.computed([Computed(_want(sequence, self._limit(sequence)), start, row, length)])
 
     def forget(self, sequence: Running) -> None:
         """The sequence is over."""
@@ -161,19 +146,22 @@ class Speculation:
     def _offers(self, sequences: Sequence[Running], served: _Served, rows: int) -> list[_Offer]:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
         anyone = set().union(*served.values())
-        wants = {one: want for one in sequences if one in anyone and (want := self._want(one)).limit > 0}
-        known, offers = self._known(wants, served), []
-        for sequence, want in wants.items():
+        limits = {one: limit for one in sequences if one in anyone and (limit := self._limit(one)) > 0}
+        known, offers = self._known(limits, served), []
+        slow = self._slow
+        patient = served.get(slow.kind, ()) if slow is not None else ()
+        for sequence, limit in limits.items():
             drafter, tokens = known.get(sequence, (None, ()))
-            slow = self._slow if self._slow is not None and sequence in served.get(self._slow.kind, ()) else None
-            if drafter is not None and (slow is None or self._outdoes(drafter, tokens, slow)):
-                offers.append(_Offer(sequence, drafter, want, tokens))
-            elif slow is not None:
-                offers.append(_Offer(sequence, slow, want))
-        offered = {offer.drafter.kind for offer in offers}
-        for kind in {drafter.kind for drafter, _ in known.values()} - offered:
-            self._depth.outdone(kind, rows)
-        if self._quick is not None and self._quick.kind in served and offers and not known:
+            other = slow if sequence in patient else None
+            if drafter is not None and (other is None or self._outdoes(drafter, tokens, other)):
+                offers.append(_Offer(sequence, drafter, len(tokens), tokens))
+            elif other is not None:
+                offers.append(_Offer(sequence, other, limit))
+        if known:
+            offered = {offer.drafter.kind for offer in offers}
+            for kind in {drafter.kind for drafter, _ in known.values()} - offered:
+                self._depth.outdone(kind, rows)
+        elif self._quick is not None and self._quick.kind in served and limits:
             self._depth.silent(self._quick.kind, rows)
         return offers
 
@@ -186,54 +174,51 @@ class Speculation:
         served, settled = {}, [one for one in sequences if _settled(one)]
         for drafter in self._drafters:
             asking = settled if self._depth.rests(drafter.kind, rows) else sequences
+            if not asking:
+                continue
             if drafter is self._forced:
                 asking = [one for one in asking if one.request.grammar is not None]
             if own := {one for one in asking if one.may_draft(drafter.kind)}:
                 served[drafter.kind] = own
         return served
 
-    def _depths(self, offers: Sequence[_Offer], rows: int) -> list[tuple[_Offer, int]]:
-        """Each offer with its depth: what the request says, or else what seems to pay beside those."""
-        settled = [(offer, offer.candidate.limit) for offer in offers if offer.settled]
-        free = [offer for offer in offers if not offer.settled]
-        rows += sum(depth for _, depth in settled)
-        depths = self._depth.choose([offer.candidate for offer in free], rows=rows) if free else []
-        return [*settled, *zip(free, depths, strict=True)]
+    def _depths(self, offers: Sequence[_Offer], rows: int) -> list[int]:
+        """The depth of each offer: what the request says, or else what seems to pay beside those."""
+        settled = [offer.limit if _settled(offer.sequence) else 0 for offer in offers]
+        free = [Candidate(one.drafter.kind, one.limit) for one, own in zip(offers, settled, strict=True) if not own]
+        if not free:
+            return settled
+        depths = iter(self._depth.choose(free, rows=rows + sum(settled)))
+        return [own or next(depths) for own in settled]
 
-    def _known(self, wants: Mapping[Running, Want], served: _Served) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
+    def _known(self, limits: Mapping[Running, int], served: _Served) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
         """What drafters know that take no time to ask; what is forced goes before what is repeated."""
         known: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
         for drafter in (self._quick, self._forced):
-            own = [] if drafter is None else [one for one in wants if one in served.get(drafter.kind, ())]
-            if drafter is not None and own:
-                drafts = drafter.propose([wants[one] for one in own])
-                known |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
+            if drafter is None or drafter.kind not in served:
+                continue
+            own = [one for one in limits if one in served[drafter.kind]]
+            drafts = drafter.propose([_want(one, limits[one]) for one in own])
+            known |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
         return known
 
-    def _want(self, sequence: Running) -> Want:
+    def _limit(self, sequence: Running) -> int:
+        """Tokens to draft at most."""
         asked = sequence.request.speculation.tokens
-        return Want(
-            sequence_id=sequence.request.id,
-            tokens=sequence.tokens,
-            # The row behind the last draft tells one token more, and that is the last one that there is room for.
-            limit=min(sequence.room - 1, self._deepest if asked is None else min(asked, self._deepest)),
-            draw=sequence.draw(),
-            salt=sequence.request.salt,
-            prediction=sequence.request.prediction,
-            said=len(sequence.output),
-        )
+        # The row behind the last draft tells one token more, and that is the last one that there is room for.
+        return min(sequence.room - 1, self._deepest if asked is None else min(asked, self._deepest))
 
-    def _made(self, offers: Sequence[_Offer], chosen: Mapping[Running, int]) -> list[tuple[_Offer, tuple[int, ...]]]:
+    def _made(self, chosen: Sequence[tuple[_Offer, int]]) -> list[tuple[_Offer, tuple[int, ...]]]:
         """Each offer with its draft, at the chosen depth at most."""
-        made = [(offer, offer.known[: chosen[offer.sequence]]) for offer in offers if offer.known is not None]
-        slow = [offer for offer in offers if offer.known is None]
+        made = [(offer, offer.known[:depth]) for offer, depth in chosen if offer.known is not None]
+        slow = [(offer, depth) for offer, depth in chosen if offer.known is None]
         if self._slow is not None and slow:
             began = self._clock()
-            drafts = self._slow.propose([replace(offer.want, limit=chosen[offer.sequence]) for offer in slow])
+            drafts = self._slow.propose([_want(offer.sequence, depth) for offer, depth in slow])
             seconds = self._clock() - began
             self._thinking += seconds
-            self._learn(slow, drafts, seconds)
-            made += [(offer, tuple(draft)) for offer, draft in zip(slow, drafts, strict=True)]
+            self._learn([offer for offer, _ in slow], drafts, seconds)
+            made += [(offer, tuple(draft)) for (offer, _), draft in zip(slow, drafts, strict=True)]
         return made
 
     def _learn(self, offers: Sequence[_Offer], drafts: Sequence[Sequence[int]], seconds: float) -> None:
@@ -246,4 +231,17 @@ class Speculation:
 
 
 def _settled(sequence: Running) -> bool:
+    """Whether the request itself says how many tokens to draft: its limit is that number."""
     return sequence.request.speculation.tokens is not None
+
+
+def _want(sequence: Running, limit: int) -> Want:
+    return Want(
+        sequence_id=sequence.request.id,
+        tokens=sequence.tokens,
+        limit=limit,
+        draw=sequence.draw(),
+        salt=sequence.request.salt,
+        prediction=sequence.request.prediction,
+        said=len(sequence.output),
+    )

@@ -13,29 +13,29 @@ kind of drafts that does not pay is not even asked for most of the time.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from math import log2
 from typing import Protocol
 
 from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
-from engine.draft.levels import DraftCost, size
+from engine.draft.levels import DraftCost
 from engine.draft.offer import Candidate, Choices, Depths
+from engine.draft.plans import Plan, Rest, Trial
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
-# Trying what seems not to pay may cost this share of the time. It is saved up for, for so many steps at most.
-_CURIOSITY, _PATIENCE = 0.0025, 600
-# What thinking of it costs, as a share of a short step, and what the trial itself costs at least.
-_THOUGHT, _TRIAL = 0.1, 0.005
-# A choice is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
-# What is asked seldom is kept until so many times as many steps have passed.
-_GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
+# Trying what seems not to pay may cost this share of the time: half of it where so many trials changed nothing, a third
+# where twice as many did not. It is saved up for, so many steps' time at most.
+_CURIOSITY, _SURE, _SAVINGS = 0.003, 2, 1.5
+# What thinking of it costs, as a share of a short step, and what a step of a trial costs at least.
+_THOUGHT, _TRIAL = 0.15, 0.005
+# Steps of a trial of drafts where there are none, and of one of no drafts: short where a step is expected to lose much,
+# for then the first ones tell enough, though they are slow behind drafts (engine/cost.py).
+_TRY, _PAUSE, _GLANCE, _MUCH = 3, 9, 3, 0.1
 # How often drafts are right that are trusted.
 _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
-# Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
-_LONGEST_REST, _FEWER = 63, 0.8
 # Steps for which a kind that has nothing to say is not asked, at most: what repeats itself mostly does so for longer.
 _SILENCE = 7
 
@@ -55,7 +55,7 @@ class Depth(Protocol):
         """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
 
     def silent(self, kind: str, rows: int) -> None:
-        """A kind was asked in a step and had nothing to say, and another one had."""
+        """A kind was asked in a step and had nothing to say."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
@@ -128,17 +128,19 @@ class AdaptiveDepth:
         self.cost = StepCost()
         self._acceptance: dict[str, Acceptance] = {}
         self._levels: dict[str, DraftCost] = {}
-        self._plans: dict[Hashable, _Plan] = {}
-        self._rests: dict[str, _Rest] = {}
+        self._plans: dict[Hashable, Plan] = {}
+        self._rests: dict[str, Rest] = {}
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
+        # What drafting took, to be learnt from with the next thought.
+        self._drafted: list[tuple[str, int, int, float]] = []
         # In steps.
-        self._savings = float(_PATIENCE * _CURIOSITY)
-        # What was tried in the latest step, if anything was.
-        self._trial: _Trial | None = None
+        self._savings = _SAVINGS
+        # The latest.
+        self._trial: Trial | None = None
 
     def rests(self, kind: str, rows: int) -> bool:
-        """Whether drafts of a kind did not pay lately; they are looked at again after 63 steps at most."""
+        """Whether drafts of a kind did not pay lately; they are looked at again after 127 steps at most."""
         rest = self._rests.get(kind)
         return rest is not None and rest.rests(self._steps, rows)
 
@@ -149,30 +151,31 @@ class AdaptiveDepth:
 
     def outdone(self, kind: str, rows: int) -> None:
         """The kind need not be asked for some steps."""
-        self._rests.setdefault(kind, _Rest()).decide(0, self._steps, rows)
+        self._rests.setdefault(kind, Rest()).decide(0, self._steps, rows)
 
     def silent(self, kind: str, rows: int) -> None:
         """The kind need not be asked for a few steps."""
-        rest = self._rests.setdefault(kind, _Rest())
+        rest = self._rests.setdefault(kind, Rest())
         rest.decide(0, self._steps, rows, max(_SILENCE, rest.length))
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
-        self._trial = None
-        kinds = frozenset([candidate.kind for candidate in candidates])
+        kinds, reads = frozenset([kind for kind, _ in candidates]), self.cost.reads
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
-        question = (kinds, self.cost.reads, size(rows))
-        plan = self._plans.get(question)
-        alone = self._plans.get((kinds, False, size(len(candidates)))) if self.cost.reads and candidates else None
-        if alone is not None:
+        question = (kinds, reads, round(log2(rows)))
+        alone = self._plans.get((kinds, False, round(log2(len(candidates))))) if reads and candidates else None
+        plan, trial = self._plans.get(question), self._trial
+        if trial is not None and trial.question == question and self._steps < trial.until:
+            depths = trial.depths
+        elif alone is not None:
             depths = self._beside(alone, candidates, rows)
         elif plan is not None and self._steps < plan.until:
             depths = plan.use(self._steps)
-        elif self.cost.reach <= rows or not any(candidate.limit for candidate in candidates):
+        elif self.cost.reach <= rows or not any(limit for _, limit in candidates):
             return [0] * len(candidates)
         else:
             depths = self._think(question, candidates, rows)
-        return [min(depths[candidate.kind], candidate.limit) for candidate in candidates]
+        return [min(depths[kind], limit) for kind, limit in candidates]
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Learn how often drafts of a kind are right."""
@@ -180,20 +183,19 @@ class AdaptiveDepth:
 
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
-        self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / self.cost.pace)
+        self._drafted.append((kind, sequences, levels, seconds))
 
     def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
-        """A trial for which the drafter had to read costs more, and goes on for a step: that one tells the price.
+        """A trial for which the drafter had to read costs more; steps behind it tell what a level costs.
 
         What reading took is no loss where the drafts turn out to pay; else the kind is left in peace for as long.
         """
         trial = self._trial
         if trial is not None and kind in trial.woken:
             start, level = self._levels.setdefault(kind, DraftCost()).line(sequences)
-            self._plans[trial.question] = _Plan(trial.depths, self._steps + 2, 1, trial.worth)
-            self._savings -= trial.loss
+            trial.until = max(trial.until, self._steps + 2)
             owed = max(seconds - self.cost.pace * (start + level * levels), 0.0) / (_CURIOSITY * trial.seconds)
-            self._rests.setdefault(kind, _Rest()).owed = int(owed)
+            self._rests.setdefault(kind, Rest()).owed = int(owed)
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
@@ -206,27 +208,65 @@ class AdaptiveDepth:
         return self._acceptance[kind]
 
     def _think(self, question: Hashable, candidates: Sequence[Candidate], rows: int) -> Depths:
-        passed, self._thought = self._steps - self._thought, self._steps
-        known = {candidate.kind: self._rates(candidate.kind) for candidate in candidates}
-        for kind, acceptance in known.items():
-            acceptance.fade(passed)
-            self._considered[kind] = self._steps
+        known, passed = self._known(candidates)
         found = Choices(candidates, known, self._levels, self.cost, rows)
-        best = found.fastest
-        other = found.stalest(best)
-        loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
-        plan = _Plan(found.depths(best), self._steps, 0, found.worth(best))
-        depths = plan.depths
-        if self._dares(loss, passed):
-            depths = found.depths(other)
-            woken = [kind for kind, depth in depths.items() if depth and not plan.depths[kind]]
-            self._trial = _Trial(question, depths, woken, found.seconds(best), plan.worth, loss)
-        self._settle(question, plan, rows, loss)
+        before = self._plans.get(question)
+        best = found.settled(before.depths if before else None)
+        plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best))
+        trial, curiosity = self._other(question, found, best), _CURIOSITY / (1 + plan.trials / _SURE)
+        self._savings = min(self._savings + passed * curiosity, _SAVINGS)
+        plan.tried = trial.loss <= self._savings
+        self._trial = trial if plan.tried else None
+        self._savings -= trial.loss if plan.tried else 0.0
+        # Until there is enough for a trial, and for thinking of it.
+        most = int((_THOUGHT + trial.loss - self._savings) / curiosity)
+        plan.keep(self._steps, most)
+        for kind in plan.depths:
+            self._rest(kind, before, plan, rows, most)
+        depths = trial.depths if plan.tried else plan.depths
         for kind, acceptance in known.items():
             acceptance.tried(depths[kind])
         return depths
 
-    def _beside(self, alone: _Plan, candidates: Sequence[Candidate], rows: int) -> Depths:
+    def _known(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Acceptance], int]:
+        """How often drafts of each kind are right, as of now, and the steps since the last thought."""
+        passed, self._thought = self._steps - self._thought, self._steps
+        for kind, sequences, levels, seconds in self._drafted:
+            self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / self.cost.pace)
+        self._drafted.clear()
+        known = {kind: self._rates(kind) for kind, _ in candidates}
+        for kind, acceptance in known.items():
+            acceptance.fade(passed)
+            self._considered[kind] = self._steps
+        return known, passed
+
+    def _other(self, question: Hashable, found: Choices, best: int) -> Trial:
+        """What is to be tried next, for how long, and what that costs."""
+        other = found.stalest(best)
+        loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
+        steps = 1
+        if best == 0:
+            steps = _TRY
+        elif other == 0:
+            steps = _PAUSE if loss < _MUCH else _GLANCE
+        depths, kept = found.depths(other), found.depths(best)
+        woken = [kind for kind, depth in depths.items() if depth and not kept[kind]]
+        loss = steps * loss + (self.cost.turning if steps > 1 else 0.0)
+        return Trial(question, depths, woken, found.seconds(best), loss, self._steps + steps)
+
+    def _rest(self, kind: str, before: Plan | None, plan: Plan, rows: int, most: int) -> None:
+        """A kind whose drafts do not pay is left in peace; what comes of a trial is thought over at once."""
+        rest, trial, depth = self._rests.setdefault(kind, Rest()), self._trial, plan.depths[kind]
+        if trial is not None and not any(trial.depths.values()):
+            rest.pause(trial.until, rows)
+            plan.until = self._steps
+        elif trial is None or kind not in trial.woken:
+            rest.decide(depth, self._steps, rows, most)
+            if before is not None and before.depths[kind] and not depth:
+                # Until it is known what a step without drafts takes.
+                rest.pause(self._steps + _PAUSE, rows)
+
+    def _beside(self, alone: Plan, candidates: Sequence[Candidate], rows: int) -> Depths:
         """Depths beside prompts, whose rows have to be computed anyway: those without them, if their rows pay here."""
         drafts = sum(min(alone.depths[one.kind], one.limit) for one in candidates)
         if drafts and rows < self.cost.reach:
@@ -234,93 +274,3 @@ class AdaptiveDepth:
             if after - before <= alone.worth * drafts:
                 return alone.depths
         return dict.fromkeys(alone.depths, 0)
-
-    def _settle(self, question: Hashable, plan: _Plan, rows: int, loss: float) -> None:
-        """Keep to the best that is known: kinds of which that is nothing rest until there is enough for a trial."""
-        before = self._plans.get(question)
-        if before is not None:
-            # The oftener it came out the same, the longer it is kept.
-            plan.length = 2 * before.length + 1 if before.depths == plan.depths else before.length // 2
-        plan.length = min(plan.length, self._steps // _GREEN, _LONGEST_PLAN)
-        # Where a kind does not pay, its rest is all the plan there is.
-        plan.uses = plan.length if all(plan.depths.values()) else 0
-        plan.until += 1 + _SELDOM * plan.uses
-        self._plans[question] = plan
-        # What comes of a trial is thought over at once.
-        for kind in plan.depths.keys() - (self._trial.woken if self._trial else ()):
-            rest = self._rests.setdefault(kind, _Rest())
-            rest.decide(plan.depths[kind], self._steps, rows, int((_THOUGHT + loss - self._savings) / _CURIOSITY))
-
-    def _dares(self, loss: float, passed: int) -> bool:
-        """Whether another choice than the best is to be tried: what that is expected to lose was saved up."""
-        self._savings = min(self._savings + passed * _CURIOSITY, _PATIENCE * _CURIOSITY)
-        if loss > self._savings:
-            return False
-        self._savings -= loss
-        return True
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Depths that are kept until a step, or until they were used so often.
-
-    worth   seconds that a draft of them may add to a step that reads prompts
-    length  how often they may be used in all: the oftener they were found best, the oftener
-    """
-
-    depths: Depths
-    until: int
-    uses: int
-    worth: float
-    length: int = 1
-
-    def use(self, step: int) -> Depths:
-        """The depths, once more."""
-        self.uses -= 1
-        if self.uses <= 0:
-            self.until = step + 1
-        return self.depths
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """Depths that are not the best as far as is known.
-
-    woken    kinds of which nothing is the best
-    seconds  of the best step
-    worth    see _Plan
-    loss     that a step of the trial is expected to cost, in such steps
-    """
-
-    question: Hashable
-    depths: Depths
-    woken: Collection[str]
-    seconds: float
-    worth: float
-    loss: float
-
-
-@dataclass(slots=True)
-class _Rest:
-    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay.
-
-    rows   of the step in which it did not
-    owed   steps that it is to rest for what was spent on it, unless it pays
-    """
-
-    until: int = 0
-    length: int = 0
-    rows: int = 0
-    owed: int = 0
-
-    def rests(self, step: int, rows: int) -> bool:
-        """Whether the kind is left in peace in a step of so many rows."""
-        return step < self.until and rows > _FEWER * self.rows
-
-    def decide(self, deepest: int, step: int, rows: int, most: int = _LONGEST_REST) -> None:
-        """How deep is best in this step, and how many rows it had anyway; the rest has `most` steps at most."""
-        most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
-        self.length = 0 if deepest else min(2 * self.length + 1, most)
-        # Who knows little should not be sure for long.
-        self.until = step + (0 if deepest else max(self.length, min(self.owed, step)))
-        self.rows, self.owed = rows, 0

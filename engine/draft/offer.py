@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
@@ -24,13 +23,14 @@ _HOPELESS = 0.005
 _FAR = 1.3
 # What makes a choice that loses nothing cost something, as a share of a step: so that the stalest of them is tried.
 _LEAST = 1e-3
+# How many times as fast drafts have to be as none, and as those that were chosen before.
+_GAIN, _ALIKE = 1.01, 1.005
 
 # How deep to draft, by kind.
 Depths: TypeAlias = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A sequence that could be drafted for by a kind of drafter: at most `limit` tokens."""
 
     kind: str
@@ -110,11 +110,28 @@ class Choices:
         """The choice that brings most tokens a second."""
         return min(range(len(self._tokens)), key=self.price)
 
+    def settled(self, before: Depths | None) -> int:
+        """The fastest, or one that is nearly as fast: none at all, or else the depths of before.
+
+        Estimates differ by as much from one time to the next, and texts that grow by leaps end one by one, so that the
+        last of them have a step for themselves.
+        """
+        best = self.fastest
+        if self.price(0) <= _GAIN * self.price(best):
+            return 0
+        same = 0 if before is None else self._choice(before)
+        return same if same and self.price(same) <= _ALIKE * self.price(best) else best
+
     def worth(self, choice: int) -> float:
         """Seconds that each draft of a choice may add to some step, so that its tokens cost no more than here."""
         drafts = self._counts[choice] - self._counts[0]
         gained = (self._tokens[choice] - self._tokens[0]) * self.price(choice) - self._drafting[choice]
         return gained / drafts if drafts else 0.0
+
+    def _choice(self, depths: Depths) -> int:
+        """The choice that drafts as deep; 0: none does."""
+        choice = sum(level.depth <= depths[level.kind] for level in self._levels[: len(self._tokens) - 1])
+        return choice if self.depths(choice) == depths else 0
 
     def stalest(self, best: int) -> int:
         """The choice but the best one that is cheapest to try for the steps that it was not tried.

@@ -12,13 +12,13 @@ from tests.house.source import Source, imports, sources
 FLOORS = {
     "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
         attention recurrent disk components | shelf | radix entries | prefix | forward | cache""",
-    "engine": """errors status types message noise kernels.reference kernels.crossing kernels.pages kernels.cpu.build
-        prefix sight quantize.stacks draft.passage draft.acceptance cost draft.levels | config lineage
+    "engine": """errors status types message noise trial kernels.reference kernels.crossing kernels.pages
+        kernels.cpu.build prefix sight quantize.stacks draft.passage draft.acceptance cost draft.levels | config lineage
         outline wording scoring kernels.latent kernels.packing native.widening kernels.cpu.native
         quantize.survey
         draft.library draft.offer budget embedder.layout dialect.source dialect.lark dialect.quoting grammar history
-        filters validity | kernels.linear stopping native.placing native.decoder rules embedder.head embedder.reader
-        dialect.input dialect.json_text dialect.thoughts dialect.schema | text dialect.speech |
+        filters validity | kernels.linear draft.plans stopping native.placing native.decoder rules embedder.head
+        embedder.reader dialect.input dialect.json_text dialect.thoughts dialect.schema | text dialect.speech |
         dialect.calls dialect.reader kernels.cpu.linear embedder.embedder | dialect.frame embedder.turns
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
         dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
@@ -30,9 +30,9 @@ FLOORS = {
         native.attention native.walk native.recurrence | native.mlp | native.experts | native.half |
         native.shape native.drawing | native.runner | native.choosing |
         draft.model scheduler load stream | draft.heads | draft.head | draft.loading step | core | duties | engine""",
-    "server": """encoding version settings metrics schemas.policy database responses.sealed bench.options
+    "server": """encoding events version settings metrics schemas.policy database responses.sealed bench.options
         bench.samples bench.recording | errors schemas.content store bench.machine bench.client |
-        schemas.tools renaming faults bench.target bench.prompts | schemas.structure bench.launch bench.asker |
+        teller schemas.tools renaming faults bench.target bench.prompts | schemas.structure bench.launch bench.asker |
         schemas.common bench.cells | schemas.errors schemas.chat bench.probe bench.plan
         schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner
         usage schemas.response_input schemas.anthropic_answer | accounts schemas.responses schemas.response_items
@@ -42,7 +42,7 @@ FLOORS = {
         logprobs routes.documented lenient tools messages structure responses.items responses.history anthropic.blocks
         responses.comparison | ability grammar sampling batch jobs bench.plots responses.writer responses.translation
         responses.archive | generation embeddings labels transcript anthropic.translation bench.command |
-        fold sse turn continuation asking comparing | ndjson
+        fold sse spacing turn continuation asking comparing | ndjson
         reply tokens decisions scoring diagnostics text_chunks responses.snapshot responses.truncation
         responses.run anthropic.answer | chunks ollama | answering chat completions responses.desk | routes.chat
         routes.completions routes.capabilities routes.embeddings routes.tokens routes.decisions routes.rerank

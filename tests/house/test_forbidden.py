@@ -21,7 +21,7 @@ BORDERS = {
     "engine/selftest.py": "a model that fails its self-test is refused in words",
     "engine/draft/heads.py": "a head that cannot be read or run packed is refused in words",
     "server/limits.py": "the HTTP border, before the first byte",
-    "server/sse.py": "the HTTP border, behind the first byte",
+    "server/teller.py": "the HTTP border, behind the first byte",
     "server/responses/run.py": "the HTTP border of a task that outlives its request",
 }
 # Where async code may stand in the engine: the rest runs on its thread.
@@ -31,6 +31,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "subprocess"}
 # The files that start another program.
 STARTS = {
+    "engine/trial.py": "itself, to try what may end a process",
     "engine/kernels/cpu/build.py": "the system's compiler, on our own source",
     "server/bench/launch.py": "the server that is measured, named by who measures it",
 }

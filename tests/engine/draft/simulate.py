@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.cost import Work
 from engine.draft.depth import Depth
 from engine.draft.offer import Candidate
 
@@ -59,15 +60,27 @@ class Score:
         return self.tokens / self.seconds
 
 
-def play(depth: Depth, worlds: Sequence[World], *, batch: int, warm: int, seed: int = 0, noise: float = 0.05) -> Score:
+def play(
+    depth: Depth,
+    worlds: Sequence[World],
+    *,
+    batch: int,
+    warm: int,
+    seed: int = 0,
+    noise: float = 0.05,
+    cold: float = 0.0,
+) -> Score:
     """Let a controller choose for a batch, one world a round; what the first `warm` rounds bring is not counted.
 
     noise  relative deviation of measured seconds; they are never less than true, as on a machine with other work
+    cold   what the first step without drafts takes longer behind one with drafts, of which the processor's caches are
+           full, as a share of a step; the next ones two thirds of that, and so on
     """
     chance = random.Random(seed)
     limit = len(worlds[0].chances)
-    score = Score()
+    score, chill = Score(), 0.0
     for number, world in enumerate(worlds):
+        depth.cost.expect(Work(batch, told=batch))
         asked = not depth.rests(KIND, batch)
         depths = depth.choose([Candidate(KIND, limit)] * batch, rows=batch) if asked else [0] * batch
         for drafted in depths:
@@ -75,10 +88,13 @@ def play(depth: Depth, worlds: Sequence[World], *, batch: int, warm: int, seed: 
             depth.verified(KIND, min(accepted + 1, drafted), accepted)
         if any(depths):
             depth.drafted(KIND, batch, max(depths), world.level_seconds * max(depths))
-        depth.stepped(batch + sum(depths), world.seconds(batch + sum(depths)) * (1 + abs(chance.gauss(0, noise))))
+        chill = cold if any(depths) else 2 / 3 * chill
+        late = 0.0 if any(depths) else 1.5 * chill
+        seconds = (1 + late) * world.seconds(batch + sum(depths))
+        depth.stepped(batch + sum(depths), seconds * (1 + abs(chance.gauss(0, noise))))
         if number >= warm:
             score.tokens += world.tokens(depths)
-            score.seconds += world.cost(depths)
+            score.seconds += world.cost(depths) + late * world.seconds(batch)
             score.depths.append(depths)
     return score
 

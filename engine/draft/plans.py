@@ -1,0 +1,106 @@
+"""What was decided about depths, and for how long it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+from engine.draft.offer import Depths
+
+# A plan is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
+# What is asked seldom is kept until so many times as many steps have passed.
+_GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
+# Trials that count at most.
+_MOST_TRIALS = 10
+# Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
+_LONGEST_REST, _FEWER = 127, 0.8
+
+
+@dataclass(slots=True)
+class Plan:
+    """The best depths as far as was known, kept until a step, or until they were used so often.
+
+    worth   seconds that a draft of them may add to a step that reads prompts
+    length  how often they may be used in all: the oftener they were found best, the oftener
+    trials  of something else that did not change them, lately
+    tried   whether there was one since
+    """
+
+    depths: Depths
+    worth: float
+    length: int = 1
+    trials: int = 0
+    tried: bool = False
+    until: int = 0
+    uses: int = 0
+
+    @classmethod
+    def after(cls, before: Plan | None, depths: Depths, worth: float) -> Plan:
+        """What is best now. The oftener it came out the same, the longer it is kept; what is new may be wrong."""
+        if before is None:
+            return cls(depths, worth)
+        if before.depths == depths:
+            return cls(depths, worth, 2 * before.length + 1, min(before.trials + before.tried, _MOST_TRIALS))
+        return cls(depths, worth, before.length // 8, before.trials // 2)
+
+    def keep(self, step: int, most: int) -> None:
+        """From this step on; `most` steps, or the length where that is more."""
+        self.length = min(self.length, step // _GREEN, _LONGEST_PLAN)
+        # Where a kind does not pay, its rest is all the plan there is.
+        self.uses = max(self.length, min(most, 2 * self.length)) if all(self.depths.values()) else 0
+        self.until = step + 1 + _SELDOM * self.uses
+
+    def use(self, step: int) -> Depths:
+        """The depths, once more."""
+        self.uses -= 1
+        if self.uses <= 0:
+            self.until = step + 1
+        return self.depths
+
+
+@dataclass(slots=True)
+class Trial:
+    """Depths that are not the best as far as is known.
+
+    woken    kinds of which nothing is the best
+    seconds  of the best step
+    loss     that the trial is expected to cost, in such steps
+    until    the step in which it is over
+    """
+
+    question: Hashable
+    depths: Depths
+    woken: Collection[str]
+    seconds: float
+    loss: float
+    until: int
+
+
+@dataclass(slots=True)
+class Rest:
+    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay.
+
+    rows   of the step in which it did not
+    owed   steps that it is to rest for what was spent on it, unless it pays
+    """
+
+    until: int = 0
+    length: int = 0
+    rows: int = 0
+    owed: int = 0
+
+    def rests(self, step: int, rows: int) -> bool:
+        """Whether the kind is left in peace in a step of so many rows."""
+        return step < self.until and rows > _FEWER * self.rows
+
+    def pause(self, until: int, rows: int) -> None:
+        """It is left in peace until a step, in steps of so many rows."""
+        self.until, self.rows = until, rows
+
+    def decide(self, deepest: int, step: int, rows: int, most: int = _LONGEST_REST) -> None:
+        """How deep is best in this step, and how many rows it had anyway; the rest has `most` steps at most."""
+        most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
+        self.length = 0 if deepest else min(2 * self.length + 1, most)
+        # Who knows little should not be sure for long.
+        self.until = step + (0 if deepest else max(self.length, min(self.owed, step)))
+        self.rows, self.owed = rows, 0
