@@ -20,7 +20,7 @@ from engine.draft.levels import DraftCost
 # Drafts that are right as seldom as this are not considered, but for the first of each kind.
 _HOPELESS = 0.005
 # Where a token costs so many times as much as at best, there is no use in going on.
-_FAR = 1.3
+_FAR = 2.0
 # What makes a choice that loses nothing cost something, as a share of a step: so that the stalest of them is tried.
 _LEAST = 1e-3
 # How many times as fast drafts have to be as none, and as those that were chosen before.
