@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.prefix import common_prefix
@@ -123,7 +124,7 @@ class Matcher:
                 self._limit = tuple(guessed)
                 self._restart()
                 return torch.zeros(self._size, dtype=torch.bool)
-        return None if mask is None else _unpacked(mask, self._size)
+        return None if mask is None else torch.from_numpy(_unpacked(mask, self._size))
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens of the text that comes next, where it looks as if there were only one.
@@ -141,7 +142,7 @@ class Matcher:
         mask = self._mask(guessed)
         if mask is None or self.error or self._state.is_accepting():
             return None
-        tokens = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little"))
+        tokens = np.flatnonzero(_unpacked(mask, self._size))
         return self._compiled.longest(tokens.tolist()) if 0 < len(tokens) <= _BEGINNINGS else None
 
     @contextmanager
@@ -182,6 +183,6 @@ class Matcher:
         self._ahead = []
 
 
-def _unpacked(mask: bytes, size: int) -> Tensor:
+def _unpacked(mask: bytes, size: int) -> NDArray[np.bool_]:
     """A mask of one bit a token as one truth value a token."""
-    return torch.from_numpy(np.unpackbits(np.frombuffer(mask, np.uint8), count=size, bitorder="little").view(np.bool_))
+    return np.unpackbits(np.frombuffer(mask, np.uint8), count=size, bitorder="little").view(np.bool_)

@@ -13,6 +13,7 @@ that does not pay is not even asked for most of the time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from math import log2
 from typing import Protocol
@@ -130,7 +131,7 @@ class AdaptiveDepth:
         self._acceptance: dict[str, Acceptance] = {}
         self._levels: dict[str, DraftCost] = {}
         self._plans: dict[Hashable, Plan] = {}
-        self._rests: dict[str, Rest] = {}
+        self._rests = defaultdict[str, Rest](Rest)
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
         # What drafting took, to be learnt from with the next thought.
@@ -152,11 +153,11 @@ class AdaptiveDepth:
 
     def outdone(self, kind: str, rows: int) -> None:
         """The kind need not be asked for some steps."""
-        self._rests.setdefault(kind, Rest()).decide(0, self._steps, rows)
+        self._rests[kind].decide(0, self._steps, rows)
 
     def silent(self, kind: str, rows: int) -> None:
         """The kind need not be asked for a few steps."""
-        rest = self._rests.setdefault(kind, Rest())
+        rest = self._rests[kind]
         rest.decide(0, self._steps, rows, max(_SILENCE, rest.length))
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
@@ -196,7 +197,7 @@ class AdaptiveDepth:
             start, level = self._levels.setdefault(kind, DraftCost()).line(sequences)
             trial.until = max(trial.until, self._steps + 2)
             owed = max(seconds - self.cost.pace * (start + level * levels), 0.0) / (_CURIOSITY * trial.seconds)
-            self._rests.setdefault(kind, Rest()).owed = int(owed)
+            self._rests[kind].owed = int(owed)
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
@@ -231,9 +232,9 @@ class AdaptiveDepth:
 
     def _known(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Acceptance], int]:
         """How often drafts of each kind are right, as of now, and the steps since the last thought."""
-        passed, self._thought = self._steps - self._thought, self._steps
+        passed, self._thought, pace = self._steps - self._thought, self._steps, self.cost.pace
         for kind, sequences, levels, seconds in self._drafted:
-            self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / self.cost.pace)
+            self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
         self._drafted.clear()
         known = {kind: self._rates(kind) for kind, _ in candidates}
         for kind, acceptance in known.items():
@@ -257,7 +258,7 @@ class AdaptiveDepth:
 
     def _rest(self, kind: str, before: Plan | None, plan: Plan, rows: int, most: int) -> None:
         """A kind whose drafts do not pay is left in peace; what comes of a trial is thought over at once."""
-        rest, trial, depth = self._rests.setdefault(kind, Rest()), self._trial, plan.depths[kind]
+        rest, trial, depth = self._rests[kind], self._trial, plan.depths[kind]
         if trial is not None and not any(trial.depths.values()):
             rest.pause(trial.until, rows)
             plan.until = self._steps

@@ -68,7 +68,7 @@ class Choices:
         self._levels = sorted(_levels(candidates, known), key=attrgetter("survival"), reverse=True)
         counts = list(accumulate([rows, *(level.drafts for level in self._levels)]))
         self._counts = counts[: bisect_right(counts, cost.reach)]
-        seconds = cost.seconds(self._counts)
+        seconds, pace = cost.seconds(self._counts), cost.pace
         tokens, drafting, lines = float(rows), 0.0, dict[str, tuple[float, float]]()
         self._tokens, self._seconds, self._drafting, least = [tokens], seconds[:1], [0.0], seconds[0] / tokens
         for (kind, depth, drafts, survival, _), step_seconds in zip(self._levels, seconds[1:], strict=False):
@@ -76,8 +76,8 @@ class Choices:
             if kind in paid:
                 if depth == 1:
                     lines[kind] = paid[kind].line(drafts)
-                    drafting += cost.pace * lines[kind][0]
-                drafting += cost.pace * lines[kind][1]
+                    drafting += pace * lines[kind][0]
+                drafting += pace * lines[kind][1]
             self._tokens.append(tokens)
             self._seconds.append(step_seconds + drafting)
             self._drafting.append(drafting)
