@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvcache.components import Components
 from kvcache.node import Tokens
 from kvcache.prefix import PrefixTree
 from kvcache.shelf import ShelfConfig
@@ -62,7 +63,7 @@ class Counter:
         """Count together."""
         return Count(first.tokens + second.tokens, thick=True)
 
-    def reach(self, stretches: Sequence[tuple[int, Count]], standing: int, length: int) -> int:
+    def deepest(self, stretches: Sequence[tuple[int, Count]], standing: int, length: int) -> int:
         """As far as is wanted."""
         return length
 
@@ -109,7 +110,7 @@ def text(number: int) -> Tokens:
 
 def plant(nodes: int) -> tuple[PrefixTree, int]:
     """A tree of at least so many nodes, and how many texts it was given."""
-    tree, number = PrefixTree([Counter()], ShelfConfig(), token_bytes=1), 0  # type: ignore[list-item]
+    tree, number = PrefixTree(Components([Counter()]), ShelfConfig(), token_bytes=1), 0  # type: ignore[list-item]
     while tree.nodes < nodes:
         tree.remember(0, text(number), b"", seal=True)
         number += 1

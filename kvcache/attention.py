@@ -12,19 +12,23 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvcache.cells import CellPool, Cells, last_run
 from kvcache.component import Content
 from kvcache.errors import OutOfCells
 from kvcache.holes import HOLE, deepest
-from kvcache.planes import copy_cells
+from kvcache.planes import Places, copy_cells
 from kvcache.rotary import rotate
 from kvcache.spec import GroupSpec, Span
 
 
 class AttentionGroup:
-    """A component (kvcache/component.py): keys and values of layers that share geometry and reach."""
+    """A component (kvcache/component.py): keys and values of layers that share geometry and reach.
+
+    capacity  tokens of a slot, at most
+    cells     of the pool
+    dtype     how they are stored (kvcache/planes.py)
+    """
 
     def __init__(
         self, spec: GroupSpec, *, slots: int, capacity: int, cells: int, dtype: torch.dtype, device: torch.device
@@ -45,8 +49,8 @@ class AttentionGroup:
         """The slot's cells in position order, with holes: a view that is valid until the slot changes."""
         return self._tables[slot, : self._lengths[slot]]
 
-    def cells(self, slot: int, first: int) -> slice | Tensor:
-        """The slot's cells from a position on, as the planes take them: a slice where they follow each other."""
+    def cells(self, slot: int, first: int) -> Places:
+        """The slot's cells from a position on, as the planes take them."""
         if self._runs[slot] > first:
             return self.pool.index(self.table(slot)[first:])
         start = self._tables.item(slot, first)
@@ -61,14 +65,6 @@ class AttentionGroup:
         if self.spec.reach.kind == "full":
             return min(length, self._lengths[slot])
         return deepest(self.table(slot)[:length], 0, self.spec.reach)
-
-    def share(self, source: int, target: int, length: int) -> None:
-        """Reference the source's first cells from the target too; no tensor moves."""
-        cells, begin = self.table(source)[:length].copy(), self._begins[source]
-        self.pool.share(self._present(cells))
-        self.truncate(target, 0)
-        self._put(target, 0, cells)
-        self._begins[target] = min(begin, length)
 
     def truncate(self, slot: int, length: int) -> None:
         """Release the cells from `length` on."""
@@ -160,7 +156,7 @@ class AttentionGroup:
         """All of the cells."""
         return np.concatenate((first, second))
 
-    def reach(self, stretches: Sequence[tuple[int, Cells]], standing: int, length: int) -> int:
+    def deepest(self, stretches: Sequence[tuple[int, Cells]], standing: int, length: int) -> int:
         """The deepest position whose next row would see no hole; what it sees of the slot itself is there."""
         if self.spec.reach.kind == "full":
             return length

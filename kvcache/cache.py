@@ -4,6 +4,10 @@
    computes what is missing and never asks why.
 2. Every forward is a transaction (kvcache/forward.py), and a refused operation has changed nothing.
 
+What a slot computed is passed on by reference. `copy_prefix` gives it to another slot; with the prefix tree in between
+these are two steps: `remember` puts it there under its tokens, `recall` gives it to any slot whose tokens begin alike,
+whether the one that computed it is still running or long gone.
+
 One thread owns a cache. Between `begin` and `end` of a forward only that forward may use it.
 """
 
@@ -18,7 +22,7 @@ import torch
 
 from kvcache.attention import AttentionGroup
 from kvcache.component import Component
-from kvcache.components import lacking
+from kvcache.components import Components, shortfall
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
 from kvcache.prefix import Counts, PrefixTree
@@ -40,6 +44,9 @@ class Cache:
     rows         of one forward at most; None: as many as a slot holds
     state_bytes  of recurrent states that may be remembered; None: the model has no recurrent layers
     shelf        where remembered content goes for which there are no cells; None: nowhere
+    dtype        how keys and values are stored: any floating type, or int8 (kvcache/planes.py)
+
+    Errors besides those that a method names: IndexError, there is no such slot; CacheError, a forward is open.
     """
 
     def __init__(
@@ -66,9 +73,7 @@ class Cache:
         # Those whose need for cells grows as long as a sequence does.
         self._growing = [group for group in self._groups if group.spec.reach.kind == "full"]
         self.states = None if state_bytes is None else RecurrentStates(slots, state_bytes, place)
-        self._components: tuple[Component[Any], ...] = (
-            self._groups if self.states is None else (*self._groups, self.states)
-        )
+        self._components = Components(self._groups if self.states is None else (*self._groups, self.states))
         self._homes = {layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)}
         token_bytes = sum(spec.cell_bytes(dtype) for spec in specs)
         piece = max(min(cells // _PIECES, _LARGEST_PIECE), 1)
@@ -85,7 +90,7 @@ class Cache:
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """The groups of attention layers, for memory reports and tests."""
+        """The groups of attention layers: always the same object."""
         return self._groups
 
     def length(self, slot: int) -> int:
@@ -99,23 +104,22 @@ class Cache:
     def copy_prefix(self, source: int, target: int, length: int) -> int:
         """Let `target` hold the first tokens of `source`, which may be running; nothing is copied. Returns the length.
 
-        What `target` held is forgotten.
+        What `target` held is forgotten. Who knows the tokens but not the slot asks `recall`.
         """
         self._check_idle()
         self._check_slot(target)
         standing = self._standing(source, length)
-        if source == target:
-            return self.rewind(target, standing)
-        for component in self._components:
-            component.share(source, target, standing)
+        held = self._components.hold(source, 0, standing)
+        self._components.truncate(target, 0)
+        self._components.restore(target, held)
+        self._components.release(held)
         return standing
 
     def rewind(self, slot: int, length: int) -> int:
-        """Forget what lies behind `length`. Returns the length at which the slot stands then."""
+        """Forget what lies behind `length`. Returns the length at which the slot stands then; ValueError: below 0."""
         self._check_idle()
         standing = self._standing(slot, length)
-        for component in self._components:
-            component.truncate(slot, standing)
+        self._components.truncate(slot, standing)
         return standing
 
     def clear(self, slot: int) -> None:
@@ -148,7 +152,8 @@ class Cache:
     def recall(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> int:
         """Extend the slot with what is remembered of `tokens`, of which it holds the first ones; its new length.
 
-        Nothing is copied or computed. What was remembered under another salt does not exist here.
+        As `copy_prefix`: cells are referenced once more, nothing is copied. Only what lies on the shelf alone is read
+        into fresh cells. What was remembered under another salt does not exist here.
         """
         self._check_idle()
         return self._tree.recall(slot, self.length(slot), np.asarray(tokens, dtype=np.int64), salt)
@@ -157,6 +162,8 @@ class Cache:
         """Keep what the slot holds for its first `len(tokens)` tokens, which are these, beyond the slot's own life.
 
         seal  their end is a place worth resuming at: what it takes to go on there is the last to be given up
+
+        Raises ValueError if the slot holds fewer.
         """
         self._check_idle()
         if len(tokens) > self.length(slot):
@@ -241,9 +248,7 @@ class Cache:
         for slot, length in kept.items():
             if self.states is None and length == self.length(slot):
                 continue  # all rows stay, and cells need nothing for that
-            standing = self._standing(slot, length)
-            for component in self._components:
-                component.truncate(slot, standing)
+            self._components.truncate(slot, self._standing(slot, length))
 
     def _find_room(self, check: Callable[[Component[Any]], None]) -> int:
         """Forget what is wanted least until a check passes for all components; the cells still lacking."""
@@ -256,19 +261,14 @@ class Cache:
 
     def _lacking(self, check: Callable[[Component[Any]], None]) -> list[int]:
         """By how many cells each component falls short of what a check asks for."""
-        return [lacking(partial(check, component)) for component in self._components]
+        return [shortfall(partial(check, component)) for component in self._components]
 
     def _standing(self, slot: int, length: int) -> int:
-        """The deepest length at which all components can stand: each may lower it, until none does."""
+        """The deepest length, at most the one asked for, at which the slot can stand."""
         self._check_slot(slot)
         if length < 0:
             raise ValueError(f"a slot cannot stand at {length}")
-        standing, before = length, -1
-        while standing != before:
-            before = standing
-            for component in self._components:
-                standing = component.standing(slot, standing)
-        return standing
+        return self._components.standing(slot, length)
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:

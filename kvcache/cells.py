@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.errors import OutOfCells
-from kvcache.planes import planes
+from kvcache.planes import Places, planes
 from kvcache.spec import GroupSpec
 
 Cells: TypeAlias = NDArray[np.int64]
@@ -24,6 +24,9 @@ class CellPool:
     """Storage for `cells` tokens: a plane of keys and one of values, in the format that `dtype` stands for.
 
     Both are [layers, heads, cells, width]: head-major is 1.3-1.6x faster to read than token-major on a CPU.
+
+    references  int32 [cells]: how many slots and nodes of the prefix tree name a cell; 0: it is free
+    free        cells that are
     """
 
     def __init__(self, spec: GroupSpec, cells: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -86,11 +89,11 @@ class CellPool:
             tensor[:, :, index] = content[name][:, :, start:stop].to(self.device)
 
     def index(self, cells: Cells) -> Tensor:
-        """A copy of cells as the planes take them."""
+        """A copy of cells as the planes take them, whether or not they follow each other."""
         return torch.tensor(cells, device=self.device)
 
-    def run_or_index(self, cells: Cells) -> slice | Tensor:
-        """Cells as the planes take them: a slice where they follow each other."""
+    def places(self, cells: Cells) -> Places:
+        """Cells as the planes take them."""
         return self.index(cells) if last_run(cells) else slice(int(cells[0]), int(cells[-1]) + 1)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcache.spec import Span
 
-# What the prefix tree holds of one component for a stretch of tokens.
+# What a component holds of a stretch of tokens: cells with holes (kvcache/holes.py), or marks (kvcache/recurrent.py).
 Held = TypeVar("Held")
 # What a component saves of a stretch: tensors on the CPU, by name.
 Content: TypeAlias = dict[str, Tensor]
@@ -31,10 +31,6 @@ class Component(Protocol[Held]):
 
         A slot holds what it needs to go on from its own length; what only shorter ones need it may have released.
         """
-        ...
-
-    def share(self, source: int, target: int, length: int) -> None:
-        """Make `target` hold the first `length` tokens of `source`, which stays as it is."""
         ...
 
     def truncate(self, slot: int, length: int) -> None:
@@ -93,7 +89,7 @@ class Component(Protocol[Held]):
         """Two stretches that follow each other as one."""
         ...
 
-    def reach(self, stretches: Sequence[tuple[int, Held]], standing: int, length: int) -> int:
+    def deepest(self, stretches: Sequence[tuple[int, Held]], standing: int, length: int) -> int:
         """The deepest position up to `length` from which a slot could go on that stands at `standing` now.
 
         stretches  what is held from the start on, each with the position where it begins
@@ -125,7 +121,7 @@ class Component(Protocol[Held]):
         ...
 
     def outline(self, content: Content, length: int) -> Held:
-        """What `load` would return for a saved stretch of `length` tokens, enough for `reach`; it holds nothing."""
+        """What `load` would return for a saved stretch of `length` tokens, enough for `deepest`; it holds nothing."""
         ...
 
     def load(self, content: Content, start: int, stop: int) -> Held:

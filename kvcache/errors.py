@@ -1,6 +1,6 @@
 """What the cache refuses. A refused operation has changed nothing.
 
-CacheError
+CacheError        the root; itself, where the cache is used while a forward is open
 ├── OutOfCells    the pool has fewer free cells than the operation needs
 └── BadSpan       a forward was asked for rows that do not continue their slot
 """

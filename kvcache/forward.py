@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from kvcache.attention import AttentionGroup
-from kvcache.planes import Stored
+from kvcache.planes import Places, Stored
 from kvcache.spec import Reach, Span
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 class Segment:
     """The rows of one slot in the packed batch, and what they may attend to.
 
-    rows   of the batch that belong to the slot
-    start  position of the first of them
-    cells  those of positions [first, start + rows), in order; a slice where they are one run, so that a view will do
-    first  the oldest position that the rows see
+    rows    of the batch that belong to the slot
+    start   position of the first of them
+    cells   those of positions [first, start + rows), in order
+    first   the oldest position that the rows see
     mutual  see Span
     """
 
     rows: slice
     start: int
-    cells: slice | Tensor
+    cells: Places
     first: int = 0
     mutual: tuple[tuple[int, int], ...] = ()
 
@@ -55,8 +55,8 @@ class Forward:
         self._cache = cache
         self._kept = {span.slot: span.stop for span in spans}
         self._begun = False
-        self._segments: dict[int, tuple[Segment, ...]] = {}
-        self._targets: dict[int, slice | Tensor] = {}
+        self._segments: dict[AttentionGroup, tuple[Segment, ...]] = {}
+        self._targets: dict[AttentionGroup, Places] = {}
 
     def __enter__(self) -> Forward:
         """Make room for the rows. Raises BadSpan or OutOfCells, and then nothing has changed."""
@@ -82,14 +82,18 @@ class Forward:
         return self._cache.capacity
 
     def keep(self, slot: int, length: int) -> None:
-        """Let the slot stand at `length` after this forward: any length from the span's start to its stop."""
+        """Let the slot stand at `length` after this forward; ValueError: not from its span's start to its stop."""
         span = next((span for span in self.spans if span.slot == slot), None)
         if span is None or not span.start <= length <= span.stop:
             raise ValueError(f"slot {slot} cannot keep {length}: its span is {span}")
         self._kept[slot] = length
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the batch's rows of one layer: keys [heads, rows, key_width], values [heads, rows, value_width]."""
+        """Store the batch's rows of one layer, of any floating type.
+
+        keys    [heads, rows, key_width], turned to their positions
+        values  [heads, rows, value_width]
+        """
         group, own = self._cache.home(layer)
         target = self._target(group)
         group.pool.keys.write(own, target, keys)
@@ -105,19 +109,22 @@ class Forward:
         return self._cache.home(layer)[0].spec.reach
 
     def segments(self, layer: int) -> tuple[Segment, ...]:
-        """The batch cut by slot, in the order of the spans."""
+        """The batch cut by slot, in the order of the spans: the same object for all layers of a group."""
         group, _ = self._cache.home(layer)
-        if id(group) not in self._segments:
-            self._segments[id(group)] = tuple(self._cut(group))
-        return self._segments[id(group)]
+        if group not in self._segments:
+            self._segments[group] = tuple(self._cut(group))
+        return self._segments[group]
 
     def state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
-        """One tensor of the recurrent state before a piece of a span; None means zeros. It must not be written."""
+        """One tensor of the recurrent state before the row at a position, where a piece of a span begins.
+
+        None means zeros. It must not be written.
+        """
         assert self._cache.states is not None, "a cache without recurrent states"
         return self._cache.states.state(slot, position, name)
 
     def put_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
-        """Store one tensor of the recurrent state behind a piece of a span; it is kept as it is, not copied."""
+        """Store one tensor of the recurrent state before a position, where a piece of a span stops; uncopied."""
         assert self._cache.states is not None, "a cache without recurrent states"
         self._cache.states.put(slot, position, name, tensor)
 
@@ -131,8 +138,9 @@ class Forward:
             row += span.length
         return cut
 
-    def _target(self, group: AttentionGroup) -> slice | Tensor:
-        if id(group) not in self._targets:
+    def _target(self, group: AttentionGroup) -> Places:
+        """The cells of the new rows, in the order of the batch."""
+        if group not in self._targets:
             tails = [group.table(span.slot)[span.start :] for span in self.spans]
-            self._targets[id(group)] = group.pool.run_or_index(np.concatenate(tails))
-        return self._targets[id(group)]
+            self._targets[group] = group.pool.places(np.concatenate(tails))
+        return self._targets[group]

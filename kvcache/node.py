@@ -1,7 +1,7 @@
 """One node of the prefix tree: the tokens of its edge, what is held of them in cells, and what lies on the shelf.
 
-What is saved of a path is an entry. An edge may lie on the shelf in several pieces, and where an edge was split later,
-nodes share an entry: each has its own slice of it.
+What is saved of a path is an entry of the shelf. An edge may lie there in several pieces, and where an edge was split
+later, nodes share an entry: each has its own slice of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from kvcache.component import Content
 
 Tokens: TypeAlias = NDArray[np.int64]
-# What the components hold of one edge, each in its own way.
+# What the components hold of one stretch of tokens, each in its own way.
 Holdings: TypeAlias = list[Any]
 
 
-class Entry:
+class ShelfEntry:
     """A saved stretch of a path: `tokens` from position `start` on.
 
     content  what each component saved, while it is in memory
@@ -55,7 +55,7 @@ class Entry:
 class Piece:
     """The tokens [start, stop) of an entry, counted from its start."""
 
-    entry: Entry
+    entry: ShelfEntry
     start: int
     stop: int
 

@@ -13,13 +13,16 @@ import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvcache.hadamard import transform
 from kvcache.spec import GroupSpec
+
+# Cells as planes take them: a slice where they follow each other, so that reading is a view; else int64 [cells].
+Places: TypeAlias = slice | Tensor
 
 
 class Plane(Protocol):
@@ -35,11 +38,11 @@ class Plane(Protocol):
         """Columns of a row."""
         ...
 
-    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+    def write(self, layer: int, cells: Places, rows: Tensor) -> None:
         """Store one layer's rows [heads, len(cells), width], of any floating type."""
         ...
 
-    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, layer: int, cells: Places, dtype: torch.dtype) -> Tensor:
         """One layer's rows [heads, len(cells), width] as they are stored: behind `spread`. Not to be written."""
         ...
 
@@ -65,7 +68,7 @@ class Stored:
         """Columns of a row."""
         return self.plane.width
 
-    def read(self, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, cells: Places, dtype: torch.dtype) -> Tensor:
         """Rows [heads, len(cells), width] behind `spread`; a view where the format and the cells allow one."""
         return self.plane.read(self.layer, cells, dtype)
 
@@ -90,11 +93,11 @@ class FloatPlane:
         """Columns of a row."""
         return self.rows.shape[-1]
 
-    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+    def write(self, layer: int, cells: Places, rows: Tensor) -> None:
         """Store rows, rounded to the plane's type."""
         _put(self.rows[layer], cells, rows)
 
-    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, layer: int, cells: Places, dtype: torch.dtype) -> Tensor:
         """Rows; a view if the cells are a run and the type is the plane's."""
         return _take(self.rows[layer], cells).to(dtype)
 
@@ -124,7 +127,7 @@ class Int8Plane:
         """Columns of a row."""
         return self.codes.shape[-1]
 
-    def write(self, layer: int, cells: slice | Tensor, rows: Tensor) -> None:
+    def write(self, layer: int, cells: Places, rows: Tensor) -> None:
         """Quantise rows, each part of each alone; a part with a value that is not finite reads back as NaN."""
         spread = self.spread(rows).to(torch.promote_types(rows.dtype, torch.float32))
         parts = torch.split(spread, self.parts, -1)
@@ -136,7 +139,7 @@ class Int8Plane:
             _put(self.codes[layer], cells, torch.cat(codes, -1))
             _put(self.scales[layer], cells, torch.cat(scales, -1))
 
-    def read(self, layer: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, layer: int, cells: Places, dtype: torch.dtype) -> Tensor:
         """Rows, computed anew."""
         rows, scales = _take(self.codes[layer], cells).to(dtype), _take(self.scales[layer], cells)
         for part, scale in zip(torch.split(rows, self.parts, -1), torch.split(scales, 1, -1), strict=True):
@@ -179,11 +182,11 @@ def copy_cells(plane: Plane, sources: Tensor, targets: Tensor) -> None:
         tensor[:, :, targets] = tensor[:, :, sources]
 
 
-def _take(stored: Tensor, cells: slice | Tensor) -> Tensor:
+def _take(stored: Tensor, cells: Places) -> Tensor:
     return stored[:, cells] if isinstance(cells, slice) else stored.index_select(1, cells)
 
 
-def _put(stored: Tensor, cells: slice | Tensor, rows: Tensor) -> None:
+def _put(stored: Tensor, cells: Places, rows: Tensor) -> None:
     if isinstance(cells, slice):
         stored[:, cells] = rows
     else:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from kvcache.component import Component
 from kvcache.components import Components
 from kvcache.node import Holdings, Node, Piece, Tokens
 from kvcache.radix import RadixTree
@@ -49,11 +47,9 @@ class PrefixTree:
                  find cells side by side, and seldom have to look for them
     """
 
-    def __init__(
-        self, components: Sequence[Component[Any]], shelf: ShelfConfig, *, token_bytes: int, piece: int = 1
-    ) -> None:
-        self._all, self._piece = Components(components), piece
-        self._radix = RadixTree(self._all, shelf, token_bytes=token_bytes)
+    def __init__(self, components: Components, shelf: ShelfConfig, *, token_bytes: int, piece: int = 1) -> None:
+        self._components, self._piece = components, piece
+        self._radix = RadixTree(self._components, shelf, token_bytes=token_bytes)
         self._counts = Counts()
         self._find()
 
@@ -78,11 +74,11 @@ class PrefixTree:
         self._radix.touch(path)
         if any(not node.resident for node in path):
             path, depth = self._promote(path, standing, depth)
-        goal = self._all.reach([node.stretch for node in path], standing, depth)
+        goal = self._components.deepest([node.stretch for node in path], standing, depth)
         for node in path:
             start, stop = max(standing - node.start, 0), min(goal - node.start, len(node.tokens))
             if start < stop:
-                self._all.restore(slot, self._all.part(node.held, start, stop))
+                self._components.restore(slot, self._components.part(node.held, start, stop))
                 standing = node.start + stop
         self._heed_surplus()
         return standing
@@ -97,7 +93,7 @@ class PrefixTree:
             path[-1] = self._radix.end(path, depth, salt)
         for node in path:
             if not node.resident and node.stop <= depth:
-                self._radix.settle(node, self._all.hold(slot, node.start, node.stop))
+                self._radix.settle(node, self._components.hold(slot, node.start, node.stop))
         if path and depth == path[-1].stop:
             self._heal(slot, path, depth)
         if depth < len(tokens):
@@ -140,10 +136,10 @@ class PrefixTree:
         """Put what a slot has for the tokens behind a path, which ends where it matches."""
         above = self._radix.end(path, path[-1].stop if path else 0, salt)
         start = above.stop
-        held = self._all.hold(slot, start, len(tokens))
+        held = self._components.hold(slot, start, len(tokens))
         node = self._radix.extend(above, tokens[start:].copy())
         if node is above:
-            node.held = self._all.joined(node.held, held)
+            node.held = self._components.joined(node.held, held)
             self.shelf.note(node)
             self._radix.enter(node)
         else:
@@ -152,13 +148,13 @@ class PrefixTree:
 
     def _heal(self, slot: int, path: Sequence[Node], depth: int) -> None:
         """Where the path's content does not reach its end but the slot's own does, take that."""
-        if not self._all.stands(slot, depth):
+        if self._components.standing(slot, depth) < depth:
             return
         for node in reversed(path):
-            if self._all.reach([each.stretch for each in path], 0, depth) == depth:
+            if self._components.deepest([each.stretch for each in path], 0, depth) == depth:
                 return
-            for at, component in enumerate(self._all):
-                if component.reach([(each.start, each.held[at]) for each in path], 0, depth) < depth:
+            for at, component in enumerate(self._components):
+                if component.deepest([(each.start, each.held[at]) for each in path], 0, depth) < depth:
                     gapped, node.held[at] = node.held[at], component.hold(slot, node.start, node.stop)
                     component.release(gapped)
             self.shelf.link(node, [])
@@ -177,7 +173,7 @@ class PrefixTree:
         aside = []
         while any(count > 0 for count in need) and self._radix.resident:
             leaf = next(iter(self._radix.resident))
-            if leaf.warm or not any(self._all.helps(node.held, need) for node in reversed(leaf.path())):
+            if leaf.warm or not any(self._components.helps(node.held, need) for node in reversed(leaf.path())):
                 del self._radix.resident[leaf]
                 aside.append(leaf)
             else:
@@ -188,11 +184,13 @@ class PrefixTree:
 
     def _twin(self, need: Sequence[int]) -> Node | None:
         """A leaf that frees nothing though no slot uses it: what it holds is held under another salt as well."""
-        return next((node for node in self._radix.resident if not node.warm and self._all.idles(node.held, need)), None)
+        return next(
+            (node for node in self._radix.resident if not node.warm and self._components.idles(node.held, need)), None
+        )
 
     def _thin(self, need: list[int]) -> None:
         """Let nodes keep only what it takes to go on at their ends, until each component has what it needs."""
-        for at, (component, thick) in enumerate(zip(self._all, self._radix.thick, strict=True)):
+        for at, (component, thick) in enumerate(zip(self._components, self._radix.thick, strict=True)):
             while need[at] > 0 and thick:
                 node, _ = thick.popitem(last=False)
                 before = component.freeable(node.held[at])
@@ -204,24 +202,24 @@ class PrefixTree:
         """Take off a leaf what is needed, or a little more, or all of it."""
         keep = len(leaf.tokens) - max(*need, LEAST_SHELVED if self.shelf.keeps else self._piece)
         if keep > 0:
-            keep = self._all.reach([node.stretch for node in leaf.path()], 0, leaf.start + keep) - leaf.start
-        if keep > 0 and self._all.helps(self._all.part(leaf.held, keep, len(leaf.tokens)), need):
+            keep = self._components.deepest([node.stretch for node in leaf.path()], 0, leaf.start + keep) - leaf.start
+        if keep > 0 and self._components.helps(self._components.part(leaf.held, keep, len(leaf.tokens)), need):
             self._radix.resident.move_to_end(self._radix.split(leaf, keep), last=False)
-        for at, count in enumerate(self._all.freeable(leaf.held)):
+        for at, count in enumerate(self._components.freeable(leaf.held)):
             need[at] -= count
         self._demote(leaf)
 
     def _demote(self, node: Node) -> None:
         """Take a node out of the cells: what is not on the shelf then is forgotten."""
         if self.shelf.keeps:
-            node.held = self._all.thin(node.held, node.start)
+            node.held = self._components.thin(node.held, node.start)
             self.shelf.put(node)
         self._counts.evicted += len(node.tokens)
-        self._all.release(self._radix.leave(node))
+        self._components.release(self._radix.leave(node))
         self._radix.prune(node)
 
     def _heed_surplus(self) -> None:
-        if any(surplus := self._all.surplus()):
+        if any(surplus := self._components.surplus()):
             self.evict(surplus)
 
     def _promote(self, path: list[Node], standing: int, depth: int) -> tuple[list[Node], int]:
@@ -265,9 +263,9 @@ class PrefixTree:
             for piece in node.pieces:
                 if piece.entry.outline is None:
                     return depth
-                outline = self._all.part(piece.entry.outline, piece.start, piece.stop)
+                outline = self._components.part(piece.entry.outline, piece.start, piece.stop)
                 stretches.append((piece.entry.start + piece.start, outline))
-        return self._all.reach(stretches, standing, depth)
+        return self._components.deepest(stretches, standing, depth)
 
     def _load(self, node: Node) -> Node | None:
         """Bring a node's content into cells; what does not fit stays behind as a node below. None: nothing came."""
@@ -277,7 +275,7 @@ class PrefixTree:
             part = self._fresh(piece)
             if part is None:
                 break
-            held = self._all.joined(held, part) if length else part
+            held = self._components.joined(held, part) if length else part
             length += piece.stop - piece.start
         if length == 0:
             return None
@@ -292,10 +290,10 @@ class PrefixTree:
         content = self.shelf.content(piece.entry)
         if content is None:
             return None
-        self._make_room(self._all.lacking(content, piece.start, piece.stop))
-        if any(self._all.lacking(content, piece.start, piece.stop)):
+        self._make_room(self._components.lacking(content, piece.start, piece.stop))
+        if any(self._components.lacking(content, piece.start, piece.stop)):
             return None
-        return self._all.load(content, piece.start, piece.stop)
+        return self._components.load(content, piece.start, piece.stop)
 
     def _find(self) -> None:
         """Take in what earlier processes left in files; what has lost its beginning, or is there twice, is deleted."""

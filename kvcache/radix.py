@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvcache.components import Components
-from kvcache.node import Entry, Holdings, Node, Tokens, cut
+from kvcache.node import Holdings, Node, ShelfEntry, Tokens, cut
 from kvcache.shelf import Shelf, ShelfConfig
 
 # Nodes in the order of their last use, longest ago first.
@@ -31,13 +31,13 @@ class RadixTree:
     """
 
     def __init__(self, components: Components, shelf: ShelfConfig, *, token_bytes: int) -> None:
-        self._all = components
+        self._components = components
         self.roots: dict[bytes, Node] = {}
         self.resident: Recency = OrderedDict()
         # Those of the resident nodes, by component, from which `thin` would release something.
         self.thick: tuple[Recency, ...] = tuple(OrderedDict() for _ in components)
         self.nodes = 0
-        self.shelf = Shelf(shelf, self._all, token_bytes=token_bytes, lose=self._lose)
+        self.shelf = Shelf(shelf, self._components, token_bytes=token_bytes, lose=self._lose)
 
     def walk(self, tokens: Tokens, salt: bytes) -> tuple[list[Node], int]:
         """The nodes along the tokens, and how many of the tokens they match: all but the last node match whole."""
@@ -83,7 +83,8 @@ class RadixTree:
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[at])] = node
         if node.resident:
-            upper.held, node.held = self._all.part(node.held, 0, at), self._all.part(node.held, at, len(node.tokens))
+            upper.held = self._components.part(node.held, 0, at)
+            node.held = self._components.part(node.held, at, len(node.tokens))
         node.tokens, node.parent, node.start = node.tokens[at:], upper, node.start + at
         self.nodes += 1
         over, under = cut(node.pieces, at)
@@ -106,7 +107,7 @@ class RadixTree:
     def enter(self, node: Node) -> None:
         """Put a resident node in the orders where its content belongs."""
         self.resident[node] = None
-        for component, held, thick in zip(self._all, node.held, self.thick, strict=True):
+        for component, held, thick in zip(self._components, node.held, self.thick, strict=True):
             if component.thinnable(held, node.start):
                 thick[node] = None
             else:
@@ -156,7 +157,7 @@ class RadixTree:
         if parent.parent is None and not parent.children:
             del self.roots[parent.salt]
 
-    def _lose(self, entry: Entry) -> None:
+    def _lose(self, entry: ShelfEntry) -> None:
         """Forget what an entry alone had; the shelf calls this."""
         while entry.nodes:
             node = next(iter(entry.nodes))

@@ -2,7 +2,7 @@
 
 A state is a set of tensors that nobody ever writes in place: a forward makes new ones. So a checkpoint is a reference,
 sharing is free, and taking back a forward means to go on with the old tensors. Unlike cells, states exist only at
-some positions: `standing` and `reach` answer with one of them, and the caller computes the rest.
+some positions: `standing` and `deepest` answer with one of them, and the caller computes the rest.
 """
 
 from __future__ import annotations
@@ -76,12 +76,6 @@ class RecurrentStates:
         """Store one tensor of the state at a position that the open forward has opened."""
         self._rows[slot].states[position][name] = tensor
 
-    def share(self, source: int, target: int, length: int) -> None:
-        """Let the target go on from the source's state at `length`, which must have one."""
-        row = self._rows[source]
-        states = {position: state for position, state in row.states.items() if position <= length}
-        self._rows[target] = _Row(length, states, [mark for mark in row.marks if mark <= length])
-
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind `length`, which must have a state."""
         row = self._rows[slot]
@@ -144,7 +138,7 @@ class RecurrentStates:
         later = {first.length + at: state for at, state in second.states.items()}
         return Marks(first.length + second.length, first.states | later)
 
-    def reach(self, stretches: Sequence[tuple[int, Marks]], standing: int, length: int) -> int:
+    def deepest(self, stretches: Sequence[tuple[int, Marks]], standing: int, length: int) -> int:
         """The last position up to `length` that has a state in the stretches; else where the slot stands."""
         found = (begin + at for begin, held in stretches for at in held.states if begin + at <= length)
         return max(standing, *found, 0)

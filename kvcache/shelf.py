@@ -18,7 +18,7 @@ import numpy as np
 from kvcache.component import Content
 from kvcache.components import Components
 from kvcache.disk import Disk, Found, Refused, Stretch
-from kvcache.node import Entry, Node, Piece
+from kvcache.node import Node, Piece, ShelfEntry
 
 # Long edges are saved in pieces, so that the engine is never busy with one for long: with this much, measured on one
 # core, for 80 ms to write it and 85 ms to load it, digests included.
@@ -62,15 +62,15 @@ class Shelf:
         components: Components,
         *,
         token_bytes: int,
-        lose: Callable[[Entry], None],
+        lose: Callable[[ShelfEntry], None],
     ) -> None:
-        self._config, self._all, self._lose = config, components, lose
+        self._config, self._components, self._lose = config, components, lose
         self._disk = None if config.folder is None else Disk(config.folder, config.identity)
         waiting = 0 if self._disk is None else min(WAITING_BYTES, config.disk_bytes)
         self.memory_budget = max(config.memory_bytes, waiting)
         self.piece_tokens = max(PIECE_BYTES // max(token_bytes, 1), 1)
-        self._memory: OrderedDict[Entry, None] = OrderedDict()
-        self._files: set[Entry] = set()
+        self._memory: OrderedDict[ShelfEntry, None] = OrderedDict()
+        self._files: set[ShelfEntry] = set()
         # Nodes that are not wholly in files, by last use.
         self._unwritten: OrderedDict[Node, None] = OrderedDict()
         self._clock = 0
@@ -85,7 +85,7 @@ class Shelf:
         """Whether evicted content is saved."""
         return self.memory_budget > 0
 
-    def scan(self) -> Iterator[tuple[Found, Entry]]:
+    def scan(self) -> Iterator[tuple[Found, ShelfEntry]]:
         """What earlier processes left: beginnings first, to be linked to nodes or dropped."""
         if self._disk is None:
             return
@@ -93,7 +93,7 @@ class Shelf:
         self._disk.limit_others(self._config.disk_bytes - sum(found.bytes for found in every))
         # Of two that begin together the shorter one is newer: an edge that was split, and its upper part healed.
         for found in sorted(every, key=lambda found: (found.stretch.start, len(found.stretch.tokens))):
-            entry = Entry(found.stretch.start, found.stretch.tokens[found.stretch.start :])
+            entry = ShelfEntry(found.stretch.start, found.stretch.tokens[found.stretch.start :])
             entry.file, entry.file_bytes = found.name, found.bytes
             self._files.add(entry)
             self.disk_bytes += found.bytes
@@ -153,13 +153,13 @@ class Shelf:
                 self._memory[piece.entry] = None
                 self._memory.move_to_end(piece.entry)
 
-    def content(self, entry: Entry) -> Sequence[Content] | None:
+    def content(self, entry: ShelfEntry) -> Sequence[Content] | None:
         """What was saved; None if it cannot be read, and then the entry is lost."""
         if entry.content is not None or entry.file is None or self._disk is None:
             return entry.content
         try:
             content = self._disk.read(entry.file)
-            entry.outline = self._all.outline(content, len(entry.tokens))
+            entry.outline = self._components.outline(content, len(entry.tokens))
             return content
         except Refused as error:
             self._config.report(f"a file of the shelf is refused and deleted: {error}")
@@ -168,7 +168,7 @@ class Shelf:
         self._delete(entry)
         return None
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: ShelfEntry) -> None:
         """Remove an entry from memory and disk."""
         if entry in self._memory:
             self._empty(entry)
@@ -241,15 +241,15 @@ class Shelf:
             if entry in self._files:
                 self._delete(entry)
 
-    def _saved(self, node: Node, start: int) -> Entry:
+    def _saved(self, node: Node, start: int) -> ShelfEntry:
         """A piece of a resident node's edge from `start` on."""
         stop = min(start + self.piece_tokens, len(node.tokens))
-        entry = Entry(node.start + start, node.tokens[start:stop].copy())
-        entry.content = self._all.save(self._all.part(node.held, start, stop))
-        entry.outline = self._all.outline(entry.content, stop - start)
+        entry = ShelfEntry(node.start + start, node.tokens[start:stop].copy())
+        entry.content = self._components.save(self._components.part(node.held, start, stop))
+        entry.outline = self._components.outline(entry.content, stop - start)
         return entry
 
-    def _empty(self, entry: Entry) -> None:
+    def _empty(self, entry: ShelfEntry) -> None:
         """Take an entry out of memory."""
         del self._memory[entry]
         self.memory_bytes -= entry.memory_bytes
@@ -257,7 +257,7 @@ class Shelf:
         if entry.file is None:
             self._lose(entry)
 
-    def _delete(self, entry: Entry) -> None:
+    def _delete(self, entry: ShelfEntry) -> None:
         """Delete an entry's file."""
         assert self._disk is not None, "there are files"
         assert entry.file is not None, "only what is in a file can be deleted"

@@ -37,9 +37,10 @@ SLOTS = {
         "cells.py", "return self.references[cells] > 1", "return self.references[cells] > 2"
     ),
     "a copy is one too long": Mutant(
-        "attention.py", "self.table(source)[:length].copy()", "self.table(source)[: length + 1].copy()"
+        "cache.py", "self._components.hold(source, 0, standing)", "self._components.hold(source, 0, standing + 1)"
     ),
-    "what a target held leaks": Mutant("attention.py", "self.truncate(target, 0)", "pass"),
+    "what a target held stays": Mutant("cache.py", "self._components.truncate(target, 0)", "pass"),
+    "a copy leaks": Mutant("cache.py", "self._components.release(held)", "pass"),
     "what is cut leaks": Mutant("attention.py", "self.pool.release(self._present(self.table(slot)[length:]))", "pass"),
     "each span is checked alone": Mutant(
         "attention.py", "needed = sum([span.length for span in spans])", "needed = max([span.length for span in spans])"
@@ -112,9 +113,6 @@ SLOTS = {
     "what two slots release never counts": Mutant(
         "attention.py", "references[different] == owners", "references[different] == 1"
     ),
-    "a copy believes that more was released": Mutant(
-        "attention.py", "self._begins[target] = min(begin, length)", "self._begins[target] = begin"
-    ),
     "a cut slot believes that all was released": Mutant(
         "attention.py", "self._begins[slot] = min(length, self._begins[slot])", "pass"
     ),
@@ -183,14 +181,18 @@ SLOTS = {
     "a recall takes the whole edge": Mutant(
         "prefix.py", "min(goal - node.start, len(node.tokens))", "len(node.tokens)"
     ),
-    "a split end keeps all cells": Mutant("radix.py", "self._all.part(node.held, at, len(node.tokens))", "node.held"),
-    "a split beginning keeps all cells": Mutant("radix.py", "self._all.part(node.held, 0, at)", "node.held"),
+    "a split end keeps all cells": Mutant(
+        "radix.py", "self._components.part(node.held, at, len(node.tokens))", "node.held"
+    ),
+    "a split beginning keeps all cells": Mutant("radix.py", "self._components.part(node.held, 0, at)", "node.held"),
     "a split end keeps its tokens": Mutant(
         "radix.py",
         "node.tokens, node.parent, node.start = node.tokens[at:], upper, node.start + at",
         "node.parent, node.start = upper, node.start + at",
     ),
-    "a grown end forgets the new cells": Mutant("prefix.py", "node.held = self._all.joined(node.held, held)", "pass"),
+    "a grown end forgets the new cells": Mutant(
+        "prefix.py", "node.held = self._components.joined(node.held, held)", "pass"
+    ),
     "a match ends one early": Mutant("radix.py", "int(same.argmin())", "max(int(same.argmin()) - 1, 0)"),
     "what is remembered is not referenced": Mutant(
         "attention.py", "self.pool.share(self._present(cells))\n        return cells", "return cells"

@@ -82,16 +82,11 @@ KEPT = {
     ),
     "a name is a list": Mutant("recurrent.py", "state[_hashable(json.loads(name))]", "state[json.loads(name)]"),
     "a saved state is the state itself": Mutant("recurrent.py", 'tensor.to("cpu", copy=True)', 'tensor.to("cpu")'),
-    "a fork has the states behind it": Mutant(
-        "recurrent.py",
-        "for position, state in row.states.items() if position <= length}",
-        "for position, state in row.states.items()}",
-    ),
     "a restored state is no mark": Mutant(
         "recurrent.py", "            row.marks.append(row.length + at)\n        row", "        row"
     ),
     "each component lowers the goal once": Mutant("components.py", "while goal != before:", "while before < 0:"),
-    "the cache asks each component once": Mutant("cache.py", "while standing != before:", "while before < 0:"),
+    "each component lowers a length once": Mutant("components.py", "while length != before:", "while before < 0:"),
     "what one component needs, all must have": Mutant(
         "components.py",
         "return any(count > 0 and component.freeable(part) > 0",
@@ -140,12 +135,13 @@ KEPT = {
     "a shelved end is not taken from the slot": Mutant(
         "prefix.py", "if not node.resident and node.stop <= depth:", "if not node.resident and node.stop < depth:"
     ),
-    "twins are kept": Mutant("prefix.py", "if not node.warm and self._all.idles(node.held, need)", "if False"),
+    "twins are kept": Mutant("prefix.py", "if not node.warm and self._components.idles(node.held, need)", "if False"),
     "what is evicted is not shelved": Mutant("prefix.py", "            self.shelf.put(node)\n", "            pass\n"),
     "the shelf is cut while content comes": Mutant(
         "prefix.py",
-        "        self._make_room(self._all.lacking(content, piece.start, piece.stop))\n",
-        "        self._make_room(self._all.lacking(content, piece.start, piece.stop))\n        self.shelf.fit()\n",
+        "        self._make_room(self._components.lacking(content, piece.start, piece.stop))\n",
+        "        self._make_room(self._components.lacking(content, piece.start, piece.stop))\n"
+        "        self.shelf.fit()\n",
     ),
     "pruned nodes count": Mutant("radix.py", "            self.nodes -= 1\n", "            pass\n"),
     "children stay warm": Mutant("radix.py", "node.parent.warm -= 1", "pass"),
@@ -167,7 +163,7 @@ KEPT = {
     "what lies on the shelf has no holes": Mutant("attention.py", ".numpy(), 0, HOLE)", ".numpy(), 0, 0)"),
     "what lies on the shelf has no states": Mutant("recurrent.py", "for at in {int(key", "for at in {-1 * int(key"),
     "files are looked into again and again": Mutant(
-        "shelf.py", "entry.outline = self._all.outline(content, len(entry.tokens))", "pass"
+        "shelf.py", "entry.outline = self._components.outline(content, len(entry.tokens))", "pass"
     ),
     "nothing waits to be written": Mutant("shelf.py", "max(config.memory_bytes, waiting)", "config.memory_bytes"),
     "what is written waits on": Mutant(
