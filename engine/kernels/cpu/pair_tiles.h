@@ -7,15 +7,15 @@
 // What is inlined and what is not is said where GCC's own choice was measured to cost up to a tenth.
 #pragma once
 
+#include "apart.h"
 #include "gathered.h"
 #include "lines.h"
-#include "pairs.h"
 
 namespace {
 
 // Lines that meet some keys or values while these are in a core's nearest cache. So many or fewer read them as they lie
-// (measured: laid out, 8 or 12 take a fifth more time).
-constexpr int64_t STRIP = 16;
+// (measured: laid out, 8 or 12 take a fifth more time); fewer where pairs are taken apart, which lines then share.
+constexpr int64_t STRIP = 16, FEW_APART = 8;
 // How many bytes of keys are asked for before their turn, and as many positions of values (measured, with 2 lines: not
 // asking takes a third more time; 3,072 or 10,240 bytes a tenth; all of it before the scores, not half behind, a tenth).
 constexpr int64_t BYTES_ASKED_FOR = 4096;
@@ -33,6 +33,7 @@ class PairTiles {
         float *scores;        // [line of a strip][TILE]
         Word *weights;        // [line of a strip][pair of positions]
         Word *keys, *values;  // laid out
+        float *queries_apart, *weights_apart, *keys_apart, *values_apart;  // the same for apart.h
         const Element *key[TILE], *value[TILE];  // where they lie
     };
 
@@ -42,11 +43,13 @@ class PairTiles {
           pool(call),
           key_width(call.keys.width),
           ahead(larger(BYTES_ASKED_FOR / (key_width * (int64_t)sizeof(Element)), 1)),
-          query_words((key_width + 31) / 32 * 32 / PAIR) {}
+          query_words((key_width + 31) / 32 * 32 / PAIR),
+          apart(takes_apart()) {}
 
     // Numbers of float32 that a desk needs.
     int64_t desk_size() const {
-        return (BLOCK + TILE) * query_words + STRIP * (TILE + TILE / PAIR) + TILE / PAIR * value_width;
+        const int64_t pairs = (BLOCK + TILE) * query_words + STRIP * TILE / PAIR + TILE / PAIR * value_width;
+        return STRIP * TILE + pairs + (apart ? PAIR * pairs : 0);
     }
 
     void furnish(Desk &desk, float *memory) const {
@@ -54,7 +57,11 @@ class PairTiles {
         desk.weights = (Word *)memory, memory += STRIP * TILE / PAIR;
         desk.queries = (Word *)memory, memory += BLOCK * query_words;
         desk.keys = (Word *)memory, memory += TILE * query_words;
-        desk.values = (Word *)memory;
+        desk.values = (Word *)memory, memory += TILE / PAIR * value_width;
+        desk.weights_apart = memory, memory += STRIP * TILE;
+        desk.queries_apart = memory, memory += BLOCK * query_words * PAIR;
+        desk.keys_apart = memory, memory += TILE * query_words * PAIR;
+        desk.values_apart = memory;
     }
 
     void lay(const float *query, int64_t line, Desk &desk) const {
@@ -62,21 +69,35 @@ class PairTiles {
         // Behind the last column there are zeros.
         memset(to + query_words - LANES / PAIR, 0, LANES / PAIR * sizeof(Word));
         round_row(query, key_width, to);
+        if (apart) lay_apart(query, desk.queries_apart + line * PAIR * query_words);
     }
 
     // Add the positions [from, to) of a tile to the lines' sums.
     void gather(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
-        if (lines.count <= STRIP)
-            gather_few(lines, tile, from, to, desk, sums);
-        else
-            gather_many(lines, tile, from, to, desk, sums);
+        if (!apart) return gather_lines<false>(lines, tile, from, to, desk, sums);
+        const Flushed flushed;
+        gather_lines<true>(lines, tile, from, to, desk, sums);
     }
 
     const int64_t value_width;
 
   private:
+    void lay_apart(const float *query, float *to) const {
+        memset(to + PAIR * query_words - LANES, 0, LANES * sizeof(float));
+        round_row_apart(query, key_width, to);
+    }
+
+    template <bool APART>
+    void gather_lines(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
+        if (lines.count <= (APART ? FEW_APART : STRIP))
+            gather_few(lines, tile, from, to, desk, sums);
+        else
+            gather_many<APART>(lines, tile, from, to, desk, sums);
+    }
+
     // While few lines are computed, memory is what takes time: it is read in the order in which it lies.
-    void gather_few(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
+    __attribute__((noinline)) void gather_few(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk,
+                                              const Gathered &sums) const {
         for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
             const int64_t start = larger(group, from), stop = lesser(group + LANES, to);
             find(lines, tile, group, start, stop, desk);
@@ -89,7 +110,7 @@ class PairTiles {
         }
         const RowValues values{desk.value, call.values.width};
         by_strips<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
-            for (int64_t own = line; own < line + count(); ++own) weigh(lines, tile, own, own, desk, sums);
+            for (int64_t own = line; own < line + count(); ++own) weigh<false>(lines, tile, own, own, desk, sums);
             // Fewer lines leave room for more columns.
             constexpr int MOST = count() <= 2 ? 2 * VECTORS_AT_ONCE : VECTORS_AT_ONCE;
             by_columns<MOST>(0, [&](int64_t at, auto vectors) {
@@ -98,15 +119,22 @@ class PairTiles {
         });
     }
 
+    template <bool APART>
     __attribute__((noinline)) void gather_many(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk,
                                                const Gathered &sums) const {
         for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
             find(lines, tile, group, larger(group, from), lesser(group + LANES, to), desk);
-            lay_keys(desk.key + group, key_width, desk.keys + group * query_words);
+            if (APART)
+                lay_keys_apart(desk.key + group, key_width, desk.keys_apart + group * PAIR * query_words);
+            else
+                lay_keys(desk.key + group, key_width, desk.keys + group * query_words);
         }
         const RowValues values{desk.value, call.values.width};
-        for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair)
-            lay_values(values, pair, value_width, desk.values + pair * value_width);
+        for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair) {
+            if (!APART) lay_values(values, pair, value_width, desk.values + pair * value_width);
+            for (int64_t at = PAIR * pair; APART && at < PAIR * (pair + 1); ++at)
+                lay_value_apart(desk.value[at], call.values.width, desk.values_apart + at * value_width);
+        }
         for (int64_t line = 0; line < lines.count; line += STRIP) {
             const int64_t behind = lesser(line + STRIP, lines.count);
             // What comes next is asked for little by little.
@@ -114,11 +142,12 @@ class PairTiles {
                 pool.ask_for_key(lines, tile + TILE + at);
                 pool.ask_for_value(lines, tile + TILE + at);
             }
-            gather_strip(lines, tile, line, behind, from, to, desk, sums);
+            gather_strip<APART>(lines, tile, line, behind, from, to, desk, sums);
         }
     }
 
     // Lines [line, behind) against what has been laid out.
+    template <bool APART>
     __attribute__((noinline)) void gather_strip(const Lines &lines, int64_t tile, int64_t line, int64_t behind, int64_t from,
                                                 int64_t to, Desk &desk, const Gathered &sums) const {
         // Of lines beside each other the first sees the oldest position, the last the newest.
@@ -126,23 +155,37 @@ class PairTiles {
         const int64_t stop = lesser(to, lines.high(behind - 1, tile) + 1);
         if (start >= stop) return;
         int64_t group = start / LANES * LANES;
-        for (; group + LANES < stop; group += 2 * LANES) score<2>(line, behind, group, desk);
-        if (group < stop) score<1>(line, behind, group, desk);
-        for (int64_t own = line; own < behind; ++own) weigh(lines, tile, own, own - line, desk, sums);
+        if (APART)
+            for (; group + 3 * LANES < stop; group += 4 * LANES) score<APART, 4>(line, behind, group, desk);
+        for (; group + LANES < stop; group += 2 * LANES) score<APART, 2>(line, behind, group, desk);
+        if (group < stop) score<APART, 1>(line, behind, group, desk);
+        for (int64_t own = line; own < behind; ++own) weigh<APART>(lines, tile, own, own - line, desk, sums);
         const LaidValues values{desk.values, value_width};
         by_columns<VECTORS_AT_ONCE>(0, [&](int64_t at, auto vectors) {
             by_strips<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
-                mix<count(), vectors()>(own, own - line, values, start, stop, at, desk, sums);
+                const int64_t place = own - line;
+                if constexpr (APART)
+                    mix_apart<count(), vectors()>(desk.weights_apart + place * TILE, TILE / PAIR, desk.values_apart,
+                                                  start / PAIR, (stop + 1) / PAIR, at, sums.values + own * value_width,
+                                                  value_width);
+                else
+                    mix<count(), vectors()>(own, place, values, start, stop, at, desk, sums);
             });
         });
     }
 
     // Score lines [line, behind) with GROUPS times LANES keys, from number `group` on.
-    template <int GROUPS>
+    template <bool APART, int GROUPS>
     void score(int64_t line, int64_t behind, int64_t group, const Desk &desk) const {
         by_strips<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
-            score_laid<count(), GROUPS>(query(own, desk), query_words, desk.keys + group * query_words, LANES * query_words,
-                                        key_width, call.scale, desk.scores + (own - line) * TILE + group, TILE);
+            float *const scores = desk.scores + (own - line) * TILE + group;
+            if constexpr (APART)
+                score_apart<count(), GROUPS>(desk.queries_apart + own * PAIR * query_words, PAIR * query_words,
+                                             desk.keys_apart + group * PAIR * query_words, LANES * PAIR * query_words, key_width,
+                                             call.scale, scores, TILE);
+            else
+                score_laid<count(), GROUPS>(query(own, desk), query_words, desk.keys + group * query_words,
+                                            LANES * query_words, key_width, call.scale, scores, TILE);
         });
     }
 
@@ -195,6 +238,7 @@ class PairTiles {
     }
 
     // Turn a line's scores of a tile, those of a strip's line number `place`, into weights.
+    template <bool APART>
     void weigh(const Lines &lines, int64_t tile, int64_t line, int64_t place, Desk &desk, const Gathered &sums) const {
         float *scores = desk.scores + place * TILE;
         if (call.softcap > 0) cap(scores, call.softcap);
@@ -215,7 +259,12 @@ class PairTiles {
         for (int i = 0; i < VECTORS_A_TILE; i += PAIR) {
             const Vector first = power_of_two(own[i] * LOG2_E - less), second = power_of_two(own[i + 1] * LOG2_E - less);
             const Vector rounded = round_pairs(first, second);
-            store((float *)(desk.weights + (place * TILE + i * LANES) / PAIR), rounded);
+            if (APART) {
+                float *const to = desk.weights_apart + place * TILE + i * LANES / PAIR;
+                store(to, firsts(rounded)), store(to + TILE / PAIR, seconds(rounded));
+            } else {
+                store((float *)(desk.weights + (place * TILE + i * LANES) / PAIR), rounded);
+            }
             total = add_pairs(total, rounded, spread_pair(&ones));
         }
         store(sums.totals + line * LANES, total);
@@ -224,6 +273,7 @@ class PairTiles {
     const Call &call;
     const Pool<Element> pool;
     const int64_t key_width, ahead, query_words;
+    const bool apart;
 };
 
 }  // namespace

@@ -235,6 +235,20 @@ def test_a_row_alone_is_that_row_of_a_prompt(native: Native, cells: Format) -> N
         assert torch.equal(expected[row], alone.attend(native, Reach())[row])
 
 
+@pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
+def test_numbers_may_be_too_small_to_be_normal(native: Native, cells: Format) -> None:
+    """What few queries take for zero, many do, so these give the same to the last bit."""
+    whole = batch(((60, 200),), Reach(), cells, heads=3, key_heads=1, width=64, value_width=64, layout="runs")
+    for plane in (whole.keys, whole.values):
+        plane.write(1, slice(0, 260), 1e-20 * torch.logspace(0, -20, 260)[None, :, None] * torch.randn(1, 260, 64))
+    whole.query[:30] *= 1e-18
+    expected = whole.attend(native, Reach())
+
+    for row in (0, 17, 40, 59):
+        alone = replace(whole, segments=(Segment(slice(row, row + 1), 200 + row, slice(0, 201 + row)),))
+        assert torch.equal(expected[row], alone.attend(native, Reach())[row])
+
+
 @pytest.mark.parametrize("rows", [1, 30])
 def test_rounded_weights_come_to_one(native: Native, rows: int) -> None:
     """They are rounded before they are added up: values that are all the same are what comes out."""

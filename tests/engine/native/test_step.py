@@ -205,7 +205,8 @@ def test_weights_of_16_bits_are_computed_in_float32(family: str) -> None:
     logits, _ = model.states(unrounded(model), MIXED)
 
     assert torch.float32 == logits.dtype
-    assert apart(expected, logits) < 3e-5
+    # Two orders of summation differ by up to 4.3e-5, as the processor is; 16 bits would differ a hundred times as much.
+    assert apart(expected, logits) < 1e-4
 
 
 # The others take long to build, and are built by who has such a processor.
