@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from engine.cost import StepCost, Work
+from engine.cost import StepCost
+from engine.work import Work
 
 # Where nobody said a target: 25 tokens a second are four times as fast as people read, so a step may take that long
 # on a machine that could be faster. On a slower one it takes three times as long as without prompts. With twice as long

@@ -16,7 +16,7 @@ import torch
 
 from engine.budget import Budget
 from engine.config import EngineConfig
-from engine.cost import StepCost, Work
+from engine.cost import StepCost
 from engine.crossing import Crossing
 from engine.draft.depth import FixedDepth
 from engine.grammar import Matcher
@@ -29,6 +29,7 @@ from engine.speculation import Speculation
 from engine.status import Stats
 from engine.step import Said, Stepper
 from engine.types import Delta, Event, Failed, Finished, FinishReason, Progress, Request, Started, TokenLogprob
+from engine.work import Work
 from kvcache.cache import Cache
 from kvcache.entries import EntryFiles
 

@@ -19,7 +19,7 @@ processor, so it costs several times less for many steps at once. Of steps that 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.spec import Span
+from engine.work import Work
 
 Floats = NDArray[np.float64]
 
@@ -39,8 +39,8 @@ _WEIGHT, _CLAMP = 0.25, 1.25
 _RECENT, _PACE, _OWN = 8, 0.08, 0.03
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
-# Row counts closer than this share a point.
-_RESOLUTION = 0.06
+# Row counts closer than this share a point; and what is about as many.
+_RESOLUTION, _ABOUT = 0.06, 0.7
 # Steps that are put down at most, and of those that are alike so many are learnt from at once.
 _LONGEST, _AT_ONCE = 64, 2
 # So many steps without drafts behind one with drafts find the processor's caches full of what is not theirs: of a small
@@ -54,45 +54,6 @@ _FRESH = 100
 _MEMORY, _DOUBT = 0.995, 0.01
 # What rows cost at least of the steps they were measured in, whatever the slopes say.
 _LEAST = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes: rows, the cells that its sequences look at, and the pairs of a row and a cell it sees.
-
-    Layers that see less than all are not told apart: the slopes are those of the layers together.
-
-    told  rows behind which a token is told, at most: one of each span, and all that are added to a step
-    """
-
-    rows: int = 0
-    cells: int = 0
-    pairs: int = 0
-    told: int = 0
-
-    @classmethod
-    def of(cls, spans: Iterable[Span]) -> Work:
-        """The work of some spans."""
-        rows = cells = pairs = told = 0
-        for span in spans:
-            length, start = span.length, span.start
-            rows += length
-            cells += start + length
-            pairs += length * start + length * (length + 1) // 2
-            told += 1
-        return cls(rows, cells, pairs, told)
-
-    @property
-    def reads(self) -> bool:
-        """Whether some of it is a prompt."""
-        return self.rows > self.told
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.rows + other.rows, self.cells + other.cells, self.pairs + other.pairs, self.told + other.told)
-
-    def scaled(self, rows: int) -> Work:
-        """The same sequences with other rows, which look as far as these do."""
-        return Work(rows, self.cells, self.pairs * rows // max(self.rows, 1), self.told + rows - self.rows)
 
 
 @dataclass(slots=True)
@@ -307,6 +268,12 @@ class StepCost:
         known, bare = self._known(self._reading).draw(self._slopes, work.rows)
         seconds: Floats = self._pace * (np.interp(work.rows + more, known, bare) + looking)
         return seconds
+
+    def measured(self, rows: int) -> int:
+        """Steps like that at hand, of about so many rows, that were measured."""
+        self._learn()
+        points = self._curve(self._expected).points
+        return sum(point.count for point in points if _ABOUT * rows <= point.rows <= rows / _ABOUT)
 
     def ages(self, rows: Sequence[int]) -> list[float]:
         """Steps since something near each row count was measured in steps like that at hand."""

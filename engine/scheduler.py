@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from engine.budget import Budget
-from engine.cost import Work
 from engine.draft.drafter import Draft
 from engine.prefix import common_prefix
 from engine.sequence import Sequence
 from engine.slots import Slots
+from engine.work import Work
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 from kvcache.spec import Span

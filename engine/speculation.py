@@ -58,11 +58,12 @@ class Speculation:
         self._drafters = tuple(drafter for drafter in (quick, slow, forced) if drafter is not None)
         self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
-        # Seconds of this step that were spent on choosing and drafting.
-        self._thinking = 0.0
-        # For whom the slow drafter drafted in the step before and in this one: so it knows their texts.
-        self._followed: set[str] = set()
-        self._following: set[str] = set()
+        # Seconds of this step that were spent on drafting.
+        self._drafting = 0.0
+        # Seconds that it took to let go of texts that were read: a part of what reading costs.
+        self._leaving = 0.0
+        # How much of the texts the slow drafter has read, by sequence.
+        self._read: dict[str, int] = {}
 
     @property
     def reads(self) -> bool:
@@ -95,9 +96,7 @@ class Speculation:
         if not served:
             return {}
         offers = self._offers(sequences, served, rows)
-        began = self._clock()
         depths = self._depths(offers, rows)
-        self._thinking += self._clock() - began
         wanted = sum(depths)
         left = room(wanted) if wanted else 0
         if left < wanted:
@@ -121,13 +120,9 @@ class Speculation:
         return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Learn what a step of so many rows took, with all that went into it.
-
-        What the slow drafter took is known, and what choosing depths took has nothing to do with those chosen.
-        """
-        self._depth.stepped(rows, seconds - self._thinking)
-        self._thinking = 0.0
-        self._followed, self._following = self._following, set()
+        """Learn what a step of so many rows took, with all that went into it; what the slow drafter took is known."""
+        self._depth.stepped(rows, seconds - self._drafting)
+        self._drafting = 0.0
 
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
         """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
@@ -136,8 +131,12 @@ class Speculation:
 
     def forget(self, sequence: Running) -> None:
         """The sequence is over."""
+        began = self._clock()
         for drafter in self._drafters:
             drafter.forget(sequence.request.id, sequence.output)
+        if self._read.pop(sequence.request.id, None) is not None:
+            self._leaving += self._clock() - began
+        self._depth.ended(len(sequence.output))
 
     def rest(self, budget_bytes: int) -> bool:
         """Use a pause to save so much of what outlives the process; False: nothing is left."""
@@ -147,7 +146,9 @@ class Speculation:
         """For each sequence the better drafter of those that it may have, where one has anything to offer."""
         anyone = set().union(*served.values())
         limits = {one: limit for one in sequences if one in anyone and (limit := self._limit(one)) > 0}
-        known, offers = self._known(limits, served), []
+        began = self._clock()
+        known, offers = self._known(limits, served), list[_Offer]()
+        seconds = self._clock() - began
         slow = self._slow
         patient = served.get(slow.kind, ()) if slow is not None else ()
         for sequence, limit in limits.items():
@@ -162,7 +163,7 @@ class Speculation:
             for kind in {drafter.kind for drafter, _ in known.values()} - offered:
                 self._depth.outdone(kind, rows)
         elif self._quick is not None and self._quick.kind in served and limits:
-            self._depth.silent(self._quick.kind, rows)
+            self._depth.silent(self._quick.kind, rows, seconds)
         return offers
 
     def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
@@ -185,11 +186,20 @@ class Speculation:
     def _depths(self, offers: Sequence[_Offer], rows: int) -> list[int]:
         """The depth of each offer: what the request says, or else what seems to pay beside those."""
         settled = [offer.limit if _settled(offer.sequence) else 0 for offer in offers]
-        free = [Candidate(one.drafter.kind, one.limit) for one, own in zip(offers, settled, strict=True) if not own]
+        free = [self._candidate(offer) for offer, own in zip(offers, settled, strict=True) if not own]
         if not free:
             return settled
         depths = iter(self._depth.choose(free, rows=rows + sum(settled)))
         return [own or next(depths) for own in settled]
+
+    def _candidate(self, offer: _Offer) -> Candidate:
+        unread = self._unread(offer.sequence) if offer.drafter is self._slow else 0
+        return Candidate(offer.drafter.kind, offer.limit, unread, len(offer.sequence.output), offer.sequence.room)
+
+    def _unread(self, sequence: Running) -> int:
+        """Tokens that the slow drafter has to read before it drafts: none if it sees what steps compute."""
+        unread = _length(sequence) - self._read.get(sequence.request.id, 0)
+        return 0 if self._reader else min(unread, len(sequence.tokens))
 
     def _known(self, limits: Mapping[Running, int], served: _Served) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
         """What drafters know that take no time to ask; what is forced goes before what is repeated."""
@@ -216,18 +226,32 @@ class Speculation:
             began = self._clock()
             drafts = self._slow.propose([_want(offer.sequence, depth) for offer, depth in slow])
             seconds = self._clock() - began
-            self._thinking += seconds
-            self._learn([offer for offer, _ in slow], drafts, seconds)
+            self._drafting += seconds
+            self._learn(slow, drafts, seconds)
             made += [(offer, tuple(draft)) for (offer, _), draft in zip(slow, drafts, strict=True)]
         return made
 
-    def _learn(self, offers: Sequence[_Offer], drafts: Sequence[Sequence[int]], seconds: float) -> None:
+    def _learn(self, chosen: Sequence[tuple[_Offer, int]], drafts: Sequence[Sequence[int]], seconds: float) -> None:
         """Note what the slow drafter took; where it had to read up on a text first, that is another matter."""
         assert self._slow is not None, "nobody drafted"
-        names = [offer.sequence.request.id for offer in offers]
-        learn = self._depth.drafted if self._followed.issuperset(names) else self._depth.caught_up
-        learn(self._slow.kind, len(offers), max(map(len, drafts)), seconds)
-        self._following = {name for name, draft in zip(names, drafts, strict=True) if draft}
+        kind, sequences, levels = self._slow.kind, len(chosen), max(map(len, drafts))
+        unread = [self._unread(offer.sequence) for offer, _ in chosen]
+        if all(tokens <= depth + 1 for (_, depth), tokens in zip(chosen, unread, strict=True)):
+            self._depth.drafted(kind, sequences, levels, seconds)
+        else:
+            read = sum(tokens for tokens, draft in zip(unread, drafts, strict=True) if draft)
+            self._depth.caught_up(kind, sequences, levels, seconds + self._leaving, read)
+            self._leaving = 0.0
+        self._read |= {
+            offer.sequence.request.id: _length(offer.sequence)
+            for (offer, _), draft in zip(chosen, drafts, strict=True)
+            if draft
+        }
+
+
+def _length(sequence: Running) -> int:
+    """Tokens of the text, those among them that a shift dropped."""
+    return len(sequence.request.prompt) + len(sequence.output)
 
 
 def _settled(sequence: Running) -> bool:

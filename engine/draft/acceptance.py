@@ -6,7 +6,7 @@ from collections import Counter
 
 # What a rate is worth before anything was seen of it: so many observations. A first position starts at a guess, a later
 # one at the rate of the position before it.
-_PRIOR = 2.0
+_PRIOR = 3.0
 # What a round forgets of all rounds before it: about the last 500 count.
 _KEPT = 0.998
 

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
+from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
 from engine.draft.offer import Candidate, Choices, Depths
 from engine.draft.plans import Plan, Rest, Trial
@@ -27,19 +28,24 @@ from engine.draft.plans import Plan, Rest, Trial
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
 # Trying what seems not to pay may cost this share of the time: half of it where so many trials changed nothing, a third
-# where twice as many did not. It is saved up for, so many steps' time at most.
+# where twice as many did not. It is saved up for: so many steps' time, or what the next trial takes.
 _CURIOSITY, _SURE, _SAVINGS = 0.003, 2, 1.5
 # What thinking of it costs, as a share of a short step, and what a step of a trial costs at least.
 _THOUGHT, _TRIAL = 0.15, 0.005
-# Steps of a trial of drafts where there are none, and of one of no drafts: short where a step is expected to lose much,
-# for then the first ones tell enough, though they are slow behind drafts (engine/cost.py).
+# Steps of a trial of drafts, for the first ones of a size take up to twice as long as later ones; and of one of no
+# drafts: short where a step is expected to lose much, for then those tell enough (engine/cost.py).
 _TRY, _PAUSE, _GLANCE, _MUCH = 3, 9, 3, 0.1
+# Steps of a size that are taken without drafts before there are any.
+_FIRST = 6
 # How often drafts are right that are trusted.
 _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
 _LONG_AGO = 64
-# Steps for which a kind that has nothing to say is not asked, at most: what repeats itself mostly does so for longer.
-_SILENCE = 7
+# Asking a kind that has nothing to say may cost this share of the time; it is asked again after so many steps at most,
+# for what repeats itself mostly does so for longer.
+_ASKING, _SILENCE = 0.003, 31
+# A text is new to a drafter that has read less of it than all but so many tokens.
+_NEW = 16
 
 
 class Depth(Protocol):
@@ -48,7 +54,10 @@ class Depth(Protocol):
     cost: StepCost
 
     def rests(self, kind: str, rows: int) -> bool:
-        """Whether drafts of a kind are not worth being considered in the next step, which computes `rows` anyway."""
+        """Whether drafts of a kind are not worth being considered in the next step, which computes `rows` anyway.
+
+        To be asked once a step.
+        """
 
     def likelier(self, kind: str, other: str) -> bool:
         """Whether drafts of a kind seem to be right as often as those of another, that take longer to make."""
@@ -56,8 +65,8 @@ class Depth(Protocol):
     def outdone(self, kind: str, rows: int) -> None:
         """All drafts of a kind in a step were likelier wrong than those of another, so none of them is a candidate."""
 
-    def silent(self, kind: str, rows: int) -> None:
-        """A kind was asked in a step and had nothing to say."""
+    def silent(self, kind: str, rows: int, seconds: float) -> None:
+        """A kind was asked in a step, which took so long, and had nothing to say."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """Tokens to draft for each candidate, in a step that computes `rows` rows anyway (theirs among them)."""
@@ -71,11 +80,17 @@ class Depth(Protocol):
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Drafting up to `levels` tokens for each of so many sequences took so long."""
 
-    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
-        """The same, but much of it went into reading a text: that says nothing of the levels to come."""
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float, read: int) -> None:
+        """The same, but much of it went into reading texts: that says nothing of the levels to come.
+
+        read  tokens that texts, which now are read to their end, had more than was read of them before
+        """
 
     def stepped(self, rows: int, seconds: float) -> None:
         """A step of so many rows, drafts among them, took so long, without the drafting."""
+
+    def ended(self, tokens: int) -> None:
+        """A sequence is over, and has said so much."""
 
 
 class FixedDepth:
@@ -95,7 +110,7 @@ class FixedDepth:
     def outdone(self, kind: str, rows: int) -> None:
         """Nothing is learnt."""
 
-    def silent(self, kind: str, rows: int) -> None:
+    def silent(self, kind: str, rows: int, seconds: float) -> None:
         """Nothing is learnt."""
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
@@ -108,12 +123,15 @@ class FixedDepth:
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Nothing is learnt."""
 
-    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float, read: int) -> None:
         """Nothing is learnt."""
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs: the depth is the same, but others want to know."""
         self.cost.observe(rows, seconds)
+
+    def ended(self, tokens: int) -> None:
+        """Nothing is learnt."""
 
 
 class AdaptiveDepth:
@@ -126,12 +144,13 @@ class AdaptiveDepth:
     """
 
     def __init__(self, trusted: Collection[str] = ()) -> None:
-        self._trusted = trusted
+        self._trusted = frozenset(trusted)
         self.cost = StepCost()
         self._acceptance: dict[str, Acceptance] = {}
         self._levels: dict[str, DraftCost] = {}
         self._plans: dict[Hashable, Plan] = {}
-        self._rests = defaultdict[str, Rest](Rest)
+        # By the kind, and by the size of a step.
+        self._rests = defaultdict[tuple[str, int], Rest](Rest)
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
         # What drafting took, to be learnt from with the next thought.
@@ -140,11 +159,11 @@ class AdaptiveDepth:
         self._savings = _SAVINGS
         # The latest.
         self._trial: Trial | None = None
+        self._lengths = Lengths()
 
     def rests(self, kind: str, rows: int) -> bool:
-        """Whether drafts of a kind did not pay lately; they are looked at again after 127 steps at most."""
-        rest = self._rests.get(kind)
-        return rest is not None and rest.rests(self._steps, rows)
+        """Whether drafts of a kind did not pay lately beside about as many rows; they are looked at again."""
+        return self._rests[kind, _size(rows)].rests()
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
@@ -153,31 +172,33 @@ class AdaptiveDepth:
 
     def outdone(self, kind: str, rows: int) -> None:
         """The kind need not be asked for some steps."""
-        self._rests[kind].decide(0, self._steps, rows)
+        self._rests[kind, _size(rows)].decide(0, self._steps)
 
-    def silent(self, kind: str, rows: int) -> None:
-        """The kind need not be asked for a few steps."""
-        rest = self._rests[kind]
-        rest.decide(0, self._steps, rows, max(_SILENCE, rest.length))
+    def silent(self, kind: str, rows: int, seconds: float) -> None:
+        """The kind need not be asked for a few steps: the fewer, the less it costs."""
+        (step,) = self.cost.seconds([rows])
+        most, rest = min(int(seconds / (_ASKING * step)), _SILENCE) if step else 0, self._rests[kind, _size(rows)]
+        rest.decide(0, self._steps, max(most, rest.length))
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
-        kinds, reads = frozenset([kind for kind, _ in candidates]), self.cost.reads
+        kinds, reads = frozenset([one.kind for one in candidates]), self.cost.reads
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
-        question = (kinds, reads, round(log2(rows)))
-        alone = self._plans.get((kinds, False, round(log2(len(candidates))))) if reads and candidates else None
+        size, news = _size(rows), _news(candidates)
+        question = (kinds, reads, size, news)
+        alone = self._plans.get((kinds, False, _size(len(candidates)), news)) if reads and candidates else None
         plan, trial = self._plans.get(question), self._trial
-        if trial is not None and trial.question == question and self._steps < trial.until:
+        if trial is not None and trial.size == size and trial.depths.keys() == kinds and self._steps < trial.until:
             depths = trial.depths
         elif alone is not None:
             depths = self._beside(alone, candidates, rows)
         elif plan is not None and self._steps < plan.until:
             depths = plan.use(self._steps)
-        elif self.cost.reach <= rows or not any(limit for _, limit in candidates):
+        elif not any(one.limit for one in candidates) or self.cost.reach <= rows or self._begins(kinds, rows):
             return [0] * len(candidates)
         else:
             depths = self._think(question, candidates, rows)
-        return [min(depths[kind], limit) for kind, limit in candidates]
+        return [min(depths[one.kind], one.limit) for one in candidates]
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Learn how often drafts of a kind are right."""
@@ -187,36 +208,40 @@ class AdaptiveDepth:
         """Learn what a level of drafting costs."""
         self._drafted.append((kind, sequences, levels, seconds))
 
-    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
-        """A trial for which the drafter had to read costs more; steps behind it tell what a level costs.
-
-        What reading took is no loss where the drafts turn out to pay; else the kind is left in peace for as long.
-        """
-        trial = self._trial
+    def caught_up(self, kind: str, sequences: int, levels: int, seconds: float, read: int) -> None:
+        """Learn what reading costs; only the steps of a trial behind it tell what a level costs."""
+        trial, known = self._trial, self._levels.setdefault(kind, DraftCost())
+        start, level = known.line(sequences)
+        known.read(read, max(seconds / self.cost.pace - (start + level * levels), 0.0))
         if trial is not None and kind in trial.woken:
-            start, level = self._levels.setdefault(kind, DraftCost()).line(sequences)
             trial.until = max(trial.until, self._steps + 2)
-            owed = max(seconds - self.cost.pace * (start + level * levels), 0.0) / (_CURIOSITY * trial.seconds)
-            self._rests[kind].owed = int(owed)
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
         self._steps += 1
         self.cost.observe(rows, seconds)
 
+    def ended(self, tokens: int) -> None:
+        """Learn how long texts become."""
+        self._lengths.observe(tokens)
+
     def _rates(self, kind: str) -> Acceptance:
         if kind not in self._acceptance:
             self._acceptance[kind] = Acceptance(_TRUST) if kind in self._trusted else Acceptance()
         return self._acceptance[kind]
 
+    def _begins(self, kinds: Collection[str], rows: int) -> bool:
+        """Whether there were too few steps of about so many rows to know what drafts have to be better than."""
+        return not self.cost.reads and self._trusted.isdisjoint(kinds) and self.cost.measured(rows) < _FIRST
+
     def _think(self, question: Hashable, candidates: Sequence[Candidate], rows: int) -> Depths:
         known, passed = self._known(candidates)
-        found = Choices(candidates, known, self._levels, self.cost, rows)
+        found = Choices(candidates, known, self._levels, self.cost, rows, self._lengths)
         before = self._plans.get(question)
         best = found.settled(before.depths if before else None)
         plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best))
-        trial, curiosity = self._other(question, found, best), _CURIOSITY / (1 + plan.trials / _SURE)
-        self._savings = min(self._savings + passed * curiosity, _SAVINGS)
+        trial, curiosity = self._other(_size(rows), found, best), _CURIOSITY / (1 + plan.trials / _SURE)
+        self._savings = min(self._savings + passed * curiosity, max(trial.loss, _SAVINGS))
         plan.tried = trial.loss <= self._savings
         self._trial = trial if plan.tried else None
         self._savings -= trial.loss if plan.tried else 0.0
@@ -224,7 +249,7 @@ class AdaptiveDepth:
         most = int((_THOUGHT + trial.loss - self._savings) / curiosity)
         plan.keep(self._steps, most)
         for kind in plan.depths:
-            self._rest(kind, before, plan, rows, most)
+            self._rest(self._rests[kind, _size(rows)], kind, before, plan, most)
         depths = trial.depths if plan.tried else plan.depths
         for kind, acceptance in known.items():
             acceptance.tried(depths[kind])
@@ -236,37 +261,37 @@ class AdaptiveDepth:
         for kind, sequences, levels, seconds in self._drafted:
             self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
         self._drafted.clear()
-        known = {kind: self._rates(kind) for kind, _ in candidates}
+        known = {one.kind: self._rates(one.kind) for one in candidates}
         for kind, acceptance in known.items():
             acceptance.fade(passed)
             self._considered[kind] = self._steps
         return known, passed
 
-    def _other(self, question: Hashable, found: Choices, best: int) -> Trial:
+    def _other(self, size: int, found: Choices, best: int) -> Trial:
         """What is to be tried next, for how long, and what that costs."""
         other = found.stalest(best)
         loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
-        steps = 1
-        if best == 0:
-            steps = _TRY
-        elif other == 0:
+        steps = _TRY
+        if other == 0:
             steps = _PAUSE if loss < _MUCH else _GLANCE
         depths, kept = found.depths(other), found.depths(best)
         woken = [kind for kind, depth in depths.items() if depth and not kept[kind]]
-        loss = steps * loss + (self.cost.turning if steps > 1 else 0.0)
-        return Trial(question, depths, woken, found.seconds(best), loss, self._steps + steps)
+        # Steps without drafts are slow behind some with drafts, in the trial or behind it.
+        turning = 0.0 if best and other else self.cost.turning
+        loss = steps * loss + turning + found.reading(other) / found.seconds(best)
+        return Trial(size, depths, woken, loss, self._steps + steps)
 
-    def _rest(self, kind: str, before: Plan | None, plan: Plan, rows: int, most: int) -> None:
+    def _rest(self, rest: Rest, kind: str, before: Plan | None, plan: Plan, most: int) -> None:
         """A kind whose drafts do not pay is left in peace; what comes of a trial is thought over at once."""
-        rest, trial, depth = self._rests[kind], self._trial, plan.depths[kind]
+        trial, depth = self._trial, plan.depths[kind]
         if trial is not None and not any(trial.depths.values()):
-            rest.pause(trial.until, rows)
+            rest.left = trial.until - self._steps - 1
             plan.until = self._steps
         elif trial is None or kind not in trial.woken:
-            rest.decide(depth, self._steps, rows, most)
+            rest.decide(depth, self._steps, most)
             if before is not None and before.depths[kind] and not depth:
                 # Until it is known what a step without drafts takes.
-                rest.pause(self._steps + _PAUSE, rows)
+                rest.left = _PAUSE - 1
 
     def _beside(self, alone: Plan, candidates: Sequence[Candidate], rows: int) -> Depths:
         """Depths beside prompts, whose rows have to be computed anyway: those without them, if their rows pay here."""
@@ -276,3 +301,14 @@ class AdaptiveDepth:
             if after - before <= alone.worth * drafts:
                 return alone.depths
         return dict.fromkeys(alone.depths, 0)
+
+
+def _size(rows: int) -> int:
+    """The same for numbers of rows that are alike: by halves."""
+    return round(log2(rows))
+
+
+def _news(candidates: Collection[Candidate]) -> int:
+    """Whose texts are new to a drafter: nobody's (0), those of half of the candidates at most (1), or of more (2)."""
+    new = sum(one.unread > _NEW for one in candidates)
+    return -(-2 * new // len(candidates)) if new else 0

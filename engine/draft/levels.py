@@ -1,4 +1,4 @@
-"""What drafting costs by its levels, learnt from what it took: a start, and so much for each level."""
+"""What drafting costs, learnt from what it took: a start, so much for each level, and what texts take to be read."""
 
 from __future__ import annotations
 
@@ -49,14 +49,25 @@ class LevelCost:
 
 
 class DraftCost:
-    """Such lines by how many sequences are drafted for at once."""
+    """Such lines by how many sequences are drafted for at once, and seconds for each token of a text to be read."""
 
     def __init__(self) -> None:
         self._lines: dict[int, LevelCost] = {}
+        self._read = self._reading = 0.0
 
     def observe(self, sequences: int, levels: int, seconds: float) -> None:
         """Drafting so many levels for so many sequences took so long."""
         self._lines.setdefault(size(sequences), LevelCost()).observe(levels, seconds)
+
+    @property
+    def token(self) -> float:
+        """Seconds to read a token of a text that was not followed; 0 as long as none was read."""
+        return self._reading / self._read if self._read else 0.0
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Reading took so long; texts that are read to their end now had so many tokens more than was read of them."""
+        self._read = _KEPT * self._read + tokens
+        self._reading = _KEPT * self._reading + seconds
 
     def line(self, sequences: int) -> tuple[float, float]:
         """Seconds of the start, and of each level: of about as many sequences, as far as such are known.

@@ -6,6 +6,7 @@ tokens and costs T(rows + drafts) seconds and the time of drafting. The best cho
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
+from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
 
 # Drafts that are right as seldom as this are not considered, but for the first of each kind.
@@ -31,10 +33,19 @@ Depths: TypeAlias = Mapping[str, int]
 
 
 class Candidate(NamedTuple):
-    """A sequence that could be drafted for by a kind of drafter: at most `limit` tokens."""
+    """A sequence that could be drafted for by a kind of drafter.
+
+    limit   tokens to draft at most
+    unread  tokens of its text that the drafter would read first
+    said    tokens of its output so far
+    room    tokens that it may still say
+    """
 
     kind: str
     limit: int
+    unread: int = 0
+    said: int = 0
+    room: int = sys.maxsize
 
 
 class _Level(NamedTuple):
@@ -52,8 +63,11 @@ class Choices:
 
     A choice is the number of levels that it has. All candidates of a kind have the same depth, or their limit.
 
-    rows  rows that the step computes anyway, each worth a token
-    paid  what a kind's drafting costs at a pace of 1; who costs nothing is not in it
+    What a drafter has to read first is spread over what the sequences will still say.
+
+    rows     rows that the step computes anyway, each worth a token
+    paid     what a kind's drafting costs at a pace of 1; who costs nothing is not in it
+    lengths  of texts that ended
     """
 
     def __init__(
@@ -63,6 +77,7 @@ class Choices:
         paid: Mapping[str, DraftCost],
         cost: StepCost,
         rows: int,
+        lengths: Lengths,
     ) -> None:
         self._kinds = known.keys()
         self._levels = sorted(_levels(candidates, known), key=attrgetter("survival"), reverse=True)
@@ -70,16 +85,23 @@ class Choices:
         self._counts = counts[: bisect_right(counts, cost.reach)]
         seconds, pace = cost.seconds(self._counts), cost.pace
         tokens, drafting, lines = float(rows), 0.0, dict[str, tuple[float, float]]()
+        reading, spread = 0.0, 0.0
         self._tokens, self._seconds, self._drafting, least = [tokens], seconds[:1], [0.0], seconds[0] / tokens
+        self._reading, self._spread = [0.0], [0.0]
         for (kind, depth, drafts, survival, _), step_seconds in zip(self._levels, seconds[1:], strict=False):
             tokens += drafts * survival
             if kind in paid:
                 if depth == 1:
                     lines[kind] = paid[kind].line(drafts)
                     drafting += pace * lines[kind][0]
+                    unread, each = _unread(candidates, kind, lengths)
+                    reading += pace * paid[kind].token * unread
+                    spread += pace * paid[kind].token * each / rows
                 drafting += pace * lines[kind][1]
             self._tokens.append(tokens)
             self._seconds.append(step_seconds + drafting)
+            self._reading.append(reading)
+            self._spread.append(spread)
             self._drafting.append(drafting)
             least = min(least, self._seconds[-1] / tokens)
             if self._seconds[-1] > _FAR * least * tokens:
@@ -97,9 +119,13 @@ class Choices:
         """What a step and its drafting take."""
         return self._seconds[choice]
 
+    def reading(self, choice: int) -> float:
+        """What its drafters have to read first takes."""
+        return self._reading[choice]
+
     def price(self, choice: int) -> float:
-        """Seconds a token."""
-        return self._seconds[choice] / self._tokens[choice]
+        """Seconds a token, with its share of what has to be read first."""
+        return self._seconds[choice] / self._tokens[choice] + self._spread[choice]
 
     def loss(self, choice: int, price: float) -> float:
         """How many seconds longer a step takes than what it brings is worth."""
@@ -141,8 +167,18 @@ class Choices:
         price, least = self.price(best), _LEAST * self._seconds[best]
         others = [choice for choice in range(len(self._tokens)) if choice != best]
         return min(
-            others, key=lambda choice: (self.loss(choice, price) + least) / max(self._ages[choice], 1.0), default=best
+            others,
+            key=lambda choice: (self.loss(choice, price) + self.reading(choice) + least) / max(self._ages[choice], 1.0),
+            default=best,
         )
+
+
+def _unread(candidates: Collection[Candidate], kind: str, lengths: Lengths) -> tuple[int, float]:
+    """Tokens that a kind's drafter would read: of all texts, and for each token that these will say."""
+    texts = [one for one in candidates if one.kind == kind]
+    return sum(one.unread for one in texts), sum(
+        one.unread / max(min(one.room, lengths.left(one.said)), 1.0) for one in texts
+    )
 
 
 def _levels(candidates: Collection[Candidate], known: Mapping[str, Acceptance]) -> Iterator[_Level]:

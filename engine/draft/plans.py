@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.draft.offer import Depths
@@ -12,8 +12,8 @@ from engine.draft.offer import Depths
 _GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
 # Trials that count at most.
 _MOST_TRIALS = 10
-# Steps for which a kind whose drafts do not pay is not even asked, at most. In a step of fewer rows they may.
-_LONGEST_REST, _FEWER = 127, 0.8
+# Steps for which a kind whose drafts do not pay is not even asked, at most.
+_LONGEST_REST = 127
 
 
 @dataclass(slots=True)
@@ -62,45 +62,38 @@ class Plan:
 class Trial:
     """Depths that are not the best as far as is known.
 
+    size     of the step
     woken    kinds of which nothing is the best
-    seconds  of the best step
-    loss     that the trial is expected to cost, in such steps
+    loss     that the trial is expected to cost, in steps like the best one
     until    the step in which it is over
     """
 
-    question: Hashable
+    size: int
     depths: Depths
     woken: Collection[str]
-    seconds: float
     loss: float
     until: int
 
 
 @dataclass(slots=True)
 class Rest:
-    """The step until which a kind is left in peace, and how long that is: the longer, the oftener it did not pay.
+    """Steps of about as many rows for which a kind is left in peace: the more, the oftener it did not pay there.
 
-    rows   of the step in which it did not
-    owed   steps that it is to rest for what was spent on it, unless it pays
+    left    of them
+    length  of them in all
     """
 
-    until: int = 0
+    left: int = 0
     length: int = 0
-    rows: int = 0
-    owed: int = 0
 
-    def rests(self, step: int, rows: int) -> bool:
-        """Whether the kind is left in peace in a step of so many rows."""
-        return step < self.until and rows > _FEWER * self.rows
+    def rests(self) -> bool:
+        """Whether the kind is left in peace in another step."""
+        self.left -= 1
+        return self.left >= 0
 
-    def pause(self, until: int, rows: int) -> None:
-        """It is left in peace until a step, in steps of so many rows."""
-        self.until, self.rows = until, rows
-
-    def decide(self, deepest: int, step: int, rows: int, most: int = _LONGEST_REST) -> None:
-        """How deep is best in this step, and how many rows it had anyway; the rest has `most` steps at most."""
+    def decide(self, deepest: int, step: int, most: int = _LONGEST_REST) -> None:
+        """How deep is best in this step; the rest has `most` steps at most."""
         most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
         self.length = 0 if deepest else min(2 * self.length + 1, most)
-        # Who knows little should not be sure for long.
-        self.until = step + (0 if deepest else max(self.length, min(self.owed, step)))
-        self.rows, self.owed = rows, 0
+        # The step itself is the first.
+        self.left = self.length - 1

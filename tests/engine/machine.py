@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core import Core
-from engine.cost import Work
 from engine.load import Loaded
 from engine.scheduler import Grant
 from engine.step import Said
 from engine.types import Delta, Request
+from engine.work import Work
 from tests.engine.models import core
 
 Seconds = Callable[[Work], float]

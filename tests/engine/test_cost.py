@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.cost import StepCost, Work
+from engine.cost import StepCost
+from engine.work import Work
 from kvcache.spec import Span
 
 CELL, PAIR = 4e-6, 4e-7

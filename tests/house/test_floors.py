@@ -13,11 +13,13 @@ FLOORS = {
     "kvcache": """errors spec hadamard encoder | planes | cells rotary component | holes node |
         attention recurrent disk components | shelf | radix entries | prefix | forward | cache""",
     "engine": """errors status types message noise trial kernels.reference kernels.crossing kernels.pages
-        kernels.cpu.build prefix sight quantize.stacks draft.passage draft.acceptance cost draft.levels | config lineage
+        kernels.cpu.build prefix sight quantize.stacks draft.passage draft.acceptance draft.lengths draft.levels work |
+        cost config lineage
         outline wording scoring kernels.latent kernels.packing native.widening kernels.cpu.native
         quantize.survey
-        draft.library draft.offer budget embedder.layout dialect.source dialect.lark dialect.quoting grammar history
-        filters validity | kernels.linear draft.plans stopping native.placing native.decoder rules embedder.head
+        draft.library embedder.layout dialect.source dialect.lark dialect.quoting grammar history
+        filters validity | draft.offer budget kernels.linear | draft.plans stopping native.placing native.decoder rules
+        embedder.head
         embedder.reader dialect.input dialect.json_text dialect.thoughts dialect.schema | text dialect.speech |
         dialect.calls dialect.reader kernels.cpu.linear embedder.embedder | dialect.frame embedder.turns
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.cost import Work
 from engine.draft.depth import Depth
 from engine.draft.offer import Candidate
+from engine.work import Work
 
 Cost = Callable[[int], float]
 KIND = "model"

