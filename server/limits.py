@@ -67,6 +67,8 @@ class Border:
             return
         if "content-encoding" in headers:
             raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body without a Content-Encoding.")
+        if _bodiless(headers):
+            return
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body as Content-Type: application/json.")
 
@@ -131,6 +133,12 @@ class _Answer:
         milliseconds = (time.monotonic() - self._begin) * 1000
         level = logging.DEBUG if route in _probed else logging.INFO
         logger.log(level, "%s %s %s %d %.1fms", self.id, self._scope["method"], route, status, milliseconds)
+
+
+def _bodiless(headers: Headers) -> bool:
+    """Whether no body is said to come, nor a type of one: some clients cancel a response so."""
+    announced = "content-type" in headers or "transfer-encoding" in headers
+    return not announced and headers.get("content-length", "0") == "0"
 
 
 def _host(headers: Headers) -> str:

@@ -218,7 +218,7 @@ def _options(options: Options) -> dict[str, Any]:
     fields["repetition_penalty"] = options.repeat_penalty
     # -1 is as many as the context leaves, -2 as many as fill it.
     fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
-    fields["keep"] = options.num_keep if (options.num_keep or -1) >= 0 else None
+    fields["keep"] = None if options.num_keep == -1 else options.num_keep
     return {name: value for name, value in fields.items() if value is not None}
 
 

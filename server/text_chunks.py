@@ -82,8 +82,9 @@ class TextChunks:
 
     def _scored(self, index: int, event: Scored) -> Iterator[Completion]:
         prompt = self._work.prompt(index)
-        if prompt is not None and self._body.logprobs is not None:
-            yield from self._repeat(index, prompt.logprobs(event, self._work.wording))
+        if prompt is not None:
+            asked = self._body.logprobs is not None
+            yield from self._repeat(index, prompt.logprobs(event, self._work.wording) if asked else None)
         if self._body.prompt_logprobs is not None:
             chunk = self._chunk(index, "")
             chunk["choices"][0]["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs)

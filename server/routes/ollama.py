@@ -17,10 +17,11 @@ from engine.status import ModelInfo
 from server.answering import unless_gone
 from server.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.encoding import Json
-from server.errors import ApiError, invalid, missing
+from server.errors import OLLAMA, ApiError, invalid, missing
 from server.generation import generate
 from server.ndjson import LineStream
 from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
+from server.renaming import renamed
 from server.routes.documented import lined
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
@@ -97,7 +98,10 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         answering(service, _name(service, body.model))
 
         async def work() -> Response:
-            made = await embed(service, [body.prompt], Wish(most=-1), id=uuid.uuid4().hex, endpoint="ollama")
+            try:
+                made = await embed(service, [body.prompt], Wish(most=-1), id=uuid.uuid4().hex, endpoint="ollama")
+            except (ApiError, EngineError) as error:
+                raise renamed(error, OLLAMA, {"input": "prompt"}) from error
             return Json(Embedding(embedding=list(vector(made.vectors[0]))))
 
         return await unless_gone(request, work())

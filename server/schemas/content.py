@@ -23,6 +23,18 @@ class Strict(BaseModel):
         return policy.strip(body, cls.documented)
 
 
+def one_of(*kinds: str) -> BeforeValidator:
+    """A check that names all kinds, for the member of a union that is also read where the kind is none of them."""
+    *some, last = (f"'{kind}'" for kind in kinds)
+
+    def check(kind: object) -> object:
+        if kind not in kinds:
+            raise PydanticCustomError("invalid_value", f"Input should be {', '.join(some)} or {last}")
+        return kind
+
+    return BeforeValidator(check)
+
+
 def _only_text(kind: object) -> object:
     if isinstance(kind, str) and kind != "text":
         raise PydanticCustomError("unsupported_value", "this server reads text only, no images, audio or files")

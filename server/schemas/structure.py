@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from server.schemas.content import Strict
+from server.schemas.content import Strict, one_of
 from server.schemas.tools import Schema
 
 FormatName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -35,7 +35,7 @@ def _known(kind: object) -> object:
 class TextFormat(Strict):
     """Anything."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_known)]
+    type: Annotated[Literal["text"], one_of(*KNOWN_FORMATS), BeforeValidator(_known)]
 
 
 class JsonObjectFormat(Strict):

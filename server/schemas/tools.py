@@ -8,12 +8,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from server.schemas import policy
-from server.schemas.content import Strict
+from server.schemas.content import Strict, one_of
 
 # OpenAI's letters and length, and the dots that servers of tools (MCP) put between their name and the tool's.
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A JSON schema. What it means is read where it becomes a grammar.
 Schema = dict[str, object]
+
+FunctionKind = Annotated[Literal["function"], one_of("function", "custom")]
 
 MOST_TOOLS = 256
 
@@ -30,7 +32,7 @@ class FunctionDefinition(Strict):
 class FunctionTool(Strict):
     """A function that may be called."""
 
-    type: Literal["function"]
+    type: FunctionKind
     function: FunctionDefinition
 
 
@@ -97,7 +99,7 @@ class Named(Strict):
 class NamedFunction(Strict):
     """This function must be called."""
 
-    type: Literal["function"]
+    type: FunctionKind
     function: Named
 
 
@@ -172,7 +174,7 @@ class FunctionCall(Strict):
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.FUNCTION_CALL
 
     id: Annotated[str, StringConstraints(max_length=256)]
-    type: Literal["function"] = "function"
+    type: FunctionKind = "function"
     function: CalledFunction
     index: int | None = None
 

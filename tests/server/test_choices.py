@@ -145,10 +145,10 @@ def test_a_repeated_prompt_comes_first_with_its_logprobs(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_choice_repeats_its_prompt(stream: bool) -> None:
-    """Token ids as text, with logprobs or without, in every choice of every prompt."""
-    for logprobs in (None, 0):
+    """Token ids as text, before all else, in every choice of every prompt; with logprobs of either kind or without."""
+    for logprobs, scored in ((None, None), (0, None), (None, 1), (0, 1)):
         fields = {"prompt": [[97, 98], [99]], "n": 2, "echo": True, "logprobs": logprobs, "stream": stream}
-        answer = post(TEXT, **fields)
+        answer = post(TEXT, **fields, prompt_logprobs=scored)
         choices = (
             [part for event in answer.events[:-1] for part in event["choices"]] if stream else answer.json["choices"]
         )

@@ -130,6 +130,15 @@ def test_options_reach_the_engine() -> None:
     assert ((".",), 9, 2) == (request.stop, request.max_tokens, request.keep)
 
 
+@pytest.mark.parametrize(("asked", "kept"), [(-1, None), (0, 0), (5, 5)])
+def test_what_a_shift_keeps_may_be_nothing(asked: int, kept: int | None) -> None:
+    """-1 leaves it to the server; 0 is a number like any other."""
+    engine = says("x")
+
+    assert 200 == post(engine, "chat", messages=MESSAGES, options={"num_keep": asked}, stream=False).status
+    assert kept == engine.requests[-1].keep
+
+
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])
 def test_a_format_is_a_grammar(form: Any) -> None:
     """Any JSON, or JSON of a schema."""
@@ -212,6 +221,21 @@ def test_texts_become_vectors() -> None:
     assert [[pytest.approx(0.6), pytest.approx(0.8)]] * 2 == many["embeddings"]
     assert [pytest.approx(0.6), pytest.approx(0.8)] == one["embedding"]
     assert 6 == many["prompt_eval_count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("embed", {"input": ""}, "'input'"),
+        ("embed", {"input": ["a", ""]}, "'input[1]'"),
+        ("embeddings", {"prompt": ""}, "'prompt'"),
+    ],
+)
+def test_a_text_without_tokens_is_named_as_it_was_sent(path: str, body: Any, named: str) -> None:
+    """The older path calls it a prompt."""
+    answer = post(says("x"), path, **body)
+
+    assert (400, f"Invalid value for {named}: it has no tokens.") == (answer.status, answer.json["error"])
 
 
 def test_what_is_sent_fits_the_published_types() -> None:

@@ -179,6 +179,23 @@ def test_a_large_chunked_body_is_refused_while_it_comes(port: int) -> None:
         assert_refused(answer, 413, "body_too_large")
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], 404),
+        (["Content-Length: 0"], 404),
+        (["Content-Type: text/plain"], 415),
+        (["Content-Length: 2"], 415),
+        (["Transfer-Encoding: chunked"], 415),
+    ],
+)
+def test_what_has_no_body_needs_no_type(port: int, lines: list[str], expected: int) -> None:
+    """openai-node cancels a response with neither; what is a body, or says so, must be JSON."""
+    request = "\r\n".join(["POST /v1/responses/resp_1/cancel HTTP/1.1", "Host: localhost", "Connection: close", *lines])
+
+    assert expected == status(exchange(port, request.encode() + b"\r\n\r\n"))
+
+
 def test_half_closing_is_leaving() -> None:
     """A client that shuts its sending side down has disconnected, as far as this server is concerned."""
     gate = Gate()

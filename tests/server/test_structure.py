@@ -113,7 +113,13 @@ def test_a_schema_that_is_not_strict_is_followed_in_part(app: Any, engine: FakeE
 @pytest.mark.parametrize(
     ("fields", "param", "code", "words"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'text'"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "invalid_value",
+            "'text', 'json_object' or 'json_schema'",
+        ),
+        ({"response_format": {"type": 1}}, "response_format.type", "invalid_value", "'json_object' or 'json_schema'"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "unsupported_value", "'json_schema'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value", "Missing"),
         ({"response_format": "json"}, "response_format", "invalid_value", ""),

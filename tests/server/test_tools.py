@@ -183,6 +183,8 @@ FAULTS: list[tuple[dict[str, Any], str, str, str]] = [
         "invalid_value",
         "match",
     ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value", "'function' or 'custom'"),
+    ({"tools": [{"type": 5}]}, "tools[0].type", "invalid_value", "'function' or 'custom'"),
     ({"tools": [{"function": LOOK}]}, "tools[0].type", "invalid_value", "Missing required"),
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name", "invalid_value", "Missing required"),
     (
