@@ -33,23 +33,11 @@ class Flushed {
 inline Vector firsts(Vector pairs) { return (Vector)((Unsigned)pairs << 16); }
 inline Vector seconds(Vector pairs) { return (Vector)((Unsigned)pairs & 0xffff0000u); }
 
-// What `round_row` makes, in float32; the last vector is padded with zeros.
-inline void round_row_apart(const float *from, int64_t width, float *to) {
-    for (int64_t at = 0; at < width; at += LANES) {
-        const int64_t left = width - at;
-        const __mmask16 own = left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff;
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(own, from + at));
-        store(to + at, (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
-    }
-}
-
 // Lay out 16 keys.
 inline void lay_keys_apart(const bfloat16 *const *keys, int64_t width, float *to) {
     for (int64_t at = 0; at < width; at += PAIR * LANES) {
         Vector rows[LANES];
-#pragma GCC unroll 16
-        for (int key = 0; key < LANES; ++key) rows[key] = take_pairs(keys[key], at, width);
-        turn(rows);
+        take_turned(keys, at, width, rows);
 #pragma GCC unroll 16
         for (int pair = 0; pair < LANES; ++pair) {
             store(to + (at + PAIR * pair) * LANES, firsts(rows[pair]));
@@ -58,12 +46,12 @@ inline void lay_keys_apart(const bfloat16 *const *keys, int64_t width, float *to
     }
 }
 
-// Lay out a value; none is zeros.
-inline void lay_value_apart(const bfloat16 *value, int64_t width, float *to) {
+// Lay out a value, or a query that has been rounded; none is zeros, and so is what pads the last vector.
+inline void lay_row_apart(const bfloat16 *row, int64_t width, float *to) {
     for (int64_t at = 0; at < width; at += LANES) {
         const int64_t left = width - at;
         const __mmask16 own = left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff;
-        const __m256i some = value ? _mm256_maskz_loadu_epi16(own, value + at) : __m256i{};
+        const __m256i some = row ? _mm256_maskz_loadu_epi16(own, row + at) : __m256i{};
         store(to + at, (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16));
     }
 }

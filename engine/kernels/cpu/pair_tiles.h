@@ -69,7 +69,7 @@ class PairTiles {
         // Behind the last column there are zeros.
         memset(to + query_words - LANES / PAIR, 0, LANES / PAIR * sizeof(Word));
         round_row(query, key_width, to);
-        if (apart) lay_apart(query, desk.queries_apart + line * PAIR * query_words);
+        if (apart) lay_apart((const bfloat16 *)to, desk.queries_apart + line * PAIR * query_words);
     }
 
     // Add the positions [from, to) of a tile to the lines' sums.
@@ -82,9 +82,9 @@ class PairTiles {
     const int64_t value_width;
 
   private:
-    void lay_apart(const float *query, float *to) const {
+    void lay_apart(const bfloat16 *query, float *to) const {
         memset(to + PAIR * query_words - LANES, 0, LANES * sizeof(float));
-        round_row_apart(query, key_width, to);
+        lay_row_apart(query, key_width, to);
     }
 
     template <bool APART>
@@ -133,7 +133,7 @@ class PairTiles {
         for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair) {
             if (!APART) lay_values(values, pair, value_width, desk.values + pair * value_width);
             for (int64_t at = PAIR * pair; APART && at < PAIR * (pair + 1); ++at)
-                lay_value_apart(desk.value[at], call.values.width, desk.values_apart + at * value_width);
+                lay_row_apart(desk.value[at], call.values.width, desk.values_apart + at * value_width);
         }
         for (int64_t line = 0; line < lines.count; line += STRIP) {
             const int64_t behind = lesser(line + STRIP, lines.count);

@@ -79,13 +79,19 @@ inline void take_pieces(const bfloat16 *const *keys, int key, int64_t at, int64_
     pieces[1] = even(third, fourth), pieces[3] = odd(third, fourth);
 }
 
-// Lay out 16 keys: a vector holds the same pair of columns of all of them.
+// Columns [at, at + 32) of 16 keys: a vector holds the same pair of columns of all of them.
+inline __attribute__((always_inline)) void take_turned(const bfloat16 *const *keys, int64_t at, int64_t width,
+                                                       Vector (&rows)[LANES]) {
+#pragma GCC unroll 16
+    for (int key = 0; key < LANES; ++key) rows[key] = take_pairs(keys[key], at, width);
+    turn(rows);
+}
+
+// Lay out 16 keys.
 inline void lay_keys(const bfloat16 *const *keys, int64_t width, Word *to) {
     for (int64_t at = 0; at < width; at += PAIR * LANES) {
         Vector rows[LANES];
-#pragma GCC unroll 16
-        for (int key = 0; key < LANES; ++key) rows[key] = take_pairs(keys[key], at, width);
-        turn(rows);
+        take_turned(keys, at, width, rows);
         memcpy(to + at / PAIR * LANES, rows, sizeof rows);
     }
 }
