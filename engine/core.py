@@ -104,11 +104,10 @@ class Core:
 
     def cancel(self, request_id: str) -> None:
         """Forget a request at once, whatever it is doing; unknown and finished ones are no error."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.crossing.release(sequence)
-            self._speculation.forget(sequence)
             self._scheduler.remove(sequence)
+            self._close(sequence)
 
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; the events of the requests that it moved on, in order."""
@@ -125,7 +124,7 @@ class Core:
 
     def rest(self) -> bool:
         """Use a pause to save a little of what is remembered; False: nothing is left to be saved."""
-        saved = self.cache.save_some(_REST_BYTES) or self.crossing.files.write()
+        saved = self.cache.save_some(_REST_BYTES) > 0 or self.crossing.files.write()
         return saved or self._speculation.rest(_REST_BYTES)
 
     def stats(self) -> Stats:
@@ -149,7 +148,7 @@ class Core:
             generated_tokens_total=totals["generated"],
             context_shifts_total=totals["shifts"],
             preemptions_total=self._scheduler.preemptions,
-            prefix_copies_total=totals["reused"],
+            prefix_hits_total=totals["reused"],
             failed_total=totals["failed"],
             evicted_tokens_total=counts.evicted,
             thinned_tokens_total=counts.thinned,
@@ -327,7 +326,8 @@ class Core:
 
     def _close(self, sequence: Sequence) -> None:
         usage = sequence.usage()
-        self._totals["prompt"] += usage.prompt_tokens
+        # Of one that left the queue without a slot nothing was computed, nor found.
+        self._totals["prompt"] += 0 if sequence.cached is None else usage.prompt_tokens
         self._totals["cached"] += usage.cached_tokens
         self._totals["reused"] += usage.cached_tokens > 0
         self._totals["shifts"] += usage.context_shifts

@@ -201,7 +201,7 @@ class Scheduler:
 
     def _is_crowded(self, grants: Collection[Grant]) -> bool:
         """Whether the cells are too few for all grants, though what is remembered makes room for them."""
-        if self._cache.fits(sum([grant.span.length for grant in grants])):
+        if sum([grant.span.length for grant in grants]) <= self._cache.free_rows:
             return False
         return self._cache.make_room([grant.span for grant in grants]) > 0
 

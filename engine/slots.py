@@ -43,7 +43,8 @@ class Slots:
         keys = sequence.lineage.keys(min(sequence.reusable, self._cache.capacity))
         salt = sequence.lineage.salt
         standing = self._cache.recall(sequence.slot, keys, salt=salt)
-        sequence.find(self._cache.known(keys, salt=salt), parted=self._cache.parts(keys, salt=salt))
+        known = self._cache.known(keys, salt=salt)
+        sequence.find(known.length, parted=known.parted)
         return self.rewind(sequence, standing)
 
     def rewind(self, sequence: Sequence, length: int) -> int:

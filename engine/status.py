@@ -108,6 +108,7 @@ class Stats:
     cells_used        cells of running sequences
     cells_remembered  further cells, kept for prompts to come and given up for running ones
     shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
+    prefix_hits_total  requests that are over and found a beginning of their prompt in the cache
     evicted_tokens_total, thinned_tokens_total, loaded_tokens_total, saved_tokens_total  see kvcache.prefix.Counts
     """
 
@@ -127,7 +128,7 @@ class Stats:
     generated_tokens_total: int = 0
     context_shifts_total: int = 0
     preemptions_total: int = 0
-    prefix_copies_total: int = 0
+    prefix_hits_total: int = 0
     failed_total: int = 0
     evicted_tokens_total: int = 0
     thinned_tokens_total: int = 0

@@ -25,7 +25,7 @@ from kvcache.component import Component
 from kvcache.components import Components, shortfall
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
-from kvcache.prefix import Counts, PrefixTree
+from kvcache.prefix import Counts, Known, PrefixTree
 from kvcache.recurrent import RecurrentStates
 from kvcache.shelf import ShelfConfig
 from kvcache.spec import LayerSpec, Span, group_layers
@@ -87,6 +87,11 @@ class Cache:
         Groups that do not see everything are no limit to that, for their sequences release what they do not see.
         """
         return min((group.pool.free for group in self._growing), default=self.cells)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows for which every group has free cells, whoever they belong to; more of them may need `make_room`."""
+        return min([group.pool.free for group in self._groups], default=self.cells)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -170,23 +175,15 @@ class Cache:
             raise ValueError(f"slot {slot} holds {self.length(slot)} tokens, not {len(tokens)}")
         self._tree.remember(slot, np.asarray(tokens, dtype=np.int64), salt, seal=seal)
 
-    def known(self, tokens: Sequence[int], *, salt: bytes = b"") -> int:
+    def known(self, tokens: Sequence[int], *, salt: bytes = b"") -> Known:
         """How many of the tokens are remembered, though `recall` may not be able to go on that far."""
         return self._tree.known(np.asarray(tokens, dtype=np.int64), salt)
-
-    def parts(self, tokens: Sequence[int], *, salt: bytes = b"") -> bool:
-        """Whether others went on differently where what is known of the tokens ends."""
-        return self._tree.parts(np.asarray(tokens, dtype=np.int64), salt)
 
     def make_room(self, spans: Sequence[Span]) -> int:
         """Forget what is remembered and wanted least until the spans fit; the cells still lacking (0: they fit)."""
         self._check_idle()
         self._check_spans(spans)
         return self._find_room(lambda component: component.check_append(spans))
-
-    def fits(self, rows: int) -> bool:
-        """Whether so many rows find cells in every group, whoever they belong to: then there is no room to be made."""
-        return all([rows <= group.pool.free for group in self._groups])
 
     def evict(self, cells: int) -> int:
         """Forget what was remembered and is wanted least, until `cells` more are free or no more can be; how many."""
@@ -200,8 +197,8 @@ class Cache:
         self._check_idle()
         self._tree.forget()
 
-    def save_some(self, budget_bytes: int) -> bool:
-        """Write so much of what is remembered to the shelf's files, most wanted first; False: nothing is left to do.
+    def save_some(self, budget_bytes: int) -> int:
+        """Write so much of what is remembered to the shelf's files, most wanted first; the bytes, 0: nothing was left.
 
         No failure is raised: the shelf reports it, and goes on after a pause.
         """

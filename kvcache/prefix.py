@@ -39,6 +39,14 @@ class Counts:
     saved: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the tree has of a text: so many of its tokens, and whether others went on differently there."""
+
+    length: int
+    parted: bool
+
+
 class PrefixTree:
     """Content of former and running slots, found by its tokens. Belongs to the cache.
 
@@ -103,14 +111,11 @@ class PrefixTree:
         self._radix.touch(path)
         self._heed_surplus()
 
-    def known(self, tokens: Tokens, salt: bytes) -> int:
+    def known(self, tokens: Tokens, salt: bytes) -> Known:
         """How many of the tokens the tree knows, whether or not one could go on there."""
-        return self._radix.walk(tokens, salt)[1]
-
-    def parts(self, tokens: Tokens, salt: bytes) -> bool:
-        """Whether others went on differently where what the tree knows of the tokens ends."""
         path, depth = self._radix.walk(tokens, salt)
-        return bool(path) and depth < len(tokens) and (depth < path[-1].stop or bool(path[-1].children))
+        goes_on = bool(path) and (depth < path[-1].stop or bool(path[-1].children))
+        return Known(depth, parted=goes_on and depth < len(tokens))
 
     def evict(self, lacking: Sequence[int]) -> bool:
         """Release what is wanted least until each component has what it lacks, or nothing helps; whether any came free.

@@ -175,14 +175,13 @@ class Shelf:
         if entry in self._files:
             self._delete(entry)
 
-    def write(self, budget_bytes: int) -> bool:
-        """Write what is wanted most and in no file yet, until that many bytes are written; False: nothing is left."""
-        written = 0
-        while written < budget_bytes:
-            if (node := self._most_wanted()) is None or (size := self._write_piece(node)) == 0:
-                return False
+    def write(self, budget_bytes: int) -> int:
+        """Write what is wanted most and in no file yet, until that many bytes are written; how many were."""
+        written, size = 0, 1
+        while size and written < budget_bytes and (node := self._most_wanted()) is not None:
+            size = self._write_piece(node)
             written += size
-        return True
+        return written
 
     def _most_wanted(self) -> Node | None:
         if self._disk is None or not self._disk.ready or not self._unwritten or self._full == self._clock:

@@ -13,6 +13,7 @@ from server.auth import Auth
 from server.lenient import LenientRoute
 from server.limits import BodyLimit, Border
 from server.metrics import Metrics
+from server.origins import Origins
 from server.parsing import StrictRoute
 from server.routes import (
     anthropic,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The application. From the outside in: Border, Auth, BodyLimit, then the routes."""
+    """The application. From the outside in: Origins, Border, Auth, BodyLimit, then the routes."""
     closing = AsyncExitStack()
 
     @asynccontextmanager
@@ -84,4 +85,6 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.add_middleware(BodyLimit, limit=settings.caps.body_bytes)
     app.add_middleware(Auth, keys=settings.keys)
     app.add_middleware(Border, hosts=settings.hosts, metrics=service.metrics)
+    if settings.origins:
+        app.add_middleware(Origins, origins=settings.origins)
     return app

@@ -47,6 +47,8 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     if settings.shelf is not None:
         yield "shelf", f"{settings.shelf}, {_size(settings.shelf_bytes)} at most"
     yield "responses", place_of(settings.store)
+    if settings.origins:
+        yield "pages", f"of {', '.join(settings.origins)} may call from a browser"
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
 
 

@@ -18,7 +18,7 @@ from engine.config import Dtype, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
 from server.bench.options import BenchOptions
 from server.database import StoreError
-from server.settings import LogLevel, Settings, read_keys, split_keys
+from server.settings import LogLevel, Settings, make_shelf, read_keys, split_keys
 from server.store import check_store
 from server.version import version
 
@@ -63,7 +63,7 @@ class Options:
     max_waiting
         Requests that may wait for a slot; one more is answered 429.
     itl_target_ms
-        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 40, or three
+        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 80, or three
         times a step without prompts where that is more.
     threads
         Threads to compute with. Default: all.
@@ -89,7 +89,8 @@ class Options:
     store
         Where /v1/responses are kept: a file, postgresql://..., memory or none. Default: a file in your folder for data.
     allowed_host
-        Host header to answer besides localhost and --host. Repeatable; * allows all.
+        Host header to answer besides localhost and --host. Repeatable; * allows all. With a scheme, as in
+        https://chat.example.org: an origin whose pages may call the server from a browser.
     grace
         Seconds that running requests get after SIGTERM.
     lenient
@@ -211,6 +212,7 @@ def serve(model: str | None = None, *, options: Annotated[Options | None, Parame
     try:
         settings = (options or Options()).settings(model)
         check_store(settings.store)
+        make_shelf(settings.shelf)
     except (ValueError, OSError, StoreError) as error:
         _say(f"cellar: {error}")
         sys.exit(EXIT_USAGE)

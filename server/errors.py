@@ -40,6 +40,7 @@ PREVIOUS_RESPONSE_NOT_FOUND = Kind(400, "invalid_request_error", "previous_respo
 UNSATISFIABLE = Kind(400, "invalid_request_error", "unsatisfiable")
 CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
+ORIGIN_NOT_ALLOWED = Kind(403, "invalid_request_error", "origin_not_allowed")
 MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
 RESPONSE_NOT_FOUND = Kind(404, "invalid_request_error", "response_not_found")
 UNKNOWN_URL = Kind(404, "invalid_request_error", "unknown_url")
@@ -213,7 +214,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return reply(error, path)
     if error.status_code == UNKNOWN_URL.status:
-        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
+        # Clients are often given the address of the server alone, and put only the end of OpenAI's paths behind it.
+        advice = "" if path.startswith(("/v1/", OLLAMA)) else " The paths of OpenAI's API begin with /v1/ here."
+        return reply(ApiError(UNKNOWN_URL, f"There is nothing at this URL.{advice}"), path)
     if error.status_code == METHOD_NOT_ALLOWED.status:
         return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path)
     return reply(internal(), path)

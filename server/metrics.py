@@ -156,7 +156,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("step_rows", "Rows computed by forward passes.", stats.rows_total)
     yield _counter("context_shifts", "Contexts shifted.", stats.context_shifts_total)
     yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
-    yield _counter("prefix_copies", "Prefixes shared between sequences.", stats.prefix_copies_total)
+    yield _counter("prefix_hits", "Requests that found a beginning of their prompt.", stats.prefix_hits_total)
     yield _counter("kv_cache_evicted_tokens", "Remembered tokens that left the cache.", stats.evicted_tokens_total)
     yield _counter(
         "kv_cache_thinned_tokens",

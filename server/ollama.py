@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from engine.errors import EngineError
 from engine.message import Piece, Reasoning, Text
 from engine.types import Event
+from server.arguments import read_arguments
 from server.embeddings import vector
 from server.errors import OLLAMA, ApiError
 from server.events import Events
@@ -182,7 +183,7 @@ def _joined(pieces: Sequence[Piece], kind: type[Text | Reasoning]) -> str:
 
 
 def _told(at: int, call: MadeCall) -> Call:
-    return Call(id=call.id, function={"index": at, "name": call.name, "arguments": _object(call.arguments)})
+    return Call(id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)})
 
 
 def _chat(fields: dict[str, Any]) -> ChatRequest:
@@ -245,14 +246,6 @@ def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 def _written(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
     return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-
-
-def _object(text: str) -> object:
-    # An answer that ended inside a call has no whole object: then its text is what there is.
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return {"": text}
 
 
 def _duration(seconds: float) -> int:

@@ -77,12 +77,26 @@ class StrictRoute(APIRoute):
         return strict
 
 
+class NotStrict(ValueError):
+    """Why a text is no strict JSON, and, where the parser knows it, the place."""
+
+
 def loads(body: bytes) -> dict[str, object]:
-    """Parse `body`; ApiError names the fault and, where the parser knows it, the place."""
-    text = _decode(body)
+    """Parse the body of a request; ApiError says what is wrong with it."""
+    try:
+        value = parse(_decode(body))
+    except NotStrict as error:
+        raise ApiError(INVALID_JSON, f"We could not parse the JSON body of your request: {error}.") from error
+    if not isinstance(value, dict):
+        raise ApiError(INVALID_VALUE, "Invalid body: it must be a JSON object.")
+    return value
+
+
+def parse(text: str) -> object:
+    """Parse any JSON value; raises NotStrict."""
     _check_depth(text)
     try:
-        value = json.loads(
+        value: object = json.loads(
             text,
             object_pairs_hook=_object,
             parse_constant=_constant,
@@ -91,15 +105,13 @@ def loads(body: bytes) -> dict[str, object]:
         )
     except json.JSONDecodeError as error:
         _refuse(f"{error.msg} (line {error.lineno}, column {error.colno})")
-    if not isinstance(value, dict):
-        raise ApiError(INVALID_VALUE, "Invalid body: it must be a JSON object.")
     if _surrogate.search(text):
         _check_surrogates(value)
     return value
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise ApiError(INVALID_JSON, f"We could not parse the JSON body of your request: {reason}.")
+    raise NotStrict(reason)
 
 
 def _decode(body: bytes) -> str:

@@ -57,7 +57,8 @@ class StrictConnection(h11.Connection):
         try:
             if self.their_state is h11.IDLE:
                 _check_head(self.trailing_data[0], self._caps)
-            return super().next_event()
+            event = super().next_event()
+            return _in_origin_form(event) if isinstance(event, h11.Request) else event
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == HEADERS_TOO_LARGE.status
             kind = HEADERS_TOO_LARGE if too_large else INVALID_HTTP
@@ -213,6 +214,22 @@ def _check_head(data: bytes, caps: Caps) -> None:
     if end >= 0 and not lines[0].endswith(VERSIONS):
         raise h11.RemoteProtocolError("another version")
     _check_framing(lines[1:])
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with a path for its target, where that is the whole URL of the host it is for (RFC 9112, 3.2.2)."""
+    if request.target.startswith(b"/"):
+        return request
+    scheme, _, url = request.target.partition(b"://")
+    host, _, path = url.partition(b"/")
+    if scheme.lower() not in (b"http", b"https") or (b"host", host) not in request.headers:
+        return request
+    return h11.Request(
+        method=request.method,
+        target=b"/" + path,
+        headers=request.headers.raw_items(),
+        http_version=request.http_version,
+    )
 
 
 def _check_framing(lines: list[bytes]) -> None:

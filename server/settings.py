@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ from engine.types import DrafterChoice, MlaMode, Overflow
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+_origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class Settings:
     served_names      what requests may call the model; empty: the name of the model itself
     store             where responses are kept: a file, a URL of PostgreSQL, "memory", "none"; None: a file of the user
     keys              any of them opens the server; empty: it is open
-    allowed_hosts     values of the Host header besides localhost and `host`; "*" allows all
+    allowed_hosts     values of the Host header besides localhost and `host`, "*" allows all; with a scheme, origins
+                      whose pages may call the server from a browser
     grace_seconds     that running requests get after SIGTERM
     lenient           whether a parameter that is not honoured becomes a warning in the answer, not an error
     insecure_no_auth  allows an open server on an address that others can reach
@@ -94,6 +98,12 @@ class Settings:
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
             )
+        for origin in self.origins:
+            if not _origin.fullmatch(origin):
+                raise ValueError(
+                    f"--allowed-host {origin} is no origin: give scheme and host, as in https://chat.example.org, "
+                    "without a path"
+                )
         if self.embedding_name in self.names:
             raise ValueError(
                 f"--embedding-model {self.embedding_model} has the name of the model: "
@@ -120,7 +130,13 @@ class Settings:
     def hosts(self) -> tuple[str, ...]:
         """Values of the Host header that are answered, without ports, in lower case."""
         bound = f"[{self.host}]" if ":" in self.host else self.host
-        return tuple(host.lower() for host in (*LOOPBACK_NAMES, bound, *self.allowed_hosts))
+        named = (host for host in self.allowed_hosts if "://" not in host)
+        return tuple(host.lower() for host in (*LOOPBACK_NAMES, bound, *named))
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Values of the Origin header whose pages may read answers, in lower case as browsers write them."""
+        return tuple(host.lower() for host in self.allowed_hosts if "://" in host)
 
     def engine_config(self) -> EngineConfig:
         """The part that the engine reads."""
@@ -158,6 +174,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def make_shelf(folder: str | None) -> None:
+    """Make the folder of the shelf, if there is to be one; ValueError says why there can be none."""
+    try:
+        if folder is not None:
+            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--shelf {folder}: there can be no such folder: {error.strerror}") from error
 
 
 def split_keys(text: str) -> tuple[str, ...]:

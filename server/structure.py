@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from engine.message import Body
 from server.errors import invalid
+from server.parsing import NotStrict, parse
 from server.schemas.common import Generation
 from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from server.schemas.tools import Schema
@@ -60,13 +61,18 @@ def _schema(field: str, schema: Schema | str | None) -> Body | None:
     if schema is None:
         return None
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise invalid(field, "it is no JSON") from error
-        if not isinstance(schema, dict):
-            raise invalid(field, "it is no JSON object")
+        schema = _parsed(field, schema)
     return Body("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def _parsed(field: str, text: str) -> Schema:
+    try:
+        schema = parse(text)
+    except NotStrict as error:
+        raise invalid(field, f"it is no strict JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise invalid(field, "it is no JSON object")
+    return schema
 
 
 def _regex(text: str | None) -> Body | None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llguidance.gbnf_to_lark import GbnfToLarkError
-
 from engine.dialect.lark import Lark
 from engine.dialect.reader import Reader
 from engine.dialect.source import Source, Steps
@@ -78,7 +76,7 @@ class Dialect:
         """What an answer must follow, from its first token on; None: anything goes.
 
         With "auto" only strict tools bind, unless calls are restricted otherwise. A body is for answers without calls.
-        Raises InvalidRequest where the model has no way to do what is asked.
+        Raises InvalidRequest where the model has no way to do what is asked, or a grammar cannot be read.
         """
         chosen = [tool for tool in tools if not choice.names or tool.name in choice.names]
         if choice.mode == "required" and not (chosen and self.calls):
@@ -89,10 +87,7 @@ class Dialect:
         if body is None and (not chosen or not self.calls or free):
             return None
         lark = Lark(self.tokens)
-        try:
-            return lark.grammar(self.style.write(lark, chosen, choice, body, opened))
-        except GbnfToLarkError as error:
-            raise InvalidRequest("response_format", f"the grammar is neither Lark nor GBNF: {error}") from error
+        return lark.grammar(self.style.write(lark, chosen, choice, body, opened))
 
     def thinking(self, budget: int, opened: str) -> Thinking | None:
         """A limit to the reasoning in tokens; None: there is none to limit."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.errors import InvalidRequest
 from engine.message import Body
 from engine.types import Grammar
 
@@ -79,7 +80,7 @@ class Lark:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def body(self, body: Body) -> str:
-        """What a client wants as the text of the answer."""
+        """What a client wants as the text of the answer. Raises InvalidRequest."""
         match body.kind:
             case "json_schema":
                 return self.json(json.loads(body.source), lenient=not body.strict)
@@ -90,7 +91,7 @@ class Lark:
             case "choices":
                 return alternatives(map(self.letters, body.choices))
             case "grammar":
-                return self.nested(any_to_lark(body.source))
+                return self.nested(_read(body.source))
 
     def nested(self, source: str) -> str:
         """What follows a Lark grammar of its own."""
@@ -120,6 +121,15 @@ def regex(pattern: str) -> str:
 def escaped(text: str) -> str:
     """A text as a regular expression."""
     return _LEAST.sub(r"\\\g<0>", text)
+
+
+def _read(grammar: str) -> str:
+    """A client's Lark or GBNF as Lark."""
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:
+        # llguidance raises Exception itself for a rule that is not there, and what Python does for nesting too deep.
+        raise InvalidRequest("response_format", f"the grammar is neither Lark nor GBNF: {error}") from error
 
 
 def _slashed(found: re.Match[str]) -> str:

@@ -114,7 +114,7 @@ class HeadDrafter:
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""
-        return self._cache.save_some(budget_bytes)
+        return self._cache.save_some(budget_bytes) > 0
 
     def _is_ready(self, want: Want) -> bool:
         """Whether the state behind the token before the last one is there."""

@@ -57,7 +57,7 @@ class ModelDrafter:
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""
-        return self._cache.save_some(budget_bytes)
+        return self._cache.save_some(budget_bytes) > 0
 
     def _say(self, wants: Sequence[Want], seats: Sequence[Seat], rows: Rows) -> dict[int, list[int]]:
         """Drafts of those that can be drafted for in one native call, by the number of the want."""

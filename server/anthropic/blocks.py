@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from server.arguments import read_arguments
 from server.schemas.anthropic_answer import AnsweredBlock, AnsweredTool, AnthropicEvent
 
 Kind = Literal["text", "thinking", "tool_use"]
@@ -55,7 +55,7 @@ class Blocks:
             block["thinking"], block["signature"] = text, _signature(text)
             yield self._more("", {"type": "signature_delta", "signature": block["signature"]})
         else:
-            block["input"] = _input(text)
+            block["input"] = read_arguments(text)
         yield AnthropicEvent(type="content_block_stop", index=self._index)
         self._open = None
 
@@ -72,15 +72,6 @@ class Blocks:
     def _more(self, text: str, delta: Any) -> AnthropicEvent:
         self._said.append(text)
         return AnthropicEvent(type="content_block_delta", index=self._index, delta=delta)
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """What a tool is called with; nothing, where the answer was cut in the middle of it."""
-    try:
-        read = json.loads(arguments)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _signature(thought: str) -> str:

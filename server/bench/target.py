@@ -48,7 +48,9 @@ def ask_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url}/models", headers=headers, timeout=30, trust_env=False)
-        answer.raise_for_status()
+        if answer.is_error:
+            advice = ": URLs of OpenAI's API end with /v1" if answer.status_code == httpx.codes.NOT_FOUND else ""
+            raise Unusable(f"{url}/models is answered with {answer.status_code}{advice}")
         return [entry for entry in answer.json()["data"] if isinstance(entry, dict)]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise Unusable(f"{url}/models does not answer with a list of models: {error}") from error

@@ -40,6 +40,8 @@ Cut = Annotated[Annotated[int, Field(ge=-1, le=2**31 - 1)], AfterValidator(_not_
 
 
 def _one_as_list(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("invalid_value", "it must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

@@ -21,7 +21,7 @@ def test_a_planted_tree_has_its_nodes() -> None:
     tree, count = plant(500)
 
     assert 500 <= tree.nodes <= 503
-    assert [3 * EDGE] * count == [tree.known(text(number), b"") for number in range(count)]
+    assert [3 * EDGE] * count == [tree.known(text(number), b"").length for number in range(count)]
 
 
 def test_figures_are_written(tmp_path: Path) -> None:

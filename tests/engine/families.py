@@ -156,7 +156,7 @@ def restarted(family: Family) -> bool:
         while cache.save_some(2**30):
             pass
         again = family.cache(shelf)
-        found = again.known(family.prompt)
+        found = again.known(family.prompt).length
         return found == LENGTH and all(family.goes_on(again, length) for length in range(1, LENGTH))
 
 

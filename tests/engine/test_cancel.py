@@ -34,6 +34,25 @@ def test_cancelled_in_the_queue(loaded: Models) -> None:
     assert "second" not in {name for _ in range(40) for name, _ in engine.step()}
 
 
+def test_what_was_computed_for_it_counts(loaded: Models) -> None:
+    """Whoever leaves had a prompt computed, or found; not so who never got a slot."""
+    engine = core(loaded("llama"), slots=1)
+    for name in ("first", "second", "waits"):
+        engine.submit(ask(name, LONG, 20))
+    for name in ("first", "second"):
+        for _ in range(3):
+            engine.step()
+        engine.cancel(name)
+    engine.cancel("waits")
+    stats = engine.stats()
+
+    assert (2 * len(LONG), len(LONG) - 1, 1) == (
+        stats.prompt_tokens_total,
+        stats.cached_tokens_total,
+        stats.prefix_hits_total,
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 3], ids=["in prefill", "in decode"])
 def test_cancelled_while_it_runs(loaded: Models, steps: int) -> None:
     """A running request is gone before the next step, with its slot and its cells."""

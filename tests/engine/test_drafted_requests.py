@@ -63,7 +63,7 @@ def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
     assert ("stop", stop, plain.tokens) == (answer.end.reason, answer.end.stop, answer.tokens)
     said = plain.end.usage.completion_tokens
     assert said == answer.end.usage.completion_tokens
-    assert engine.cache.known((*PROMPT, *whole.tokens)) <= len(PROMPT) + said
+    assert engine.cache.known((*PROMPT, *whole.tokens)).length <= len(PROMPT) + said
     assert goes_on(engine, loaded(kind), (*PROMPT, *whole.tokens[:said], 7, 8)) <= len(PROMPT) + said
 
 
@@ -92,7 +92,7 @@ def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
 
         assert isinstance(answer.end, Finished)
         assert ("stop", whole[at], whole[:first]) == (answer.end.reason, answer.end.stop, answer.tokens)
-        assert engine.cache.known((*PROMPT, *whole)) <= len(PROMPT) + first
+        assert engine.cache.known((*PROMPT, *whole)).length <= len(PROMPT) + first
         assert goes_on(engine, loaded(kind), (*PROMPT, *whole[: first + 1], 7)) <= len(PROMPT) + first
 
 

@@ -260,4 +260,4 @@ def test_ranges_are_exact_in_every_kind_of_memory(loaded: Callable[..., Loaded],
     answers = play(engine, [Job(request, 2 * at) for at, request in enumerate(asked)])
 
     assert right == {name: each.tokens for name, each in answers.items()}
-    assert engine.stats().prefix_copies_total > 3
+    assert engine.stats().prefix_hits_total > 3

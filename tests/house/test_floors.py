@@ -32,12 +32,12 @@ FLOORS = {
         native.attention native.walk native.recurrence | native.mlp | native.experts | native.half |
         native.shape native.drawing | native.runner | native.choosing |
         draft.model scheduler load stream | draft.heads | draft.head | draft.loading step | core | duties | engine""",
-    "server": """encoding events version settings metrics schemas.policy database responses.sealed bench.options
-        bench.samples bench.recording | errors schemas.content store bench.machine bench.client |
+    "server": """arguments encoding events version settings metrics schemas.policy database responses.sealed
+        bench.options bench.samples bench.recording | errors schemas.content store bench.machine bench.client |
         teller schemas.tools renaming faults bench.target bench.prompts | schemas.structure bench.launch bench.asker |
         schemas.common bench.cells | schemas.errors schemas.chat bench.probe bench.plan
-        schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits parsing protocol banner
-        usage schemas.response_input schemas.anthropic_answer | accounts schemas.responses schemas.response_items
+        schemas.completions schemas.models schemas.ollama schemas.capabilities auth limits origins parsing protocol
+        banner usage schemas.response_input schemas.anthropic_answer | accounts schemas.responses schemas.response_items
         bench.session
         schemas.embeddings schemas.tokens schemas.decisions schemas.scoring schemas.anthropic | places service
         bench.report

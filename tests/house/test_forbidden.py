@@ -15,6 +15,7 @@ everything = pytest.mark.parametrize("source", sources(), ids=lambda source: sou
 BORDERS = {
     "engine/engine.py": "the thread's own end",
     "engine/core.py": "a step that breaks fails its own sequences",
+    "engine/dialect/lark.py": "a grammar that llguidance cannot read is refused in words",
     "engine/embedder/loading.py": "an embedding model that cannot run is refused in words",
     "engine/embedder/turns.py": "a batch that breaks fails its own jobs",
     "engine/load.py": "a model that cannot run packed is refused in words",

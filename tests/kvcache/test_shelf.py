@@ -78,7 +78,7 @@ def test_what_was_saved_survives_the_process(
     again = build(layers, state_bytes, on_disk(tmp_path))
 
     for text in (other, TEXT, TEXT[:40]):
-        assert len(text) == again._tree.known(np.asarray(text), b"")
+        assert len(text) == again._tree.known(np.asarray(text), b"").length
         assert len(text) == recalled(again, text)
     no_leak(again)
 

@@ -120,7 +120,7 @@ def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: 
     remember(cache, texts[2])
     cache.forget()
 
-    assert [21, 0] == [cache._tree.known(np.asarray(text), b"") for text in texts[:2]]
+    assert [21, 0] == [cache._tree.known(np.asarray(text), b"").length for text in texts[:2]]
 
 
 def test_a_beginning_that_was_cut_off_waits_for_its_own_beginning(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -318,12 +319,31 @@ def test_more_than_the_context_is_what_it_leaves() -> None:
     assert 64 == engine.requests[0].max_tokens
 
 
-def test_a_call_that_is_cut_has_no_input() -> None:
-    """Half of its JSON is nothing to call a tool with."""
-    text = '<tool_call>\n{"name": "add", "arguments": {"a'
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("{", {}),
+        ('{"a', {}),
+        ('{"a": "Par', {}),
+        ('{"a": "Paris", "b": [1, "x', {"a": "Paris", "b": [1]}),
+        ('{"a": {"b": 1}', {"a": {"b": 1}}),
+    ],
+)
+def test_of_a_call_that_is_cut_stays_what_is_whole(arguments: str, read: Any) -> None:
+    """As the client's reader has it, which keeps of a stream the members that are whole."""
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
     body = post(says(text, reason="length"), max_tokens=9, tools=[TOOL]).json
 
-    assert ("max_tokens", {}) == (body["stop_reason"], body["content"][0]["input"])
+    assert ("max_tokens", read) == (body["stop_reason"], body["content"][0]["input"])
+
+
+def test_a_number_past_the_largest_is_the_largest() -> None:
+    """JSON has such numbers, models may write them, and no answer breaks for one."""
+    text = CALL.replace('{"a": 1}', '{"a": [1e999, -1e999]}')
+
+    (block,) = post(says(text), max_tokens=9, tools=[TOOL]).json["content"]
+
+    assert [sys.float_info.max, -sys.float_info.max] == block["input"]["a"]
 
 
 def test_tokens_are_counted() -> None:

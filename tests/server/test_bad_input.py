@@ -76,7 +76,8 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"stop": ""}, invalid("stop", "String should have at least 1 character")),
     (CHAT, {"stop": ["x" * 257]}, invalid("stop[0]", "String should have at most 256 characters")),
     (CHAT, {"stop": ["x"] * 17}, invalid("stop", "List should have at most 16 items, not 17")),
-    (CHAT, {"stop": 5}, number("stop", "a valid list")),
+    (CHAT, {"stop": 5}, invalid("stop", "it must be a string or a list of strings")),
+    (CHAT, {"stop": ["x", 5]}, number("stop[1]", "a valid string")),
     (CHAT, {"stop_token_ids": [-1]}, number("stop_token_ids[0]", "greater than or equal to 0")),
     (CHAT, {"stop_token_ids": [300]}, invalid("stop_token_ids", "this model has 256 tokens, there is no id 300")),
     # Messages.

@@ -243,6 +243,12 @@ def test_a_server_that_never_ends_an_answer_is_refused(
     assert f"does not answer for '{model}': {outcome}" in capsys.readouterr().err
 
 
+def test_who_forgot_the_end_of_the_url_is_told(peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is there, and the address alone is no OpenAI API."""
+    assert 2 == bench("--base-url", peer.url.removesuffix("/v1"), "--out", str(tmp_path))
+    assert "/models is answered with 404: URLs of OpenAI's API end with /v1" in capsys.readouterr().err
+
+
 def test_a_name_makes_the_list_of_models_needless(peer: Peer, tmp_path: Path) -> None:
     """Not every server lists its models; with a name given it can be measured all the same."""
     peer.model = "nameless"

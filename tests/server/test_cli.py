@@ -205,6 +205,7 @@ def test_the_settings_reach_the_engine() -> None:
         (["--draft-tokens", "-1"], "--draft-tokens must be between 0 and 16"),
         (["--itl-target-ms", "-1"], "--itl-target-ms must be 0 or more"),
         (["--itl-target-ms", "inf"], "--itl-target-ms must be 0 or more"),
+        (["--shelf", "/dev/null/shelf"], "--shelf /dev/null/shelf: there can be no such folder: Not a directory"),
         (["--max-waiting", "-1"], "--max-waiting must be 0 or more"),
         (["--shelf-memory-bytes", "-1"], "--shelf-memory-bytes must be 0 or more"),
         (["some/model", "--drafter", "model"], "--drafter model needs a draft model: name it with --draft-model"),
@@ -270,6 +271,14 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
     assert "/kept, 8.0 GiB at most" in banner(
         INFO, MEMORY, Drafting(), Settings(shelf="/kept"), "http://127.0.0.1:8000"
     )
+
+
+def test_the_first_screen_says_which_pages_may_call() -> None:
+    """None, unless an origin is allowed."""
+    url, open_ = "http://127.0.0.1:8000", Settings(allowed_hosts=("x", "https://chat.example.org"))
+
+    assert "browser" not in banner(INFO, MEMORY, Drafting(), Settings(allowed_hosts=("x",)), url)
+    assert "of https://chat.example.org may call" in banner(INFO, MEMORY, Drafting(), open_, url)
 
 
 def test_the_first_screen_says_who_drafts() -> None:

@@ -68,6 +68,15 @@ def test_json_may_name_its_charset(app: Any, kind: str) -> None:
     assert 200 == ask(app, "POST", CHAT, json_body=BODY, headers={"content-type": kind}).status
 
 
+@pytest.mark.parametrize(
+    ("path", "advised"),
+    [("/chat/completions", True), ("/v1", True), ("/v1/chat", False), ("/api/pull", False), ("/nothing", True)],
+)
+def test_who_forgot_the_beginning_of_a_path_is_told(app: Any, path: str, advised: bool) -> None:
+    """Clients put the end of OpenAI's paths behind the address that they were given."""
+    assert advised == ("begin with /v1/" in ask(app, "GET", path).body.decode())
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "identity"])
 def test_encoded_bodies_are_refused(app: Any, encoding: str) -> None:
     """No decompression, so no bomb."""

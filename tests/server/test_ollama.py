@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_reasoning_and_calls_have_fields_of_their_own() -> None:
     assert [("add", {"a": 1})] == [
         (call["function"]["name"], call["function"]["arguments"]) for call in told["message"]["tool_calls"]
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_are_always_an_object(stream: bool) -> None:
+    """Of a call that is cut its whole members: clients read nothing else as arguments."""
+    engine = says('<tool_call>\n{"name": "add", "arguments": {"a": 1e999, "b": "x')
+
+    told = lines(post(engine, "chat", messages=MESSAGES, tools=[TOOL], stream=stream))
+
+    calls = [call for line in told for call in line["message"].get("tool_calls", [])]
+    assert [{"a": sys.float_info.max}] == [call["function"]["arguments"] for call in calls]
 
 
 def test_history_finds_the_call_that_a_result_belongs_to() -> None:

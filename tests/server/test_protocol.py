@@ -196,6 +196,29 @@ def test_what_has_no_body_needs_no_type(port: int, lines: list[str], expected: i
     assert expected == status(exchange(port, request.encode() + b"\r\n\r\n"))
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("http://localhost/health", 200),
+        ("HTTP://localhost/v1/models?x=1", 200),
+        ("http://localhost/nope", 404),
+        ("http://localhost/v1/chat/completions", 405),
+        # For another host than the one in the header: two readers might take it for either.
+        ("http://evil.example/health", 404),
+        ("http://localhost@evil.example/health", 404),
+        ("ftp://localhost/health", 404),
+        ("http:///health", 404),
+        ("localhost:80", 404),
+        ("*", 404),
+    ],
+)
+def test_a_target_may_be_the_whole_url(port: int, target: str, expected: int) -> None:
+    """As clients of a proxy write it, and RFC 9112 wants it read; it says no other host than the Host header."""
+    lines = [f"GET {target} HTTP/1.1", "Host: localhost", "Connection: close"]
+
+    assert expected == status(exchange(port, "\r\n".join(lines).encode() + b"\r\n\r\n"))
+
+
 def test_half_closing_is_leaving() -> None:
     """A client that shuts its sending side down has disconnected, as far as this server is concerned."""
     gate = Gate()

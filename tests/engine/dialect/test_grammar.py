@@ -195,13 +195,29 @@ def test_nothing_is_constrained_that_need_not_be() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    """A call where there is no tool, or no way to call one; a grammar that is none."""
+    """A call where there is no tool, or no way to call one."""
     with pytest.raises(InvalidRequest):
         dialect("hermes").grammar([], ToolChoice("required"), None, "")
     with pytest.raises(InvalidRequest):
         find_dialect("", Lexicon({}, frozenset(), lambda _: [])).grammar(TOOLS, ToolChoice("required"), None, "")
-    with pytest.raises(InvalidRequest):
-        dialect("hermes").grammar([], ToolChoice(), Body("grammar", "root ::= ("), "")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "root ::= (",
+        "root ::= missing",
+        'main ::= "a"',
+        'root ::= a-b a_b\na-b ::= "x"\na_b ::= "y"',
+        f'root ::= {"(" * 3000}"a"{")" * 3000}',
+        f'root ::= "a"{{{"9" * 5000}}}',
+    ],
+    ids=lambda source: source[:30],
+)
+def test_a_grammar_that_cannot_be_read_is_refused(source: str) -> None:
+    """Whatever its reader raises."""
+    with pytest.raises(InvalidRequest, match="neither Lark nor GBNF"):
+        dialect("hermes").grammar([], ToolChoice(), Body("grammar", source), "")
 
 
 def test_reasoning_may_come_before_required_calls() -> None:

@@ -1,0 +1,115 @@
+"""Pages of other sites: none may call the server from a browser but those of the origins that were allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from server.settings import Settings
+from tests.server.fakes import FakeEngine, ask, settings
+
+PAGE = "https://chat.example.org"
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    using = settings(allowed_hosts=("https://Chat.Example.org",), keys=("secret",), caps={"body_bytes": 1000})
+    return create_app(FakeEngine(), using)  # type: ignore[arg-type]
+
+
+def asks(origin: str, method: str = "POST") -> dict[str, str]:
+    """The headers by which a browser asks whether a page may send what needs asking."""
+    wanted = "authorization,content-type,x-stainless-os"
+    return {"origin": origin, "access-control-request-method": method, "access-control-request-headers": wanted}
+
+
+def test_an_allowed_page_may_send_a_key_and_json(app: Any) -> None:
+    """A browser asks before, without the key, and from a page of the Internet also for machines near by."""
+    answer = ask(app, "OPTIONS", CHAT, headers={**asks(PAGE), "access-control-request-private-network": "true"})
+
+    assert 200 == answer.status
+    assert PAGE == answer.headers["access-control-allow-origin"]
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert "authorization,content-type,x-stainless-os" == answer.headers["access-control-allow-headers"]
+    assert "true" == answer.headers["access-control-allow-private-network"]
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, 200),
+        ({"headers": {}}, 401),
+        ({"json_body": {**BODY, "user": "x" * 1000}}, 413),
+        ({"headers": {"content-type": "text/plain"}}, 415),
+        ({"headers": {"host": "evil.example"}}, 421),
+    ],
+)
+def test_an_allowed_page_reads_every_answer(app: Any, changes: dict[str, Any], status: int, stream: bool) -> None:
+    """Errors too, with the headers that clients look at."""
+    sent = {"json_body": BODY, "headers": {"authorization": "Bearer secret"}, **changes}
+
+    answer = ask(
+        app,
+        "POST",
+        CHAT,
+        json_body={**sent["json_body"], "stream": stream},
+        headers={**sent["headers"], "origin": PAGE},
+    )
+
+    assert (status, PAGE) == (answer.status, answer.headers["access-control-allow-origin"])
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    assert "Origin" in answer.headers["vary"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "method"),
+    [
+        ("https://evil.example", "POST"),
+        ("null", "POST"),
+        ("http://chat.example.org", "POST"),
+        ("https://chat.example.org.evil.example", "POST"),
+        ("https://chat.example.org:8443", "POST"),
+        (PAGE, "PUT"),
+    ],
+)
+def test_other_pages_are_told_no(app: Any, origin: str, method: str) -> None:
+    """In the envelope; what they send without asking is answered, and no browser lets them read it."""
+    refused = ask(app, "OPTIONS", CHAT, headers=asks(origin, method))
+    answer = ask(app, "GET", "/health", headers={"origin": origin})
+
+    assert (403, "origin_not_allowed") == (refused.status, refused.json["error"]["code"])
+    assert "access-control-allow-origin" not in refused.headers
+    assert (origin == PAGE) == ("access-control-allow-origin" in answer.headers)
+
+
+@pytest.mark.parametrize("hosts", [(), ("cellar.example",), ("*",)])
+def test_no_page_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
+    """Nor by a host that is: a page that anybody wrote must not read what a server at home says."""
+    app = create_app(FakeEngine(), settings(allowed_hosts=hosts))  # type: ignore[arg-type]
+
+    assert 405 == ask(app, "OPTIONS", CHAT, headers=asks(PAGE)).status
+    answer = ask(app, "POST", CHAT, json_body=BODY, headers={"origin": PAGE})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://*", "*://x", "https://x/", "https://x/chat", "://x", "https://", "a b://x"]
+)
+def test_an_origin_is_named_whole(origin: str) -> None:
+    """What no browser would ever send is refused at the start, and so is every page at once."""
+    with pytest.raises(ValueError, match="is no origin"):
+        Settings(allowed_hosts=(origin,))
+
+
+def test_origins_are_no_hosts() -> None:
+    """Each is told from the other by its scheme."""
+    both = Settings(allowed_hosts=("x.example", "http://localhost:3000", "chrome-extension://abc"))
+
+    assert ("localhost", "127.0.0.1", "[::1]", "127.0.0.1", "x.example") == both.hosts
+    assert ("http://localhost:3000", "chrome-extension://abc") == both.origins
