@@ -16,11 +16,11 @@ import numpy as np
 from engine.cost import StepCost
 from engine.work import Work
 
-# Where nobody said a target: 25 tokens a second are four times as fast as people read, so a step may take that long
-# on a machine that could be faster. On a slower one it takes three times as long as without prompts. With twice as long
-# (Qwen3-0.6B's shape, two cores, 8 prompts of 256 tokens at once) prompts came in such small pieces that the last of
-# them was read 1.4 times as late, and all answers took 1.1 times as long.
-_UNNOTICED_SECONDS, _STRETCH = 0.04, 3.0
+# Where nobody said a target: 12 tokens a second are twice as fast as people read, so a step may take that long on a
+# machine that could be faster. On a slower one it takes three times as long as without prompts. With less (twice as
+# long with Qwen3-0.6B's shape, 40 ms with SmolLM2-135M's, 8 prompts of 256 tokens at once on two cores) prompts come in
+# such small pieces that the last of them is read 1.2 to 1.4 times as late, and all answers take 1.1 times as long.
+_UNNOTICED_SECONDS, _STRETCH = 0.08, 3.0
 # Where nobody speaks.
 _ALONE_SECONDS = 0.5
 # Rows that are granted whatever they cost, beside those who speak and alone. On the native step of SmolLM2-135M a

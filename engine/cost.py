@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
 _WEIGHT, _CLAMP = 0.25, 1.25
 # What differs from its like of a few steps ago differs by the machine, so most of it is said of all steps.
-_RECENT, _PACE, _OWN = 8, 0.08, 0.03
+_RECENT, _PACE, _OWN = 8, 0.15, 0.01
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
 # Row counts closer than this share a point; and what is about as many.

@@ -26,7 +26,7 @@ _FAR = 2.0
 # What makes a choice that loses nothing cost something, as a share of a step: so that the stalest of them is tried.
 _LEAST = 1e-3
 # How many times as fast drafts have to be as none, and as those that were chosen before.
-_GAIN, _ALIKE = 1.01, 1.005
+_GAIN, _ALIKE = 1.01, 1.02
 
 # How deep to draft, by kind.
 Depths: TypeAlias = Mapping[str, int]

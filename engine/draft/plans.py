@@ -9,7 +9,7 @@ from engine.draft.offer import Depths
 
 # A plan is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
 # What is asked seldom is kept until so many times as many steps have passed.
-_GREEN, _LONGEST_PLAN, _SELDOM = 16, 32, 8
+_GREEN, _LONGEST_PLAN, _SELDOM = 16, 64, 8
 # Trials that count at most.
 _MOST_TRIALS = 10
 # Steps for which a kind whose drafts do not pay is not even asked, at most.

@@ -330,6 +330,11 @@ class Ending:
     scale: float
     softcap: float
 
+    @property
+    def plain(self) -> bool:
+        """Whether logits are what the head makes."""
+        return self.scale == 1.0 and self.softcap == 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:

@@ -20,17 +20,18 @@ class Drawing:
     """
 
     def __init__(self, rows: int, logits: int, outputs: int) -> None:
-        """Of rows that lie side by side at the address `logits`, in float32, each of so many tokens."""
+        """Of so many rows at most, side by side at the address `logits`, in float32, each of so many tokens."""
         self._links, self._said = array("q", bytes(LINK.size * rows)), array("q", bytes(8 * rows))
         links, said = address(self._links), address(self._said)
         self.fields = ChoicesFields(links, rows, logits, outputs, said, torch.get_num_threads())
 
     def describe(self, draws: Sequence[Draw]) -> None:
-        """Each row is to be drawn from as `emit` does; `chains` holds of its draw."""
+        """Of the rows to come as many are drawn from as there are draws, as `emit` does; `chains` holds of each."""
+        self.fields.rows = len(draws)
         for row, draw in enumerate(draws):
             put_link(self._links, row, draw, 0, 0)
 
     @property
     def tokens(self) -> list[int | None]:
         """What was drawn; None where a row has no finite maximum."""
-        return [None if token < 0 else token for token in self._said.tolist()]
+        return [None if token < 0 else token for token in self._said[: self.fields.rows]]

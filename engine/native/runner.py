@@ -43,7 +43,7 @@ from kvcache.planes import FloatPlane
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What a step writes, with its addresses: logits [rows, vocabulary], and states of as many rows or more."""
+    """Where a step writes, with the addresses: logits [rows, vocabulary], and states of as many rows or more."""
 
     rows: int
     logits: Tensor
@@ -113,7 +113,7 @@ class NativeRunner(Runner):
         if not self.can(forward, sights):
             return super().run(forward, tokens, wanted, sights)
         output = self._output(len(wanted), len(wanted))
-        self._take(forward, tokens, wanted, output)
+        self._take(forward, tokens, wanted, (), output)
         return self._bounded(output.logits)
 
     def run_with_states(
@@ -128,7 +128,7 @@ class NativeRunner(Runner):
         if not self.can(forward, sights):
             return super().run_with_states(forward, tokens, wanted, pooled, sights)
         output = self._output(len(wanted), len(wanted) + len(pooled))
-        self._take(forward, tokens, [*wanted, *pooled], output)
+        self._take(forward, tokens, wanted, pooled, output)
         return self._bounded(output.logits), output.states[len(wanted) :]
 
     def tell(
@@ -144,13 +144,16 @@ class NativeRunner(Runner):
         """
         if not (self.can(forward, sights) and all(map(chains, draws))):
             return super().tell(forward, tokens, wanted, sights, draws)
-        if self._unseen.rows != len(wanted):
-            self._unseen = self._output(len(wanted), len(wanted))
+        if self._unseen.rows < len(wanted):
+            # What was never written is no memory yet, and what is new becomes it page by page, in the midst of a step.
+            room = 1 << (len(wanted) - 1).bit_length()
+            self._unseen = self._output(room, room)
             self._drawing = self._drawn(self._unseen)
         # What can be done before the step is: behind it every line of Python comes from memory again.
         self._drawing.describe(draws)
-        self._take(forward, tokens, wanted, self._unseen)
-        self._bounded(self._unseen.logits)
+        self._take(forward, tokens, wanted, (), self._unseen)
+        if not self._decoder.ending.plain:
+            self._bounded(self._unseen.logits[: len(wanted)])
         self._library.choose(self._drawing.fields)
         return self._drawing.tokens
 
@@ -210,12 +213,14 @@ class NativeRunner(Runner):
     def _drawn(self, output: _Output) -> Drawing:
         return Drawing(output.rows, output.logits_address, self._head.outputs)
 
-    def _take(self, forward: Forward, tokens: Sequence[int], kept: Sequence[int], output: _Output) -> None:
-        """Compute the step; `kept` are the rows whose states are asked for, those first whose logits are, too."""
+    def _take(
+        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], pooled: Sequence[int], output: _Output
+    ) -> None:
+        """Compute the step, with the logits of the rows `wanted`, and the states of these and behind them `pooled`."""
         # Whatever the step reads by its address must live until it is over.
-        read, rows, step = array("q", tokens), array("q", kept), self._describe(forward)
-        step.tokens, step.kept = address(read), address(rows)
-        step.kept_count, step.wanted_count = len(rows), output.rows
+        read, kept, step = array("q", tokens), array("q", (*wanted, *pooled)), self._describe(forward)
+        step.tokens, step.kept = address(read), address(kept)
+        step.kept_count, step.wanted_count = len(kept), len(wanted)
         step.kept_states, step.logits = output.states_address, output.logits_address
         states = self._open(forward, step) if self._recurring else None
         self._library.take(step)

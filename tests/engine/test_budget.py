@@ -36,11 +36,11 @@ def together(loaded: Loaded, target: float | None) -> Machine:
 
 
 def test_those_who_speak_are_not_kept_waiting(loaded: Models) -> None:
-    """Tokens come within the target, five times as evenly as without; first tokens and the whole take little longer."""
+    """Tokens come within the target, three times as evenly as without; first tokens and the whole take little longer."""
     paced, prompts_first = together(loaded("llama"), None), together(loaded("llama"), 0.0)
 
-    assert max(paced.gaps) < 0.06
-    assert 5 * max(paced.gaps) < max(prompts_first.gaps)
+    assert max(paced.gaps) < 0.1
+    assert 3 * max(paced.gaps) < max(prompts_first.gaps)
     assert max(paced.first.values()) < 1.4 * max(prompts_first.first.values())
     assert paced.now < 1.15 * prompts_first.now
 
@@ -75,7 +75,7 @@ def test_a_long_prompt_gets_fewer_rows_the_farther_it_is(loaded: Models) -> None
     """Each of its rows looks at all before it; its steps keep to the target all the same."""
     machine = Machine()
     asked = [(0.0, text("speaks", 5, 150)), (0.1, text("long", 2000))]
-    machine.play(machine.engine(loaded("llama"), slots=2), asked)
+    machine.play(machine.engine(loaded("llama"), slots=2, itl_target_ms=40.0), asked)
     steps = machine.mixed[4:-1]
 
     assert all(step.seconds < 0.055 for step in steps)
@@ -86,7 +86,8 @@ def test_chunks_do_not_swing(loaded: Models) -> None:
     """On a machine whose steps vary by a tenth, chunks beside one who speaks are nearly all alike."""
     chance = random.Random(3)
     machine = Machine(lambda work: smollm(work) * (1 + abs(chance.gauss(0, 0.1))))
-    machine.play(machine.engine(loaded("llama")), [(0.0, text("speaks", 5, 80)), (0.1, text("long", 1500))])
+    asked = [(0.0, text("speaks", 5, 80)), (0.1, text("long", 1500))]
+    machine.play(machine.engine(loaded("llama"), itl_target_ms=40.0), asked)
     rows = [step.rows for step in machine.mixed[4:-1]]
 
     assert len(rows) > 30
