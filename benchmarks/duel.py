@@ -55,7 +55,8 @@ def rows(measured: Sequence[Measured], goals: Goals) -> list[Row]:
         whole = min(len(ours.results), len(peers.results))
         for name in ours.series:
             pair = [one.values(name)[:whole] for one in (ours, peers)]
-            if whole and len(pair[0]) == len(pair[1]):
+            # Where pieces bring several tokens the time between them may be 0: no ratio says anything of that.
+            if whole and len(pair[0]) == len(pair[1]) and all(map(all, pair)):
                 result.append(Row(ours.cell.label, name, pair[0], pair[1], goals.of(ours.cell, name)))
     return result
 

@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.duel import Row, document, table
+from benchmarks.duel import Row, document, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.peers import Sizes, main
 from benchmarks.shapes import SHAPES, gguf_tensors, pair_columns, write_folder
-from server.bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE
+from server.bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, Result
+from server.bench.session import Measured
 from tests.server.peer import Peer
 
 TINY = SHAPES["qwen3-0.6b"] | {
@@ -53,6 +54,16 @@ def test_reuse_is_asked_of_ours_alone() -> None:
     verdicts = [Row("a", FASTER, [ours], [100.0], 20.0).verdict for ours in (19.0, 21.0)]
 
     assert ["behind", "PASS"] == verdicts
+
+
+def test_no_ratio_is_made_of_nothing() -> None:
+    """Tokens that share their pieces have no time in between: such a figure is left out, and the others are not."""
+    cell = next(cell for cell, _ in Sizes().cells(["streams"], [8]).values())
+    gap, sides = "between p50, ms", ((0.0, 5.0), (3.0, 5.0))
+    results = [[Result({RATE: 10.0, gap: ms}, ()) for ms in side] for side in sides]
+    measured = [Measured(name, cell, own) for name, own in zip(("us", "peer"), results, strict=True)]
+
+    assert [RATE] == [row.figure for row in rows(measured, GOALS["none"])]
 
 
 def test_each_peer_has_its_goals() -> None:

@@ -36,7 +36,7 @@ def together(loaded: Loaded, target: float | None) -> Machine:
 
 
 def test_those_who_speak_are_not_kept_waiting(loaded: Models) -> None:
-    """Tokens come within the target, three times as evenly as without; first tokens and the whole take little longer."""
+    """Tokens come within the target, three times as evenly as without; first ones and the whole take little longer."""
     paced, prompts_first = together(loaded("llama"), None), together(loaded("llama"), 0.0)
 
     assert max(paced.gaps) < 0.1
