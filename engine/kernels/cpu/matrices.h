@@ -1,8 +1,7 @@
 // Rows times the matrices of a step (step.h), however their weights are stored: shared out among a team of threads.
 #pragma once
 
-#include "plain.h"
-#include "quantised.h"
+#include "rounded.h"
 #include "step.h"
 
 namespace {
@@ -21,17 +20,18 @@ inline float *made_by(float *start, const Linear *matrices, int64_t at, int64_t 
     return start + rows * outputs(matrices, at);
 }
 
-// Holds rows as the weights want them: quantised for codes, rounded for halves where the processor multiplies those.
+// Holds rows as the weights want them: quantised for codes, rounded (rounded.h) for halves where the processor multiplies
+// those.
 class Multiplier {
   public:
     Multiplier() = default;
     // rounds: whether it may round rows.
     Multiplier(char *memory, int64_t rows, int64_t columns, bool rounds)
-        : rounds(ROUNDS && rounds), codes(memory), halves((bfloat16 *)(memory + codes_size(rows, columns))) {}
+        : rounds(ROUNDS && rounds), codes(memory), rounded(memory + codes_size(rows, columns)) {}
 
     // Bytes that it needs for so many rows and columns at most.
     static int64_t size(int64_t rows, int64_t columns) {
-        return codes_size(rows, columns) + (ROUNDS ? padded(rows * columns * sizeof(bfloat16)) : 0);
+        return codes_size(rows, columns) + (ROUNDS ? padded(Rounded::size(rows, columns)) : 0);
     }
 
     // Rows times some matrices of as many columns. To be called by all threads of a team.
@@ -54,7 +54,7 @@ class Multiplier {
         const int64_t columns = matrices->columns;
         const Needs needs = needs_of(matrices, count);
         if (needs.codes) quantise_row(Numbers<float>{from, columns, columns}, 0, 0, ::parts(columns, GROUP), held(*matrices, 1));
-        if (needs.halves) round_row(from, columns, 0);
+        if (needs.halves) rounded.take(from, columns, 0, 1);
     }
     void multiply_outputs(const Linear &matrix, int64_t first, int64_t last, const float *from, float *to) const {
         for (; first < last; first += SHARE) multiply_share(matrix, first, from, held(matrix, 1), {0, 1}, to);
@@ -81,7 +81,7 @@ class Multiplier {
     void take_row(const Linear &matrix, const float *from, int64_t row, int64_t rows) const {
         const int64_t columns = matrix.columns, groups = ::parts(columns, GROUP);
         if (matrix.kind >= BYTES) quantise_row(Numbers<float>{from, columns, columns}, row, 0, groups, held(matrix, rows));
-        if (rounds_for(matrix.kind)) round_row(from, columns, row);
+        if (rounds_for(matrix.kind)) rounded.take(from + row * columns, columns, row, rows);
     }
     void multiply_share(const Linear &matrix, int64_t share, const float *from, float *to, int64_t rows) const {
         multiply_share(matrix, share * SHARE, from, held(matrix, rows), {0, rows}, to);
@@ -117,10 +117,6 @@ class Multiplier {
 
     Rows held(const Linear &matrix, int64_t rows) const { return Rows(rows, ::parts(matrix.columns, GROUP), FLOAT32, codes); }
 
-    void round_row(const float *from, int64_t columns, int64_t row) const {
-        put(halves + row * columns, from + row * columns, columns);
-    }
-
     // As what some matrices want rows.
     struct Needs {
         bool codes, halves;
@@ -140,23 +136,23 @@ class Multiplier {
         if (needs.codes) quantise(Numbers<float>{from, columns, columns}, quantised);
         if (!needs.halves) return;
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < quantised.rows; ++row) round_row(from, columns, row);
+        for (int64_t row = 0; row < quantised.rows; ++row) rounded.take(from + row * columns, columns, row, quantised.rows);
     }
 
     // A matrix's outputs from `first` on, of some rows.
     void multiply_share(const Linear &matrix, int64_t first, const float *from, const Rows &quantised, Some some,
                         float *to) const {
         const int64_t last = lesser(first + SHARE, matrix.outputs);
-        const auto plain = [&](const auto *rows, auto *weights) {
-            multiply_plain(rows + some.first * matrix.columns, some.last - some.first, matrix.columns, weights, matrix.stride,
-                           matrix.columns, first, last, to + some.first * matrix.outputs, matrix.outputs);
+        const auto plain = [&](const auto *rows, int64_t stride, const auto *weights) {
+            multiply_plain(rows + some.first * stride, some.last - some.first, stride, weights, matrix.stride, matrix.columns,
+                           first, last, to + some.first * matrix.outputs, matrix.outputs);
         };
-        if (matrix.kind == PLAIN) return plain(from, (const float *)matrix.weights);
-        if (matrix.kind == HALVES) {
-            if constexpr (ROUNDS)
-                if (rounds) return plain(halves, (const bfloat16 *)matrix.weights);
-            return plain(from, (const bfloat16 *)matrix.weights);
-        }
+        if (matrix.kind == PLAIN) return plain(from, matrix.columns, (const float *)matrix.weights);
+        if (rounds_for(matrix.kind))
+            return rounded.meet(matrix.columns, quantised.rows, [&](const auto *rows, int64_t stride) {
+                plain(rows, stride, (const bfloat16 *)matrix.weights);
+            });
+        if (matrix.kind == HALVES) return plain(from, matrix.columns, (const bfloat16 *)matrix.weights);
         const Matrix own = {(const uint8_t *)matrix.weights, matrix.scales, matrix.kind == BYTES ? 8 : 4, matrix.outputs, to};
         for (int64_t block = first / OUTPUTS; block < ::parts(last, OUTPUTS); block += BLOCKS_AT_ONCE) {
             if (matrix.kind == BYTES)
@@ -167,7 +163,7 @@ class Multiplier {
     }
 
     char *codes = nullptr;
-    bfloat16 *halves = nullptr;
+    Rounded rounded;
 };
 
 }  // namespace

@@ -7,17 +7,18 @@
 // What is inlined and what is not is said where GCC's own choice was measured to cost up to a tenth.
 #pragma once
 
-#include "apart.h"
 #include "gathered.h"
 #include "lines.h"
+#include "pairs_apart.h"
 
 namespace {
 
 // Lines that meet some keys or values while these are in a core's nearest cache. So many or fewer read them as they lie
 // (measured: laid out, 8 or 12 take a fifth more time); fewer where pairs are taken apart, which lines then share.
 constexpr int64_t STRIP = 16, FEW_APART = 8;
-// How many bytes of keys are asked for before their turn, and as many positions of values (measured, with 2 lines: not
-// asking takes a third more time; 3,072 or 10,240 bytes a tenth; all of it before the scores, not half behind, a tenth).
+// How many bytes of keys lie between what is read and what is asked for, and as many positions of values. With few lines
+// each row asks for one, in the midst of arithmetic (measured, with 2 lines: not to ask takes a third more time, to ask for
+// 16 rows at a time a tenth; 8,192 bytes are no faster, and slower at times).
 constexpr int64_t BYTES_ASKED_FOR = 4096;
 constexpr int VECTORS_A_TILE = TILE / LANES;
 constexpr float LOG2_E = 1.44269504088896341f;
@@ -33,8 +34,9 @@ class PairTiles {
         float *scores;        // [line of a strip][TILE]
         Word *weights;        // [line of a strip][pair of positions]
         Word *keys, *values;  // laid out
-        float *queries_apart, *weights_apart, *keys_apart, *values_apart;  // the same for apart.h
+        float *queries_apart, *weights_apart, *keys_apart, *values_apart;  // the same for pairs_apart.h
         const Element *key[TILE], *value[TILE];  // where they lie
+        const Element *key_ahead[TILE], *value_ahead[TILE];  // and what is asked for while they are read
     };
 
     explicit PairTiles(const Call &call)
@@ -90,31 +92,31 @@ class PairTiles {
     template <bool APART>
     void gather_lines(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk, const Gathered &sums) const {
         if (lines.count <= (APART ? FEW_APART : STRIP))
-            gather_few(lines, tile, from, to, desk, sums);
+            gather_few<APART>(lines, tile, from, to, desk, sums);
         else
             gather_many<APART>(lines, tile, from, to, desk, sums);
     }
 
     // While few lines are computed, memory is what takes time: it is read in the order in which it lies.
+    template <bool APART>
     __attribute__((noinline)) void gather_few(const Lines &lines, int64_t tile, int64_t from, int64_t to, Desk &desk,
                                               const Gathered &sums) const {
         for (int64_t group = from / LANES * LANES; group < to; group += LANES) {
             const int64_t start = larger(group, from), stop = lesser(group + LANES, to);
             find(lines, tile, group, start, stop, desk);
-            for (int64_t at = start; at < stop; ++at) pool.ask_for_key(lines, tile + at + ahead);
+            find_ahead(lines, tile, group, start, stop, desk);
             by_strips<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
-                score_rows<count()>(query(line, desk), query_words, desk.key + group, key_width, call.scale,
-                                    desk.scores + line * TILE + group, TILE);
+                score_rows<count()>(query(line, desk), query_words, desk.key + group, desk.key_ahead + group, key_width,
+                                    call.scale, desk.scores + line * TILE + group, TILE);
             });
-            for (int64_t at = start; at < stop; ++at) pool.ask_for_value(lines, tile + at + ahead);
         }
-        const RowValues values{desk.value, call.values.width};
+        const std::conditional_t<APART, RowsApart, RowValues> values{desk.value, desk.value_ahead, call.values.width};
         by_strips<LINES_AT_ONCE>(0, lines.count, [&](int64_t line, auto count) {
-            for (int64_t own = line; own < line + count(); ++own) weigh<false>(lines, tile, own, own, desk, sums);
+            for (int64_t own = line; own < line + count(); ++own) weigh<APART>(lines, tile, own, own, desk, sums);
             // Fewer lines leave room for more columns.
             constexpr int MOST = count() <= 2 ? 2 * VECTORS_AT_ONCE : VECTORS_AT_ONCE;
             by_columns<MOST>(0, [&](int64_t at, auto vectors) {
-                mix<count(), vectors()>(line, line, values, from, to, at, desk, sums);
+                mix<APART, count(), vectors()>(line, line, values, from, to, at, desk, sums);
             });
         });
     }
@@ -129,7 +131,8 @@ class PairTiles {
             else
                 lay_keys(desk.key + group, key_width, desk.keys + group * query_words);
         }
-        const RowValues values{desk.value, call.values.width};
+        // They are read at once: nothing is asked for that is not there.
+        const RowValues values{desk.value, desk.key, call.values.width};
         for (int64_t pair = from / PAIR; pair < (to + 1) / PAIR; ++pair) {
             if (!APART) lay_values(values, pair, value_width, desk.values + pair * value_width);
             for (int64_t at = PAIR * pair; APART && at < PAIR * (pair + 1); ++at)
@@ -160,16 +163,10 @@ class PairTiles {
         for (; group + LANES < stop; group += 2 * LANES) score<APART, 2>(line, behind, group, desk);
         if (group < stop) score<APART, 1>(line, behind, group, desk);
         for (int64_t own = line; own < behind; ++own) weigh<APART>(lines, tile, own, own - line, desk, sums);
-        const LaidValues values{desk.values, value_width};
+        const auto values = laid<APART>(desk);
         by_columns<VECTORS_AT_ONCE>(0, [&](int64_t at, auto vectors) {
             by_strips<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
-                const int64_t place = own - line;
-                if constexpr (APART)
-                    mix_apart<count(), vectors()>(desk.weights_apart + place * TILE, TILE / PAIR, desk.values_apart,
-                                                  start / PAIR, (stop + 1) / PAIR, at, sums.values + own * value_width,
-                                                  value_width);
-                else
-                    mix<count(), vectors()>(own, place, values, start, stop, at, desk, sums);
+                mix<APART, count(), vectors()>(own, own - line, values, start, stop, at, desk, sums);
             });
         });
     }
@@ -191,11 +188,25 @@ class PairTiles {
 
     // Add the values of positions [from, to), weighted, to VECTORS vectors of the sums of a line and those behind it; their
     // weights are those of a strip's line number `place`.
-    template <int LINES, int VECTORS, class Values>
+    template <bool APART, int LINES, int VECTORS, class Values>
     void mix(int64_t line, int64_t place, const Values &values, int64_t from, int64_t to, int64_t at, const Desk &desk,
              const Gathered &sums) const {
-        mix_pairs<LINES, VECTORS>(desk.weights + place * TILE / PAIR, TILE / PAIR, values, from / PAIR, (to + 1) / PAIR, at,
-                                  sums.values + line * value_width, value_width);
+        float *const own = sums.values + line * value_width;
+        if constexpr (APART)
+            mix_apart<LINES, VECTORS>(desk.weights_apart + place * TILE, TILE / PAIR, values, from / PAIR, (to + 1) / PAIR, at,
+                                      own, value_width);
+        else
+            mix_pairs<LINES, VECTORS>(desk.weights + place * TILE / PAIR, TILE / PAIR, values, from / PAIR, (to + 1) / PAIR, at,
+                                      own, value_width);
+    }
+
+    // A tile's values that have been laid out.
+    template <bool APART>
+    auto laid(const Desk &desk) const {
+        if constexpr (APART)
+            return LaidApart{desk.values_apart, value_width};
+        else
+            return LaidValues{desk.values, value_width};
     }
 
     const Word *query(int64_t line, const Desk &desk) const { return desk.queries + line * query_words; }
@@ -235,6 +246,16 @@ class PairTiles {
         // Others than asked for are keys that may be read, and values that are zero.
         for (int64_t at = group; at < start; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
         for (int64_t at = stop; at < group + LANES; ++at) desk.key[at] = desk.key[start], desk.value[at] = nullptr;
+    }
+
+    // And what is asked for while they are read: what lies `ahead` of them, or else last.
+    __attribute__((always_inline)) void find_ahead(const Lines &lines, int64_t tile, int64_t group, int64_t start, int64_t stop,
+                                                   Desk &desk) const {
+        const int64_t last = lines.segment->start + lines.segment->rows - 1;
+        for (int64_t at = group; at < group + LANES; ++at) {
+            const int64_t own = larger(lesser(at, stop - 1), start), cell = pool.cell(lines, lesser(tile + own + ahead, last));
+            desk.key_ahead[at] = pool.key(lines, cell), desk.value_ahead[at] = pool.value(lines, cell);
+        }
     }
 
     // Turn a line's scores of a tile, those of a strip's line number `place`, into weights.

@@ -30,6 +30,13 @@ inline Vector add_pairs(Vector sum, Vector a, Vector b) {
 inline Vector spread_pair(const Word *from) { return (Vector)_mm512_set1_epi32((int32_t)*from); }
 inline Vector spread_piece(const Word *from) { return (Vector)_mm512_broadcast_i32x4(read<__m128i>(from)); }
 
+// Ask for as much of a row, which will be read soon, as makes so many vectors of columns.
+template <int VECTORS>
+inline __attribute__((always_inline)) void ask_for(const bfloat16 *row) {
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; i += 2) __builtin_prefetch(row + i * LANES, 0, 2);
+}
+
 // Numbers [at, at + 32) of a row, zeros behind its width.
 inline Vector take_pairs(const bfloat16 *row, int64_t at, int64_t width) {
     if (at + PAIR * LANES <= width) return read<Vector>(row + at);
@@ -66,13 +73,16 @@ inline bool is_above(Vector numbers, float bound) {
     return _mm512_cmp_ps_mask((__m512)numbers, _mm512_set1_ps(bound), _CMP_GT_OQ);
 }
 
-// Pieces of columns [at, at + 32) of the keys number `key`, and every fourth behind it: a vector each.
-inline void take_pieces(const bfloat16 *const *keys, int key, int64_t at, int64_t width, Vector (&pieces)[4]) {
+// Pieces of columns [at, at + 32) of the keys number `key`, and every fourth behind it: a vector each. The same of `ahead` is
+// asked for.
+inline void take_pieces(const bfloat16 *const *keys, const bfloat16 *const *ahead, int key, int64_t at, int64_t width,
+                        Vector (&pieces)[4]) {
     // Half of what four rows have, two of them at a time: pieces 0 and 2, or 1 and 3.
     const auto even = [](Vector a, Vector b) { return (Vector)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88); };
     const auto odd = [](Vector a, Vector b) { return (Vector)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd); };
     Vector row[4];
     for (int i = 0; i < 4; ++i) row[i] = take_pairs(keys[key + 4 * i], at, width);
+    for (int i = 0; i < 4; ++i) ask_for<PAIR>(ahead[key + 4 * i] + at);
     const Vector first = even(row[0], row[1]), second = even(row[2], row[3]);
     pieces[0] = even(first, second), pieces[2] = odd(first, second);
     const Vector third = odd(row[0], row[1]), fourth = odd(row[2], row[3]);
@@ -155,10 +165,10 @@ inline void score_laid(const Word *queries, int64_t stride, const Word *keys, in
             store(scores + line * scores_stride + group * LANES, (even[line][group] + odd[line][group]) * scale);
 }
 
-// The same of keys as they lie: cheaper for few lines.
+// The same of keys as they lie: cheaper for few lines. Others, `ahead`, are asked for.
 template <int LINES>
-inline void score_rows(const Word *queries, int64_t stride, const bfloat16 *const *keys, int64_t width, float scale,
-                       float *scores, int64_t scores_stride) {
+inline void score_rows(const Word *queries, int64_t stride, const bfloat16 *const *keys, const bfloat16 *const *ahead,
+                       int64_t width, float scale, float *scores, int64_t scores_stride) {
     Vector sums[LINES][4] = {};
     for (int64_t at = 0; at < width; at += PAIR * LANES) {
         Vector query[LINES][4];
@@ -169,7 +179,7 @@ inline void score_rows(const Word *queries, int64_t stride, const bfloat16 *cons
 #pragma GCC unroll 4
         for (int key = 0; key < 4; ++key) {
             Vector pieces[4];
-            take_pieces(keys, key, at, width, pieces);
+            take_pieces(keys, ahead, key, at, width, pieces);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
@@ -180,9 +190,9 @@ inline void score_rows(const Word *queries, int64_t stride, const bfloat16 *cons
     end_scores(sums, scale, scores, scores_stride);
 }
 
-// Values of a tile as they lie. Rows may be null, and are zeros.
+// Values of a tile as they lie. Rows may be null, and are zeros. With each another row, `ahead`, is asked for.
 struct RowValues {
-    const bfloat16 *const *rows;
+    const bfloat16 *const *rows, *const *ahead;
     int64_t width;
 
     // Columns, from `at` on, of a pair of positions.
@@ -192,6 +202,7 @@ struct RowValues {
                                              39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_or_si512(low, _mm512_set1_epi16(16));
         const bfloat16 *first = rows[PAIR * pair], *second = rows[PAIR * pair + 1];
+        ask_for<VECTORS>(ahead[PAIR * pair] + at), ask_for<VECTORS>(ahead[PAIR * pair + 1] + at);
 #pragma GCC unroll 8
         for (int i = 0; i < VECTORS; i += 2) {
             const Vector a = first ? take_pairs(first, at + i * LANES, width) : Vector{};

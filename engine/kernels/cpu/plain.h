@@ -1,7 +1,8 @@
 // Rows times a matrix of plain numbers, as it lies: to[row][output] = row . weights[output].
 //
 // Rows of float32 meet float32 or bfloat16 weights one number a lane (Singles). Where the processor multiplies bfloat16
-// numbers in pairs, rows are rounded to bfloat16 for weights in it (Pairs): twice as many numbers at once.
+// numbers in pairs, rows are rounded to bfloat16 for weights in it (Pairs): twice as many numbers at once. Where it is faster
+// so, these are multiplied apart (Singly): the same products, added up in the same order.
 //
 // Few rows wait for memory, which comes fastest where it is read from end to end: they meet one output, or two, after the
 // other. More rows come in tiles, and wait for arithmetic: a tile meets some outputs at once, and what is loaded is multiplied
@@ -11,12 +12,9 @@
 // bit for bit, whatever rows stand beside its own.
 #pragma once
 
+#include "apart.h"
 #include "memory.h"
 #include "vector.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -29,58 +27,85 @@ constexpr int64_t BYTES_STREAMED = 30 * 1024;
 // Outputs that such a tile meets at once.
 template <int ROWS>
 constexpr int STREAMS = ROWS <= 4 ? 1 : 2;
-// Rows up to which the processor guesses best what will be read next (measured: 28 GB/s with 2 rows, 22 where we ask for it).
+// Rows up to which a processor guesses best what will be read next (measured: 28 GB/s with 2 rows, 22 where we ask for it);
+// not so Intel's (8 and 13).
 constexpr int ROWS_GUESSED = 2;
 // How far before its turn a weight is asked for otherwise, at least.
 constexpr int64_t BYTES_BEFORE = 16 * 1024;
 // Bytes of rows that stay in a core's cache while all outputs meet them.
 constexpr int64_t ROW_BYTES = 512 * 1024;
 
+// A number of a row that has been taken apart: [vector of pairs][their second numbers: LANES, their first ones].
+struct Apart {
+    float number;
+};
+
+// What is multiplied at once: COLUMNS of a row and of a weight, in STEPS.
 struct Singles {
-    typedef Vector Own;
     static constexpr int64_t COLUMNS = LANES;
+    static constexpr int STEPS = 1;
 
     template <class Number>
-    static Own take(const Number *from) {
+    static Vector take(const Number *from, int) {
         return wide(from);
     }
     // The first `count` numbers, and zeros.
     template <class Number>
-    static Own take(const Number *from, int64_t count) {
+    static Vector take(const Number *from, int, int64_t count) {
         Number part[LANES] = {};
         memcpy(part, from, count * sizeof(Number));
         return wide(part);
     }
-    static Vector add(Vector sum, Own row, Own weight) { return sum + row * weight; }
+    static Vector add(Vector sum, Vector row, Vector weight) { return sum + row * weight; }
+};
+
+struct Singly {
+    static constexpr int64_t COLUMNS = 2 * LANES;
+    static constexpr int STEPS = 2;
+
+    static Vector take(const Apart *from, int step) { return read<Vector>(from + step * LANES); }
+    static Vector take(const bfloat16 *from, int step) {
+        const Vector pairs = read<Vector>(from);
+        return step == 0 ? seconds(pairs) : firsts(pairs);
+    }
+    static Vector take(const Apart *from, int step, int64_t) { return take(from, step); }
+    static Vector take(const bfloat16 *from, int step, int64_t count) {
+        bfloat16 part[COLUMNS] = {};
+        memcpy(part, from, count * sizeof(bfloat16));
+        return take(part, step);
+    }
+    static Vector add(Vector sum, Vector row, Vector weight) { return sum + row * weight; }
 };
 
 #if defined(__AVX512BF16__)
 
 struct Pairs {
-    typedef Vector Own;
     static constexpr int64_t COLUMNS = 2 * LANES;
+    static constexpr int STEPS = 1;
 
-    static Own take(const bfloat16 *from) { return read<Vector>(from); }
-    static Own take(const bfloat16 *from, int64_t count) {
+    static Vector take(const bfloat16 *from, int) { return read<Vector>(from); }
+    static Vector take(const bfloat16 *from, int, int64_t count) {
         return (Vector)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
     }
-    static Vector add(Vector sum, Own row, Own weight) {
+    static Vector add(Vector sum, Vector row, Vector weight) {
         return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)weight);
     }
 };
 
 // Whether rows are rounded to bfloat16 to meet weights in it.
 constexpr bool ROUNDS = true;
-template <class Row>
-using Arithmetic = std::conditional_t<std::is_same_v<Row, bfloat16>, Pairs, Singles>;
+typedef Pairs Rounds;
 
 #else
 
 constexpr bool ROUNDS = false;
-template <class Row>
-using Arithmetic = Singles;
+typedef Singles Rounds;
 
 #endif
+
+template <class Row>
+using Arithmetic = std::conditional_t<std::is_same_v<Row, Apart>, Singly,
+                                      std::conditional_t<std::is_same_v<Row, bfloat16>, Rounds, Singles>>;
 
 // Some rows and outputs that are multiplied: to[row][output] = rows[row] . weights[output].
 template <class Row, class Number>
@@ -100,30 +125,31 @@ inline __attribute__((always_inline)) void add_columns(const PlainTile<Row, Numb
                                                        Parts parts, Vector (&sums)[ROWS][SIDE]) {
     using Way = Arithmetic<Row>;
     const Number *const weights = tile.weights + first * tile.stride;
+    // All is unrolled, for sums that are counted through would lie in memory all the while.
+    const auto add = [&](auto take) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+        for (int step = 0; step < Way::STEPS; ++step) {
+            Vector weight[SIDE];
+#pragma GCC unroll 4
+            for (int output = 0; output < SIDE; ++output) weight[output] = kept(take(weights + output * tile.stride, step));
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; ++row) {
+                const Vector own = take(tile.rows + row * tile.row_stride, step);
+#pragma GCC unroll 4
+                for (int output = 0; output < SIDE; ++output)
+                    sums[row][output] = Way::add(sums[row][output], own, weight[output]);
+            }
+        }
+    };
     int64_t at = 0;
     for (; at + Way::COLUMNS <= tile.columns; at += Way::COLUMNS) {
         for (int64_t part = 0; part < parts; ++part, ahead += Way::COLUMNS * sizeof(Number))
             __builtin_prefetch(ahead, 0, 2);
-        typename Way::Own weight[SIDE];
-#pragma GCC unroll 4
-        for (int output = 0; output < SIDE; ++output) weight[output] = kept(Way::take(weights + output * tile.stride + at));
-#pragma GCC unroll 8
-        for (int row = 0; row < ROWS; ++row) {
-            const auto own = Way::take(tile.rows + row * tile.row_stride + at);
-#pragma GCC unroll 4
-            for (int output = 0; output < SIDE; ++output) sums[row][output] = Way::add(sums[row][output], own, weight[output]);
-        }
+        add([&](const auto *from, int step) __attribute__((always_inline)) { return Way::take(from + at, step); });
     }
-    if (at == tile.columns) return;
-    // Unrolled too, for sums that are counted through would lie in memory all the while.
     const int64_t left = tile.columns - at;
-#pragma GCC unroll 8
-    for (int row = 0; row < ROWS; ++row) {
-        const auto own = Way::take(tile.rows + row * tile.row_stride + at, left);
-#pragma GCC unroll 4
-        for (int output = 0; output < SIDE; ++output)
-            sums[row][output] = Way::add(sums[row][output], own, Way::take(weights + output * tile.stride + at, left));
-    }
+    if (left > 0)
+        add([&](const auto *from, int step) __attribute__((always_inline)) { return Way::take(from + at, step, left); });
 }
 
 // Write what a tile makes, of whose outputs each row has a vector. Two rows take fewer operations together, in the same order.
@@ -166,7 +192,9 @@ void dot(const PlainTile<Row, Number> &tile, Parts parts) {
 template <int ROWS, int OUTPUTS, class Row, class Number>
 void dot_streamed(const PlainTile<Row, Number> &tile) {
     constexpr int SIDE = STREAMS<ROWS> < OUTPUTS ? STREAMS<ROWS> : OUTPUTS;
-    dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, (ROWS > ROWS_GUESSED ? SIDE : 0)>());
+    if constexpr (ROWS <= ROWS_GUESSED)
+        if (!__builtin_cpu_is("intel")) return dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, 0>());
+    dot<ROWS, OUTPUTS, SIDE>(tile, std::integral_constant<int, SIDE>());
 }
 
 // The function for so many rows, of those for 1, 2, ...

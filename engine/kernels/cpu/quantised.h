@@ -19,10 +19,11 @@ namespace {
 constexpr int64_t BYTES_AHEAD = 2048, FAR_AHEAD = 4096;
 template <int ROWS, int BLOCKS>
 constexpr bool WAITS = ROWS <= 2 && BLOCKS == 1;
-// One that computes as long as memory takes asks twice: so far ahead for the larger cache, and so far for the nearest.
+// One that computes meanwhile asks twice: so far ahead for the larger cache, and so far for the nearest (measured on an Intel
+// processor: 3 to 8 rows of 4 bits take 8 to 10 % less time so than where they ask once, 4 rows of 8 bits 4 %).
 constexpr int64_t FIRST_AHEAD = 16384, SECOND_AHEAD = 1024;
-template <int BITS, int ROWS, int BLOCKS>
-constexpr bool ASKS_TWICE = BITS == 8 && ROWS > 5 && BLOCKS == 1;
+template <int ROWS, int BLOCKS>
+constexpr bool ASKS_TWICE = ROWS > 2 && BLOCKS == 1;
 
 template <int BITS>
 constexpr int64_t GROUP_BYTES = GROUP * OUTPUTS * BITS / 8;
@@ -56,7 +57,7 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, 
 #pragma GCC unroll 8
     for (int64_t at = 0; at < GROUP_BYTES<BITS>; at += 64) {
         if (WAITS<ROWS, BLOCKS>) __builtin_prefetch(codes + at + FAR_AHEAD, 0, 3);
-        if (ASKS_TWICE<BITS, ROWS, BLOCKS>) {
+        if (ASKS_TWICE<ROWS, BLOCKS>) {
             __builtin_prefetch(codes + at + FIRST_AHEAD, 0, 2);
             __builtin_prefetch(codes + at + SECOND_AHEAD, 0, 3);
         }
@@ -112,7 +113,7 @@ inline void put_totals(const Matrix &matrix, Format format, int64_t row, int64_t
 template <int BITS, int ROWS, int BLOCKS>
 void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows, int64_t first, Ahead ahead) {
     constexpr int64_t BYTES = GROUP_BYTES<BITS>;
-    constexpr bool asks = WAITS<ROWS, BLOCKS> || ASKS_TWICE<BITS, ROWS, BLOCKS>;
+    constexpr bool asks = WAITS<ROWS, BLOCKS> || ASKS_TWICE<ROWS, BLOCKS>;
     const int64_t groups = rows.groups, start = first * groups;
     const uint8_t *codes = matrix.codes + block * groups * BYTES;
     const uint16_t *scales = matrix.scales + block * groups * OUTPUTS;

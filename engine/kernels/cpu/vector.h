@@ -8,6 +8,10 @@
 #include <utility>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
 #define LANES 8
@@ -45,9 +49,15 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
 // As many numbers as a vector holds, in float32.
 inline Vector wide(const float *from) { return load(from); }
-inline Vector wide(const bfloat16 *from) {
-    return (Vector)(__builtin_convertvector(read<Halves>(from), Unsigned) << 16);
+inline Vector wide(Halves numbers) {
+#if defined(__AVX512F__)
+    // GCC 12 would convert parts of them, and join these.
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)numbers), 16);
+#else
+    return (Vector)(__builtin_convertvector(numbers, Unsigned) << 16);
+#endif
 }
+inline Vector wide(const bfloat16 *from) { return wide(read<Halves>(from)); }
 
 inline float number(float stored) { return stored; }
 inline float number(int8_t stored) { return stored; }
