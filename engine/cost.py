@@ -35,8 +35,9 @@ Floats = NDArray[np.float64]
 
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
 _WEIGHT, _CLAMP = 0.25, 1.25
-# What differs from its like of a few steps ago differs by the machine, so most of it is said of all steps.
-_RECENT, _PACE, _OWN = 8, 0.15, 0.01
+# What differs from its like of a few steps ago differs by the machine, so nearly all of it is said of all steps, once
+# so many tell what this size takes. What is said of the size alone makes others look cheap that were not taken lately.
+_RECENT, _PACE, _OWN, _KNOWN = 8, 0.12, 0.02, 16
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
 # Row counts closer than this share a point; and what is about as many.
@@ -47,8 +48,11 @@ _LONGEST, _AT_ONCE = 64, 2
 # model the first of them takes up to 1.8 times as long as the tenth. How much that is on average, as long as nothing is
 # known, and the weight of a new measurement.
 _COLD, _COLDER, _LATEST = 4, 0.1, 0.1
-# Steps after which a measurement gives way to one that contradicts it, and counts as the second of its kind at most.
-_FRESH = 100
+# Steps after which a measurement gives way to one that contradicts it, and for how many it counts at most.
+_FRESH, _OLD = 100, 7
+# The first steps of all find nothing where it will be: each takes up to half as long again. What was measured in them
+# alone counts as one measurement, and of two the faster one is right.
+_WARM = 48
 # What the slopes keep of a measurement from step to step, and the variance, as a share of the square of the whole, that
 # steps must show before they are believed.
 _MEMORY, _DOUBT = 0.995, 0.01
@@ -275,6 +279,12 @@ class StepCost:
         points = self._curve(self._expected).points
         return sum(point.count for point in points if _ABOUT * rows <= point.rows <= rows / _ABOUT)
 
+    def raw(self, rows: int) -> bool:
+        """Whether steps like that at hand, of so many rows, were measured among the first steps of all only."""
+        self._learn()
+        point = self._curve(self._expected).near(rows)
+        return point is not None and self._is_young(point)
+
     def ages(self, rows: Sequence[int]) -> list[float]:
         """Steps since something near each row count was measured in steps like that at hand."""
         self._learn()
@@ -322,17 +332,23 @@ class StepCost:
     def _compare(self, point: _Point, work: Work, seconds: float, count: int) -> None:
         """Steps of about as many rows as a point took so long: some of that is said of the machine, or of looking."""
         if point.step + _FRESH < self._steps:
-            point.count = min(point.count, 2)
+            point.count = min(point.count, _OLD)
+        if self._is_young(point):
+            point.count = 1
         if point.count >= 2:
             expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
             self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
             seconds = _pulled(seconds, expected, _CLAMP)
-        if point.count >= 5 and self._steps <= point.step + _RECENT + count:
+        if point.count >= _KNOWN and self._steps <= point.step + _RECENT + count:
             slower = 1 + (1 - (1 - _PACE) ** count) * (seconds / expected - 1)
             self._pace *= slower
             point.take(work, seconds / slower, self._steps, count, _OWN)
         else:
             point.take(work, seconds, self._steps, count, _WEIGHT)
+
+    def _is_young(self, point: _Point) -> bool:
+        """Whether a point was measured in the first steps of all only, and these are over."""
+        return point.step <= _WARM < self._steps
 
     def _curve(self, work: Work) -> _Curve:
         return self._reading if work.reads else self._telling

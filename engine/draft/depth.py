@@ -37,6 +37,9 @@ _THOUGHT, _TRIAL = 0.15, 0.005
 _TRY, _PAUSE, _GLANCE, _MUCH = 3, 9, 3, 0.1
 # Steps of a size that are taken without drafts before there are any.
 _FIRST = 6
+# Where drafts seem so many times as fast as none, or less, and steps without were measured among the first of all only,
+# they are measured once more, whatever that costs: else it could be long until drafts are found out.
+_CLOSE = 1.5
 # How often drafts are right that are trusted.
 _TRUST = 0.95
 # Steps after which drafts of a kind may have become better than they were.
@@ -240,7 +243,7 @@ class AdaptiveDepth:
         before = self._plans.get(question)
         best = found.settled(before.depths if before else None)
         plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best))
-        trial, curiosity = self._other(_size(rows), found, best), _CURIOSITY / (1 + plan.trials / _SURE)
+        trial, curiosity = self._other(rows, found, best), _CURIOSITY / (1 + plan.trials / _SURE)
         self._savings = min(self._savings + passed * curiosity, max(trial.loss, _SAVINGS))
         plan.tried = trial.loss <= self._savings
         self._trial = trial if plan.tried else None
@@ -267,8 +270,10 @@ class AdaptiveDepth:
             self._considered[kind] = self._steps
         return known, passed
 
-    def _other(self, size: int, found: Choices, best: int) -> Trial:
+    def _other(self, rows: int, found: Choices, best: int) -> Trial:
         """What is to be tried next, for how long, and what that costs."""
+        if best and self.cost.raw(rows) and found.price(0) < _CLOSE * found.price(best):
+            return Trial(_size(rows), found.depths(0), (), 0.0, self._steps + _PAUSE)
         other = found.stalest(best)
         loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
         steps = _TRY
@@ -279,7 +284,7 @@ class AdaptiveDepth:
         # Steps without drafts are slow behind some with drafts, in the trial or behind it.
         turning = 0.0 if best and other else self.cost.turning
         loss = steps * loss + turning + found.reading(other) / found.seconds(best)
-        return Trial(size, depths, woken, loss, self._steps + steps)
+        return Trial(_size(rows), depths, woken, loss, self._steps + steps)
 
     def _rest(self, rest: Rest, kind: str, before: Plan | None, plan: Plan, most: int) -> None:
         """A kind whose drafts do not pay is left in peace; what comes of a trial is thought over at once."""
