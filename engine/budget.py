@@ -19,7 +19,7 @@ from engine.work import Work
 # Where nobody said a target: 12 tokens a second are twice as fast as people read, so a step may take that long on a
 # machine that could be faster. On a slower one it takes three times as long as without prompts. With less (twice as
 # long with Qwen3-0.6B's shape, 40 ms with SmolLM2-135M's, 8 prompts of 256 tokens at once on two cores) prompts come in
-# such small pieces that the last of them is read 1.1 to 1.4 times as late, and all answers take up to 1.1 times as long.
+# such small pieces that the last one is read 1.1 to 1.4 times as late, and all answers take up to 1.1 times as long.
 _UNNOTICED_SECONDS, _STRETCH = 0.08, 3.0
 # Where nobody speaks.
 _ALONE_SECONDS = 0.5
