@@ -279,11 +279,11 @@ class StepCost:
         points = self._curve(self._expected).points
         return sum(point.count for point in points if _ABOUT * rows <= point.rows <= rows / _ABOUT)
 
-    def raw(self, rows: int) -> bool:
+    def is_young(self, rows: int) -> bool:
         """Whether steps like that at hand, of so many rows, were measured among the first steps of all only."""
         self._learn()
         point = self._curve(self._expected).near(rows)
-        return point is not None and self._is_young(point)
+        return point is not None and self._was_young(point)
 
     def ages(self, rows: Sequence[int]) -> list[float]:
         """Steps since something near each row count was measured in steps like that at hand."""
@@ -333,7 +333,7 @@ class StepCost:
         """Steps of about as many rows as a point took so long: some of that is said of the machine, or of looking."""
         if point.step + _FRESH < self._steps:
             point.count = min(point.count, _OLD)
-        if self._is_young(point):
+        if self._was_young(point):
             point.count = 1
         if point.count >= 2:
             expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
@@ -346,7 +346,7 @@ class StepCost:
         else:
             point.take(work, seconds, self._steps, count, _WEIGHT)
 
-    def _is_young(self, point: _Point) -> bool:
+    def _was_young(self, point: _Point) -> bool:
         """Whether a point was measured in the first steps of all only, and these are over."""
         return point.step <= _WARM < self._steps
 

@@ -272,7 +272,7 @@ class AdaptiveDepth:
 
     def _other(self, rows: int, found: Choices, best: int) -> Trial:
         """What is to be tried next, for how long, and what that costs."""
-        if best and self.cost.raw(rows) and found.price(0) < _CLOSE * found.price(best):
+        if best and self.cost.is_young(rows) and found.price(0) < _CLOSE * found.price(best):
             return Trial(_size(rows), found.depths(0), (), 0.0, self._steps + _PAUSE)
         other = found.stalest(best)
         loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
