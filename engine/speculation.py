@@ -174,12 +174,12 @@ class Speculation:
         """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
         served, settled = {}, [one for one in sequences if _settled(one)]
         for drafter in self._drafters:
-            asking = settled if self._depth.rests(drafter.kind, rows) else sequences
-            if not asking:
-                continue
+            able = sequences
             if drafter is self._forced:
-                asking = [one for one in asking if one.request.grammar is not None]
-            if own := {one for one in asking if one.may_draft(drafter.kind)}:
+                able = [one for one in sequences if one.request.grammar is not None]
+            if able and self._depth.rests(drafter.kind, rows):
+                able = [one for one in able if one in settled]
+            if own := {one for one in able if one.may_draft(drafter.kind)}:
                 served[drafter.kind] = own
         return served
 

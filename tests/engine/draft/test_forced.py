@@ -44,3 +44,21 @@ def test_who_wants_no_drafts_gets_none(loaded: Callable[..., Loaded]) -> None:
 
     assert [0] == [sum(one.drafted) for one in engine.stats().drafts]
     assert () == engine._speculation.kinds
+
+
+def test_a_grammar_is_not_thought_of_where_nobody_has_one(loaded: Callable[..., Loaded]) -> None:
+    """So no step without one uses up its rest, and none pays for asking."""
+    asked: list[str] = []
+
+    class Watched(FixedDepth):
+        def rests(self, kind: str, rows: int) -> bool:
+            asked.append(kind)
+            return super().rests(kind, rows)
+
+    engine = core(loaded("llama"), speculation=Speculation(None, None, Watched(8), lambda: 0.0, forced=ForcedDrafter()))
+    play(engine, [Job(ask("a", (5, 6), 8))])
+    before = list(asked)
+    play(engine, [Job(ask("b", (5, 6), 8)), Job(ask("c", (5, 6), 8, grammar=GRAMMAR))])
+
+    assert before == []
+    assert asked.count("grammar") == len(asked) > 0
