@@ -172,13 +172,13 @@ class Speculation:
 
     def _served(self, sequences: Sequence[Running], rows: int) -> _Served:
         """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
-        served, settled = {}, [one for one in sequences if _settled(one)]
+        served: dict[str, set[Running]] = {}
         for drafter in self._drafters:
             able = sequences
             if drafter is self._forced:
                 able = [one for one in sequences if one.request.grammar is not None]
             if able and self._depth.rests(drafter.kind, rows):
-                able = [one for one in able if one in settled]
+                able = [one for one in able if _settled(one)]
             if own := {one for one in able if one.may_draft(drafter.kind)}:
                 served[drafter.kind] = own
         return served
