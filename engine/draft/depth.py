@@ -156,8 +156,9 @@ class AdaptiveDepth:
         self._rests = defaultdict[tuple[str, int], Rest](Rest)
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
-        # What drafting took, to be learnt from with the next thought.
+        # What drafting took, to be learnt from with the next thought; and of those that read texts, what was read.
         self._drafted: list[tuple[str, int, int, float]] = []
+        self._caught_up: list[tuple[str, int, int, float, int]] = []
         # In steps.
         self._savings = _SAVINGS
         # The latest.
@@ -213,9 +214,8 @@ class AdaptiveDepth:
 
     def caught_up(self, kind: str, sequences: int, levels: int, seconds: float, read: int) -> None:
         """Learn what reading costs; only the steps of a trial behind it tell what a level costs."""
-        trial, known = self._trial, self._levels.setdefault(kind, DraftCost())
-        start, level = known.line(sequences)
-        known.read(read, max(seconds / self.cost.pace - (start + level * levels), 0.0))
+        self._caught_up.append((kind, sequences, levels, seconds, read))
+        trial = self._trial
         if trial is not None and kind in trial.woken:
             trial.until = max(trial.until, self._steps + 2)
 
@@ -264,6 +264,12 @@ class AdaptiveDepth:
         for kind, sequences, levels, seconds in self._drafted:
             self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
         self._drafted.clear()
+        # As long as nobody knows what a level costs, it could be all of that, and reading nothing.
+        for kind, sequences, levels, seconds, read in self._caught_up:
+            if (cost := self._levels.get(kind)) is not None:
+                start, level = cost.line(sequences)
+                cost.read(read, max(seconds / pace - (start + level * levels), 0.0))
+        self._caught_up.clear()
         known = {one.kind: self._rates(one.kind) for one in candidates}
         for kind, acceptance in known.items():
             acceptance.fade(passed)

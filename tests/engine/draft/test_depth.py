@@ -255,6 +255,26 @@ def test_reading_for_a_trial_is_paid_from_what_was_saved() -> None:
     assert 1 < trials[10.0] < trials[0.0] / 2
 
 
+@pytest.mark.parametrize("row", [0.05, 0.1])
+def test_what_a_first_level_takes_is_not_said_of_reading(row: float) -> None:
+    """All first drafts of a drafter stand behind a text that is new to it; one that reads for nothing is tried soon."""
+    depth, drafted, unread = AdaptiveDepth(), 0, 100
+    for number in range(250):
+        chosen = [] if depth.rests(KIND, 4) else depth.choose([Candidate(KIND, 4, unread)] * 4, rows=4)
+        if any(chosen):
+            # They are wrong to begin with, so that they rest.
+            for deep in chosen:
+                depth.verified(KIND, deep if number > 20 else 1, deep if number > 20 else 0)
+            if unread > 1:
+                depth.caught_up(KIND, 4, max(chosen), 0.1 * max(chosen), 4 * unread)
+            else:
+                depth.drafted(KIND, 4, max(chosen), 0.1 * max(chosen))
+        drafted, unread = drafted + any(chosen), 1 if any(chosen) else 100
+        depth.stepped(4 + sum(chosen), 1.0 + row * sum(chosen))
+
+    assert drafted > 20
+
+
 @pytest.mark.parametrize(("lengths", "drafted"), [([400] * 20, True), ([4] * 20, False)])
 def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool) -> None:
     """Drafts that save half of the time are worth ten steps' reading where texts go on for long, and only there."""
