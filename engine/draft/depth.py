@@ -47,6 +47,8 @@ _LONG_AGO = 64
 # Asking a kind that has nothing to say may cost this share of the time; it is asked again after so many steps at most,
 # for what repeats itself mostly does so for longer.
 _ASKING, _SILENCE = 0.003, 31
+# So many measurements of drafts behind texts that were new wait for one of drafts alone.
+_UNCLEAR = 8
 # A text is new to a drafter that has read less of it than all but so many tokens.
 _NEW = 16
 
@@ -264,12 +266,13 @@ class AdaptiveDepth:
         for kind, sequences, levels, seconds in self._drafted:
             self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
         self._drafted.clear()
-        # As long as nobody knows what a level costs, it could be all of that, and reading nothing.
-        for kind, sequences, levels, seconds, read in self._caught_up:
-            if (cost := self._levels.get(kind)) is not None:
+        # As long as nobody knows what a level costs, it could be all of that, and reading nothing; but not for good.
+        if len(self._caught_up) > _UNCLEAR or all(one[0] in self._levels for one in self._caught_up):
+            for kind, sequences, levels, seconds, read in self._caught_up:
+                cost = self._levels.setdefault(kind, DraftCost())
                 start, level = cost.line(sequences)
                 cost.read(read, max(seconds / pace - (start + level * levels), 0.0))
-        self._caught_up.clear()
+            self._caught_up.clear()
         known = {one.kind: self._rates(one.kind) for one in candidates}
         for kind, acceptance in known.items():
             acceptance.fade(passed)

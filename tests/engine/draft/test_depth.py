@@ -275,6 +275,21 @@ def test_what_a_first_level_takes_is_not_said_of_reading(row: float) -> None:
     assert drafted > 20
 
 
+def test_drafts_that_are_never_seen_without_reading_are_paid_for() -> None:
+    """Somebody is new in every step, so no level is ever seen alone: what drafting takes is known all the same."""
+    depth, late = AdaptiveDepth(), 0
+    for number in range(400):
+        chosen = [] if depth.rests(KIND, 4) else depth.choose([Candidate(KIND, 4, 100, room=20)] * 4, rows=4)
+        if any(chosen):
+            for deep in chosen:
+                depth.verified(KIND, deep, deep)
+            depth.caught_up(KIND, 4, max(chosen), 30.0, 400)
+        late += number >= 100 and any(chosen)
+        depth.stepped(4 + sum(chosen), 1.0)
+
+    assert late < 10
+
+
 @pytest.mark.parametrize(("lengths", "drafted"), [([400] * 20, True), ([4] * 20, False)])
 def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool) -> None:
     """Drafts that save half of the time are worth ten steps' reading where texts go on for long, and only there."""
