@@ -262,22 +262,28 @@ class AdaptiveDepth:
 
     def _known(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Acceptance], int]:
         """How often drafts of each kind are right, as of now, and the steps since the last thought."""
-        passed, self._thought, pace = self._steps - self._thought, self._steps, self.cost.pace
-        for kind, sequences, levels, seconds in self._drafted:
-            self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
-        self._drafted.clear()
-        # As long as nobody knows what a level costs, it could be all of that, and reading nothing; but not for good.
-        if len(self._caught_up) > _UNCLEAR or all(one[0] in self._levels for one in self._caught_up):
-            for kind, sequences, levels, seconds, read in self._caught_up:
-                cost = self._levels.setdefault(kind, DraftCost())
-                start, level = cost.line(sequences)
-                cost.read(read, max(seconds / pace - (start + level * levels), 0.0))
-            self._caught_up.clear()
+        passed, self._thought = self._steps - self._thought, self._steps
+        self._learn_drafting()
         known = {one.kind: self._rates(one.kind) for one in candidates}
         for kind, acceptance in known.items():
             acceptance.fade(passed)
             self._considered[kind] = self._steps
         return known, passed
+
+    def _learn_drafting(self) -> None:
+        """What drafting took becomes known."""
+        pace = self.cost.pace
+        for kind, sequences, levels, seconds in self._drafted:
+            self._levels.setdefault(kind, DraftCost()).observe(sequences, levels, seconds / pace)
+        self._drafted.clear()
+        # As long as nobody knows what a level costs, it could be all of that, and reading nothing; but not for good.
+        if len(self._caught_up) <= _UNCLEAR and any(one[0] not in self._levels for one in self._caught_up):
+            return
+        for kind, sequences, levels, seconds, read in self._caught_up:
+            cost = self._levels.setdefault(kind, DraftCost())
+            start, level = cost.line(sequences)
+            cost.read(read, max(seconds / pace - (start + level * levels), 0.0))
+        self._caught_up.clear()
 
     def _other(self, rows: int, found: Choices, best: int) -> Trial:
         """What is to be tried next, for how long, and what that costs."""
