@@ -36,14 +36,16 @@ Floats = NDArray[np.float64]
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
 _WEIGHT, _CLAMP = 0.25, 1.25
 # What differs from its like of a few steps ago differs by the machine, so nearly all of it is said of all steps, once
-# so many tell what this size takes. What is said of the size alone makes others look cheap that were not taken lately.
-_RECENT, _PACE, _OWN, _KNOWN = 8, 0.12, 0.02, 16
+# so many tell what this size takes; of the size that is usual always: the first steps of a size take longer, and what
+# they say of it would be taken back from the pace of all by the steps behind them, over and over. What is said of the
+# size alone makes others look cheap that were not taken lately.
+_RECENT, _PACE, _OWN, _KNOWN = 8, 0.2, 0.02, 16
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
 # Row counts closer than this share a point; and what is about as many.
 _RESOLUTION, _ABOUT = 0.06, 0.7
 # Steps that are put down at most, and of those that are alike so many are learnt from at once.
-_LONGEST, _AT_ONCE = 64, 2
+_LONGEST, _AT_ONCE = 64, 3
 # So many steps without drafts behind one with drafts find the processor's caches full of what is not theirs: of a small
 # model the first of them takes up to 1.8 times as long as the tenth. How much that is on average, as long as nothing is
 # known, and the weight of a new measurement.
@@ -126,7 +128,7 @@ class _Point:
         weight = max(1 - (1 - weight) ** count, count / self.count)
         # The first steps of a size may have to set something up: of two, the faster one is right.
         self.seconds = (
-            min(self.seconds, seconds) if self.count == 2 else self.seconds + weight * (seconds - self.seconds)
+            min(self.seconds, seconds) if self.count == 2 else self.seconds * (seconds / self.seconds) ** weight
         )
         self.rows += weight * (work.rows - self.rows)
         self.cells += weight * (work.cells - self.cells)
@@ -199,6 +201,8 @@ class StepCost:
         self._steps = 0
         self._expected = Work()
         self._pace = 1.0
+        # The size that was taken oftenest of late.
+        self._usual: _Point | None = None
         self._taken: list[_Step] = []
         # Steps without drafts since one with drafts, and what the first of them take longer, as a share.
         self._plain, self._colder = _COLD, _COLDER
@@ -222,9 +226,9 @@ class StepCost:
         return self._curve(self._expected).frontier
 
     @property
-    def reads(self) -> bool:
-        """Whether the step at hand computes some of a prompt."""
-        return self._expected.reads
+    def work(self) -> Work:
+        """What the step at hand does without drafts."""
+        return self._expected
 
     @property
     def turning(self) -> float:
@@ -308,7 +312,7 @@ class StepCost:
         curve = self._curve(work)
         point = curve.near(rows)
         if point is None:
-            curve.add(_Point(float(rows), work.cells, work.pairs, seconds, 1, self._steps))
+            curve.add(_Point(float(rows), work.cells, work.pairs, seconds, len(warm or cold), self._steps))
             return
         if warm:
             self._compare(point, work, seconds, len(warm))
@@ -316,9 +320,6 @@ class StepCost:
         for step in cold:
             longer = min(max(step.seconds / self._pace / expected - 1, 0.0), 1.0)
             self._colder += _LATEST * (longer - self._colder)
-        if cold and point.seconds > seconds:
-            # They take less than that when they are warm.
-            point.seconds = seconds
 
     def _parted(self, alike: list[_Step]) -> tuple[list[_Step], list[_Step]]:
         """Those without drafts that follow some closely, and the others."""
@@ -339,10 +340,13 @@ class StepCost:
             expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
             self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
             seconds = _pulled(seconds, expected, _CLAMP)
-        if point.count >= _KNOWN and self._steps <= point.step + _RECENT + count:
-            slower = 1 + (1 - (1 - _PACE) ** count) * (seconds / expected - 1)
+        if point.count >= _KNOWN and (point is self._usual or self._steps <= point.step + _RECENT + count):
+            slower = (seconds / expected) ** (1 - (1 - _PACE) ** count)
+            # By factors: else ups and downs of the same size would not come to nothing, and the pace would drift.
             self._pace *= slower
             point.take(work, seconds / slower, self._steps, count, _OWN)
+            if self._usual is None or point.count >= self._usual.count or self._usual.step + _FRESH < self._steps:
+                self._usual = point
         else:
             point.take(work, seconds, self._steps, count, _WEIGHT)
 

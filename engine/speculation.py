@@ -18,7 +18,7 @@ from engine.status import DraftCounts
 from engine.types import LONGEST_DRAFT
 
 # Whom drafters may guess for, by their kind.
-_Served: TypeAlias = Mapping[str, set[Running]]
+_Served: TypeAlias = Mapping[str, frozenset[Running]]
 # A repetition of so many tokens may be likelier right than what a small model says.
 _LONG = 4
 
@@ -30,6 +30,14 @@ class _Offer(NamedTuple):
     drafter: Drafter
     limit: int
     known: tuple[int, ...] | None = None
+
+
+class _Able(NamedTuple):
+    """Whom a kind of drafter may guess for: everybody, and those among them who say themselves how many tokens."""
+
+    kind: str
+    everybody: frozenset[Running]
+    settled: frozenset[Running]
 
 
 class Speculation:
@@ -58,7 +66,10 @@ class Speculation:
         self._drafters = tuple(drafter for drafter in (quick, slow, forced) if drafter is not None)
         self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
-        # Seconds of this step that were spent on drafting.
+        # The sequences of the latest step, and who may guess for them: mostly they are those of the next one.
+        self._present: list[Running] = []
+        self._able: list[_Able] = []
+        # Seconds of this step that were spent on drafting, and on choosing how much.
         self._drafting = 0.0
         # Seconds that it took to let go of texts that were read: a part of what reading costs.
         self._leaving = 0.0
@@ -120,7 +131,10 @@ class Speculation:
         return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Learn what a step of so many rows took, with all that went into it; what the slow drafter took is known."""
+        """Learn what a step of so many rows took, with all that went into it.
+
+        Not what the slow drafter took, which is known, and not thoughts, which come with one step for many.
+        """
         self._depth.stepped(rows, seconds - self._drafting)
         self._drafting = 0.0
 
@@ -172,16 +186,24 @@ class Speculation:
 
     def _served(self, sequences: Sequence[Running], rows: int) -> _Served:
         """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
-        served: dict[str, set[Running]] = {}
-        for drafter in self._drafters:
-            able = sequences
-            if drafter is self._forced:
-                able = [one for one in sequences if one.request.grammar is not None]
-            if able and self._depth.rests(drafter.kind, rows):
-                able = [one for one in able if _settled(one)]
-            if own := {one for one in able if one.may_draft(drafter.kind)}:
-                served[drafter.kind] = own
+        if sequences != self._present:
+            self._present, self._able = list(sequences), self._find(sequences)
+        served: dict[str, frozenset[Running]] = {}
+        for kind, everybody, settled in self._able:
+            if own := settled if self._depth.rests(kind, rows) else everybody:
+                served[kind] = own
         return served
+
+    def _find(self, sequences: Sequence[Running]) -> list[_Able]:
+        """Who may guess for sequences, by what their requests say."""
+        able = list[_Able]()
+        for drafter in self._drafters:
+            own = [one for one in sequences if one.may_draft(drafter.kind)]
+            if drafter is self._forced:
+                own = [one for one in own if one.request.grammar is not None]
+            if own:
+                able.append(_Able(drafter.kind, frozenset(own), frozenset(filter(_settled, own))))
+        return able
 
     def _depths(self, offers: Sequence[_Offer], rows: int) -> list[int]:
         """The depth of each offer: what the request says, or else what seems to pay beside those."""
@@ -189,7 +211,9 @@ class Speculation:
         free = [self._candidate(offer) for offer, own in zip(offers, settled, strict=True) if not own]
         if not free:
             return settled
+        began = self._clock()
         depths = iter(self._depth.choose(free, rows=rows + sum(settled)))
+        self._drafting += self._clock() - began
         return [own or next(depths) for own in settled]
 
     def _candidate(self, offer: _Offer) -> Candidate:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
+from functools import cache
 from math import log2
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from engine.draft.acceptance import Acceptance
 from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
 from engine.draft.offer import Candidate, Choices, Depths
-from engine.draft.plans import Plan, Rest, Trial
+from engine.draft.plans import Plan, Rest, Savings, Trial
 
 __all__ = ["AdaptiveDepth", "Candidate", "Depth", "FixedDepth"]
 
@@ -158,18 +159,23 @@ class AdaptiveDepth:
         self._rests = defaultdict[tuple[str, int], Rest](Rest)
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
+        # Of the step at hand.
+        self._size = 0
         # What drafting took, to be learnt from with the next thought; and of those that read texts, what was read.
         self._drafted: list[tuple[str, int, int, float]] = []
         self._caught_up: list[tuple[str, int, int, float, int]] = []
-        # In steps.
-        self._savings = _SAVINGS
+        # By the size of a step.
+        self._savings = defaultdict[int, Savings](lambda: Savings(_SAVINGS))
         # The latest.
         self._trial: Trial | None = None
         self._lengths = Lengths()
 
     def rests(self, kind: str, rows: int) -> bool:
         """Whether drafts of a kind did not pay lately beside about as many rows; they are looked at again."""
-        return self._rests[kind, _size(rows)].rests()
+        self._size = _size(rows)
+        rest = self._rests[kind, self._size]
+        rest.left -= 1
+        return rest.left >= 0
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
@@ -188,11 +194,16 @@ class AdaptiveDepth:
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
-        kinds, reads = frozenset([one.kind for one in candidates]), self.cost.reads
+        work = self.cost.work
+        if work.reads:
+            candidates = [_unless_new(one) for one in candidates]
+        kinds = frozenset([one.kind for one in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
-        size, news = _size(rows), _news(candidates)
+        self._size = size = _size(rows)
+        news, reads = _news(candidates), work.reads
         question = (kinds, reads, size, news)
-        alone = self._plans.get((kinds, False, _size(len(candidates)), news)) if reads and candidates else None
+        # Those whose prompts are read beside it will speak with them soon: that is what a token is worth.
+        alone = self._plans.get((kinds, False, _size(work.told), news)) if reads and candidates else None
         plan, trial = self._plans.get(question), self._trial
         if trial is not None and trial.size == size and trial.depths.keys() == kinds and self._steps < trial.until:
             depths = trial.depths
@@ -224,6 +235,7 @@ class AdaptiveDepth:
     def stepped(self, rows: int, seconds: float) -> None:
         """Learn what a step costs."""
         self._steps += 1
+        self._savings[self._size].steps += 1
         self.cost.observe(rows, seconds)
 
     def ended(self, tokens: int) -> None:
@@ -237,21 +249,20 @@ class AdaptiveDepth:
 
     def _begins(self, kinds: Collection[str], rows: int) -> bool:
         """Whether there were too few steps of about so many rows to know what drafts have to be better than."""
-        return not self.cost.reads and self._trusted.isdisjoint(kinds) and self.cost.measured(rows) < _FIRST
+        return not self.cost.work.reads and self._trusted.isdisjoint(kinds) and self.cost.measured(rows) < _FIRST
 
     def _think(self, question: Hashable, candidates: Sequence[Candidate], rows: int) -> Depths:
-        known, passed = self._known(candidates)
+        known = self._known(candidates)
         found = Choices(candidates, known, self._levels, self.cost, rows, self._lengths)
         before = self._plans.get(question)
         best = found.settled(before.depths if before else None)
         plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best))
         trial, curiosity = self._other(rows, found, best), _CURIOSITY / (1 + plan.trials / _SURE)
-        self._savings = min(self._savings + passed * curiosity, max(trial.loss, _SAVINGS))
-        plan.tried = trial.loss <= self._savings
+        savings = self._savings[trial.size]
+        plan.tried = savings.pay(trial.loss, curiosity, _SAVINGS)
         self._trial = trial if plan.tried else None
-        self._savings -= trial.loss if plan.tried else 0.0
         # Until there is enough for a trial, and for thinking of it.
-        most = int((_THOUGHT + trial.loss - self._savings) / curiosity)
+        most = int((_THOUGHT + trial.loss - savings.saved) / curiosity)
         plan.keep(self._steps, most)
         for kind in plan.depths:
             self._rest(self._rests[kind, _size(rows)], kind, before, plan, most)
@@ -260,15 +271,15 @@ class AdaptiveDepth:
             acceptance.tried(depths[kind])
         return depths
 
-    def _known(self, candidates: Sequence[Candidate]) -> tuple[dict[str, Acceptance], int]:
-        """How often drafts of each kind are right, as of now, and the steps since the last thought."""
+    def _known(self, candidates: Sequence[Candidate]) -> dict[str, Acceptance]:
+        """How often drafts of each kind are right, as of now."""
         passed, self._thought = self._steps - self._thought, self._steps
         self._learn_drafting()
         known = {one.kind: self._rates(one.kind) for one in candidates}
         for kind, acceptance in known.items():
             acceptance.fade(passed)
             self._considered[kind] = self._steps
-        return known, passed
+        return known
 
     def _learn_drafting(self) -> None:
         """What drafting took becomes known."""
@@ -323,12 +334,21 @@ class AdaptiveDepth:
         return dict.fromkeys(alone.depths, 0)
 
 
+@cache
 def _size(rows: int) -> int:
     """The same for numbers of rows that are alike: by halves."""
     return round(log2(rows))
 
 
+def _unless_new(one: Candidate) -> Candidate:
+    """No drafts beside prompts for a text that just began, if a drafter would have to read it first.
+
+    Who will speak with it is known when the prompts are read, and so is whether that pays.
+    """
+    return one._replace(limit=0, unread=0) if one.unread > _NEW > one.said else one
+
+
 def _news(candidates: Collection[Candidate]) -> int:
     """Whose texts are new to a drafter: nobody's (0), those of half of the candidates at most (1), or of more (2)."""
-    new = sum(one.unread > _NEW for one in candidates)
+    new = sum([one.unread > _NEW for one in candidates])
     return -(-2 * new // len(candidates)) if new else 0

@@ -10,6 +10,9 @@ from engine.draft.offer import Depths
 # A plan is kept for a share of the steps that were taken, and for so many at most; rests may take four times that.
 # What is asked seldom is kept until so many times as many steps have passed.
 _GREEN, _LONGEST_PLAN, _SELDOM = 16, 64, 8
+# Even one that changes each time is kept for a smaller share of the steps, and for so many of them at most: thinking of
+# it at every step costs more than it is worth where depths are that close.
+_RIPE, _SHORTEST_PLAN = 256, 8
 # Trials that count at most.
 _MOST_TRIALS = 10
 # Steps for which a kind whose drafts do not pay is not even asked, at most.
@@ -45,7 +48,8 @@ class Plan:
 
     def keep(self, step: int, most: int) -> None:
         """From this step on; `most` steps, or the length where that is more."""
-        self.length = min(self.length, step // _GREEN, _LONGEST_PLAN)
+        shortest = min(step // _RIPE, _SHORTEST_PLAN)
+        self.length = max(min(self.length, step // _GREEN, _LONGEST_PLAN), shortest)
         # Where a kind does not pay, its rest is all the plan there is.
         self.uses = max(self.length, min(most, 2 * self.length)) if all(self.depths.values()) else 0
         self.until = step + 1 + _SELDOM * self.uses
@@ -86,14 +90,32 @@ class Rest:
     left: int = 0
     length: int = 0
 
-    def rests(self) -> bool:
-        """Whether the kind is left in peace in another step."""
-        self.left -= 1
-        return self.left >= 0
-
     def decide(self, deepest: int, step: int, most: int = _LONGEST_REST) -> None:
         """How deep is best in this step; the rest has `most` steps at most."""
         most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
         self.length = 0 if deepest else min(2 * self.length + 1, most)
         # The step itself is the first.
         self.left = self.length - 1
+
+
+@dataclass(slots=True)
+class Savings:
+    """What trials may cost in steps of about as many rows: each size saves up for its own.
+
+    Else sizes that are seldom met, and know little, would spend what all others saved.
+
+    saved  in such steps
+    steps  since it was counted
+    """
+
+    saved: float
+    steps: int = 0
+
+    def pay(self, loss: float, share: float, least: float) -> bool:
+        """Pay for a trial if it can be: this share of the steps is saved, up to what it costs or to `least`."""
+        self.saved = min(self.saved + share * self.steps, max(loss, least))
+        self.steps = 0
+        if loss > self.saved:
+            return False
+        self.saved -= loss
+        return True

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from engine.core import Core
-from engine.draft.depth import AdaptiveDepth, Depth, FixedDepth
+from engine.draft.depth import AdaptiveDepth, Candidate, Depth, FixedDepth
 from engine.draft.drafter import Drafter, Want
 from engine.load import Loaded
 from engine.scheduler import Grant
 from engine.speculation import Speculation
 from engine.step import Said
-from engine.types import Delta, Failed, Finished, TokenLogprob
+from engine.types import Delta, Failed, Finished, SpeculationParams, TokenLogprob
+from engine.work import Work
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play
@@ -222,6 +223,37 @@ def test_drafts_that_are_right_are_chosen(loaded: Models, monkeypatch: pytest.Mo
 
     assert whole == answer.tokens
     assert clock.now - before < 0.4 * 100
+
+
+def test_thoughts_are_not_said_of_the_step_they_come_with(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come before trials: depths that are tried would always seem dearer than those that are known."""
+    whole, clock = alone(loaded("llama")).tokens, Clock()
+    engine = paced(loaded("llama"), Timed(knowing({"one": whole}), clock, 0.1), clock, monkeypatch)
+    depth = engine._speculation._depth
+    choose = depth.choose
+
+    def slowly(candidates: Sequence[Candidate], *, rows: int) -> list[int]:
+        clock.now += 5.0
+        return choose(candidates, rows=rows)
+
+    monkeypatch.setattr(depth, "choose", slowly)
+    play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True))])
+    depth.cost.expect(Work(1, told=1))
+
+    assert clock.now > 50
+    assert all(seconds < 2 for seconds in depth.cost.seconds([1, 2, 4]))
+
+
+def test_a_new_text_has_its_own_drafters(loaded: Models) -> None:
+    """Who may guess is found once for those who speak together, and anew where somebody else does."""
+    texts = {name: alone(loaded("llama")).tokens for name in ("one", "two", "three")}
+    engine, none = drafted(loaded("llama"), knowing(texts)), SpeculationParams("none")
+    counts = []
+    for name, wish in (("one", SpeculationParams()), ("two", none), ("three", SpeculationParams())):
+        play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True, speculation=wish))])
+        counts.append(sum(engine.stats().drafts[0].drafted))
+
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 def test_drafts_that_are_wrong_cost_next_to_nothing(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:

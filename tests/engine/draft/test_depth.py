@@ -313,6 +313,18 @@ def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool
     assert drafted == ([4] in found[2:])
 
 
+def test_a_text_that_just_began_is_not_read_beside_prompts() -> None:
+    """Who else will speak with it is known later; what a drafter has read is drafted for, and what waits for long."""
+    depth = AdaptiveDepth()
+    play(depth, [world(flat, 0.95)] * 60, batch=3, warm=0)
+    read, young, old = (Candidate(KIND, 4, *rest) for rest in ((1, 2), (100, 2), (100, 40)))
+    depth.cost.expect(Work(20, told=3))
+    depth.cost.observe(20, 1.0)
+
+    assert [True, False] == list(map(bool, depth.choose([read, young], rows=20)))
+    assert any(depth.choose([old, old], rows=20)[0] for _ in range(20))
+
+
 def test_a_size_begins_without_drafts() -> None:
     """What drafts have to be better than is known first, however much is known of other sizes."""
     depth = AdaptiveDepth()
