@@ -196,7 +196,7 @@ class AdaptiveDepth:
         """The best depths as far as is known; now and then others, to know better."""
         work = self.cost.work
         if work.reads:
-            candidates = [_unless_new(one) for one in candidates]
+            candidates = [one if self._begins_now(one) else one._replace(limit=0, unread=0) for one in candidates]
         kinds = frozenset([one.kind for one in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
         self._size = size = _size(rows)
@@ -250,6 +250,16 @@ class AdaptiveDepth:
     def _begins(self, kinds: Collection[str], rows: int) -> bool:
         """Whether there were too few steps of about so many rows to know what drafts have to be better than."""
         return not self.cost.work.reads and self._trusted.isdisjoint(kinds) and self.cost.measured(rows) < _FIRST
+
+    def _begins_now(self, one: Candidate) -> bool:
+        """Whether drafts may begin beside prompts: not where a text has just begun, and it takes long to read it.
+
+        Who will speak with it is known when the prompts are read, and so is whether drafts pay then.
+        """
+        if one.unread <= _NEW or one.said >= _NEW or one.kind not in self._levels:
+            return True
+        paid = self._levels[one.kind]
+        return paid.token * one.unread < sum(paid.line(1))
 
     def _think(self, question: Hashable, candidates: Sequence[Candidate], rows: int) -> Depths:
         known = self._known(candidates)
@@ -338,14 +348,6 @@ class AdaptiveDepth:
 def _size(rows: int) -> int:
     """The same for numbers of rows that are alike: by halves."""
     return round(log2(rows))
-
-
-def _unless_new(one: Candidate) -> Candidate:
-    """No drafts beside prompts for a text that just began, if a drafter would have to read it first.
-
-    Who will speak with it is known when the prompts are read, and so is whether that pays.
-    """
-    return one._replace(limit=0, unread=0) if one.unread > _NEW > one.said else one
 
 
 def _news(candidates: Collection[Candidate]) -> int:

@@ -313,16 +313,23 @@ def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool
     assert drafted == ([4] in found[2:])
 
 
-def test_a_text_that_just_began_is_not_read_beside_prompts() -> None:
-    """Who else will speak with it is known later; what a drafter has read is drafted for, and what waits for long."""
+@pytest.mark.parametrize("reading", [0.0, 10.0])
+def test_a_text_that_just_began_is_not_read_beside_prompts(reading: float) -> None:
+    """Who else will speak with it is known later. What is read is drafted for, and what takes no time to read."""
     depth = AdaptiveDepth()
-    play(depth, [world(flat, 0.95)] * 60, batch=3, warm=0)
-    read, young, old = (Candidate(KIND, 4, *rest) for rest in ((1, 2), (100, 2), (100, 40)))
+    play(depth, [world(flat, 0.95, 0.1)] * 60, batch=3, warm=0)
+    for _ in range(10):
+        depth.caught_up(KIND, 3, 4, reading + 0.4, 100)
+    play(depth, [world(flat, 0.95, 0.1)] * 60, batch=3, warm=0)
+    read, young = Candidate(KIND, 4, 1, 2), Candidate(KIND, 4, 100, 2)
+    depth.cost.expect(Work(3, told=3))
+    depth.choose([young, read, read], rows=3)
     depth.cost.expect(Work(20, told=3))
     depth.cost.observe(20, 1.0)
+    found = [depth.choose([young, read, read], rows=20) for _ in range(20)]
 
-    assert [True, False] == list(map(bool, depth.choose([read, young], rows=20)))
-    assert any(depth.choose([old, old], rows=20)[0] for _ in range(20))
+    assert any(depths[1] for depths in found)
+    assert (reading == 0.0) == any(depths[0] for depths in found)
 
 
 def test_a_size_begins_without_drafts() -> None:
