@@ -188,8 +188,6 @@ class Core:
             began = self._clock()
             grants = self._guess(grants, work.rows)
             said = self._stepper.run(grants)
-            guesses = sum([len(grant.guesses) for grant in grants])
-            self._speculation.stepped(work.rows + guesses, self._clock() - began)
             sound = [each for each in said if not self._breaks(each)]
             self._scheduler.computed(grants)
             for each in sound:
@@ -198,6 +196,9 @@ class Core:
                 self._hear_tokens(each)
             if self._speculation.reads:
                 self._show(said)
+            # With what became of it: that is work for tokens, and for steps, as well.
+            guesses = sum([len(grant.guesses) for grant in grants])
+            self._speculation.stepped(work.rows + guesses, self._clock() - began)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:

@@ -196,7 +196,7 @@ class AdaptiveDepth:
         """The best depths as far as is known; now and then others, to know better."""
         work = self.cost.work
         if work.reads:
-            candidates = [one if self._begins_now(one) else one._replace(limit=0, unread=0) for one in candidates]
+            candidates = [one if self._may_begin(one) else one._replace(limit=0, unread=0) for one in candidates]
         kinds = frozenset([one.kind for one in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
         self._size = size = _size(rows)
@@ -251,7 +251,7 @@ class AdaptiveDepth:
         """Whether there were too few steps of about so many rows to know what drafts have to be better than."""
         return not self.cost.work.reads and self._trusted.isdisjoint(kinds) and self.cost.measured(rows) < _FIRST
 
-    def _begins_now(self, one: Candidate) -> bool:
+    def _may_begin(self, one: Candidate) -> bool:
         """Whether drafts may begin beside prompts: not where a text has just begun, and it takes long to read it.
 
         Who will speak with it is known when the prompts are read, and so is whether drafts pay then.
