@@ -5,8 +5,8 @@ offer.py finds the depths that promise most. Nothing here reads a clock or draws
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
 costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step, each drawn three times:
-0.996 of the best fixed depth on average, 0.957 in the worst world, and 0.993 where the first step without drafts behind
-one with drafts takes half as long again (drawn once). Thinking takes 0.05 ms, whatever the batch is, and 0.15 ms among
+0.996 of the best fixed depth on average, 0.962 in the worst world, and 0.994 where the first step without drafts behind
+one with drafts takes half as long again (drawn once). Thinking takes 0.05 to 0.14 ms, and 0.2 to 0.4 ms among
 steps of a model, that leave nothing of it in the processor's caches; so a choice is kept for up to 128 uses, and a kind
 of drafts that does not pay is not even asked for most of the time.
 """
