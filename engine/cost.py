@@ -122,6 +122,10 @@ class _Point:
         """Seconds without what was looked at."""
         return max(self.seconds - slopes.seconds(self.cells, self.pairs), _LEAST * self.seconds)
 
+    def expected(self, work: Work, slopes: _Slopes) -> float:
+        """Seconds of such a step that looks at what this one does."""
+        return self.bare(slopes) + slopes.seconds(work.cells, work.pairs)
+
     def take(self, work: Work, seconds: float, step: int, count: int, weight: float) -> None:
         """The median of `count` more measurements, each of so much weight beside those before it, or an equal one."""
         self.count += count
@@ -316,10 +320,9 @@ class StepCost:
             return
         if warm:
             self._compare(point, work, seconds, len(warm))
-        expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
         for step in cold:
-            longer = min(max(step.seconds / self._pace / expected - 1, 0.0), 1.0)
-            self._colder += _LATEST * (longer - self._colder)
+            longer = step.seconds / self._pace / point.expected(work, self._slopes) - 1
+            self._colder += _LATEST * (min(max(longer, 0.0), 1.0) - self._colder)
 
     def _parted(self, alike: list[_Step]) -> tuple[list[_Step], list[_Step]]:
         """Those without drafts that follow some closely, and the others."""
@@ -337,12 +340,12 @@ class StepCost:
         if self._was_young(point):
             point.count = 1
         if point.count >= 2:
-            expected = point.bare(self._slopes) + self._slopes.seconds(work.cells, work.pairs)
+            expected = point.expected(work, self._slopes)
             self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
             seconds = _pulled(seconds, expected, _CLAMP)
         if point.count >= _KNOWN and (point is self._usual or self._steps <= point.step + _RECENT + count):
-            slower = (seconds / expected) ** (1 - (1 - _PACE) ** count)
             # By factors: else ups and downs of the same size would not come to nothing, and the pace would drift.
+            slower = (seconds / expected) ** (1 - (1 - _PACE) ** count)
             self._pace *= slower
             point.take(work, seconds / slower, self._steps, count, _OWN)
             if self._usual is None or point.count >= self._usual.count or self._usual.step + _FRESH < self._steps:

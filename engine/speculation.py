@@ -69,7 +69,7 @@ class Speculation:
         # The sequences of the latest step, and who may guess for them: mostly they are those of the next one.
         self._present: list[Running] = []
         self._able: list[_Able] = []
-        # Seconds of this step that were spent on drafting, and on choosing how much.
+        # Seconds of this step that were spent on drafting, on choosing how much, and on letting go of what was read.
         self._drafting = 0.0
         # Seconds that it took to let go of texts that were read: a part of what reading costs.
         self._leaving = 0.0
@@ -103,6 +103,7 @@ class Speculation:
         rows  of the step without drafts
         room  how many of so many drafts there is room for, of all sequences together
         """
+        self._drafting = 0.0
         served = self._served(sequences, rows)
         if not served:
             return {}
@@ -136,7 +137,6 @@ class Speculation:
         Not what the slow drafter took, which is known, and not thoughts, which come with one step for many.
         """
         self._depth.stepped(rows, seconds - self._drafting)
-        self._drafting = 0.0
 
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
         """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
@@ -149,7 +149,9 @@ class Speculation:
         for drafter in self._drafters:
             drafter.forget(sequence.request.id, sequence.output)
         if self._read.pop(sequence.request.id, None) is not None:
-            self._leaving += self._clock() - began
+            seconds = self._clock() - began
+            self._leaving += seconds
+            self._drafting += seconds
         self._depth.ended(len(sequence.output))
 
     def rest(self, budget_bytes: int) -> bool:

@@ -173,9 +173,7 @@ class AdaptiveDepth:
     def rests(self, kind: str, rows: int) -> bool:
         """Whether drafts of a kind did not pay lately beside about as many rows; they are looked at again."""
         self._size = _size(rows)
-        rest = self._rests[kind, self._size]
-        rest.left -= 1
-        return rest.left >= 0
+        return self._rests[kind, self._size].rests()
 
     def likelier(self, kind: str, other: str) -> bool:
         """By their first tokens, or where drafts of the kind were not considered for long."""
@@ -194,13 +192,12 @@ class AdaptiveDepth:
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
-        work = self.cost.work
-        if work.reads:
+        work, reads = self.cost.work, self.cost.work.reads
+        if reads:
             candidates = [one if self._may_begin(one) else one._replace(limit=0, unread=0) for one in candidates]
-        kinds = frozenset([one.kind for one in candidates])
         # Limits change with every match, and rows with every end: what is right for some is right for nearly as many.
         self._size = size = _size(rows)
-        news, reads = _news(candidates), work.reads
+        kinds, news = frozenset([one.kind for one in candidates]), _news(candidates)
         question = (kinds, reads, size, news)
         # Those whose prompts are read beside it will speak with them soon: that is what a token is worth.
         alone = self._plans.get((kinds, False, _size(work.told), news)) if reads and candidates else None

@@ -90,6 +90,11 @@ class Rest:
     left: int = 0
     length: int = 0
 
+    def rests(self) -> bool:
+        """Whether the kind is left in peace in another step."""
+        self.left -= 1
+        return self.left >= 0
+
     def decide(self, deepest: int, step: int, most: int = _LONGEST_REST) -> None:
         """How deep is best in this step; the rest has `most` steps at most."""
         most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)

@@ -244,6 +244,31 @@ def test_thoughts_are_not_said_of_the_step_they_come_with(loaded: Models, monkey
     assert all(seconds < 2 for seconds in depth.cost.seconds([1, 2, 4]))
 
 
+def test_letting_go_of_what_was_read_is_said_of_reading_alone(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the last step of a text, or with none; neither that step nor the next one seems to take as long."""
+    whole, clock = alone(loaded("llama")).tokens, Clock()
+    drafter = Timed(knowing({"one": whole, "two": whole}), clock, 0.1)
+    engine, took = paced(loaded("llama"), drafter, clock, monkeypatch), list[float]()
+    depth, forget = engine._speculation._depth, drafter.forget
+    stepped = depth.stepped
+
+    def slowly(sequence_id: str, said: Sequence[int]) -> None:
+        clock.now += 50.0
+        forget(sequence_id, said)
+
+    def told(rows: int, seconds: float) -> None:
+        took.append(seconds)
+        stepped(rows, seconds)
+
+    monkeypatch.setattr(drafter, "forget", slowly)
+    monkeypatch.setattr(depth, "stepped", told)
+    for name in ("one", "two"):
+        play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True))])
+
+    assert clock.now > 100
+    assert all(0.9 < seconds < 4 for seconds in took)
+
+
 def test_a_new_text_has_its_own_drafters(loaded: Models) -> None:
     """Who may guess is found once for those who speak together, and anew where somebody else does."""
     texts = {name: alone(loaded("llama")).tokens for name in ("one", "two", "three")}
