@@ -47,7 +47,8 @@ from rich.table import Table
 from benchmarks.turns import Cell, Turn
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.draft.depth import AdaptiveDepth, FixedDepth
+from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.depth import FixedDepth
 from engine.draft.drafter import Want
 from engine.draft.loading import load_draft, make_speculation
 from engine.load import load
@@ -63,7 +64,7 @@ BUNDLED = "bundled"
 _TURN_SECONDS = 0.05
 # Rounds before a mode is given up, and by what factor there are more before the next one is.
 _FAIR, _MORE = 6, 1.5
-# Of so many dialogues the next ones are taken in each round.
+# Of so many dialogues some are taken in each round.
 _DIALOGUES = 48
 Prompts = Sequence[tuple[int, ...]]
 
@@ -246,14 +247,22 @@ class Rounds:
 
     def play(self, modes: Mapping[str, Speculation], playing: Sequence[str], turn: int) -> dict[str, Turn]:
         """What each of the modes that play took, by turns."""
-        first = turn * self._batch
-        said = [self._prompts[(first + at) % len(self._prompts)] for at in range(self._batch)]
+        said = self._asked(turn)
         cores = {mode: self._bench.core(modes[mode]) for mode in self._chance.sample(playing, len(playing))}
         going = {mode: self._bench.begin(cores[mode], said, turn, ignore_end=self._ignore_end) for mode in playing}
         while busy := [mode for mode in playing if going[mode].busy]:
             for mode in self._chance.sample(busy, len(busy)):
                 going[mode].go(_TURN_SECONDS)
         return {mode: played.turn for mode, played in going.items()}
+
+    def _asked(self, turn: int) -> Prompts:
+        """The prompts of a round: others in each, where there are more than it takes.
+
+        By chance: neighbours have answers of the same length, and would end together.
+        """
+        if len(self._prompts) == self._batch:
+            return self._prompts
+        return random.Random(turn).sample(self._prompts, self._batch)
 
 
 def scripted_modes(bench: Bench, pair: str, prompts: Prompts, draft_cost: float) -> Callable[[str], Speculation]:

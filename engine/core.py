@@ -208,7 +208,10 @@ class Core:
         """The grants, of so many rows, with drafts, as far as these seem to pay and nobody else has cells for them."""
         complete = [grant.sequence for grant in grants if grant.speaks]
         try:
-            drafts = self._speculation.draft(complete, rows=rows, room=lambda most: self._room(rows, most))
+            running = len(self._scheduler.running)
+            drafts = self._speculation.draft(
+                complete, rows=rows, running=running, room=lambda most: self._room(rows, most)
+            )
         except Exception:
             # Nobody's text depends on a guess: it is given up, and no request is.
             log.exception("a drafter failed, and drafts no more")

@@ -1,7 +1,7 @@
 """What a step costs by its rows and by what they look at, learnt from the steps that were taken.
 
-One for each model: the budget of prompts (budget.py) and the depths of drafts (draft/depth.py) ask the same one. Where
-nothing was measured the estimate errs towards cheap: what looks cheap is tried, and trying measures it.
+One for each model: the budget of prompts (budget.py) and the depths of drafts (draft/adaptive.py) ask the same one.
+Where nothing was measured the estimate errs towards cheap: what looks cheap is tried, and trying measures it.
 
     seconds = pace x (curve(rows) + cell x cells + pair x pairs)
 

@@ -6,13 +6,15 @@ full there are none, and nobody goes back to the queue for them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from engine.cost import StepCost
-from engine.draft.depth import Candidate, Depth
+from engine.draft.depth import Depth
 from engine.draft.drafter import Computed, Draft, Drafter, Reader, Want
+from engine.draft.offer import Candidate
 from engine.sequence import Sequence as Running
 from engine.status import DraftCounts
 from engine.types import LONGEST_DRAFT
@@ -66,9 +68,12 @@ class Speculation:
         self._drafters = tuple(drafter for drafter in (quick, slow, forced) if drafter is not None)
         self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
-        # The sequences of the latest step, and who may guess for them: mostly they are those of the next one.
+        # The sequences of the latest step, its rows, and who may guess for them: mostly they are those of the next one.
         self._present: list[Running] = []
+        self._rows = 0
         self._able: list[_Able] = []
+        # For so many more steps like it nobody is worth being asked.
+        self._quiet = 0
         # Seconds of this step that were spent on drafting, on choosing how much, and on letting go of what was read.
         self._drafting = 0.0
         # Seconds that it took to let go of texts that were read: a part of what reading costs.
@@ -97,18 +102,27 @@ class Speculation:
             DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self._drafted
         )
 
-    def draft(self, sequences: Sequence[Running], *, rows: int, room: Callable[[int], int]) -> dict[Running, Draft]:
+    def draft(
+        self, sequences: Sequence[Running], *, rows: int, running: int, room: Callable[[int], int]
+    ) -> dict[Running, Draft]:
         """Drafts for sequences whose next token a step will tell, for those for whom they seem to pay.
 
-        rows  of the step without drafts
-        room  how many of so many drafts there is room for, of all sequences together
+        rows     of the step without drafts
+        running  sequences that have a slot, those whose prompts are still read among them
+        room     how many of so many drafts there is room for, of all sequences together
         """
         self._drafting = 0.0
-        served = self._served(sequences, rows)
+        if sequences != self._present:
+            self._present, self._able, self._quiet = list(sequences), self._find(sequences), 0
+        elif self._quiet and rows == self._rows:
+            self._quiet -= 1
+            return {}
+        self._rows = rows
+        served = self._served(rows, running)
         if not served:
             return {}
         offers = self._offers(sequences, served, rows)
-        depths = self._depths(offers, rows)
+        depths = self._depths(offers, rows, running)
         wanted = sum(depths)
         left = room(wanted) if wanted else 0
         if left < wanted:
@@ -186,14 +200,16 @@ class Speculation:
         """Whether what a drafter knows is better than what the slow one would say."""
         return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
 
-    def _served(self, sequences: Sequence[Running], rows: int) -> _Served:
-        """Whom each drafter may guess for where it seems worth a thought; where all rest, this is all that is done."""
-        if sequences != self._present:
-            self._present, self._able = list(sequences), self._find(sequences)
-        served: dict[str, frozenset[Running]] = {}
+    def _served(self, rows: int, running: int) -> _Served:
+        """Whom each drafter may guess for where it seems worth a thought."""
+        served, quiet = dict[str, frozenset[Running]](), sys.maxsize
         for kind, everybody, settled in self._able:
-            if own := settled if self._depth.rests(kind, rows) else everybody:
+            rests = self._depth.rests(kind, rows, running)
+            if own := settled if rests else everybody:
                 served[kind] = own
+            quiet = min(quiet, rests)
+        # The next one of them is the one after this.
+        self._quiet = max(quiet - 1, 0) if not served else 0
         return served
 
     def _find(self, sequences: Sequence[Running]) -> list[_Able]:
@@ -207,14 +223,14 @@ class Speculation:
                 able.append(_Able(drafter.kind, frozenset(own), frozenset(filter(_settled, own))))
         return able
 
-    def _depths(self, offers: Sequence[_Offer], rows: int) -> list[int]:
+    def _depths(self, offers: Sequence[_Offer], rows: int, running: int) -> list[int]:
         """The depth of each offer: what the request says, or else what seems to pay beside those."""
         settled = [offer.limit if _settled(offer.sequence) else 0 for offer in offers]
         free = [self._candidate(offer) for offer, own in zip(offers, settled, strict=True) if not own]
         if not free:
             return settled
         began = self._clock()
-        depths = iter(self._depth.choose(free, rows=rows + sum(settled)))
+        depths = iter(self._depth.choose(free, rows=rows + sum(settled), running=running))
         self._drafting += self._clock() - began
         return [own or next(depths) for own in settled]
 

@@ -7,6 +7,8 @@ from collections import deque
 
 # Tokens that a text says, as long as nothing is known, and texts that count: the latest ones.
 _GUESS, _TEXTS = 64.0, 128
+# The longest of them that tell how far others go beyond them.
+_LONGEST = 8
 
 
 class Lengths:
@@ -27,8 +29,18 @@ class Lengths:
     def left(self, said: int) -> float:
         """Tokens still to come behind so many, on average of the texts that became longer.
 
-        One more, that goes on for as long as it is or for the guess, is thought to be among them: so a few texts do
-        not say too much, and there is an answer behind the longest of them.
+        One more, of which nothing is known (`_beyond`), is thought to be among them: so a few texts do not say too
+        much, and there is an answer behind the longest of them.
         """
         longer = self._sorted[bisect_right(self._sorted, said) :]
-        return (max(said, _GUESS) + sum(longer) - len(longer) * said) / (1 + len(longer))
+        return (self._beyond(said) + sum(longer) - len(longer) * said) / (1 + len(longer))
+
+    def _beyond(self, said: int) -> float:
+        """What a text says that goes on where others ended: as much as the longest differ, which have no memory then.
+
+        One that left them all behind goes on for as long as it did since; where few are known, for as long as it is.
+        """
+        if len(self._sorted) < _LONGEST:
+            return max(said, _GUESS)
+        longest = self._sorted[-_LONGEST:]
+        return max(sum(longest) / _LONGEST - longest[0], said - longest[-1], 1.0)

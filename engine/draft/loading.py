@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.draft.depth import AdaptiveDepth, FixedDepth
+from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
 from engine.draft.head import HeadDrafter
 from engine.draft.heads import Heads, has_heads, load_heads

@@ -86,7 +86,7 @@ class Choices:
         seconds, pace = cost.seconds(self._counts), cost.pace
         tokens, drafting, lines = float(rows), 0.0, dict[str, tuple[float, float]]()
         reading, spread = 0.0, 0.0
-        self._tokens, self._seconds, self._drafting, least = [tokens], seconds[:1], [0.0], seconds[0] / tokens
+        self._tokens, self._seconds, least = [tokens], seconds[:1], seconds[0] / tokens
         self._reading, self._spread = [0.0], [0.0]
         for (kind, depth, drafts, survival, _), step_seconds in zip(self._levels, seconds[1:], strict=False):
             tokens += drafts * survival
@@ -102,7 +102,6 @@ class Choices:
             self._seconds.append(step_seconds + drafting)
             self._reading.append(reading)
             self._spread.append(spread)
-            self._drafting.append(drafting)
             least = min(least, self._seconds[-1] / tokens)
             if self._seconds[-1] > _FAR * least * tokens:
                 break
@@ -149,10 +148,9 @@ class Choices:
         return same if same and self.price(same) <= _ALIKE * self.price(best) else best
 
     def worth(self, choice: int) -> float:
-        """Seconds that each draft of a choice may add to some step, so that its tokens cost no more than here."""
+        """Seconds that each draft of a choice may take in some step, so that its tokens cost no more than here."""
         drafts = self._counts[choice] - self._counts[0]
-        gained = (self._tokens[choice] - self._tokens[0]) * self.price(choice) - self._drafting[choice]
-        return gained / drafts if drafts else 0.0
+        return (self._tokens[choice] - self._tokens[0]) * self.price(choice) / drafts if drafts else 0.0
 
     def _choice(self, depths: Depths) -> int:
         """The choice that drafts as deep; 0: none does."""

@@ -23,7 +23,7 @@ _LONGEST_REST = 127
 class Plan:
     """The best depths as far as was known, kept until a step, or until they were used so often.
 
-    worth   seconds that a draft of them may add to a step that reads prompts
+    worth   seconds that a draft of them may take in a step that reads prompts
     length  how often they may be used in all: the oftener they were found best, the oftener
     trials  of something else that did not change them, lately
     tried   whether there was one since
@@ -83,24 +83,19 @@ class Trial:
 class Rest:
     """Steps of about as many rows for which a kind is left in peace: the more, the oftener it did not pay there.
 
-    left    of them
+    until   the step of them in which it is over
     length  of them in all
     """
 
-    left: int = 0
+    until: int = 0
     length: int = 0
 
-    def rests(self) -> bool:
-        """Whether the kind is left in peace in another step."""
-        self.left -= 1
-        return self.left >= 0
-
-    def decide(self, deepest: int, step: int, most: int = _LONGEST_REST) -> None:
-        """How deep is best in this step; the rest has `most` steps at most."""
+    def decide(self, deepest: int, now: int, step: int, most: int = _LONGEST_REST) -> None:
+        """How deep is best in this step, `now` among those of about as many rows; the rest has `most` steps at most."""
         most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
         self.length = 0 if deepest else min(2 * self.length + 1, most)
         # The step itself is the first.
-        self.left = self.length - 1
+        self.until = now + self.length
 
 
 @dataclass(slots=True)
@@ -109,17 +104,19 @@ class Savings:
 
     Else sizes that are seldom met, and know little, would spend what all others saved.
 
-    saved  in such steps
-    steps  since it was counted
+    saved    in such steps
+    steps    of them so far
+    counted  of those, what was saved in them
     """
 
     saved: float
     steps: int = 0
+    counted: int = 0
 
     def pay(self, loss: float, share: float, least: float) -> bool:
         """Pay for a trial if it can be: this share of the steps is saved, up to what it costs or to `least`."""
-        self.saved = min(self.saved + share * self.steps, max(loss, least))
-        self.steps = 0
+        self.saved = min(self.saved + share * (self.steps - self.counted), max(loss, least))
+        self.counted = self.steps
         if loss > self.saved:
             return False
         self.saved -= loss

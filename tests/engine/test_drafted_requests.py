@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from engine.core import Core
-from engine.draft.depth import AdaptiveDepth, Candidate, Depth, FixedDepth
+from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.depth import Depth, FixedDepth
 from engine.draft.drafter import Drafter, Want
+from engine.draft.offer import Candidate
 from engine.load import Loaded
 from engine.scheduler import Grant
 from engine.speculation import Speculation
@@ -232,9 +234,9 @@ def test_thoughts_are_not_said_of_the_step_they_come_with(loaded: Models, monkey
     depth = engine._speculation._depth
     choose = depth.choose
 
-    def slowly(candidates: Sequence[Candidate], *, rows: int) -> list[int]:
+    def slowly(candidates: Sequence[Candidate], *, rows: int, running: int) -> list[int]:
         clock.now += 5.0
-        return choose(candidates, rows=rows)
+        return choose(candidates, rows=rows, running=running)
 
     monkeypatch.setattr(depth, "choose", slowly)
     play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True))])

@@ -18,12 +18,13 @@ FLOORS = {
         outline wording scoring kernels.latent kernels.packing native.widening kernels.cpu.native
         quantize.survey
         draft.library embedder.layout dialect.source dialect.lark dialect.quoting grammar history
-        filters validity | draft.offer budget kernels.linear | draft.plans stopping native.placing native.decoder rules
+        filters validity | draft.offer budget kernels.linear | draft.plans draft.depth stopping native.placing
+        native.decoder rules
         embedder.head
         embedder.reader dialect.input dialect.json_text dialect.thoughts dialect.schema | text dialect.speech |
         dialect.calls dialect.reader kernels.cpu.linear embedder.embedder | dialect.frame embedder.turns
         dialect.parameters dialect.braces dialect.channels | dialect.tagged | dialect.dialect dialect.formats |
-        dialect.finding | hooks tokenizer sampling pooling memory shelf draft.depth kernels.choice quantize.layers
+        dialect.finding | hooks tokenizer sampling pooling memory shelf draft.adaptive kernels.choice quantize.layers
         quantize.experts quantize.store folder | quantize.surgery plan recurrence sequence grammars encoding
         draft.drafter native.same native.library telling |
         runner crossing gathering draft.lookup draft.forced draft.seats verify embedder.loading

@@ -15,7 +15,7 @@ def test_a_size_pays_for_its_own_trials() -> None:
     assert not seldom.pay(2.0, 0.01, 1.0)
     assert often.pay(2.0, 0.01, 1.0)
     assert (0.1, 0.0) == (pytest.approx(seldom.saved), often.saved)
-    seldom.steps = 195
+    seldom.steps += 195
     assert seldom.pay(2.0, 0.01, 1.0)
     assert pytest.approx(0.0) == seldom.saved
 

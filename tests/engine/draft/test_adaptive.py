@@ -9,7 +9,9 @@ from statistics import mean
 
 import pytest
 
-from engine.draft.depth import AdaptiveDepth, Candidate, FixedDepth
+from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.depth import FixedDepth
+from engine.draft.offer import Candidate
 from engine.work import Work
 from tests.engine.draft.simulate import (
     KIND,
@@ -313,23 +315,38 @@ def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool
     assert drafted == ([4] in found[2:])
 
 
-@pytest.mark.parametrize("reading", [0.0, 10.0])
-def test_a_text_that_just_began_is_not_read_beside_prompts(reading: float) -> None:
-    """Who else will speak with it is known later. What is read is drafted for, and what takes no time to read."""
+@pytest.mark.parametrize("reading", [0.0, 100.0])
+def test_a_text_is_read_beside_prompts_where_that_pays_without_them(reading: float) -> None:
+    """What is read already is drafted for, and so is what takes little time to read."""
     depth = AdaptiveDepth()
     play(depth, [world(flat, 0.95, 0.1)] * 60, batch=3, warm=0)
     for _ in range(10):
         depth.caught_up(KIND, 3, 4, reading + 0.4, 100)
     play(depth, [world(flat, 0.95, 0.1)] * 60, batch=3, warm=0)
-    read, young = Candidate(KIND, 4, 1, 2), Candidate(KIND, 4, 100, 2)
-    depth.cost.expect(Work(3, told=3))
-    depth.choose([young, read, read], rows=3)
     depth.cost.expect(Work(20, told=3))
     depth.cost.observe(20, 1.0)
-    found = [depth.choose([young, read, read], rows=20) for _ in range(20)]
+    read, young = ([Candidate(KIND, 4, unread, 2)] * 3 for unread in (1, 100))
 
-    assert any(depths[1] for depths in found)
-    assert (reading == 0.0) == any(depths[0] for depths in found)
+    assert any(map(any, [depth.choose(read, rows=20) for _ in range(20)]))
+    assert (reading == 0.0) == any(map(any, [depth.choose(young, rows=20) for _ in range(20)]))
+
+
+@pytest.mark.parametrize("running", [2, 16])
+def test_who_drafts_beside_prompts_is_told_by_who_will_speak_when_they_are_read(running: int) -> None:
+    """One alone gains by drafts, sixteen together do not: then a token is worth what it costs there."""
+
+    def cost(rows: int) -> float:
+        return max(1.0, rows / 8)
+
+    depth = AdaptiveDepth()
+    for batch in (16, 2):
+        play(depth, [world(cost, 0.9, 0.02)] * 200, batch=batch, warm=0)
+    depth.cost.expect(Work(40, told=2))
+    depth.cost.observe(40, 5.0)
+    depth.cost.observe(60, 6.0)
+    found = [depth.choose([Candidate(KIND, 4)] * 2, rows=40, running=running) for _ in range(20)]
+
+    assert (running == 2) == any(map(any, found))
 
 
 def test_a_size_begins_without_drafts() -> None:
@@ -389,7 +406,7 @@ def test_a_kind_that_is_outdone_rests() -> None:
 
 def test_a_kind_that_has_nothing_to_say_is_asked_again_soon() -> None:
     """The sooner, the less asking costs of a step; one that was outdone before rests as long as it did then."""
-    for seconds, most in ((0.001, 1), (0.02, 7), (0.2, 32)):
+    for seconds, most in ((0.001, 1), (0.02, 14), (0.2, 64)):
         depth, asked = AdaptiveDepth(), []
         for step in range(400):
             if not depth.rests("lookup", 4):
