@@ -35,11 +35,11 @@ Floats = NDArray[np.float64]
 
 # Weight of a new measurement, and how far one may pull: a step can wait for the machine, but none is done too early.
 _WEIGHT, _CLAMP = 0.25, 1.25
-# What differs from its like of a few steps ago differs by the machine, so nearly all of it is said of all steps, once
-# so many tell what this size takes; of the size that is usual always: the first steps of a size take longer, and what
-# they say of it would be taken back from the pace of all by the steps behind them, over and over. What is said of the
-# size alone makes others look cheap that were not taken lately.
-_RECENT, _PACE, _OWN, _KNOWN = 8, 0.2, 0.02, 16
+# Where the size that is usual takes longer, nearly all of that is said of the machine, once so many steps tell what it
+# takes: what is said of the size alone makes others look cheap that were not taken lately. What another size takes is
+# said of it alone, by little of what is known already. If that were said of the machine too, the usual size would take
+# it back, over and over.
+_PACE, _OWN, _KNOWN, _FIRM = 0.15, 0.02, 16, 0.05
 # The same for the slopes: where texts become longer at once, steps do.
 _TWICE = 2.0
 # Row counts closer than this share a point; and what is about as many.
@@ -205,7 +205,7 @@ class StepCost:
         self._steps = 0
         self._expected = Work()
         self._pace = 1.0
-        # The size that was taken oftenest of late.
+        # A size that is known and was taken lately, the same one for as long as it is.
         self._usual: _Point | None = None
         self._taken: list[_Step] = []
         # Steps without drafts since one with drafts, and what the first of them take longer, as a share.
@@ -343,15 +343,18 @@ class StepCost:
             expected = point.expected(work, self._slopes)
             self._slopes.take(point, work, _pulled(seconds, expected, _TWICE))
             seconds = _pulled(seconds, expected, _CLAMP)
-        if point.count >= _KNOWN and (point is self._usual or self._steps <= point.step + _RECENT + count):
+        if point.count < _KNOWN:
+            point.take(work, seconds, self._steps, count, _WEIGHT)
+            return
+        if self._usual is None or self._usual.step + _FRESH < self._steps:
+            self._usual = point
+        if point is self._usual:
             # By factors: else ups and downs of the same size would not come to nothing, and the pace would drift.
             slower = (seconds / expected) ** (1 - (1 - _PACE) ** count)
             self._pace *= slower
             point.take(work, seconds / slower, self._steps, count, _OWN)
-            if self._usual is None or point.count >= self._usual.count or self._usual.step + _FRESH < self._steps:
-                self._usual = point
         else:
-            point.take(work, seconds, self._steps, count, _WEIGHT)
+            point.take(work, seconds, self._steps, count, _FIRM)
 
     def _was_young(self, point: _Point) -> bool:
         """Whether a point was measured in the first steps of all only, and these are over."""
