@@ -124,6 +124,7 @@ class AdaptiveDepth:
         if self.cost.work.reads and candidates:
             alone = self._alone(candidates, running)
             if alone is not None:
+                candidates = _without_new(candidates) if alone.skips else candidates
                 depths = self._beside(alone, candidates, rows)
                 return [min(depths[one.kind], one.limit) for one in candidates]
             candidates = [one if _goes_on(one) else one._replace(limit=0, unread=0) for one in candidates]
@@ -137,6 +138,8 @@ class AdaptiveDepth:
             return [0] * len(candidates)
         else:
             depths = self._think(question, candidates, rows)
+            plan = self._plans[question]
+        candidates = _without_new(candidates) if plan is not None and plan.skips else candidates
         return [min(depths[one.kind], one.limit) for one in candidates]
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
@@ -208,10 +211,16 @@ class AdaptiveDepth:
         self, question: _Question, candidates: Sequence[Candidate], known: Mapping[str, Acceptance], rows: int
     ) -> tuple[Choices, int, Plan]:
         """What could be done, what is best, and the plan that this becomes."""
-        found = Choices(candidates, known, self._levels, self.cost, rows, self._lengths)
         before = self._plans.get(question)
-        best = found.settled(before.depths if before else None)
-        plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best))
+        found = Choices(candidates, known, self._levels, self.cost, rows, self._lengths)
+        best, skips = found.settled(before.depths if before else None), False
+        if question.news and not all(map(_is_new, candidates)):
+            # It may be one long text that takes longer to read than drafts for all of them save.
+            read = Choices(_without_new(candidates), known, self._levels, self.cost, rows, self._lengths)
+            other = read.settled(before.depths if before else None)
+            if read.price(other) < found.price(best):
+                found, best, skips = read, other, True
+        plan = self._plans[question] = Plan.after(before, found.depths(best), found.worth(best), skips=skips)
         return found, best, plan
 
     def _think(self, question: _Question, candidates: Sequence[Candidate], rows: int) -> Depths:
@@ -311,9 +320,19 @@ class AdaptiveDepth:
         return self.cost.pace * seconds
 
 
+def _is_new(one: Candidate) -> bool:
+    """Whether most of a text is new to its drafter."""
+    return one.unread > _NEW
+
+
+def _without_new(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, with no drafts for texts that are new."""
+    return [one._replace(limit=0, unread=0) if _is_new(one) else one for one in candidates]
+
+
 def _goes_on(one: Candidate) -> bool:
     """Whether a drafter has read a text, or will see more of it: it may as well begin beside prompts."""
-    return one.unread <= _NEW or one.said >= _NEW
+    return not _is_new(one) or one.said >= _NEW
 
 
 @cache

@@ -24,6 +24,7 @@ class Plan:
     """The best depths as far as was known, kept until a step, or until they were used so often.
 
     worth   seconds that a draft of them may take in a step that reads prompts
+    skips   whether there are none for texts that are new to their drafter, for they take longer to read than they save
     length  how often they may be used in all: the oftener they were found best, the oftener
     trials  of something else that did not change them, lately
     tried   whether there was one since
@@ -31,6 +32,7 @@ class Plan:
 
     depths: Depths
     worth: float
+    skips: bool = False
     length: int = 1
     trials: int = 0
     tried: bool = False
@@ -38,13 +40,13 @@ class Plan:
     uses: int = 0
 
     @classmethod
-    def after(cls, before: Plan | None, depths: Depths, worth: float) -> Plan:
+    def after(cls, before: Plan | None, depths: Depths, worth: float, *, skips: bool = False) -> Plan:
         """What is best now. The oftener it came out the same, the longer it is kept; what is new may be wrong."""
         if before is None:
-            return cls(depths, worth)
-        if before.depths == depths:
-            return cls(depths, worth, 2 * before.length + 1, min(before.trials + before.tried, _MOST_TRIALS))
-        return cls(depths, worth, before.length // 8, before.trials // 2)
+            return cls(depths, worth, skips)
+        if (before.depths, before.skips) == (depths, skips):
+            return cls(depths, worth, skips, 2 * before.length + 1, min(before.trials + before.tried, _MOST_TRIALS))
+        return cls(depths, worth, skips, before.length // 8, before.trials // 2)
 
     def keep(self, step: int, most: int) -> None:
         """From this step on; `most` steps, or the length where that is more."""

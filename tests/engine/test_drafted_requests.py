@@ -175,6 +175,51 @@ def test_a_broken_row_behind_a_wrong_draft_breaks_nobody(loaded: Models) -> None
     assert [whole[:20]] * 2 == [answer.tokens for answer in spoilt(loaded("llama"), wrong).values()]
 
 
+class Asked(FixedDepth):
+    """Four drafts, or none for some steps; notes what it is asked."""
+
+    def __init__(self, rests: int) -> None:
+        super().__init__(4)
+        self._rests = rests
+        self.rows: list[int] = []
+        self.running: list[tuple[int, int]] = []
+
+    def rests(self, kind: str, rows: int, running: int = 0) -> int:
+        """As it was told."""
+        self.rows.append(rows)
+        return self._rests
+
+    def choose(self, candidates: Sequence[Candidate], *, rows: int, running: int = 0) -> list[int]:
+        """Four for each."""
+        self.running.append((len(candidates), running))
+        return super().choose(candidates, rows=rows, running=running)
+
+
+def test_who_rests_is_not_asked_until_it_is_over(loaded: Models) -> None:
+    """Thirty steps, in each fourth of which somebody asks; another sequence is another question."""
+    depth, whole = Asked(4), alone(loaded("llama"), count=32).tokens
+    answer = play(drafted(loaded("llama"), knowing({"one": whole}), depth), [Job(ask("one", PROMPT, 32))])["one"]
+
+    assert whole == answer.tokens
+    assert 8 == depth.rows.count(1)
+    depth = Asked(1000)
+    play(drafted(loaded("llama"), knowing({}), depth), [Job(ask("a", PROMPT, 32)), Job(ask("b", PROMPT, 32), 9)])
+    assert [1, 2, 1] == [rows for rows in depth.rows if rows < 3]
+
+
+def test_who_will_speak_is_known_beside_their_prompts(loaded: Models) -> None:
+    """The first speaks while the other's prompt is read, and soon they speak together."""
+    depth = Asked(0)
+    engine = core(
+        loaded("llama"),
+        speculation=Speculation(None, knowing({"a": (), "b": ()}), depth, lambda: 0.0),
+        chunk=8,
+    )
+    play(engine, [Job(ask("a", PROMPT, 24)), Job(ask("b", tuple(range(40, 80)), 8), 3)])
+
+    assert {(1, 1), (1, 2), (2, 2)} == set(depth.running)
+
+
 class Clock:
     """Stands still but for what a step or a draft is said to take."""
 

@@ -292,6 +292,24 @@ def test_drafts_that_are_never_seen_without_reading_are_paid_for() -> None:
     assert late < 10
 
 
+@pytest.mark.parametrize("reading", [0.001, 1.0])
+@pytest.mark.parametrize("rows", [4, 20])
+def test_a_text_that_takes_long_to_read_does_not_keep_others_from_drafts(rows: int, reading: float) -> None:
+    """It has none itself, beside prompts and without; if it is read sooner it has as many as they."""
+    depth = AdaptiveDepth()
+    play(depth, [world(flat, 0.95, 0.1)] * 60, batch=4, warm=0)
+    for _ in range(10):
+        depth.caught_up(KIND, 4, 4, reading * 400 + 0.4, 400)
+    play(depth, [world(flat, 0.95, 0.1)] * 60, batch=4, warm=0)
+    depth.cost.expect(Work(rows, told=4))
+    depth.cost.observe(rows, 1.0)
+    candidates = [Candidate(KIND, 4, 500, 2), *[Candidate(KIND, 4, 1, 2)] * 3]
+    found = [depth.choose(candidates, rows=rows) for _ in range(20)]
+
+    assert all(depths[1] for depths in found)
+    assert {reading < 1} == {depths[0] > 0 for depths in found}
+
+
 @pytest.mark.parametrize(("lengths", "drafted"), [([400] * 20, True), ([4] * 20, False)])
 def test_reading_has_to_pay_before_a_text_ends(lengths: list[int], drafted: bool) -> None:
     """Drafts that save half of the time are worth ten steps' reading where texts go on for long, and only there."""
