@@ -78,6 +78,8 @@ class Core:
             ("steps", "rows", "prompt", "cached", "generated", "shifts", "reused", "failed"), 0
         )
         self._seconds = 0.0
+        # Of the step at hand, what the ends of sequences took.
+        self._ending = 0.0
 
     @property
     def busy(self) -> bool:
@@ -185,7 +187,7 @@ class Core:
             work = Work.of([grant.span for grant in grants])
             self._totals["rows"] += work.rows
             self._cost.expect(work)
-            began = self._clock()
+            began, self._ending = self._clock(), 0.0
             grants = self._guess(grants, work.rows)
             said = self._stepper.run(grants)
             sound = [each for each in said if not self._breaks(each)]
@@ -196,9 +198,9 @@ class Core:
                 self._hear_tokens(each)
             if self._speculation.reads:
                 self._show(said)
-            # With what became of it: that is work for tokens, and for steps, as well.
+            # With what became of it: that is work for tokens, and for steps, as well. An end is neither's.
             guesses = sum([len(grant.guesses) for grant in grants])
-            self._speculation.stepped(work.rows + guesses, self._clock() - began)
+            self._speculation.stepped(work.rows + guesses, self._clock() - began - self._ending)
         except Exception as error:
             log.exception("a step failed")
             for grant in grants:
@@ -313,11 +315,13 @@ class Core:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, stop: str | int | None, ending: TokenLogprob | None = None
     ) -> None:
+        began = self._clock()
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
-        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(self._clock()), ending))
+        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(began), ending))
         self._scheduler.remove(sequence)
         self._close(sequence)
+        self._ending += self._clock() - began
 
     def _fail(self, sequence: Sequence, reason: str, *, own: bool = False) -> None:
         if sequence.request.id not in self._sequences:

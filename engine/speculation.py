@@ -74,7 +74,7 @@ class Speculation:
         self._able: list[_Able] = []
         # For so many more steps like it nobody is worth being asked.
         self._quiet = 0
-        # Seconds of this step that were spent on drafting, on choosing how much, and on letting go of what was read.
+        # Seconds of this step that were spent on drafting, and on choosing how much.
         self._drafting = 0.0
         # Seconds that it took to let go of texts that were read: a part of what reading costs.
         self._leaving = 0.0
@@ -163,9 +163,7 @@ class Speculation:
         for drafter in self._drafters:
             drafter.forget(sequence.request.id, sequence.output)
         if self._read.pop(sequence.request.id, None) is not None:
-            seconds = self._clock() - began
-            self._leaving += seconds
-            self._drafting += seconds
+            self._leaving += self._clock() - began
         self._depth.ended(len(sequence.output))
 
     def rest(self, budget_bytes: int) -> bool:
