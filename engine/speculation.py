@@ -72,8 +72,9 @@ class Speculation:
         self._present: list[Running] = []
         self._rows = 0
         self._able: list[_Able] = []
-        # For so many more steps like it nobody is worth being asked.
-        self._quiet = 0
+        # In so many more steps like it the slow drafter drafts so deep for these, or nobody does for anybody.
+        self._again = self._deep = 0
+        self._followed: list[Running] = []
         # Seconds of this step that were spent on drafting, and on choosing how much.
         self._drafting = 0.0
         # Seconds that it took to let go of texts that were read: a part of what reading costs.
@@ -113,16 +114,43 @@ class Speculation:
         """
         self._drafting = 0.0
         if sequences != self._present:
-            self._present, self._able, self._quiet = list(sequences), self._find(sequences), 0
-        elif self._quiet and rows == self._rows:
-            self._quiet -= 1
-            return {}
+            self._present, self._able, self._again = list(sequences), self._find(sequences), 0
+        elif self._again and rows == self._rows:
+            self._again -= 1
+            return self._once_more(room) if self._deep else {}
         self._rows = rows
-        served = self._served(rows, running)
+        served, rests = self._served(rows, running)
         if not served:
+            self._again, self._deep = rests - 1, 0
             return {}
         offers = self._offers(sequences, served, rows)
         depths = self._depths(offers, rows, running)
+        self._again = self._stands(offers, served, rests - 1)
+        return self._drafts(offers, depths, room)
+
+    def _once_more(self, room: Callable[[int], int]) -> dict[Running, Draft]:
+        """Drafts of the slow drafter as deep as before."""
+        assert self._slow is not None, "nobody drafted"
+        limits = [(one, self._limit(one)) for one in self._followed]
+        offers = [_Offer(one, self._slow, limit) for one, limit in limits if limit > 0]
+        return self._drafts(offers, [min(self._deep, offer.limit) for offer in offers], room)
+
+    def _stands(self, offers: Sequence[_Offer], served: _Served, most: int) -> int:
+        """For how many more steps like this one what was chosen stands, `most` of them.
+
+        Where only the slow drafter drafts, as deep for all, and has read what there is.
+        """
+        slow = self._slow
+        if slow is None or not offers or served.keys() != {slow.kind} or any(able.settled for able in self._able):
+            return 0
+        if any(self._unread(offer.sequence) > self._deepest + 1 for offer in offers):
+            return 0
+        self._followed = [offer.sequence for offer in offers]
+        self._deep, again = self._depth.again(slow.kind, most)
+        return again
+
+    def _drafts(self, offers: Sequence[_Offer], depths: list[int], room: Callable[[int], int]) -> dict[Running, Draft]:
+        """What drafters make of offers at these depths, or less where there is no room."""
         wanted = sum(depths)
         left = room(wanted) if wanted else 0
         if left < wanted:
@@ -198,17 +226,15 @@ class Speculation:
         """Whether what a drafter knows is better than what the slow one would say."""
         return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
 
-    def _served(self, rows: int, running: int) -> _Served:
-        """Whom each drafter may guess for where it seems worth a thought."""
-        served, quiet = dict[str, frozenset[Running]](), sys.maxsize
+    def _served(self, rows: int, running: int) -> tuple[_Served, int]:
+        """Whom each drafter may guess for where it seems worth a thought; and how many steps the others rest."""
+        served, least = dict[str, frozenset[Running]](), sys.maxsize
         for kind, everybody, settled in self._able:
             rests = self._depth.rests(kind, rows, running)
             if own := settled if rests else everybody:
                 served[kind] = own
-            quiet = min(quiet, rests)
-        # The next one of them is the one after this.
-        self._quiet = max(quiet - 1, 0) if not served else 0
-        return served
+            least = min(least, rests or least)
+        return served, least
 
     def _find(self, sequences: Sequence[Running]) -> list[_Able]:
         """Who may guess for sequences, by what their requests say."""

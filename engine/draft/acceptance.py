@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 # What a rate is worth before anything was seen of it: so many observations. A first position starts at a guess, a later
 # one at the rate of the position before it.
 _PRIOR = 3.0
@@ -26,16 +24,18 @@ class Acceptance:
         self._judged: list[float] = []
         self._tried: list[int] = []
         self._round = 0
-        # What was observed and is not counted yet: that is done when somebody asks, which is seldom.
-        self._observed = Counter[tuple[int, int]]()
 
-    def observe(self, judged: int, accepted: int) -> None:
-        """Of one draft, the first `judged` tokens were compared, and the first `accepted` were right."""
-        self._observed[judged, accepted] += 1
+    def observe(self, judged: int, accepted: int, times: int = 1) -> None:
+        """Of so many drafts, the first `judged` tokens were compared, and the first `accepted` were right."""
+        missing = [0.0] * (judged - len(self._judged))
+        self._right += missing
+        self._judged += missing
+        for at in range(judged):
+            self._judged[at] += times
+            self._right[at] += times * (at < accepted)
 
     def fade(self, rounds: int) -> None:
         """So many rounds passed."""
-        self._count()
         self._round += rounds
         kept = _KEPT**rounds
         self._right = [count * kept for count in self._right]
@@ -43,7 +43,6 @@ class Acceptance:
 
     def survival(self, length: int) -> list[float]:
         """Chances that the first 1, 2, ... `length` drafts are all right."""
-        self._count()
         chances, rate, chance = [], self._guess, 1.0
         for at in range(length):
             right, judged = (self._right[at], self._judged[at]) if at < len(self._judged) else (0.0, 0.0)
@@ -61,13 +60,3 @@ class Acceptance:
         """Rounds since each of the first `length` positions was tried."""
         tried = self._tried[:length] + [0] * (length - len(self._tried))
         return [float(self._round - at) for at in tried]
-
-    def _count(self) -> None:
-        for (judged, accepted), times in self._observed.items():
-            missing = [0.0] * (judged - len(self._judged))
-            self._right += missing
-            self._judged += missing
-            for at in range(judged):
-                self._judged[at] += times
-                self._right[at] += times * (at < accepted)
-        self._observed.clear()

@@ -13,7 +13,7 @@ of drafts that does not pay is not even asked for most of the time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import cycle, islice
@@ -48,6 +48,10 @@ _LONG_AGO = 64
 # Asking a kind that has nothing to say may cost this share of the time; it is asked again after so many steps at most,
 # for what repeats itself mostly does so for longer.
 _ASKING, _SILENCE = 0.0015, 63
+# Drafts of which is put down what became of them, at most.
+_MOST_JUDGED = 1024
+# Steps for which a choice stands without being looked at.
+_AGAIN = 8
 # So many measurements of drafts behind texts that were new wait for one of drafts alone.
 _UNCLEAR = 8
 # A text is new to a drafter that has read less of it than all but so many tokens.
@@ -82,8 +86,11 @@ class AdaptiveDepth:
         self._rests = defaultdict[tuple[str, int], Rest](Rest)
         self._considered: dict[str, int] = {}
         self._steps = self._thought = 0
-        # Of the step at hand.
+        # Of the step at hand, and the plan that is used in it.
         self._size = 0
+        self._standing: Plan | None = None
+        # What became of drafts, to be learnt from when somebody asks.
+        self._judged: list[tuple[str, int, int]] = []
         # What drafting took, to be learnt from with the next thought; and of those that read texts, what was read.
         self._drafted: list[tuple[str, int, int, float]] = []
         self._caught_up: list[tuple[str, int, int, float, int]] = []
@@ -121,6 +128,7 @@ class AdaptiveDepth:
     def choose(self, candidates: Sequence[Candidate], *, rows: int, running: int = 0) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
         self._size = size = _size(rows)
+        self._standing = None
         if self.cost.work.reads and candidates:
             alone = self._alone(candidates, running)
             if alone is not None:
@@ -134,6 +142,7 @@ class AdaptiveDepth:
             depths = trial.depths
         elif plan is not None and self._steps < plan.until:
             depths = plan.use(self._steps)
+            self._standing = plan
         elif not any(one.limit for one in candidates) or self.cost.reach <= rows or self._begins(kinds, rows):
             return [0] * len(candidates)
         else:
@@ -142,9 +151,20 @@ class AdaptiveDepth:
         candidates = _without_new(candidates) if plan is not None and plan.skips else candidates
         return [min(depths[one.kind], one.limit) for one in candidates]
 
+    def again(self, kind: str, most: int) -> tuple[int, int]:
+        """For some uses of a plan, which are used up by that, come what may."""
+        plan = self._standing
+        if plan is None or plan.skips:
+            return 0, 0
+        count = max(min(most, plan.uses, plan.until - self._steps - 1, _AGAIN), 0)
+        plan.uses -= count
+        return plan.depths[kind], count
+
     def verified(self, kind: str, judged: int, accepted: int) -> None:
-        """Learn how often drafts of a kind are right."""
-        self._rates(kind).observe(judged, accepted)
+        """Put down how often drafts of a kind are right."""
+        self._judged.append((kind, judged, accepted))
+        if len(self._judged) == _MOST_JUDGED:
+            self._learn_judged()
 
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
@@ -168,6 +188,16 @@ class AdaptiveDepth:
         self._lengths.observe(tokens)
 
     def _rates(self, kind: str) -> Acceptance:
+        """How often drafts of a kind are right, as of now."""
+        self._learn_judged()
+        return self._acceptance_of(kind)
+
+    def _learn_judged(self) -> None:
+        put_down, self._judged = self._judged, []
+        for (kind, judged, accepted), times in Counter(put_down).items():
+            self._acceptance_of(kind).observe(judged, accepted, times)
+
+    def _acceptance_of(self, kind: str) -> Acceptance:
         if kind not in self._acceptance:
             self._acceptance[kind] = Acceptance(_TRUST) if kind in self._trusted else Acceptance()
         return self._acceptance[kind]

@@ -40,6 +40,12 @@ class Depth(Protocol):
         running  as above
         """
 
+    def again(self, kind: str, most: int) -> tuple[int, int]:
+        """How deep drafts of a kind are in the choice just made, of that kind alone, and for how many steps it stands.
+
+        For `most` more steps like this one: nothing else is to be asked then.
+        """
+
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Of a draft, `judged` tokens were compared with what was emitted, `accepted` of them were right.
 
@@ -85,6 +91,10 @@ class FixedDepth:
     def choose(self, candidates: Sequence[Candidate], *, rows: int, running: int = 0) -> list[int]:
         """The depth, or less where a candidate's limit is less."""
         return [min(self._depth, candidate.limit) for candidate in candidates]
+
+    def again(self, kind: str, most: int) -> tuple[int, int]:
+        """For all of them."""
+        return self._depth, most
 
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Nothing is learnt."""

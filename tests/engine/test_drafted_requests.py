@@ -178,9 +178,9 @@ def test_a_broken_row_behind_a_wrong_draft_breaks_nobody(loaded: Models) -> None
 class Asked(FixedDepth):
     """Four drafts, or none for some steps; notes what it is asked."""
 
-    def __init__(self, rests: int) -> None:
+    def __init__(self, rests: int, again: int = 0) -> None:
         super().__init__(4)
-        self._rests = rests
+        self._rests, self._again = rests, again
         self.rows: list[int] = []
         self.running: list[tuple[int, int]] = []
 
@@ -194,6 +194,10 @@ class Asked(FixedDepth):
         self.running.append((len(candidates), running))
         return super().choose(candidates, rows=rows, running=running)
 
+    def again(self, kind: str, most: int) -> tuple[int, int]:
+        """As often as it was told."""
+        return 4, min(self._again, most)
+
 
 def test_who_rests_is_not_asked_until_it_is_over(loaded: Models) -> None:
     """Thirty steps, in each fourth of which somebody asks; another sequence is another question."""
@@ -205,6 +209,20 @@ def test_who_rests_is_not_asked_until_it_is_over(loaded: Models) -> None:
     depth = Asked(1000)
     play(drafted(loaded("llama"), knowing({}), depth), [Job(ask("a", PROMPT, 32)), Job(ask("b", PROMPT, 32), 9)])
     assert [1, 2, 1] == [rows for rows in depth.rows if rows < 3]
+
+
+@pytest.mark.parametrize(("again", "asked"), [(0, 11), (3, 3), (1000, 1)])
+def test_what_was_chosen_stands_for_as_long_as_it_is_said_to(loaded: Models, again: int, asked: int) -> None:
+    """Sixty tokens come five at a time, whether somebody is asked each time or not; what one is asked of two is new."""
+    depth, whole = Asked(0, again), alone(loaded("llama"), count=60).tokens
+    engine = drafted(loaded("llama"), knowing({"one": whole, "two": whole}), depth)
+    answer = play(engine, [Job(ask("one", PROMPT, 60, ignore_eos=True))])["one"]
+
+    assert whole == answer.tokens
+    assert asked == depth.rows.count(1)
+    assert 48 == sum(engine.stats().drafts[0].accepted)
+    play(engine, [Job(ask("one", PROMPT, 60)), Job(ask("two", PROMPT, 60), 4)])
+    assert 2 in depth.rows
 
 
 def test_who_will_speak_is_known_beside_their_prompts(loaded: Models) -> None:

@@ -474,6 +474,38 @@ def _counting(think: Callable[..., list[int]], thoughts: list[int]) -> Callable[
     return counted
 
 
+def test_a_plan_stands_for_some_of_its_uses() -> None:
+    """They are used up by that. What is new, or a trial, does not stand at all."""
+    depth, most, stood = AdaptiveDepth(), 0, 0
+    candidates = [Candidate(KIND, 8)] * 4
+    for _ in range(600):
+        chosen = depth.choose(candidates, rows=4)
+        deep, again = depth.again(KIND, 100)
+        assert again == 0 or [deep] * 4 == chosen
+        most, stood = max(most, again), stood + again
+        for _ in range(1 + again):
+            for each in chosen:
+                depth.verified(KIND, each, each)
+            depth.stepped(4 + sum(chosen), 1.0)
+
+    assert 8 == most
+    assert stood > 600
+    depth.choose(candidates, rows=4)
+    assert depth.again(KIND, 0)[1] == 0
+    assert (3, 17) == FixedDepth(3).again(KIND, 17)
+
+
+def test_what_became_of_drafts_is_kept_for_a_while_only() -> None:
+    """Where requests choose depths themselves nobody asks for it."""
+    depth = AdaptiveDepth()
+    for _ in range(5000):
+        depth.verified(KIND, 2, 1)
+
+    assert len(depth._judged) < 1024
+    assert depth.likelier(KIND, "other")
+    assert not depth.likelier("other", KIND)
+
+
 def test_a_fixed_depth_is_fixed() -> None:
     """The same for all, less where the limit is less, whatever it is told."""
     depth = FixedDepth(3)
