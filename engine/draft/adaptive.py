@@ -5,7 +5,7 @@ offer.py finds the depths that promise most. Nothing here reads a clock or draws
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
 costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step, each drawn three times:
-0.996 of the best fixed depth on average, 0.962 in the worst world, and 0.994 where the first step without drafts behind
+0.996 of the best fixed depth on average, 0.963 in the worst world, and 0.994 where the first step without drafts behind
 one with drafts takes half as long again (drawn once). Thinking takes 0.05 to 0.14 ms, and 0.2 to 0.4 ms among
 steps of a model, that leave nothing of it in the processor's caches; so a choice is kept for up to 128 uses, and a kind
 of drafts that does not pay is not even asked for most of the time.
@@ -33,11 +33,12 @@ from engine.work import Work
 _CURIOSITY, _SURE, _SAVINGS = 0.003, 2, 1.5
 # What thinking of it costs, as a share of a short step, and what a step of a trial costs at least.
 _THOUGHT, _TRIAL = 0.15, 0.005
-# Steps of a trial of drafts, for the first ones of a size take up to twice as long as later ones; and of one of no
-# drafts: short where a step is expected to lose much, for then those tell enough (engine/cost.py).
-_TRY, _PAUSE, _GLANCE, _MUCH = 3, 9, 3, 0.1
-# Steps of a size that are taken without drafts before there are any.
-_FIRST = 6
+# Steps of a trial of drafts, for the first ones of a size take up to twice as long as later ones: more where they are
+# expected to lose so little that this decides; and of one of no drafts: short where a step is expected to lose much,
+# for then those tell enough (engine/cost.py).
+_TRY, _CLOSELY, _LITTLE, _PAUSE, _GLANCE, _MUCH = 3, 6, 0.04, 9, 3, 0.1
+# Steps of a size that are taken without drafts before there are any, and steps in all after which it may be close.
+_FIRST, _LEARNER = 6, 500
 # Where drafts seem so many times as fast as none, or less, and steps without were measured among the first of all only,
 # they are measured once more, whatever that costs: else it could be long until drafts are found out.
 _CLOSE = 1.5
@@ -48,8 +49,8 @@ _LONG_AGO = 64
 # Asking a kind that has nothing to say may cost this share of the time; it is asked again after so many steps at most,
 # for what repeats itself mostly does so for longer.
 _ASKING, _SILENCE = 0.0015, 63
-# Drafts of which is put down what became of them, at most.
-_MOST_JUDGED = 1024
+# What is put down of each thing at most, to be learnt from later: where requests say how deep to draft, nobody thinks.
+_MOST_PUT_DOWN = 1024
 # Steps for which a choice stands without being looked at.
 _AGAIN = 8
 # So many measurements of drafts behind texts that were new wait for one of drafts alone.
@@ -163,16 +164,20 @@ class AdaptiveDepth:
     def verified(self, kind: str, judged: int, accepted: int) -> None:
         """Put down how often drafts of a kind are right."""
         self._judged.append((kind, judged, accepted))
-        if len(self._judged) == _MOST_JUDGED:
+        if len(self._judged) == _MOST_PUT_DOWN:
             self._learn_judged()
 
     def drafted(self, kind: str, sequences: int, levels: int, seconds: float) -> None:
         """Learn what a level of drafting costs."""
         self._drafted.append((kind, sequences, levels, seconds))
+        if len(self._drafted) == _MOST_PUT_DOWN:
+            self._learn_drafting()
 
     def caught_up(self, kind: str, sequences: int, levels: int, seconds: float, read: int) -> None:
         """Learn what reading costs; only the steps of a trial behind it tell what a level costs."""
         self._caught_up.append((kind, sequences, levels, seconds, read))
+        if len(self._caught_up) == _MOST_PUT_DOWN:
+            self._learn_drafting()
         trial = self._trial
         if trial is not None and kind in trial.woken:
             trial.until = max(trial.until, self._steps + 2)
@@ -301,7 +306,7 @@ class AdaptiveDepth:
             return Trial(_size(rows), found.depths(0), (), 0.0, self._steps + _PAUSE)
         other = found.stalest(best)
         loss = max(found.loss(other, found.price(best)) / found.seconds(best), _TRIAL)
-        steps = _TRY
+        steps = _TRY if loss >= _LITTLE or self._steps < _LEARNER else _CLOSELY
         if other == 0:
             steps = _PAUSE if loss < _MUCH else _GLANCE
         depths, kept = found.depths(other), found.depths(best)
