@@ -348,7 +348,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--null", action="store_true", help="the best depth once more in place of auto")
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a scripted level, in plain steps")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--seconds", type=float, default=34.0, help="for each pair and batch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each pair and batch")
     parser.add_argument("--rounds", type=int, default=4, help="at least, however long they take")
     parser.add_argument("--warm", type=int, default=4, help="rounds before those, from which depths are learnt")
     parser.add_argument("--quick", action="store_true", help="a few tokens only, to see that it works")
