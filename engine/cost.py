@@ -5,8 +5,8 @@ Where nothing was measured the estimate errs towards cheap: what looks cheap is 
 
     seconds = pace x (curve(rows) + cell x cells + pair x pairs)
 
-The pace is that of the machine, which other work slows down: it is learnt from each step for all sizes of steps, so
-that those which were not taken for a while are not thought faster than they are. A curve is measured points with
+The pace is that of the machine, which other work slows down: it is learnt from the usual size for all sizes of steps,
+so that those which were not taken for a while are not thought faster than they are. A curve is measured points with
 straight lines between them. There are two: a row behind which a token is told has logits and a draw, so steps of such
 rows alone cost more than those that read prompts. The two slopes come from how steps of about as many rows differ
 (algorithms.md 3.13 with a curve in place of its straight line, for kernels work by the tile). Some ten points in plain

@@ -125,7 +125,10 @@ class Speculation:
             return {}
         offers = self._offers(sequences, served, rows)
         depths = self._depths(offers, rows, running)
-        self._again = self._stands(offers, served, rests - 1)
+        self._again = 0
+        if self._is_plain(offers, served):
+            self._followed = [offer.sequence for offer in offers]
+            self._deep, self._again = self._depth.again(offers[0].drafter.kind, rests - 1)
         return self._drafts(offers, depths, room)
 
     def _once_more(self, room: Callable[[int], int]) -> dict[Running, Draft]:
@@ -135,19 +138,12 @@ class Speculation:
         offers = [_Offer(one, self._slow, limit) for one, limit in limits if limit > 0]
         return self._drafts(offers, [min(self._deep, offer.limit) for offer in offers], room)
 
-    def _stands(self, offers: Sequence[_Offer], served: _Served, most: int) -> int:
-        """For how many more steps like this one what was chosen stands, `most` of them.
-
-        Where only the slow drafter drafts, as deep for all, and has read what there is.
-        """
+    def _is_plain(self, offers: Sequence[_Offer], served: _Served) -> bool:
+        """Whether only the slow drafter drafts, as deep for all, and has read what there is: so it may go on."""
         slow = self._slow
         if slow is None or not offers or served.keys() != {slow.kind} or any(able.settled for able in self._able):
-            return 0
-        if any(self._unread(offer.sequence) > self._deepest + 1 for offer in offers):
-            return 0
-        self._followed = [offer.sequence for offer in offers]
-        self._deep, again = self._depth.again(slow.kind, most)
-        return again
+            return False
+        return all(self._unread(offer.sequence) <= self._deepest + 1 for offer in offers)
 
     def _drafts(self, offers: Sequence[_Offer], depths: list[int], room: Callable[[int], int]) -> dict[Running, Draft]:
         """What drafters make of offers at these depths, or less where there is no room."""

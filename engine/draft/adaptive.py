@@ -5,7 +5,7 @@ offer.py finds the depths that promise most. Nothing here reads a clock or draws
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
 costs, chances of 0.1 to 0.98 and drafting that is free or costs up to a quarter of a step, each drawn three times:
-0.996 of the best fixed depth on average, 0.963 in the worst world, and 0.994 where the first step without drafts behind
+0.996 of the best fixed depth on average, 0.956 in the worst world, and 0.994 where the first step without drafts behind
 one with drafts takes half as long again (drawn once). Thinking takes 0.05 to 0.14 ms, and 0.2 to 0.4 ms among
 steps of a model, that leave nothing of it in the processor's caches; so a choice is kept for up to 128 uses, and a kind
 of drafts that does not pay is not even asked for most of the time.
@@ -14,7 +14,7 @@ of drafts that does not pay is not even asked for most of the time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import cycle, islice
 from math import log2
@@ -25,7 +25,7 @@ from engine.draft.acceptance import Acceptance
 from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
 from engine.draft.offer import Candidate, Choices, Depths
-from engine.draft.plans import Plan, Rest, Savings, Trial
+from engine.draft.plans import LONGEST_REST, Plan, Rest, Savings, Trial
 from engine.work import Work
 
 # Trying what seems not to pay may cost this share of the time: half of it where so many trials changed nothing, a third
@@ -117,14 +117,13 @@ class AdaptiveDepth:
 
     def outdone(self, kind: str, rows: int) -> None:
         """The kind need not be asked for some steps."""
-        size = _size(rows)
-        self._rests[kind, size].decide(0, self._savings[size].steps, self._steps)
+        self._let_rest(kind, _size(rows), 0, LONGEST_REST)
 
     def silent(self, kind: str, rows: int, seconds: float) -> None:
         """The kind need not be asked for a few steps: the fewer, the less it costs."""
         (step,), size = self.cost.seconds([rows]), _size(rows)
-        most, rest = min(int(seconds / (_ASKING * step)), _SILENCE) if step else 0, self._rests[kind, size]
-        rest.decide(0, self._savings[size].steps, self._steps, max(most, rest.length))
+        most = min(int(seconds / (_ASKING * step)), _SILENCE) if step else 0
+        self._let_rest(kind, size, 0, max(most, self._rests[kind, size].length))
 
     def choose(self, candidates: Sequence[Candidate], *, rows: int, running: int = 0) -> list[int]:
         """The best depths as far as is known; now and then others, to know better."""
@@ -133,10 +132,8 @@ class AdaptiveDepth:
         if self.cost.work.reads and candidates:
             alone = self._alone(candidates, running)
             if alone is not None:
-                candidates = _without_new(candidates) if alone.skips else candidates
-                depths = self._beside(alone, candidates, rows)
-                return [min(depths[one.kind], one.limit) for one in candidates]
-            candidates = [one if _goes_on(one) else one._replace(limit=0, unread=0) for one in candidates]
+                return self._beside(alone, candidates, rows)
+            candidates = _only(_goes_on, candidates)
         question = self._question(candidates, size)
         plan, trial, kinds = self._plans.get(question), self._trial, question.kinds
         if trial is not None and trial.size == size and trial.depths.keys() == kinds and self._steps < trial.until:
@@ -149,8 +146,7 @@ class AdaptiveDepth:
         else:
             depths = self._think(question, candidates, rows)
             plan = self._plans[question]
-        candidates = _without_new(candidates) if plan is not None and plan.skips else candidates
-        return [min(depths[one.kind], one.limit) for one in candidates]
+        return _fitted(depths, candidates, skips=plan is not None and plan.skips)
 
     def again(self, kind: str, most: int) -> tuple[int, int]:
         """For some uses of a plan, which are used up by that, come what may."""
@@ -211,6 +207,10 @@ class AdaptiveDepth:
         """Steps of a size for which a kind rests."""
         return max(self._rests[kind, size].until - self._savings[size].steps, 0)
 
+    def _let_rest(self, kind: str, size: int, depth: int, most: int) -> None:
+        """A kind rests from this step on if it is not drafted with."""
+        self._rests[kind, size].decide(depth, self._savings[size].steps, self._steps, most)
+
     def _together(self, running: int) -> int:
         """The size of a step when prompts are read."""
         return _size(max(self.cost.work.told, running))
@@ -235,10 +235,10 @@ class AdaptiveDepth:
         plan = self._plans.get(question)
         if (plan is None or self._steps >= plan.until) and not self._begins(question.kinds, count):
             everybody = list(islice(cycle(candidates), count))
-            found, best, plan = self._plan(question, everybody, self._known(candidates), count)
+            *_, plan = self._plan(question, everybody, self._known(candidates), count)
             plan.keep(self._steps, 0)
             for kind, depth in plan.depths.items():
-                self._rests[kind, question.size].decide(depth, self._savings[question.size].steps, self._steps)
+                self._let_rest(kind, question.size, depth, LONGEST_REST)
         self.cost.expect(work)
         return plan
 
@@ -249,9 +249,9 @@ class AdaptiveDepth:
         before = self._plans.get(question)
         found = Choices(candidates, known, self._levels, self.cost, rows, self._lengths)
         best, skips = found.settled(before.depths if before else None), False
-        if question.news and not all(map(_is_new, candidates)):
+        if question.news and any(map(_is_read, candidates)):
             # It may be one long text that takes longer to read than drafts for all of them save.
-            read = Choices(_without_new(candidates), known, self._levels, self.cost, rows, self._lengths)
+            read = Choices(_only(_is_read, candidates), known, self._levels, self.cost, rows, self._lengths)
             other = read.settled(before.depths if before else None)
             if read.price(other) < found.price(best):
                 found, best, skips = read, other, True
@@ -324,23 +324,23 @@ class AdaptiveDepth:
             rest.until = now + trial.until - self._steps
             plan.until = self._steps
         elif trial is None or kind not in trial.woken:
-            rest.decide(depth, now, self._steps, most)
+            self._let_rest(kind, size, depth, most)
             if before is not None and before.depths[kind] and not depth:
                 # Until it is known what a step without drafts takes.
                 rest.until = now + _PAUSE
 
-    def _beside(self, alone: Plan, candidates: Sequence[Candidate], rows: int) -> Depths:
+    def _beside(self, alone: Plan, candidates: Sequence[Candidate], rows: int) -> list[int]:
         """Depths beside prompts, whose rows have to be computed anyway: those without them, if they pay here too.
 
         There may be few who speak already, and to draft for one takes nearly as long as for all.
         """
-        depths = [min(alone.depths[one.kind], one.limit) for one in candidates]
+        depths = _fitted(alone.depths, candidates, skips=alone.skips)
         drafts = sum(depths)
         if drafts and rows < self.cost.reach:
             before, after = self.cost.seconds([rows, rows + drafts])
             if after - before + self._drafting(candidates, depths) <= alone.worth * drafts:
-                return alone.depths
-        return dict.fromkeys(alone.depths, 0)
+                return depths
+        return [0] * len(candidates)
 
     def _drafting(self, candidates: Sequence[Candidate], depths: Sequence[int]) -> float:
         """Seconds that drafting takes of those who are paid for it."""
@@ -355,19 +355,24 @@ class AdaptiveDepth:
         return self.cost.pace * seconds
 
 
-def _is_new(one: Candidate) -> bool:
-    """Whether most of a text is new to its drafter."""
-    return one.unread > _NEW
+def _fitted(depths: Depths, candidates: Sequence[Candidate], *, skips: bool) -> list[int]:
+    """The depth of each candidate, as far as its limit goes; none for texts that are new if they are skipped."""
+    return [0 if skips and not _is_read(one) else min(depths[one.kind], one.limit) for one in candidates]
 
 
-def _without_new(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates, with no drafts for texts that are new."""
-    return [one._replace(limit=0, unread=0) if _is_new(one) else one for one in candidates]
+def _only(wanted: Callable[[Candidate], bool], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, with no drafts for others than those that are wanted."""
+    return [one if wanted(one) else one._replace(limit=0, unread=0) for one in candidates]
+
+
+def _is_read(one: Candidate) -> bool:
+    """Whether a drafter has read most of a text: else it is new to it."""
+    return one.unread <= _NEW
 
 
 def _goes_on(one: Candidate) -> bool:
     """Whether a drafter has read a text, or will see more of it: it may as well begin beside prompts."""
-    return not _is_new(one) or one.said >= _NEW
+    return _is_read(one) or one.said >= _NEW
 
 
 @cache

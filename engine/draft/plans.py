@@ -16,7 +16,7 @@ _RIPE, _SHORTEST_PLAN = 256, 8
 # Trials that count at most.
 _MOST_TRIALS = 10
 # Steps for which a kind whose drafts do not pay is not even asked, at most.
-_LONGEST_REST = 127
+LONGEST_REST = 127
 
 
 @dataclass(slots=True)
@@ -92,9 +92,9 @@ class Rest:
     until: int = 0
     length: int = 0
 
-    def decide(self, deepest: int, now: int, step: int, most: int = _LONGEST_REST) -> None:
+    def decide(self, deepest: int, now: int, step: int, most: int) -> None:
         """How deep is best in this step, `now` among those of about as many rows; the rest has `most` steps at most."""
-        most = max(min(most, _LONGEST_REST, 1 + 4 * step // _GREEN), 0)
+        most = max(min(most, LONGEST_REST, 1 + 4 * step // _GREEN), 0)
         self.length = 0 if deepest else min(2 * self.length + 1, most)
         # The step itself is the first.
         self.until = now + self.length
