@@ -27,7 +27,7 @@ test-container: .venv/test  ## build and run the image with buildah (Debian: apt
 test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
 	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))
 
-check: .venv/dev  ## lint, types, floors, Dockerfile and compose file
+check: .venv/dev  ## lint, types, imports, Dockerfile and compose file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
