@@ -257,7 +257,11 @@ def place_of(setting: str | None) -> str:
 
 def default_place() -> str:
     """A file in the user's folder for data, by the rules of XDG; memory where it cannot be written."""
-    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    folder = data / "cellar"
+    data = Path(os.environ.get("XDG_DATA_HOME", ""))
+    try:
+        # A relative path is ignored, as the specification has it.
+        folder = (data if data.is_absolute() else Path.home() / ".local" / "share") / "cellar"
+    except RuntimeError:  # no home folder
+        return MEMORY
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return str(folder / "responses.sqlite") if os.access(there, os.W_OK | os.X_OK) else MEMORY

@@ -1,6 +1,6 @@
 """Quantised weights on disk, so that a model is quantised once: one safetensors file a model and format.
 
-A file is named after all that its content depends on, written beside its place and moved there in one step: it is
+A file is named after all that its content depends on, written in a scratch folder and renamed in one step: it is
 whole, or it is not there. A file that cannot be read, or does not fit, is as good as none.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.cache_folder import cache_folder, scratch_folder, trim, use
 from engine.kernels.packing import Bits, Packed, Room
 
 log = logging.getLogger("cellar.engine")
@@ -33,19 +33,24 @@ class Store:
     def __init__(self, identity: str, bits: Bits, folder: Path | None = None) -> None:
         """`identity` is that of the weights that are quantised; `folder` the user's cache unless it is named."""
         key = hashlib.sha256(repr((FORMAT, identity, bits)).encode()).hexdigest()
-        self.file = (folder or _users_cache()) / f"int{bits}-{key[:32]}.safetensors"
-        self.bits = bits
+        self.bits, self._name, self._folder = bits, f"int{bits}-{key[:32]}.safetensors", folder
+
+    @property
+    def file(self) -> Path:
+        """Where the layers are kept. Raises OSError where the user has no home."""
+        return (self._folder or cache_folder("weights")) / self._name
 
     def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Packed] | None:
         """The layers [outputs, columns] of these names; None where they are not all there."""
         try:
+            use(self.file)
             room = Room(shapes.values(), self.bits)
             with safe_open(self.file, framework="pt") as content:
                 return {name: _read(content, name, room.matrix(*shape)) for name, shape in shapes.items()}
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError) as error:
-            log.warning("%s is not read (%s)", self.file, error)
+            log.warning("%s is not read (%s)", self._name, error)
             return None
 
     def write(self, layers: Mapping[str, Packed]) -> None:
@@ -57,12 +62,15 @@ class Store:
             return
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.file.parent) as folder:
-                beside = Path(folder, self.file.name)
+            with scratch_folder(self.file.parent) as folder:
+                beside = folder / self.file.name
                 save_file(tensors, beside)
                 os.replace(beside, self.file)
         except (OSError, SafetensorError) as error:
             log.warning("the quantised weights are not kept for the next start: %s", error)
+            return
+        use(self.file)
+        trim()
 
 
 def _read(content: safe_open, name: str, packed: Packed) -> Packed:
@@ -72,7 +80,3 @@ def _read(content: safe_open, name: str, packed: Packed) -> Packed:
             raise SafetensorError(f"{name}.{kind} is of another shape")
         own.copy_(stored)
     return packed
-
-
-def _users_cache() -> Path:
-    return Path.home() / ".cache" / "kvcellar" / "weights"

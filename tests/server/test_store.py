@@ -331,3 +331,11 @@ def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.access", lambda *_: False)
     assert MEMORY == default_place()
     assert [] == list(tmp_path.iterdir())
+
+
+def test_a_relative_data_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the XDG base directory specification has it: the file would depend on where the server was started."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", "data")
+
+    assert str(tmp_path / ".local" / "share" / "cellar" / "responses.sqlite") == default_place()

@@ -3,8 +3,8 @@
     python -m engine.kernels.cpu.build FOLDER     builds every variant into FOLDER, as a wheel or an image carries them
 
 A cached file is named after all that it depends on (source, compiler, flags) and ends with a digest of itself: a file
-that was cut short is built anew, never loaded. A library is written beside its place and moved there in one step, so
-that several processes may build at once. There is no library without a compiler; whoever asked then uses torch.
+that was cut short is built anew, never loaded. A library is built in a scratch folder and renamed in one step, so that
+several processes may build at once. There is no library without a compiler; whoever asked then uses torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from engine.cache_folder import cache_folder, scratch_folder, trim, use
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
@@ -97,9 +98,12 @@ def library(
         return ready
     compiler = _compiler(path)
     target = _private(cache or _users_cache()) / _name(kernel, variant, _version(compiler), KERNELS[kernel][variant])
+    use(target)
     if not _is_sound(target):
         _build(compiler, kernel, variant, target)
+        use(target)
         _prune(target.parent, f"{kernel}-{variant}-*.so")
+        trim()
     return target
 
 
@@ -141,17 +145,17 @@ def _version(compiler: str) -> str:
 
 
 def _build(compiler: str, kernel: str, variant: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        product = Path(folder, "library.so")
+    with scratch_folder(target.parent) as folder:
+        product = folder / "library.so"
         source = str(SOURCE / f"{kernel}.cpp")
-        _run([compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"])
+        _run([compiler, *_FLAGS, *KERNELS[kernel][variant], source, "-o", str(product), "-lm"], scratch=folder)
         content = product.read_bytes()
         product.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(product, target)
 
 
 def _prune(cache: Path, pattern: str) -> None:
-    """Of the builds of one variant, keep those that were made last."""
+    """Of the builds of one variant, keep those that were used last."""
     found = []
     for file in cache.glob(pattern):
         # Another process may do the same.
@@ -161,11 +165,14 @@ def _prune(cache: Path, pattern: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def _run(command: list[str]) -> str:
-    """The output of a compiler; what it complains about ends up in NoLibrary."""
+def _run(command: list[str], scratch: Path | None = None) -> str:
+    """The output of a compiler, its own temporary files in `scratch`; what it complains about ends up in NoLibrary."""
     name = Path(command[0]).name
+    environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True, env=environment
+        )
     except subprocess.CalledProcessError as error:
         raise NoLibrary(f"{name} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -186,9 +193,9 @@ def _users_cache() -> Path:
     if os.name != "posix":
         raise NoLibrary(f"built on POSIX systems only, and this is {platform.system()}")
     try:
-        return Path.home() / ".cache" / "kvcellar" / "kernels"
-    except RuntimeError as error:
-        raise NoLibrary("no home folder to keep it in") from error
+        return cache_folder("kernels")
+    except OSError as error:
+        raise NoLibrary(str(error)) from error
 
 
 def _private(cache: Path) -> Path:
