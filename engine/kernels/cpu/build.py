@@ -1,6 +1,7 @@
 """Finds a kernel's library of one instruction set: the wheel's own, or one that the system's compiler builds once.
 
-    python -m engine.kernels.cpu.build FOLDER     builds every variant into FOLDER, as a wheel or an image carries them
+    python -m engine.kernels.cpu.build FOLDER     builds every variant that this kind of machine may run into FOLDER, as
+                                                  a wheel or an image carries them
 
 A cached file is named after all that it depends on (source, compiler, flags) and ends with a digest of itself: a file
 that was cut short is built anew, never loaded. A library is built in a scratch folder and renamed in one step, so that
@@ -39,6 +40,8 @@ KERNELS = {
         "avx2": _AVX2,
     },
 }
+# Kinds of machine (platform.machine) whose compilers know the instruction sets of x86; others build "generic" alone.
+_X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -78,6 +81,11 @@ def _capable() -> set[str]:
     return {variant for variant, can in found.items() if can}
 
 
+def buildable(kernel: str, machine: str) -> tuple[str, ...]:
+    """The variants that a compiler for this kind of machine can build, fastest first; none for some kernels."""
+    return tuple(variant for variant, flags in KERNELS[kernel].items() if machine in _X86 or not flags)
+
+
 def library(
     kernel: str,
     variant: str | None = None,
@@ -108,10 +116,10 @@ def library(
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Build every variant of every kernel into a folder, under the names that `library` looks for."""
+    """Build every variant of every kernel for this kind of machine, under the names that `library` looks for."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = _compiler(None)
-    all_of = [(kernel, variant) for kernel, variants in KERNELS.items() for variant in variants]
+    all_of = [(kernel, variant) for kernel in KERNELS for variant in buildable(kernel, platform.machine())]
     made = [folder / _name(kernel, variant, "prebuilt", ()) for kernel, variant in all_of]
     for (kernel, variant), target in zip(all_of, made, strict=True):
         _build(compiler, kernel, variant, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import threading
 from pathlib import Path
@@ -174,9 +175,41 @@ def test_the_real_source_compiles(kernel: str, function: str) -> None:
 def test_every_variant_can_be_prebuilt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel's folder holds one library a kernel and variant, under the names that are looked for."""
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
     made = build.prebuild(bench.prebuilt)
 
     assert sorted(made) == sorted(bench.prebuilt.iterdir())
     assert bench.library() in made
     assert sum(len(variants) for variants in build.KERNELS.values()) == bench.builds
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64"])
+def test_no_flag_of_x86_is_given_to_another_compiler(
+    machine: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler for another architecture refuses -mavx2, and with it the whole image."""
+    bench.install(work='case "$*" in *-mavx*|*-mfma*) echo "unrecognized command-line option" >&2; exit 1;; esac')
+    monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+
+    made = build.prebuild(bench.prebuilt)
+
+    assert [f"attention-generic-{machine}", f"linear-generic-{machine}"] == sorted(
+        file.name.rpartition("-")[0] for file in made
+    )
+    assert bench.library() in made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["attention", "linear"])
+def test_the_real_source_compiles_for_arm(kernel: str, tmp_path: Path) -> None:
+    """With Debian's cross compiler (g++-aarch64-linux-gnu), if it is there."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("there is no cross compiler")
+
+    build._build(compiler, kernel, "generic", tmp_path / "library.so")
+
+    # e_machine of the ELF header: 183 is AArch64.
+    assert 183 == int.from_bytes((tmp_path / "library.so").read_bytes()[18:20], "little")
