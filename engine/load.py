@@ -29,7 +29,7 @@ from engine import hooks, recurrence
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelUnsupported
-from engine.folder import BROKEN, fingerprint, is_small, one_line, resolve, threads_for
+from engine.folder import BROKEN, fingerprint, is_small, no_weights, one_line, resolve, threads_for, weight_files
 from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
 from engine.kernels import choice, linear, reference
@@ -175,8 +175,8 @@ def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
 
 
 def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.dtype]:
-    if not list(folder.glob("*.safetensors")):
-        raise ModelUnsupported(name, "it has no safetensors weights, the only kind that is safe to read")
+    if not weight_files(folder):
+        raise ModelUnsupported(name, no_weights(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         dtype = _dtype(settings, folder, config)
@@ -207,7 +207,7 @@ def _widen(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
     if not isinstance(stored, dict) or stored.get("quant_method") != "mxfp4":
         return
     stored["dequantize"] = True
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * torch.finfo(dtype).bits / _MXFP4_BITS
+    size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / _MXFP4_BITS
     log.warning(
         "%s has weights in MXFP4: they are read as %s, which takes about %.1f GiB until --quantize makes them smaller",
         name,

@@ -21,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 from engine import hooks
 from engine.errors import ModelUnsupported
+from engine.folder import weight_files
 from engine.load import Loaded
 from engine.plan import LayerPlan, plan_layers
 from engine.runner import Runner
@@ -102,7 +103,7 @@ class Heads:
 def has_heads(target: Loaded) -> bool:
     """Whether the model's checkpoint has such a head, in one of the places where they are published."""
     pattern = re.compile(_places(target.model))
-    return any(pattern.search(key) for file in Path(target.info.folder).glob("*.safetensors") for key in _keys(file))
+    return any(pattern.search(key) for file in weight_files(Path(target.info.folder)) for key in _keys(file))
 
 
 def load_heads(target: Loaded) -> Heads:

@@ -32,7 +32,7 @@ from engine.embedder.head import Head, ScoreHead, VectorHead
 from engine.embedder.layout import Layout, read_layout
 from engine.embedder.reader import Reader
 from engine.errors import EmbedderTooLarge, ModelUnsupported
-from engine.folder import BROKEN, fingerprint, one_line, resolve, threads_for
+from engine.folder import BROKEN, fingerprint, no_weights, one_line, resolve, threads_for, weight_files
 from engine.memory import available_bytes
 from engine.quantize.surgery import bytes_of
 from engine.status import Embedding, ModelInfo
@@ -97,8 +97,8 @@ def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
 def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Head, Any]:
     """The model, what comes behind it, and its tokenizer."""
     folder = layout.folder
-    if not list(folder.glob("*.safetensors")):
-        raise ModelUnsupported(name, "it has no safetensors weights, the only kind that is safe to read")
+    if not weight_files(folder):
+        raise ModelUnsupported(name, no_weights(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = _kind(config, layout)
     config.use_cache = False

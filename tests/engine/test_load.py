@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
-from engine.folder import resolve
+from engine.folder import fingerprint, resolve, weight_files
 from engine.load import load
 from tests.engine.models import CONTEXT
 from tests.engine.play import Job, ask, play
@@ -72,6 +72,54 @@ def test_a_folder_without_a_model_is_told_so(tmp_path: Path) -> None:
     """An empty folder is no model."""
     with pytest.raises(ModelMissing, match=r"has no config\.json"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "reason"),
+    [
+        (["model.gguf"], "model.gguf", "GGUF files are not read yet"),
+        (["Model.GGUF"], "Model.GGUF", "GGUF files are not read yet"),
+        (["model-q4.gguf"], "", "the folder holds GGUF files, which are not read yet"),
+        ([], "models/model.gguf", "there is no such file"),
+        (["config.json", "model.safetensors"], "model.safetensors", "name the folder that it is in, .*"),
+        (["config.json"], "config.json", "name the folder that it is in, .*"),
+        (["README"], "README", "it is a file"),
+        (["consolidated.safetensors", "params.json"], "", r"has no config\.json"),
+    ],
+)
+def test_what_is_here_in_another_format_is_told_so(
+    files: list[str], name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, or a folder of another format, is refused for what it is; the hub is never asked."""
+    monkeypatch.setattr("engine.folder.snapshot_download", None)
+    for file in files:
+        (tmp_path / file).write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+
+    for spelt in (f"{tmp_path}/{name}", f"./{name}", *([name] if name else [])):
+        with pytest.raises(ModelMissing, match=reason) as refusal:
+            resolve(spelt)
+        assert 1 == len(str(refusal.value).splitlines())
+
+
+@pytest.mark.parametrize(
+    "file", ["pytorch_model.bin", "model.gguf", "consolidated.safetensors", "model.onnx", "tf_model.h5"]
+)
+def test_weights_of_another_format_are_named(copy: Path, file: str) -> None:
+    """A folder with the settings of a model and no weights that are read says which are there instead."""
+    (copy / "model.safetensors").rename(copy / file)
+
+    with pytest.raises(ModelUnsupported, match=f"no safetensors weights in the layout of transformers.*{file}"):
+        load_folder(copy)
+
+
+def test_a_copy_of_the_weights_counts_once(copy: Path) -> None:
+    """Mistral's checkpoints hold all weights twice; the fingerprint is that of the files that are read."""
+    before = fingerprint(copy)
+    (copy / "consolidated.safetensors").write_bytes((copy / "model.safetensors").read_bytes())
+
+    assert before == fingerprint(copy)
+    assert [copy / "model.safetensors"] == weight_files(copy)
 
 
 def test_pickled_weights_are_never_read(copy: Path) -> None:
@@ -189,6 +237,16 @@ def test_the_cache_has_the_models_type(folder: Folder, dtype: str) -> None:
     assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
 
 
+# What repositories hold besides: other formats, code, and the weights again for other libraries.
+UNWANTED = (
+    *("pytorch_model.bin", "evil.py", "model-q4.gguf", "consolidated.safetensors"),
+    *("consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
+    *("original/consolidated.00.pth", "original/model.safetensors", "original/tokenizer.model", "original/params.json"),
+    *("openvino/openvino_model.bin", "openvino/config.json", "onnx/model.onnx", "onnx/tokenizer.json"),
+    *("fp32/model.safetensors", "checkpoint-100/model.safetensors", "adapters/adapter_model.safetensors"),
+)
+
+
 class Hub:
     """What huggingface_hub asks a hub: the files of a revision, and each of them."""
 
@@ -213,8 +271,8 @@ class Hub:
         return JSONResponse([{"type": "file", "path": file, "size": 9, "oid": "b" * 40} for file in self.names()])
 
     def names(self) -> list[str]:
-        """The files, and two that nobody should want."""
-        return [*(file.name for file in self.files.iterdir()), "pytorch_model.bin", "evil.py"]
+        """The files, and those that nobody should want."""
+        return [*(file.name for file in self.files.iterdir()), *UNWANTED]
 
     async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
         """One file."""
@@ -245,7 +303,32 @@ def test_a_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
     answer = play(load_folder(folder), [Job(ask("one", (1, 2, 3), 4))])["one"]
 
     assert 4 == len(answer.tokens)
-    assert not {"pytorch_model.bin", "evil.py"} & {*hub.asked, *(file.name for file in folder.iterdir())}
+    assert {file.name for file in hub.files.iterdir()} == {file.name for file in folder.iterdir()}
+    assert not set(UNWANTED) & set(hub.asked)
+
+
+def test_the_modules_of_an_embedding_model_are_downloaded(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbered folders in the layout of sentence-transformers are a part of the model."""
+    modules = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    hub.files = Path(shutil.copytree(hub.files, tmp_path / "files"))
+    for module in modules:
+        (hub.files / module).parent.mkdir(exist_ok=True)
+        (hub.files / module).write_text("{}")
+    monkeypatch.setattr(hub, "names", lambda: ["config.json", *modules, *UNWANTED])
+
+    folder = resolve("someone/tiny")
+
+    assert {"config.json", *modules} == {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_repository_of_another_format_is_told_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that holds GGUF files alone has no settings of a model."""
+    monkeypatch.setattr(hub, "names", lambda: ["README.md", "model-q4.gguf"])
+
+    with pytest.raises(ModelMissing, match=r"its repository has no config\.json"):
+        resolve("someone/tiny")
 
 
 def test_a_downloaded_model_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +340,12 @@ def test_a_downloaded_model_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("nobody/nothing", "no model of this name"), ("someone/gated", "HF_TOKEN")]
+    ("name", "reason"),
+    [
+        ("nobody/nothing", "no model of this name"),
+        ("someone/gated", "HF_TOKEN"),
+        ("someone/tiny:Q4_K_M", "organisation/model"),
+    ],
 )
 def test_what_the_hub_does_not_give_is_told_in_one_sentence(hub: Hub, name: str, reason: str) -> None:
     """A wrong name and a closed model have sentences of their own."""
