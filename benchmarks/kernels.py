@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.native import Native
+from engine.resources import processors
 from kvcache.cells import CellPool
 from kvcache.forward import Segment
 from kvcache.planes import Stored
@@ -219,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool")
     parser.add_argument("--variant", default=build.variants("attention")[0], choices=build.variants("attention"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=processors())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--library", type=Path, help="instead of the one that is built")
     options = parser.parse_args()

@@ -24,6 +24,7 @@ from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.packing import Bits, Packed, Room, pack
+from engine.resources import processors
 
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
 SHAPES = ((6144, 1024), (1024, 3072), (4096, 1024))
@@ -89,7 +90,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default=build.variants("linear")[0], choices=build.variants("linear"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=processors())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--library", type=Path, help="instead of the one that is built")
     options = parser.parse_args()

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import shlex
 import sys
@@ -44,6 +43,7 @@ from benchmarks.duel import plot, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.reading import Reading
+from engine.resources import processors
 from server.bench.cells import Cell, chat, lone, streams, users
 from server.bench.client import Ask, Server
 from server.bench.launch import cellar, started
@@ -200,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--program", default=None, metavar="PATH", help="llama-server, or the python that has openvino-genai")
     add("--quantize", default="none", choices=("int8", "int4", "none"), help="ours (default none)")
     add("--dtype", default="auto", help="ours (default auto, which keeps cells in 16 bits where llama.cpp does)")
-    add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of both (default: all)")
+    add("--threads", type=int, default=processors(), metavar="N", help="of both (default: all)")
     add("--cellar", default="", metavar="ARGS", help="more arguments of ours")
     add("--peer-args", default="", metavar="ARGS", help="more arguments of the peer")
     add("--base-url", action="append", default=[], metavar="NAME=URL", help="instead: two running servers, ours first")

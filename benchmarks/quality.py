@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.known import PEERS, Share
 from benchmarks.shapes import write_gguf
+from engine.resources import processors
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 from server.bench.launch import cellar, started
@@ -147,7 +147,7 @@ def ours(folder: Path, bits: str, out: Path, *more: str) -> AbstractContextManag
 def theirs(file: Path, program: str | None, out: Path) -> AbstractContextManager[str]:
     """Start llama.cpp as a duel does."""
     peer = PEERS["llama.cpp"]
-    share = Share(threads=os.cpu_count() or 1, slots=AT_ONCE, context=4096)
+    share = Share(threads=processors(), slots=AT_ONCE, context=4096)
     return started(peer.command(program, str(file), share), ready=peer.ready, log=out / "llama.cpp.log")
 
 

@@ -30,6 +30,7 @@ from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
 from engine.quantize.surgery import quantize
 from engine.quantize.survey import Survey
+from engine.resources import processors
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner
 from kvcache.cache import Cache
@@ -177,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=processors())
     parser.add_argument("--quantize", default="none", choices=("none", "int8", "int4"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
+from engine.resources import processors
 
 # What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
 BROKEN = (
@@ -144,7 +145,7 @@ def threads_for(folder: Path) -> int:
 
     Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 with two.
     """
-    return 1 if is_small(folder) else os.cpu_count() or 1
+    return 1 if is_small(folder) else processors()
 
 
 def is_small(folder: Path) -> bool:

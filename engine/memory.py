@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
+from engine.resources import memory_left
 from engine.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 
@@ -36,13 +36,8 @@ class Sizes:
 
 def available_bytes() -> int:
     """Memory that this process may still take, the limit of a container counted."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+    available, left = int(psutil.virtual_memory().available), memory_left()
+    return available if left is None else min(available, left)
 
 
 def most_rows(config: EngineConfig, slots: int) -> int:

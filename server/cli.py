@@ -66,7 +66,7 @@ class Options:
         Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 80, or three
         times a step without prompts where that is more.
     threads
-        Threads to compute with. Default: all.
+        Threads to compute with. Default: the processors that affinity and the quota of a container leave.
     mla
         Latent attention: absorb the projections, expand the latents, or auto: what costs less.
     drafter

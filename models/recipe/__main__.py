@@ -4,12 +4,12 @@ Every stage reads what the one before left in the work folder, and the training 
 """
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from engine.resources import processors
 from models.recipe import draft, target
 from models.recipe import tokenizer as words
 from models.recipe.answers import Model
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m models.recipe", description="Make the bundled models.")
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--work", type=Path, default=WORK, help="folder of checkpoints (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=int, default=processors(), help="CPU threads (default: all)")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     for name, stage in STAGES.items():

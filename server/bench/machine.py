@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import psutil
 
+from engine.resources import processors
 from server.version import version
 
 
@@ -18,6 +19,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
+        "usable_threads": processors(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": psutil.getloadavg(),
         "system": platform.platform(),

@@ -36,6 +36,8 @@ STARTS = {
     "engine/kernels/cpu/build.py": "the system's compiler, on our own source",
     "server/bench/launch.py": "the server that is measured, named by who measures it",
 }
+# The files that count processors: what the machine has is not what a process may use.
+COUNTS = {"engine/resources.py", "server/bench/machine.py"}
 EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
 
 
@@ -150,3 +152,11 @@ def test_the_cache_does_not_log(source: Source) -> None:
 def test_nothing_is_put_off(source: Source) -> None:
     """No TODO, FIXME or XXX in a comment or docstring."""
     assert not [word for word in ("TODO", "FIXME", "XXX") if word in source.text]
+
+
+@everything
+def test_processors_are_counted_in_one_place(source: Source) -> None:
+    """Affinity and the quotas of containers count (`engine.resources.processors`), not what the machine has."""
+    counted = (call for call in calls(source) if called(call) in ("cpu_count", "sched_getaffinity"))
+
+    assert source.label in COUNTS or [] == found(counted)

@@ -166,7 +166,7 @@ def test_the_file_says_where_it_was_measured(peer: Peer, tmp_path: Path) -> None
     """Processor, version, servers and options are in it; the key is sent, and is not."""
     _, content = measure(peer, tmp_path, "--streams", "1", "--requests", "1", "--api-key", "very-secret-key")
 
-    assert {"cpu", "cores", "threads", "load_average", "cellar"} <= content["environment"].keys()
+    assert {"cpu", "cores", "threads", "usable_threads", "load_average", "cellar"} <= content["environment"].keys()
     assert ("good", 7) == (content["servers"][0]["model"], content["options"]["seed"])
     assert {"Bearer very-secret-key"} == peer.keys
     assert "very-secret-key" not in (tmp_path / "bench.json").read_text()

@@ -1,0 +1,73 @@
+"""How many processors and how much memory this process may use, by its affinity and its control groups.
+
+Both versions are read (cgroup v1 and v2), the process's own group and all above it: the tightest limit counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def processors(root: Path = ROOT) -> int:
+    """Processors that this process may keep busy, at least 1; of a fractional quota its whole part."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for group in _groups("cpu", root) if (quota := _processor_quota(group)) is not None]
+    return max(1, int(min([allowed, *quotas])))
+
+
+def memory_left(root: Path = ROOT) -> int | None:
+    """Bytes until the tightest limit of a group, without file pages that can be dropped; None: there is no limit."""
+    left = [free for group in _groups("memory", root) if (free := _memory_left(group)) is not None]
+    return max(0, min(left)) if left else None
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of the groups that limit this process, from its own group up to the top of each hierarchy."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # A hierarchy of version 2 names no controllers; beside one of version 1 it is mounted elsewhere.
+        for mount in (controller,) if controllers else ("", "unified"):
+            own = root / "sys/fs/cgroup" / mount
+            inside = Path(path.lstrip("/"))
+            yield from (own / group for group in (inside, *inside.parents) if ".." not in group.parts)
+
+
+def _processor_quota(group: Path) -> float | None:
+    text = _text(group / "cpu.max") or ""
+    if not text:
+        text = f"{_text(group / 'cpu.cfs_quota_us') or ''} {_text(group / 'cpu.cfs_period_us') or ''}"
+    quota, period = (_number(part) for part in (*text.split(), "", "")[:2])
+    return quota / period if quota and period else None
+
+
+def _memory_left(group: Path) -> int | None:
+    for limit_file, used_file in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+        limit = _number(_text(group / f"memory.{limit_file}") or "")
+        used = _number(_text(group / f"memory.{used_file}") or "")
+        if limit is not None and used is not None:
+            return limit - used + _droppable(_text(group / "memory.stat") or "")
+    return None
+
+
+def _droppable(statistics: str) -> int:
+    """Bytes of file pages that were not used lately; version 1 has a sum over inner groups besides."""
+    counts = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
+    return _number(counts.get("total_inactive_file", counts.get("inactive_file", ""))) or 0
+
+
+def _number(text: str) -> int | None:
+    """A count; None for "max", "-1" and what is missing."""
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
