@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from engine.cache_folder import cache_folder
+from server.cli import Options
 from tests.container.dockerfile import ROOT, last, stages
 
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
@@ -52,7 +56,23 @@ def test_no_secret_has_a_value() -> None:
     """Keys and tokens come from outside."""
     secrets = {name: value for name, value in SERVICE["environment"].items() if re.search("KEY|TOKEN", name)}
 
-    assert {"CELLAR_API_KEY": None, "HF_TOKEN": None} == secrets
+    assert {"CELLAR_API_KEY", "HF_TOKEN"} <= secrets.keys()
+    assert {None} == set(secrets.values())
+
+
+def test_every_option_reaches_the_container() -> None:
+    """A variable that compose.yaml leaves out is dropped in silence. The address inside is the image's own."""
+    options = {field.name for field in fields(Options)} | {"model"}
+    named = {name for name in SERVICE["environment"] if name.startswith("CELLAR_")}
+
+    assert {f"CELLAR_{option.upper()}" for option in options - {"host", "port"}} == named
+
+
+def test_only_these_options_have_another_default() -> None:
+    """Other options keep the default of `cellar serve`: unset in the shell, they stay unset in the container."""
+    values = {name: value for name, value in SERVICE["environment"].items() if value is not None}
+
+    assert {"CELLAR_STORE", "CELLAR_INSECURE_NO_AUTH", "CELLAR_ALLOWED_HOST"} == values.keys()
 
 
 def test_an_open_server_is_named_as_such() -> None:
@@ -78,11 +98,30 @@ def test_the_image_says(keyword: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "variable",
-    ["HF_HOME=/models", "HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "HF_HUB_DISABLE_TELEMETRY=1", "CELLAR_HOST=0.0.0.0"],
+    [
+        "HF_HOME=/models",
+        "XDG_CACHE_HOME=/models/cache",
+        "HOME=/tmp",
+        "PYTHONDONTWRITEBYTECODE=1",
+        "HF_HUB_DISABLE_TELEMETRY=1",
+        "CELLAR_HOST=0.0.0.0",
+    ],
 )
 def test_the_image_writes_only_to_its_volume(variable: str) -> None:
     """Caches go to the volume, the rest to /tmp, so that the root file system can be read-only."""
     assert variable in last("ENV").split()
+
+
+def test_quantised_weights_outlive_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache folder lies in a volume of the image and of compose.yaml, and not in /tmp."""
+    for variable in last("ENV").split():
+        monkeypatch.setenv(*variable.split("=", 1))
+    volumes = [Path(volume.partition(":")[2]) for volume in SERVICE["volumes"]]
+
+    for kind in ("weights", "kernels"):
+        folder = cache_folder(kind)
+        assert any(folder.is_relative_to(volume) for volume in volumes)
+        assert any(folder.is_relative_to(volume) for volume in json.loads(last("VOLUME")))
 
 
 def test_the_health_check_runs_without_a_shell() -> None:
