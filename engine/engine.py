@@ -255,7 +255,7 @@ class Engine:
             others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
             raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
         if len(request.prompt) > capacity - (0 if request.silent else 1):
-            raise ContextTooLong(len(request.prompt), capacity)
+            raise ContextTooLong(len(request.prompt), capacity, longest=info.longest)
         self._check_room(info.slots)
 
     def _check_open(self, id: str) -> None:

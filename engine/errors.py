@@ -92,11 +92,15 @@ class TooCostly(InvalidRequest):
 
 
 class ContextTooLong(RequestError):
-    """The prompt leaves no room for an answer. `exact` False: it has at least so many tokens; nobody counted on."""
+    """The prompt leaves no room for an answer.
 
-    def __init__(self, tokens: int, capacity: int, *, exact: bool = True) -> None:
+    exact    False: it has at least so many tokens; the rest was not counted
+    longest  the context that another setting allows; 0: no more than `capacity`
+    """
+
+    def __init__(self, tokens: int, capacity: int, *, exact: bool = True, longest: int = 0) -> None:
         super().__init__(f"the prompt has {tokens} tokens, the context holds {capacity}")
-        self.tokens, self.capacity, self.exact = tokens, capacity, exact
+        self.tokens, self.capacity, self.exact, self.longest = tokens, capacity, exact, longest
 
 
 class Unavailable(EngineError):

@@ -34,7 +34,7 @@ from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
 from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
-from engine.memory import Sizes, available_bytes, plan_memory
+from engine.memory import Sizes, available_bytes, most_context, plan_memory
 from engine.native.choosing import fastest
 from engine.native.runner import NativeRunner
 from engine.plan import LayerPlan
@@ -112,7 +112,9 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
-    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=min(context, memory.cells))
+    longest = max(context, most_context(config, sizes, available - reserved))
+    limits = {"context": min(context, memory.cells), "longest": longest}
+    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, **limits)
     info = ModelInfo(
         name=name,
         folder=str(folder),
@@ -123,6 +125,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
         vocabulary=text.vocab_size,
         context=context,
         slots=slots,
+        longest=longest,
         start=_start_tokens(model),
         device=config.device,
     )
@@ -239,10 +242,10 @@ def _identity(folder: Path, info: ModelInfo, stored: torch.dtype, layers: tuple[
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int) -> Tokenizer:
+def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int, longest: int) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return Tokenizer(tokenizer, vocabulary=vocabulary, context=context)
+        return Tokenizer(tokenizer, vocabulary=vocabulary, context=context, longest=longest)
     except BROKEN as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {one_line(error)}") from error
 

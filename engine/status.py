@@ -13,7 +13,8 @@ Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 class ModelInfo:
     """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
 
-    start  tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
+    longest  tokens that a context may have here with another setting: what the model and the memory allow
+    start    tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
     """
 
     name: str
@@ -25,6 +26,7 @@ class ModelInfo:
     vocabulary: int
     context: int
     slots: int
+    longest: int = 0
     start: tuple[int, ...] = ()
     device: str = "cpu"
 

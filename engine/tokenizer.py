@@ -29,12 +29,13 @@ class Tokenizer:
     """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back.
 
     context  tokens that a sequence may hold: text that is certain to have more is refused unread
+    longest  the context that another setting allows, for that error
     dialect  how the model writes reasoning and tool calls
     """
 
-    def __init__(self, tokenizer: Any, *, vocabulary: int, context: int) -> None:
+    def __init__(self, tokenizer: Any, *, vocabulary: int, context: int, longest: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._context = context
+        self._context, self._longest_context = context, longest
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._reader = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
@@ -172,7 +173,7 @@ class Tokenizer:
         """
         least = sum(len(text.encode()) for text in texts) // (4 * self._longest)
         if least >= self._context:
-            raise ContextTooLong(least, self._context, exact=False)
+            raise ContextTooLong(least, self._context, exact=False, longest=self._longest_context)
 
     def _render(
         self, messages: list[dict[str, object]], options: dict[str, Any], breakpoints: Sequence[tuple[int, int]]

@@ -33,7 +33,8 @@ def banner(
 
 def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Settings) -> Iterator[tuple[str, str]]:
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
-    yield "context", f"{info.context} tokens a sequence, {info.slots} slots, overflow: {settings.overflow}"
+    longest = f" (--context: up to {info.longest})" if info.longest > info.context else ""
+    yield "context", f"{info.context} tokens a sequence{longest}, {info.slots} slots, overflow: {settings.overflow}"
     yield "queue", f"{settings.max_waiting} requests may wait"
     windows = f" + windows {_size(memory.window_bytes)}" if memory.window_bytes else ""
     yield (

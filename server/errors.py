@@ -162,6 +162,8 @@ def too_long(error: engine_errors.ContextTooLong, field: str | None, *, subject:
     """More tokens than the context holds: `subject` has them, and `advice` goes on behind their number."""
     count = error.tokens if error.exact else f"at least {error.tokens}"
     message = f"This model's maximum context length is {error.capacity} tokens. However, {subject} has {count}{advice}"
+    if error.tokens < error.longest:
+        message += f" Started with a larger --context, this server holds up to {error.longest} tokens."
     details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
     return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=field, details=details)
 

@@ -47,14 +47,15 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
         raise ModelMissing("draft", "this installation came without it; name one with --draft-model")
     if name is None:
         return None
+    context, slots = min(target.capacity, known_context(name, resolve(name))), target.info.slots
     settings = replace(
         config,
         model=name,
         quantize=config.draft_quantize or config.quantize,
         draft_quantize=None,
-        context=min(target.capacity, known_context(name, resolve(name))),
-        slots=target.info.slots,
-        cells=None,
+        context=context,
+        slots=slots,
+        cells=min(context * slots, target.memory.cells),
         threads=torch.get_num_threads(),
     )
     # The model's cache is planned but not there yet.

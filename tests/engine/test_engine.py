@@ -155,6 +155,30 @@ def test_what_cannot_be_served_is_refused_before_it_begins(
     tell(folder("llama"), story)
 
 
+def test_a_prompt_that_is_too_long_learns_what_another_context_holds(folder: Folder) -> None:
+    """Both ways to find that: by counting tokens, and by the length of the text alone."""
+
+    async def story(engine: Engine) -> None:
+        assert (64, CONTEXT) == (engine.info.context, engine.info.longest)
+        with pytest.raises(ContextTooLong) as counted:
+            await answer(engine, ask("long", (1,) * 80))
+        with pytest.raises(ContextTooLong) as estimated:
+            engine.tokenizer.encode("the " * 10**6)
+
+        assert [(64, CONTEXT)] * 2 == [(each.value.capacity, each.value.longest) for each in (counted, estimated)]
+
+    tell(folder("llama"), story, context=64)
+
+
+def test_the_default_context_is_the_models(folder: Folder) -> None:
+    """Where the memory holds it; there is nothing longer to ask for."""
+
+    async def story(engine: Engine) -> None:
+        assert (CONTEXT, CONTEXT, 8) == (engine.info.context, engine.info.longest, engine.info.slots)
+
+    tell(folder("llama"), story, context=None, slots=None)
+
+
 def test_one_name_is_one_request(folder: Folder) -> None:
     """Two running requests cannot have the same id."""
 

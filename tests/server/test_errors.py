@@ -60,6 +60,18 @@ def test_every_error_of_the_engine_means_something(error: engine_errors.EngineEr
     assert isinstance(error, engine_errors.Unavailable) == ("Retry-After" in (answer.headers or {}))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "longest", "named"), [(10, 0, False), (10, 5, False), (10, 10, False), (10, 11, True), (5, 32768, True)]
+)
+def test_a_prompt_that_another_context_holds_names_the_option(tokens: int, longest: int, named: bool) -> None:
+    """Where the model or the memory holds no more there is nothing to set."""
+    error = engine_errors.ContextTooLong(tokens, 5, longest=longest)
+    message = errors.translate(error, "/v1/chat/completions").message
+
+    assert named == message.endswith(f"Started with a larger --context, this server holds up to {longest} tokens.")
+    assert named == ("--context" in message)
+
+
 def test_no_deterministic_failure_is_a_5xx() -> None:
     """Clients repeat every 5xx: only what may go away, or a fault of ours, is one."""
     assert {"internal_error", "generation_failed", "model_loading", "server_draining", "engine_dead"} == {
