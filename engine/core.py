@@ -318,7 +318,8 @@ class Core:
         began = self._clock()
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
-        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(began), ending))
+        rest = tuple(sequence.output[sequence.text.released_tokens :])
+        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(began), ending, rest))
         self._scheduler.remove(sequence)
         self._close(sequence)
         self._ending += self._clock() - began

@@ -103,11 +103,13 @@ class TextStream:
         self._decoded = 0
         self._released = 0
         self._pending: deque[tuple[int, int, TokenLogprob | None]] = deque()
+        self._pushed = 0
         self.stop: str | None = None
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
         """Take one token; the text that this releases, if any. `stop` is set once a stop string is complete."""
         text = self._decoder.push(token)
+        self._pushed += 1
         # A token belongs to the first character that it completes: it is released together with it.
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
@@ -120,6 +122,11 @@ class TextStream:
             released += self._matcher.flush()
             self.stop = self._patterns[0] if len(self._patterns) == 1 else "|".join(self._patterns)
         return self._release(released, everything=False)
+
+    @property
+    def released_tokens(self) -> int:
+        """Number of pushed tokens that the deltas hold so far."""
+        return self._pushed - len(self._pending)
 
     @property
     def fault(self) -> str:

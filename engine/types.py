@@ -367,6 +367,7 @@ class Finished:
     """The last event of a request that ended well. `stop` is the stop string or token that ended it, if one did.
 
     ending  the log-probability of a token that ended it and has no text, if the request asked for such
+    tokens  generated tokens without a delta: the end token, and those of a stop string that is cut off
     """
 
     reason: FinishReason
@@ -374,6 +375,7 @@ class Finished:
     usage: Usage
     timings: Timings
     ending: TokenLogprob | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Accounts:
     def end(self, index: int, finished: Finished, reasoning_tokens: int = 0) -> None:
         """A choice is over."""
         self._finished[index] = finished
+        self._meters[index].say(len(finished.tokens))
         self._reasoning_tokens += reasoning_tokens
 
     def announce(self, chunk: Costed) -> None:

@@ -78,7 +78,7 @@ class ChatAnswer:
             stop_reason=reply.ended.finished.stop,
         )
         if self.body.return_token_ids:
-            choice["token_ids"] = list(reply.tokens)
+            choice["token_ids"] = [*reply.tokens, *reply.ended.finished.tokens]
         return choice
 
 

@@ -76,8 +76,8 @@ class ChatChunks:
             case Scored():
                 yield self._scored(what)
             case Said():
-                self._accounts.say(index, len(what.tokens))
                 yield from self._role(index)
+                self._accounts.say(index, len(what.tokens))
                 yield from self._said(index, what)
             case Ended():
                 yield from self._role(index)
@@ -143,6 +143,8 @@ class ChatChunks:
         chunk = self._chunk(index, {})
         chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
         chunk["choices"][0]["stop_reason"] = ended.finished.stop
+        if self._body.return_token_ids:
+            chunk["choices"][0]["token_ids"] = list(ended.finished.tokens)
         self._accounts.close(chunk)
         return chunk
 

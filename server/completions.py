@@ -80,7 +80,7 @@ class CompletionAnswer:
             stop_reason=choice.finished.stop,
         )
         if body.return_token_ids:
-            answer["token_ids"] = list(choice.tokens)
+            answer["token_ids"] = [*choice.tokens, *choice.finished.tokens]
             answer["prompt_token_ids"] = list(self.work.requests[index].prompt)
         if scored is not None and body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(scored.entries, body.prompt_logprobs)

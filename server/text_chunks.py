@@ -64,8 +64,8 @@ class TextChunks:
             case Scored():
                 yield from self._scored(index, event)
             case Delta():
-                self._accounts.say(index, len(event.tokens))
                 yield from self._repeat(index)
+                self._accounts.say(index, len(event.tokens))
                 yield from self._said(index, event)
             case Finished():
                 yield from self._repeat(index)
@@ -110,6 +110,8 @@ class TextChunks:
         chunk = self._chunk(index, "", logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop
+        if self._body.return_token_ids:
+            chunk["choices"][0]["token_ids"] = list(event.tokens)
         self._accounts.close(chunk)
         return chunk
 

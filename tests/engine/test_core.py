@@ -68,6 +68,31 @@ def test_a_stop_token_ends_and_is_told(loaded: Models, reference: References) ->
     assert ("stop", expected[first]) == (end.reason, end.stop)
 
 
+@pytest.mark.parametrize("ending", ["end token", "stop token", "stop string", "length"])
+def test_deltas_and_the_end_hold_every_token_that_counts(ending: str, loaded: Models, reference: References) -> None:
+    """`completion_tokens` tokens in all: the last event has those without text, in their order."""
+    expected = reference("llama").greedy(PROMPT, 20)
+    fields: dict[str, object] = {}
+    if ending == "stop token":
+        fields = {"stop_token_ids": (expected[4],)}
+    elif ending == "stop string":
+        whole, _ = one(loaded("llama"))
+        fields = {"stop": (whole.text[5:9],)}
+    elif ending == "end token":
+        expected, fields = reference("gemma3").greedy((1, 2, 3, 4, 5), 24), {"ignore_eos": False}
+
+    if ending == "end token":
+        answer = play(core(loaded("gemma3")), [Job(ask("one", (1, 2, 3, 4, 5), 40))])["one"]
+        assert isinstance(answer.end, Finished)
+        end = answer.end
+    else:
+        answer, end = one(loaded("llama"), **fields)
+
+    count = end.usage.completion_tokens
+    assert list(expected[:count]) == [*answer.tokens, *end.tokens]
+    assert (ending == "length") == (end.tokens == ())
+
+
 def test_the_token_that_ends_is_scored_too(loaded: Models, reference: References) -> None:
     """Where log-probabilities are asked for, every token that counts has one: the last comes with the end."""
     expected = reference("llama").greedy(PROMPT, 20)

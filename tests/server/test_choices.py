@@ -225,6 +225,38 @@ def test_token_ids_are_given_whole_and_streamed(path: str) -> None:
 
 
 @both
+def test_token_ids_hold_every_token_that_counts(path: str) -> None:
+    """The end token too, whole and streamed; every last chunk of a choice has the field."""
+
+    def script(request: Request) -> list[Event]:
+        return [Delta("x", (1,)), finished(request, usage=Usage(2, 2, 0), tokens=(7,))]
+
+    whole = post(path, script, return_token_ids=True).json
+    events = post(path, script, return_token_ids=True, stream=True).events[:-1]
+    plain = post(path, return_token_ids=True, stream=True).events[:-1]
+
+    assert [1, 7] == whole["choices"][0]["token_ids"]
+    assert whole["usage"]["completion_tokens"] == len(whole["choices"][0]["token_ids"])
+    assert [[1], [7]] == [part["token_ids"] for event in events for part in event["choices"] if "token_ids" in part]
+    assert [] == plain[-1]["choices"][0]["token_ids"]
+
+
+@both
+def test_continuous_usage_counts_what_has_been_told(path: str) -> None:
+    """No token before the first text, and all of them in the chunk that ends the choice."""
+
+    def script(request: Request) -> list[Event]:
+        return [Delta("x", (1,)), Delta("y", (2,)), finished(request, usage=Usage(2, 3, 0), tokens=(7,))]
+
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    echoed = {"echo": True} if path == TEXT else {}
+    events = post(path, script, stream=True, stream_options=asked, **echoed).events[:-1]
+
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert [0, 1, 2, 3, 3] == counts
+
+
+@both
 def test_progress_is_told_before_the_answer(path: str) -> None:
     """How much of the prompt is computed, and how much of that was there already."""
 

@@ -101,7 +101,7 @@ BOTH = [
     Row("timeout", 2.5, "request.timeout_seconds", 2.5),
     Row("return_progress", True, "request.progress", True, STREAM),
     Row("return_progress", True, "events.0.prompt_progress.processed", 1, STREAM),
-    Row("timings_per_token", True, "events.0.timings.predicted_n", 1, STREAM),
+    Row("timings_per_token", True, "events.-2.timings.predicted_n", 3, STREAM),
     Row("stream_options", {"include_usage": True}, "events.-1.usage.completion_tokens", 3, STREAM),
     Row(
         "stream_options",
