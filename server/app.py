@@ -15,6 +15,7 @@ from server.limits import BodyLimit, Border
 from server.metrics import Metrics
 from server.origins import Origins
 from server.parsing import StrictRoute
+from server.paths import Paths
 from server.routes import (
     anthropic,
     capabilities,
@@ -55,6 +56,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         version=version(),
         docs_url=None,
         redoc_url=None,
+        # documented.py serves it: to make it takes longer than the event loop may be held.
+        openapi_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False},
         lifespan=lifespan,
@@ -84,7 +87,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.caps.body_bytes)
     app.add_middleware(Auth, keys=settings.keys)
-    app.add_middleware(Border, hosts=settings.hosts, metrics=service.metrics)
+    app.add_middleware(Border, hosts=settings.hosts, metrics=service.metrics, paths=Paths(app.routes))
     if settings.origins:
         app.add_middleware(Origins, origins=settings.origins)
     return app

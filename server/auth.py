@@ -29,7 +29,8 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer that it needs a key."""
         if scope["type"] != "http" or self._may_pass(scope):
-            await self.app(self._owned(scope), receive, send)
+            self._name_owner(scope)
+            await self.app(scope, receive, send)
             return
         message = "Incorrect API key provided." if any(_presented(scope)) else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
@@ -42,13 +43,12 @@ class Auth:
         # Two credentials in one request: a proxy and we might read different ones.
         return len(presented) == 1 and self._knows(presented[0])
 
-    def _owned(self, scope: Scope) -> Scope:
-        """The request with the name of its key: where there are several, what is kept belongs to one of them."""
+    def _name_owner(self, scope: Scope) -> None:
+        """Add the name of the key to the request's state, in the scope itself: outer layers read the route there."""
         presented = list(_presented(scope)) if self._several and scope["type"] == "http" else []
-        if len(presented) != 1:
-            return scope
-        # Of the digest as much as tells keys apart: it is written down beside what belongs to it.
-        return {**scope, "state": {**scope.get("state", {}), OWNER: _digest(b"owner " + presented[0]).hex()[:16]}}
+        if len(presented) == 1:
+            # Of the digest as much as tells keys apart: it is written down beside what belongs to it.
+            scope.setdefault("state", {})[OWNER] = _digest(b"owner " + presented[0]).hex()[:16]
 
     def _knows(self, key: bytes) -> bool:
         # Digests have one length, and all of them are compared, so that the time says nothing about the keys.

@@ -216,9 +216,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return reply(error, path)
     if error.status_code == UNKNOWN_URL.status:
-        # Clients are often given the address of the server alone, and put only the end of OpenAI's paths behind it.
-        advice = "" if path.startswith(("/v1/", OLLAMA)) else " The paths of OpenAI's API begin with /v1/ here."
-        return reply(ApiError(UNKNOWN_URL, f"There is nothing at this URL.{advice}"), path)
+        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
     if error.status_code == METHOD_NOT_ALLOWED.status:
         return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path)
     return reply(internal(), path)

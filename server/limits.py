@@ -24,6 +24,7 @@ from server.errors import (
     reply,
 )
 from server.metrics import Metrics
+from server.paths import Paths
 
 logger = logging.getLogger("cellar.http")
 
@@ -36,17 +37,20 @@ _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
 class Border:
     """Gives every request an id, refuses what is not for us, answers 500 in the envelope and logs one line."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], metrics: Metrics) -> None:
-        self.app, self.hosts, self.metrics = app, frozenset(hosts), metrics
+    def __init__(self, app: ASGIApp, hosts: Collection[str], metrics: Metrics, paths: Paths) -> None:
+        self.app, self.hosts, self.metrics, self.paths = app, frozenset(hosts), metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or pass on what is none."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        self.paths.complete(scope)
         answer = _Answer(scope, send)
         try:
-            self._check(scope)
+            self._check_host(scope)
+            if (fault := _media_fault(scope)) and self.paths.serves(scope):
+                raise ApiError(UNSUPPORTED_MEDIA_TYPE, fault)
             await self.app(scope, receive, answer.send)
         except ApiError as error:
             await reply(error, scope["path"])(scope, receive, answer.send)
@@ -59,18 +63,12 @@ class Border:
         finally:
             answer.log(self.metrics)
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        if "*" not in self.hosts and _host(headers) not in self.hosts:
+    def _check_host(self, scope: Scope) -> None:
+        # Probes of Kubernetes and scrapes of Prometheus name the address of a pod, which nobody knows beforehand.
+        if "*" in self.hosts or scope["path"] in _probed:
+            return
+        if _host(Headers(scope=scope)) not in self.hosts:
             raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
-        if scope["method"] not in _methods_with_body:
-            return
-        if "content-encoding" in headers:
-            raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body without a Content-Encoding.")
-        if _bodiless(headers):
-            return
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(UNSUPPORTED_MEDIA_TYPE, "Send the body as Content-Type: application/json.")
 
 
 class BodyLimit:
@@ -133,6 +131,17 @@ class _Answer:
         milliseconds = (time.monotonic() - self._begin) * 1000
         level = logging.DEBUG if route in _probed else logging.INFO
         logger.log(level, "%s %s %s %d %.1fms", self.id, self._scope["method"], route, status, milliseconds)
+
+
+def _media_fault(scope: Scope) -> str:
+    """Why the body cannot be read as JSON, by the headers alone; "": nothing is wrong with them."""
+    if scope["method"] not in _methods_with_body:
+        return ""
+    headers = Headers(scope=scope)
+    if "content-encoding" in headers:
+        return "Send the body without a Content-Encoding."
+    json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    return "" if json or _bodiless(headers) else "Send the body as Content-Type: application/json."
 
 
 def _bodiless(headers: Headers) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+import threading
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
 
 from server.parsing import StrictRoute
 from server.schemas.anthropic_answer import AnthropicEvent
@@ -37,19 +42,32 @@ def lined(line: type) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Add the types that only events have to the document of the app."""
-    plain = app.openapi
+    """Serve the document of the app, with the types that only events have: built once, in a worker thread."""
+    document = _Document(app)
 
-    def complete() -> dict[str, Any]:
-        for route in app.routes:
+    async def openapi(request: Request) -> Response:
+        return Response(await anyio.to_thread.run_sync(document.encoded), media_type="application/json")
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
+
+
+class _Document:
+    def __init__(self, app: FastAPI) -> None:
+        self._app, self._lock, self._text = app, threading.Lock(), b""
+
+    def encoded(self) -> bytes:
+        with self._lock:
+            self._text = self._text or json.dumps(self._built(), ensure_ascii=False).encode()
+        return self._text
+
+    def _built(self) -> dict[str, Any]:
+        for route in self._app.routes:
             if isinstance(route, StrictRoute):
                 route.describe()
-        document = plain()
+        document = self._app.openapi()
         for chunk in (ChatChunk, Completion, ResponseEvent, AnthropicEvent, Line):
             document["components"]["schemas"].update(_definitions(chunk))
         return document
-
-    app.openapi = complete  # type: ignore[method-assign]
 
 
 def _also(whole: type, media: str, item: dict[str, Any]) -> dict[int | str, dict[str, Any]]:

@@ -150,6 +150,7 @@ class ResponseBody(TypedDict):
     status: ResponseStatus
     background: bool
     error: ResponseError | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -157,6 +158,7 @@ class ResponseBody(TypedDict):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     prompt_cache_key: str | None
     prompt_cache_options: NotRequired[dict[str, object]]

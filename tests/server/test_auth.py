@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ def test_the_refusal_is_openais(app: Any) -> None:
         }
     } == answer.json
     assert "You didn't provide an API key." == ask(app, "GET", "/v1/models").json["error"]["message"]
+
+
+@pytest.mark.parametrize("keys", [(), ("first-key",), KEYS])
+def test_the_route_is_in_log_and_metrics_whatever_the_keys(
+    keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The outermost layer reads the route, and so the layers inside hand on the scope itself."""
+    served = create_app(FakeEngine(), settings(keys=keys))  # type: ignore[arg-type]
+    headers = {"Authorization": "Bearer first-key"}
+
+    with caplog.at_level(logging.INFO, "cellar.http"):
+        assert 200 == ask(served, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
+
+    assert [True] == [" POST /v1/chat/completions 200 " in line for line in caplog.messages]
+    told = ask(served, "GET", "/metrics", headers=headers).body.decode()
+    assert 'cellar_http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in told
 
 
 def test_without_keys_everything_is_open() -> None:

@@ -41,10 +41,17 @@ def test_our_hosts_are_answered(app: Any, host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example", "evil.example:8000", "", "127.0.0.1.evil", "[::2]", "localhost@"]
 )
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nope"])
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/nope"])
 def test_other_hosts_are_not(app: Any, host: str, path: str) -> None:
     """A page that rebinds its name to this machine gets 421 and nothing else."""
     envelope(ask(app, "GET", path, headers={"host": host}), 421, "host_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_probes_may_name_any_host(app: Any, path: str) -> None:
+    """Kubernetes and Prometheus send the address of the pod as Host; a path that only looks like one does not pass."""
+    assert 200 == ask(app, "GET", path, headers={"host": "10.1.2.3:8000"}).status
+    envelope(ask(app, "GET", f"{path}/x", headers={"host": "10.1.2.3:8000"}), 421, "host_not_allowed")
 
 
 def test_a_star_allows_every_host() -> None:
@@ -69,12 +76,43 @@ def test_json_may_name_its_charset(app: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "advised"),
-    [("/chat/completions", True), ("/v1", True), ("/v1/chat", False), ("/api/pull", False), ("/nothing", True)],
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/audio/transcriptions", 404, "unknown_url"),
+        ("POST", "/images/edits", 404, "unknown_url"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", 415, "unsupported_media_type"),
+        ("POST", "/embeddings", 415, "unsupported_media_type"),
+    ],
 )
-def test_who_forgot_the_beginning_of_a_path_is_told(app: Any, path: str, advised: bool) -> None:
-    """Clients put the end of OpenAI's paths behind the address that they were given."""
-    assert advised == ("begin with /v1/" in ask(app, "GET", path).body.decode())
+@pytest.mark.parametrize("headers", [{"content-type": "multipart/form-data; boundary=x"}, {"content-encoding": "gzip"}])
+def test_what_is_not_there_is_said_first(
+    app: Any, method: str, path: str, status: int, code: str, headers: dict[str, str]
+) -> None:
+    """The type of a body matters only where a route takes the request."""
+    envelope(ask(app, method, path, body=b"--x--", headers=headers), status, code)
+
+
+def test_the_prefix_of_openai_paths_may_be_left_out(app: Any) -> None:
+    """Every path under /v1 answers alike without it, errors too; what is served as it is keeps its meaning."""
+    asked: list[tuple[str, str, object]] = [
+        ("GET", "/models", None),
+        ("GET", "/models/none", None),
+        ("POST", "/chat/completions", {**BODY, "seed": 1}),
+        ("POST", "/completions", {"prompt": "x", "seed": 1}),
+        ("POST", "/embeddings", {"input": ""}),
+        ("POST", "/messages", {"messages": []}),
+        ("GET", "/responses/resp_1", None),
+        ("GET", "/chat/completions", None),
+        ("GET", "/capabilities", None),
+    ]
+    for method, path, body in asked:
+        short, full = (ask(app, method, begin + path, json_body=body) for begin in ("", "/v1"))
+        told = [{**answer.json, "id": "", "created": 0, "timings": ""} for answer in (short, full)]
+        assert (full.status, told[1]) == (short.status, told[0]), path
+    assert "Cellar is running" == ask(app, "GET", "/").body.decode()
+    for path in ("/v1", "/v1/v1/models", "/v1/chat", "/chat", "/nothing", "//models", "/Models"):
+        envelope(ask(app, "GET", path), 404, "unknown_url")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "identity"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter
 
 from server.app import create_app
 from server.errors import MESSAGES, OLLAMA
+from server.parsing import StrictRoute
 from server.schemas.models import Model, ModelList
 from server.settings import Settings
 from tests.server.fakes import FakeEngine, ask, settings
@@ -121,6 +123,24 @@ def test_the_document_types_requests_answers_events_and_errors() -> None:
     assert {"application/json", "text/event-stream"} == content.keys()
     assert "choices" in content["text/event-stream"]["itemSchema"]["properties"]["data"]["contentSchema"]["properties"]
     assert not [name for name in defined if "HTTPValidationError" in name]
+
+
+def test_the_document_is_built_once_and_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of a second, in which no stream may stand still."""
+    built, describe = [], StrictRoute.describe
+
+    def watched(route: StrictRoute) -> None:
+        built.append(threading.get_ident())
+        describe(route)
+
+    monkeypatch.setattr(StrictRoute, "describe", watched)
+    served = app()
+
+    first, second = (ask(served, "GET", "/openapi.json") for _ in range(2))
+
+    assert first.body == second.body
+    assert threading.get_ident() not in built
+    assert len(built) == sum(isinstance(route, StrictRoute) for route in served.routes)
 
 
 def test_the_document_has_the_errors_of_each_api() -> None:

@@ -94,6 +94,7 @@ def test_an_answer_has_the_shape_of_openais() -> None:
     response = Response.model_validate(body)
     assert ("completed", "Hello", "fake") == (response.status, response.output_text, response.model)
     assert (0.5, 1.0, {"a": "b"}) == (response.top_p, response.temperature, response.metadata)
+    assert (0.0, 0.0) == (body["presence_penalty"], body["frequency_penalty"])
     assert response.usage is not None
     assert (3, 3, 6) == (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens)
     assert body["id"].startswith("resp_")
