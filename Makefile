@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-CLIENTS := current older evaluation fuzz
+CLIENTS := current older evaluation fuzz openresponses
 FAST := not slow and not gpu and not container
 
 .PHONY: help serve test test-all test-container test-clients check bench train clean

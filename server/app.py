@@ -84,10 +84,20 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     documented.install(app)
     errors.install(app)
     faults.install(app)
-    # The last one added is the outermost.
+    _wrap(app, settings, service.metrics)
+    return app
+
+
+def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
+    """Put the layers around the routes. The last one added is the outermost."""
     app.add_middleware(BodyLimit, limit=settings.caps.body_bytes)
     app.add_middleware(Auth, keys=settings.keys)
-    app.add_middleware(Border, hosts=settings.hosts, metrics=service.metrics, paths=Paths(app.routes))
+    app.add_middleware(
+        Border,
+        hosts=settings.hosts,
+        origins=settings.origins,
+        metrics=metrics,
+        paths=Paths(app.routes),
+    )
     if settings.origins:
         app.add_middleware(Origins, origins=settings.origins)
-    return app

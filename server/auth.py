@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Iterator
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import INVALID_API_KEY, ApiError, reply
@@ -28,7 +28,7 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer that it needs a key."""
-        if scope["type"] != "http" or self._may_pass(scope):
+        if scope["type"] not in ("http", "websocket") or self._may_pass(scope):
             self._name_owner(scope)
             await self.app(scope, receive, send)
             return
@@ -45,7 +45,7 @@ class Auth:
 
     def _name_owner(self, scope: Scope) -> None:
         """Add the name of the key to the request's state, in the scope itself: outer layers read the route there."""
-        presented = list(_presented(scope)) if self._several and scope["type"] == "http" else []
+        presented = list(_presented(scope)) if self._several and scope["type"] in ("http", "websocket") else []
         if len(presented) == 1:
             # Of the digest as much as tells keys apart: it is written down beside what belongs to it.
             scope.setdefault("state", {})[OWNER] = _digest(b"owner " + presented[0]).hex()[:16]
@@ -70,6 +70,6 @@ def _presented(scope: Scope) -> Iterator[bytes]:
             yield key.strip() if scheme.lower() == b"bearer" else b""
 
 
-def owner(request: Request) -> str:
+def owner(request: HTTPConnection) -> str:
     """Whose key a request came with, where there are several; "": there is one, or none."""
     return str(getattr(request.state, OWNER, ""))

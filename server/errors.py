@@ -37,6 +37,7 @@ UNKNOWN_PARAMETER = Kind(400, "invalid_request_error", "unknown_parameter")
 UNSUPPORTED_PARAMETER = Kind(400, "invalid_request_error", "unsupported_parameter")
 UNSUPPORTED_VALUE = Kind(400, "invalid_request_error", "unsupported_value")
 PREVIOUS_RESPONSE_NOT_FOUND = Kind(400, "invalid_request_error", "previous_response_not_found")
+CONNECTION_LIMIT = Kind(400, "invalid_request_error", "websocket_connection_limit_reached")
 UNSATISFIABLE = Kind(400, "invalid_request_error", "unsatisfiable")
 CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
 INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
@@ -84,6 +85,8 @@ _PROMPTS: Mapping[str, str | None] = {
     "/score": None,
 }
 
+# What a WebSocket's handshake is answered, seen in the log only.
+SWITCHING_PROTOCOLS = 101
 # The client has gone and nobody reads the answer; nginx's number, seen in the log only.
 CLIENT_CLOSED = 499
 

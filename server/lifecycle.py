@@ -166,7 +166,10 @@ def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(engine, settings),
         http=strict_protocol(settings.caps),
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=settings.caps.body_bytes,
+        # A compressed message may stand for a thousand times its size.
+        ws_per_message_deflate=False,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import (
     BODY_TOO_LARGE,
     HOST_NOT_ALLOWED,
+    ORIGIN_NOT_ALLOWED,
+    SWITCHING_PROTOCOLS,
     UNSUPPORTED_MEDIA_TYPE,
     ApiError,
     internal,
@@ -31,24 +33,30 @@ logger = logging.getLogger("cellar.http")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 # Asked every few seconds by whoever watches the server.
 _probed = frozenset({"/health", "/ready", "/metrics"})
+# The messages that begin an answer, of HTTP and of WebSockets.
+_openings = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
 
 
 class Border:
     """Gives every request an id, refuses what is not for us, answers 500 in the envelope and logs one line."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str], metrics: Metrics, paths: Paths) -> None:
-        self.app, self.hosts, self.metrics, self.paths = app, frozenset(hosts), metrics, paths
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], metrics: Metrics, paths: Paths
+    ) -> None:
+        self.app, self.hosts, self.origins = app, frozenset(hosts), frozenset(origins)
+        self.metrics, self.paths = metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or pass on what is none."""
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         self.paths.complete(scope)
         answer = _Answer(scope, send)
         try:
             self._check_host(scope)
+            self._check_origin(scope)
             if (fault := _media_fault(scope)) and self.paths.serves(scope):
                 raise ApiError(UNSUPPORTED_MEDIA_TYPE, fault)
             await self.app(scope, receive, answer.send)
@@ -69,6 +77,12 @@ class Border:
             return
         if _host(Headers(scope=scope)) not in self.hosts:
             raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Browsers let every page open WebSockets to any server, and say which page it is."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "websocket" else None
+        if origin is not None and origin.lower() not in self.origins:
+            raise ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host.")
 
 
 class BodyLimit:
@@ -117,8 +131,8 @@ class _Answer:
         scope.setdefault("state", {})["request_id"] = self.id
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
+        if message["type"] in _openings:
+            self.status = message.get("status", SWITCHING_PROTOCOLS)
             headers = [*message.get("headers", []), (b"x-request-id", self.id.encode("ascii"))]
             message = {**message, "headers": headers}
         await self._send(message)
@@ -130,12 +144,13 @@ class _Answer:
         metrics.answered(route, status)
         milliseconds = (time.monotonic() - self._begin) * 1000
         level = logging.DEBUG if route in _probed else logging.INFO
-        logger.log(level, "%s %s %s %d %.1fms", self.id, self._scope["method"], route, status, milliseconds)
+        method = self._scope.get("method", "WEBSOCKET")
+        logger.log(level, "%s %s %s %d %.1fms", self.id, method, route, status, milliseconds)
 
 
 def _media_fault(scope: Scope) -> str:
     """Why the body cannot be read as JSON, by the headers alone; "": nothing is wrong with them."""
-    if scope["method"] not in _methods_with_body:
+    if scope["type"] != "http" or scope["method"] not in _methods_with_body:
         return ""
     headers = Headers(scope=scope)
     if "content-encoding" in headers:

@@ -8,6 +8,8 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 PREFIX = "/v1"
+# Where a connection may become a WebSocket.
+SOCKETS = frozenset({"/v1/responses", "/responses"})
 
 
 class Paths:

@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from server.encoding import dumps
 from server.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
+from server.paths import SOCKETS
 from server.settings import Caps
 from server.teller import CONNECTION
 
@@ -80,7 +81,7 @@ class StrictProtocol(H11Protocol):
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
         self.conn = self._strict = StrictConnection(caps)
         self._caps = caps
-        self.fluent = True
+        self.fluent, self._upgraded = True, False
         self._reading = _Deadline(self.loop, self._too_slow)
         self._writing = _Deadline(self.loop, self._cut)
 
@@ -112,6 +113,14 @@ class StrictProtocol(H11Protocol):
         super().handle_events()
         self._await_client()
 
+    def _should_upgrade(self) -> bool:
+        return self.scope["path"] in SOCKETS and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection on to the protocol of WebSockets, which has its own clocks."""
+        super().handle_websocket_upgrade(event)
+        self._upgraded = True
+
     def pause_writing(self) -> None:
         """The reader takes nothing: give it a while."""
         super().pause_writing()
@@ -130,7 +139,7 @@ class StrictProtocol(H11Protocol):
 
     def _await_client(self) -> None:
         state = self.conn.their_state
-        if self.transport.is_closing():
+        if self._upgraded or self.transport.is_closing():
             self._reading.stop()
         elif state is h11.SEND_BODY:
             self._reading.start("body", self._caps.body_seconds)

@@ -27,6 +27,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 LOST = "The server that worked on this response stopped."
 
@@ -79,7 +80,7 @@ class Archive:
         """All that was given and answered up to the end of a response. ApiError where a part of it is missing."""
         records = await self._store.chain(id, self._owner)
         if not records:
-            raise _missing(f"Previous response with id '{id}' not found.")
+            raise missing_response(id)
         if records[0].previous is not None:
             raise _missing(f"Previous response with id '{id}' goes on from one that is not kept any more.")
         if not all(record.settled for record in records):
@@ -128,6 +129,21 @@ def whole(item: InputItem) -> Item:
     if told["type"] == "reasoning":
         told.setdefault("summary", [])
     return {"id": new_id(_PREFIXES[told["type"]]), "status": "completed", **told}
+
+
+def check_calls(items: Sequence[Item]) -> None:
+    """ApiError at the output of a call that nothing before it makes."""
+    calls: set[object] = set()
+    for item in items:
+        if item["type"] in ("function_call", "custom_tool_call"):
+            calls.add(item["call_id"])
+        elif item["type"].endswith("_call_output") and item["call_id"] not in calls:
+            raise invalid("input", f"no tool call found for the output with call_id '{item['call_id']}'")
+
+
+def missing_response(id: str) -> ApiError:
+    """The error at a previous response that is not kept."""
+    return _missing(f"Previous response with id '{id[:128]}' not found.")
 
 
 def given(record: Record) -> list[Item]:

@@ -10,10 +10,13 @@ from functools import partial
 
 from engine.errors import EngineError, Overloaded
 from server.database import StoreError
-from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid
+from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid, missing
 from server.generation import generate
-from server.responses.archive import Archive, Item, listed, read, whole
+from server.reply import gather
+from server.responses.archive import Archive, Item, check_calls, listed, missing_response, read, whole
+from server.responses.compaction import QUESTION, compaction, summary_request
 from server.responses.comparison import compare
+from server.responses.history import Recent
 from server.responses.items import new_id
 from server.responses.run import Diagnose, Run
 from server.responses.snapshot import as_asked, snapshot
@@ -21,8 +24,8 @@ from server.responses.translation import chat_request, reworded
 from server.responses.truncation import fitting_turn
 from server.responses.writer import SETTLED, Writer
 from server.schemas.response_input import MOST_ITEMS, ReferenceInput
-from server.schemas.response_items import ResponseBody
-from server.schemas.responses import Prompted, ResponseRequest
+from server.schemas.response_items import Compaction, ResponseBody
+from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
 from server.service import Service
 from server.store import LEASE_SECONDS, Store
 from server.turn import Turn, chat_turn
@@ -50,19 +53,22 @@ class Desk:
         desk._archive = None if self._store is None else Archive(self._store, owner)
         return desk
 
-    async def create(self, body: ResponseRequest, warnings: Sequence[str] = ()) -> Run:
+    async def create(self, body: ResponseRequest, warnings: Sequence[str] = (), recent: Recent | None = None) -> Run:
         """Start on a response. ApiError or EngineError for what is wrong with the request, before anything runs.
 
         warnings  of what was left out of the request; the response tells them
+        recent    a response that this one may go on from though the store does not have it
         """
         self._check(body)
         given = await self._given(body)
-        turn = await self._turn(body, await self._items(body, given), new_id("resp"))
+        items = await self._items(body, given, recent)
+        turn = await self._turn(body, items, new_id("resp"))
         response = snapshot(body, turn, stored=body.stored and self._archive is not None)
         if left_out := [*warnings, *turn.warnings]:
             response["warnings"] = left_out
         writer = Writer(response, sealed=body.includes("reasoning.encrypted_content"))
-        run = Run(turn, writer, partial(self._settle, given), await self._diagnose(body.compared, response, turn))
+        diagnose = await self._diagnose(body.compared, response, turn)
+        run = Run(turn, writer, partial(self._settle, given), items, diagnose)
         await self._begin(run, turn, given)
         return run
 
@@ -70,6 +76,20 @@ class Desk:
         """The tokens of the prompt that the body makes."""
         items = await self._items(body, await self._given(body))
         return len((await self._turn(body, items, new_id("resp"))).requests[0].prompt)
+
+    async def compact(self, body: CompactRequest) -> Compaction:
+        """Replace a conversation by the summary that the model writes; nothing of it is kept."""
+        items = await self._items(body, await self._given(body))
+        if not items:
+            raise missing("input")
+        asked = summary_request(body, self._service.engine.info.context)
+        turn = await self._turn(asked, [*items, QUESTION], new_id("resp"))
+        try:
+            async with generate(self._service, turn.requests, "responses") as events:
+                [reply] = await gather(turn, events)
+        except EngineError as error:
+            raise reworded(error) from error
+        return compaction(turn, items, reply)
 
     def running(self, id: str) -> Run | None:
         """The run of a response that is being made here."""
@@ -144,19 +164,34 @@ class Desk:
             message = f"Invalid value for '{name}': this server keeps no responses; see --store."
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
-    async def _given(self, body: Prompted) -> list[Item]:
+    async def _given(self, body: Prompted | CompactRequest) -> list[Item]:
         """What the client sent, as it is kept."""
         items = listed(body.input)
         if any(isinstance(item, ReferenceInput) for item in items):
             return await self._kept.referred(items)
         return [whole(item) for item in items]
 
-    async def _items(self, body: Prompted, given: Sequence[Item]) -> list[Item]:
+    async def _items(
+        self, body: Prompted | CompactRequest, given: Sequence[Item], recent: Recent | None = None
+    ) -> list[Item]:
         """What the response is made from: all that was said before, and what the client sent."""
-        before = [] if body.previous_response_id is None else await self._kept.history(body.previous_response_id)
+        before = await self._before(body.previous_response_id, recent)
         if len(before) + len(given) > MOST_ITEMS:
             raise invalid("input", f"with what was said before it has more than {MOST_ITEMS} items")
-        return [*before, *given]
+        items = [*before, *given]
+        if body.previous_response_id is not None:
+            check_calls(items)
+        return items
+
+    async def _before(self, previous: str | None, recent: Recent | None) -> list[Item]:
+        if previous is None:
+            return []
+        if recent is not None and previous == recent.id:
+            return list(recent.items)
+        # Over a connection OpenAI answers the same whether nothing is kept or this is not.
+        if self._archive is None and recent is not None:
+            raise missing_response(previous)
+        return await self._kept.history(previous)
 
     async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> Turn:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from server.errors import invalid
 from server.responses.sealed import unseal
@@ -12,6 +13,7 @@ from server.schemas.content import TextPart
 from server.schemas.response_input import (
     CallInput,
     CallOutputInput,
+    CompactionInput,
     CustomCallInput,
     CustomOutputInput,
     InputItem,
@@ -24,6 +26,20 @@ from server.schemas.response_input import (
 from server.schemas.tools import CalledCustom, CalledFunction, CustomCall, FunctionCall, ToolCall
 
 Part = InputTextPart | OutputTextPart | RefusalPart
+
+# Asked for behind a conversation that is to be compacted, and again before the answer when that comes back.
+SUMMARISE = (
+    "Summarise our conversation so far, so that it can go on from your summary alone. Keep names, numbers, decisions, "
+    "open questions, tasks that are not done, and the results of tools. Write nothing but the summary."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The latest response of a connection, with everything it was made from and answered."""
+
+    id: str = ""
+    items: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,7 +60,7 @@ class _Turn:
 
 
 def messages(instructions: str | None, items: Iterable[InputItem]) -> list[Message]:
-    """The conversation. ApiError at a reasoning that cannot be read."""
+    """The conversation. ApiError at a reasoning or a compaction that cannot be read."""
     said = [] if instructions is None else [Message(role="developer", content=instructions)]
     turn = _Turn()
     for item in items:
@@ -60,6 +76,9 @@ def messages(instructions: str | None, items: Iterable[InputItem]) -> list[Messa
                 turn.text.append(_content(item.content))
             case MessageInput():
                 said.append(Message(role=item.role, content=_content(item.content)))
+            case CompactionInput():
+                said.append(Message(role="user", content=SUMMARISE))
+                turn.text.append(_opened("a compaction", item.encrypted_content))
             case CallOutputInput() | CustomOutputInput():
                 said.append(Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
     said.extend(_whole(turn))
@@ -87,10 +106,14 @@ def _reasoning(item: ReasoningInput) -> list[str]:
         return [part.text for part in item.content]
     if item.encrypted_content is None:
         return []
+    return [_opened("a reasoning", item.encrypted_content)]
+
+
+def _opened(what: str, sealed: str) -> str:
     try:
-        return [unseal(item.encrypted_content)]
+        return unseal(sealed)
     except ValueError as error:
-        raise invalid("input", f"'encrypted_content' of a reasoning cannot be read, {error}") from error
+        raise invalid("input", f"'encrypted_content' of {what} cannot be read, {error}") from error
 
 
 def _call(item: CallInput | CustomCallInput) -> ToolCall:

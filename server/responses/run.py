@@ -31,16 +31,21 @@ logger = logging.getLogger("cellar.http")
 # Keeps a response with its events, before anybody sees the last of them.
 Keep = Callable[[ResponseBody, Sequence[bytes]], Awaitable[None]]
 Diagnose = Callable[[int], CacheDiagnostics]
+Item = dict[str, Any]
 
 
 class Run:
     """`keep` is called once, when the response is settled, unless its client left before.
 
+    items     all that the response is made from
     diagnose  the use of the cache explained, from the number of cached tokens; None where nobody asked
     """
 
-    def __init__(self, turn: Turn, writer: Writer, keep: Keep, diagnose: Diagnose | None = None) -> None:
+    def __init__(
+        self, turn: Turn, writer: Writer, keep: Keep, items: Sequence[Item] = (), diagnose: Diagnose | None = None
+    ) -> None:
         self._turn, self._writer, self._keep, self._diagnose = turn, writer, keep, diagnose
+        self.items = items
         self._frames: list[bytes] = []
         self._changed = asyncio.Event()
         self._admission = AsyncExitStack()
@@ -52,6 +57,11 @@ class Run:
     def response(self) -> ResponseBody:
         """The response as it stands."""
         return self._writer.response
+
+    @property
+    def output(self) -> list[Item]:
+        """The items of the answer so far."""
+        return [dict(item) for item in self.response["output"]]
 
     @property
     def frames(self) -> Sequence[bytes]:
@@ -146,7 +156,7 @@ class Run:
         raise AssertionError("the engine ends every stream with Finished or Failed")
 
     def _end(self, ended: Ended) -> Iterable[ResponseEvent]:
-        usage = _usage(ended.finished, ended.reasoning_tokens)
+        usage = response_usage(ended.finished, ended.reasoning_tokens)
         diagnostics = self._diagnose and self._diagnose(ended.finished.usage.cached_tokens)
         return self._writer.end("incomplete" if ended.reason == "length" else "completed", usage, diagnostics)
 
@@ -171,7 +181,8 @@ def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
     return [named_frame(event) for event in events]
 
 
-def _usage(finished: Finished, reasoning: int) -> ResponseUsage:
+def response_usage(finished: Finished, reasoning: int) -> ResponseUsage:
+    """The cost of one generation under the names of this API."""
     cost = finished.usage
     return ResponseUsage(
         input_tokens=cost.prompt_tokens,

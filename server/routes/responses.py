@@ -1,11 +1,11 @@
-"""/v1/responses: create, read, stream again, cancel, delete, and count the tokens of an input."""
+"""/v1/responses: create, read, stream again, cancel, delete, compact, count the tokens of an input; WebSockets."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Annotated, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request, WebSocket
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,9 +17,17 @@ from server.lenient import warnings
 from server.responses.archive import Item
 from server.responses.desk import Desk
 from server.responses.run import Run
+from server.responses.session import Session
 from server.routes.documented import RESPONSES, streamed
-from server.schemas.response_items import InputItems, InputTokens, ResponseBody, ResponseDeleted, ResponseEvent
-from server.schemas.responses import Prompted, ResponseRequest
+from server.schemas.response_items import (
+    Compaction,
+    InputItems,
+    InputTokens,
+    ResponseBody,
+    ResponseDeleted,
+    ResponseEvent,
+)
+from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
 from server.service import Service
 from server.settings import Caps
 from server.sse import send_frames
@@ -37,6 +45,11 @@ def add(app: FastAPI, service: Service) -> Desk:
     desk = Desk(service, open_store(service.settings.store))
     _add_makers(app, desk, service.settings.caps)
     _add_readers(app, desk, service.settings.caps)
+
+    @app.websocket(PATH)
+    async def converse(socket: WebSocket) -> None:
+        await Session(socket, desk.of(owner(socket)), service.settings.caps).serve()
+
     return desk
 
 
@@ -54,6 +67,15 @@ def _add_makers(app: FastAPI, desk: Desk, caps: Caps) -> None:
     async def count_input_tokens(body: Prompted, request: Request) -> Response:
         """Count the tokens of the prompt that an input makes."""
         return Json(InputTokens(object="response.input_tokens", input_tokens=await desk.of(owner(request)).count(body)))
+
+    @app.post(f"{PATH}/compact", responses={**RESPONSES, 200: {"model": Compaction}})
+    async def compact_conversation(body: CompactRequest, request: Request) -> Response:
+        """Replace a conversation by items that take less of the context: the served model writes a summary."""
+
+        async def work() -> Response:
+            return Json(await desk.of(owner(request)).compact(body))
+
+        return await unless_gone(request, work())
 
     @app.post(f"{PATH}/{{response_id}}/cancel", responses={**RESPONSES, 200: {"model": ResponseBody}})
     async def cancel_response(response_id: str, request: Request) -> Response:

@@ -159,6 +159,15 @@ class ReasoningInput(Strict):
     status: Status | None = None
 
 
+class CompactionInput(Strict):
+    """What /v1/responses/compact made of a conversation."""
+
+    type: Literal["compaction"]
+    id: Label | None = None
+    encrypted_content: str
+    status: Status | None = None
+
+
 class ReferenceInput(Strict):
     """An item that is in the store."""
 
@@ -180,11 +189,12 @@ InputItem = Annotated[
     | Annotated[CustomCallInput, Tag("custom_tool_call")]
     | Annotated[CustomOutputInput, Tag("custom_tool_call_output")]
     | Annotated[ReasoningInput, Tag("reasoning")]
+    | Annotated[CompactionInput, Tag("compaction")]
     | Annotated[ReferenceInput, Tag("item_reference")],
     Discriminator(
         _kind,
         custom_error_type="unsupported_value",
-        custom_error_message="this server has messages, tools and reasoning, no items of this type",
+        custom_error_message="this server has messages, tools, reasoning and compactions, no items of this type",
     ),
 ]
 

@@ -71,6 +71,14 @@ class CustomCallItem(TypedDict):
     input: str
 
 
+class CompactionItem(TypedDict):
+    """A conversation in short, to be sent back in its place."""
+
+    id: str
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
@@ -268,6 +276,16 @@ class ErrorEvent(TypedDict):
 
 
 ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent | InputEvent | ErrorEvent
+
+
+class Compaction(TypedDict):
+    """What a conversation becomes: its system messages as they were, and the rest in short."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, object] | CompactionItem]
+    usage: ResponseUsage
 
 
 class ResponseDeleted(TypedDict):

@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens: the requests."""
+"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact: the requests."""
 
 from __future__ import annotations
 
@@ -238,6 +238,18 @@ class ResponseRequest(Prompted):
     def includes(self, what: Include) -> bool:
         """Whether the answer is to have this, which is left out otherwise."""
         return what in (self.include or ())
+
+
+class CompactRequest(Strict):
+    """A conversation to be replaced by a summary of it; `instructions` go before it as those of a response do."""
+
+    documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
+
+    model: str
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    prompt_cache_key: Label | None = None
 
 
 def plain(model: Strict) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The page is written only where all environments are named: it would lose the rows of the others.
 
 python -m tests.clients current=.venv/clients-current older=.venv/clients-older evaluation=.venv/clients-evaluation \
-    fuzz=.venv/clients-fuzz
+    fuzz=.venv/clients-fuzz openresponses=.venv/clients-openresponses
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PACKAGES = {
     "test_lm_eval": "lm-eval",
     "test_ollama": "ollama",
     "test_openai": "openai",
+    "test_openresponses": "openresponses-types",
     "test_pydantic_ai": "pydantic-ai-slim",
     "test_schemathesis": "schemathesis",
 }

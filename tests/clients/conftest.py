@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 URL = os.environ.get("CELLAR_CLIENTS_URL")
-collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*"]
+collect_ignore_glob = [] if URL else ["current/*", "older/*", "evaluation/*", "fuzz/*", "openresponses/*"]
 
 
 @pytest.fixture(scope="session")

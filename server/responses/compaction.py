@@ -1,0 +1,44 @@
+"""A conversation as the summary that the served model writes of it: /v1/responses/compact.
+
+The model is asked for the summary behind the conversation, and later sees that question and its answer in place of what
+they stand for. So the messages alternate as before, whatever the template; system messages stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from server.errors import GENERATION_FAILED, ApiError
+from server.reply import Reply
+from server.responses.history import SUMMARISE
+from server.responses.items import new_id
+from server.responses.run import response_usage
+from server.responses.sealed import seal
+from server.responses.truncation import SYSTEM
+from server.schemas.response_items import Compaction, CompactionItem
+from server.schemas.responses import CompactRequest, ResponseRequest
+from server.turn import Turn
+
+# The part of the context that a summary may take.
+SHARE = 4
+QUESTION = {"type": "message", "role": "user", "content": SUMMARISE}
+
+
+def summary_request(body: CompactRequest, context: int) -> ResponseRequest:
+    """The request for the summary, but for the conversation."""
+    asked = {"model": body.model, "instructions": body.instructions, "prompt_cache_key": body.prompt_cache_key}
+    return ResponseRequest.model_validate({**asked, "temperature": 0, "max_output_tokens": max(context // SHARE, 1)})
+
+
+def compaction(turn: Turn, items: Sequence[dict[str, Any]], reply: Reply) -> Compaction:
+    """What the conversation becomes; ApiError where the model wrote nothing."""
+    text = reply.text.strip()
+    if not text:
+        raise ApiError(GENERATION_FAILED, "The model wrote no summary of this conversation.")
+    summary = CompactionItem(id=new_id("cmp"), type="compaction", encrypted_content=seal(text))
+    kept = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM]
+    usage = response_usage(reply.ended.finished, reply.ended.reasoning_tokens)
+    return Compaction(
+        id=turn.id, object="response.compaction", created_at=turn.created, output=[*kept, summary], usage=usage
+    )

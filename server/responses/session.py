@@ -1,0 +1,149 @@
+"""WebSocket mode of /v1/responses: requests in turns on one connection, their events as one JSON text each.
+
+The connection keeps its latest response with all items, so that a chain goes on without a store. A second request waits
+for the end of the first; a client that leaves cancels what is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+
+import anyio.to_thread
+from pydantic import ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from engine.errors import EngineError
+from server.encoding import dumps
+from server.errors import CONNECTION_LIMIT, ApiError, internal, invalid, translate
+from server.faults import first_fault
+from server.parsing import LARGE_BODY_BYTES, loads
+from server.responses.desk import Desk
+from server.responses.history import Recent
+from server.responses.run import Run
+from server.schemas.responses import ResponseRequest
+from server.settings import Caps
+
+logger = logging.getLogger("cellar.http")
+
+PATH = "/v1/responses"
+CREATE = "response.create"
+# OpenAI's limit; clients connect anew and go on.
+SESSION_SECONDS = 3600.0
+# Requests of one connection that wait for the one that runs.
+MOST_WAITING = 4
+# From RFC 6455: the message breaks a rule of the endpoint; try again later.
+BROKEN_RULE, TRY_LATER = 1008, 1013
+
+
+class Session:
+    """One connection, from its handshake to its end."""
+
+    def __init__(self, socket: WebSocket, desk: Desk, caps: Caps) -> None:
+        self._socket, self._desk, self._caps = socket, desk, caps
+        self._recent = Recent()
+
+    async def serve(self) -> None:
+        """Answer requests until the client leaves or the time of the connection is over."""
+        await self._socket.accept()
+        waiting: asyncio.Queue[str] = asyncio.Queue(MOST_WAITING)
+        tasks = {asyncio.create_task(self._read(waiting)), asyncio.create_task(self._work(waiting))}
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=SESSION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not done:
+            await self._refuse(ApiError(CONNECTION_LIMIT, "A connection lasts 60 minutes. Connect anew to go on."))
+            await self._close(TRY_LATER)
+
+    async def _read(self, waiting: asyncio.Queue[str]) -> None:
+        """Take messages as they come: one who does not read sees neither pongs nor the client leaving."""
+        with suppress(WebSocketDisconnect, KeyError, asyncio.QueueFull):
+            while True:
+                waiting.put_nowait(await self._socket.receive_text())
+        await self._close(BROKEN_RULE)
+
+    async def _work(self, waiting: asyncio.Queue[str]) -> None:
+        with suppress(WebSocketDisconnect, TimeoutError):
+            while True:
+                await self._answer(await waiting.get())
+
+    async def _answer(self, text: str) -> None:
+        """One response, or the error event that stands for it."""
+        body: ResponseRequest | None = None
+        try:
+            body = await _read_request(text)
+            run = await self._desk.create(body, recent=self._recent)
+        except (ApiError, EngineError) as error:
+            self._forget(body)
+            await self._refuse(error)
+        except Exception:
+            # Nobody stands above this task: the border of the HTTP side is here.
+            logger.exception("a request over a WebSocket failed")
+            await self._refuse(internal())
+        else:
+            await self._tell(run, body)
+
+    async def _tell(self, run: Run, body: ResponseRequest) -> None:
+        try:
+            async with aclosing(run.follow()) as frames:
+                async for frame in frames:
+                    for event in _events(frame):
+                        await self._send(event)
+        finally:
+            await run.leave()
+        if run.error is not None:
+            self._forget(body)
+        else:
+            self._recent = Recent(run.response["id"], (*run.items, *run.output))
+
+    def _forget(self, body: ResponseRequest | None) -> None:
+        """A chain whose continuation failed has to begin anew, as at OpenAI."""
+        if body is not None and body.previous_response_id == self._recent.id:
+            self._recent = Recent()
+
+    async def _refuse(self, error: ApiError | EngineError) -> None:
+        told = error if isinstance(error, ApiError) else translate(error, PATH)
+        with suppress(WebSocketDisconnect, TimeoutError):
+            await self._send(dumps({"type": "error", "status": told.kind.status, **told.body}).decode())
+
+    async def _send(self, event: str) -> None:
+        async with asyncio.timeout(self._caps.write_seconds):
+            await self._socket.send_text(event)
+
+    async def _close(self, code: int) -> None:
+        # RuntimeError: it is closed already.
+        with suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
+            async with asyncio.timeout(self._caps.write_seconds):
+                await self._socket.close(code)
+
+
+async def _read_request(text: str) -> ResponseRequest:
+    data = text.encode()
+    return await anyio.to_thread.run_sync(_request, data) if len(data) > LARGE_BODY_BYTES else _request(data)
+
+
+def _request(data: bytes) -> ResponseRequest:
+    """The body of a `response.create` event; ApiError at anything else."""
+    body = loads(data)
+    if body.pop("type", None) != CREATE:
+        raise invalid("type", f"it must be '{CREATE}'")
+    if body.get("stream") is False or body.get("background"):
+        name = "background" if body.get("background") else "stream"
+        raise invalid(name, "over a WebSocket every response is told as it is made")
+    try:
+        return ResponseRequest.model_validate({**body, "stream": True})
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise first_fault(faults, body) from error
+
+
+def _events(frames: bytes) -> Iterator[str]:
+    """The JSON of server-sent events."""
+    for frame in frames.split(b"\n\n"):
+        if frame:
+            yield frame.partition(b"\ndata: ")[2].decode()

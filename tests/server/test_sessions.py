@@ -1,0 +1,320 @@
+"""WebSocket mode of /v1/responses: who may connect, how requests follow each other, what a connection remembers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from socket import create_connection
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from engine.types import Delta, Event, Failed, Request, Started
+from server.responses import session
+from tests.server.fakes import WORDS, FakeEngine, Gate, finished, serve_in_thread, settings
+from tests.server.wire import exchange as raw
+from tests.server.wire import get, post, status
+
+PATIENCE_SECONDS = 20.0
+PAGE = "https://chat.example.org"
+TERMINAL = ("response.completed", "response.failed", "response.incomplete", "error")
+
+
+@contextmanager
+def connected(port: int, path: str = "/v1/responses", **headers: str) -> Iterator[ClientConnection]:
+    """A WebSocket to the server; header names have hyphens where the arguments have underscores."""
+    host = headers.pop("Host", "127.0.0.1")
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    line = create_connection(("127.0.0.1", port))
+    with connect(f"ws://{host}{path}", sock=line, additional_headers=sent, compression=None) as socket:
+        yield socket
+
+
+def create(socket: ClientConnection, **body: Any) -> None:
+    """Ask for a response that is not kept, unless the body says so."""
+    socket.send(json.dumps({"type": "response.create", "store": False, **body}))
+
+
+def turn(socket: ClientConnection, **body: Any) -> list[Any]:
+    """All events of one response."""
+    create(socket, **body)
+    return heard(socket)
+
+
+def heard(socket: ClientConnection) -> list[Any]:
+    """The events up to a terminal one."""
+    events: list[Any] = []
+    while not events or events[-1]["type"] not in TERMINAL:
+        events.append(json.loads(socket.recv(PATIENCE_SECONDS)))
+    return events
+
+
+def drain(socket: ClientConnection) -> None:
+    """Read until the connection ends."""
+    while True:
+        socket.recv(PATIENCE_SECONDS)
+
+
+def refusal(socket: ClientConnection, **body: Any) -> tuple[int, str, str | None]:
+    """Status, code and field of the only event."""
+    [event] = turn(socket, **body)
+    return event["status"], event["error"]["code"], event["error"]["param"]
+
+
+def conversation(engine: FakeEngine) -> list[str]:
+    """The texts of the last prompt."""
+    return [message["content"] for message in engine.tokenizer.rendered[-1]["messages"]]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, int]]:
+    engine = FakeEngine()
+    with serve_in_thread(engine) as port:
+        yield engine, port
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[int]:
+    """A server with two keys, and an origin whose pages may connect."""
+    with serve_in_thread(FakeEngine(), settings(keys=("one", "two"), allowed_hosts=(PAGE,))) as port:
+        yield port
+
+
+def test_a_turn_is_the_stream_of_the_same_request(served: tuple[FakeEngine, int]) -> None:
+    """The events of server-sent events, one message each and nothing behind the terminal one."""
+    _, port = served
+    with connected(port) as socket:
+        events = turn(socket, input="hi", stream=True)
+    streamed = raw(port, post("/v1/responses", {"input": "hi", "stream": True, "store": False}, "Connection: close"))
+
+    assert [event["type"] for event in events] == [
+        line.removeprefix(b"event: ").strip().decode() for line in streamed.split(b"\n") if line.startswith(b"event: ")
+    ]
+    assert list(range(len(events))) == [event["sequence_number"] for event in events]
+    assert "".join(WORDS) == events[-1]["response"]["output"][0]["content"][0]["text"]
+
+
+def test_a_connection_goes_on_from_its_latest_response(served: tuple[FakeEngine, int]) -> None:
+    """Without a store: the history of a chain is on the connection, and nowhere else."""
+    engine, port = served
+    with connected(port) as socket:
+        first = turn(socket, input="one")[-1]["response"]
+        second = turn(socket, input="two", previous_response_id=first["id"])[-1]["response"]
+        said = conversation(engine)
+        gone = refusal(socket, input="x", previous_response_id=first["id"])
+        turn(socket, input="three", previous_response_id=second["id"])
+
+    assert ["one", "".join(WORDS), "two"] == said
+    assert (400, "previous_response_not_found", "previous_response_id") == gone
+    assert 5 == len(conversation(engine))
+    with connected(port) as socket:
+        assert gone == refusal(socket, input="x", previous_response_id=second["id"])
+        assert "response.completed" == turn(socket, input="anew")[-1]["type"]
+
+
+def test_what_is_stored_is_found_by_every_connection(served: tuple[FakeEngine, int]) -> None:
+    """With store=true a chain goes on anywhere."""
+    _, port = served
+    with connected(port) as socket:
+        kept = turn(socket, input="one", store=True)[-1]["response"]
+    with connected(port) as socket:
+        later = turn(socket, input="two", previous_response_id=kept["id"])[-1]["response"]
+
+    assert kept["id"] == later["previous_response_id"]
+    assert 200 == status(raw(port, get(f"/v1/responses/{kept['id']}", "Connection: close")))
+
+
+def test_a_chain_whose_continuation_failed_begins_anew(served: tuple[FakeEngine, int]) -> None:
+    """A request that is refused, or breaks, leaves nothing to go on from; another response's does no harm."""
+    _, port = served
+    orphan = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
+    with connected(port) as socket:
+        first = turn(socket, input="one")[-1]["response"]["id"]
+        assert 400 == refusal(socket, input="x", previous_response_id="resp_other")[0]
+        assert "response.completed" == turn(socket, input="two", previous_response_id=first)[-1]["type"]
+        second = turn(socket, input="three")[-1]["response"]["id"]
+        refused = refusal(socket, input=[orphan], previous_response_id=second)
+        again = refusal(socket, input="x", previous_response_id=second)
+
+    assert (400, "invalid_value", "input") == refused
+    assert "previous_response_not_found" == again[1]
+
+
+def test_a_generation_that_breaks_ends_its_chain() -> None:
+    """The events tell of it, and the connection takes the next request."""
+    scripts = iter([[finished], [Failed("broken")], [finished]])
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 0, 7)
+        for event in next(scripts):
+            yield event if isinstance(event, Failed) else event(request)
+
+    with serve_in_thread(FakeEngine(script)) as port, connected(port) as socket:
+        first = turn(socket, input="one")[-1]["response"]["id"]
+        broken = turn(socket, input="two", previous_response_id=first)
+        assert "response.failed" == heard(socket)[-1]["type"]
+        assert "previous_response_not_found" == refusal(socket, input="x", previous_response_id=first)[1]
+        assert "response.completed" == turn(socket, input="three")[-1]["type"]
+
+    assert "error" == broken[-1]["type"]
+
+
+def test_requests_of_a_connection_wait_for_each_other() -> None:
+    """Their events never mix; one connection's do not wait for another's."""
+    gate = Gate()
+
+    def script(request: Request) -> Iterator[Event | Gate]:
+        yield Started(len(request.prompt), 0, 7)
+        if b"slow" in bytes(request.prompt):
+            yield gate
+        yield Delta("x", (1,))
+        yield finished(request)
+
+    with serve_in_thread(FakeEngine(script)) as port, connected(port) as socket, connected(port) as other:
+        create(socket, input="slow")
+        create(socket, input="quick")
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        assert "response.completed" == turn(other, input="quick")[-1]["type"]
+        gate.open()
+        first, second = heard(socket), heard(socket)
+
+    assert 1 == len({event["response"]["id"] for event in first if "response" in event})
+    assert ["response.completed"] * 2 == [first[-1]["type"], second[-1]["type"]]
+    assert 0 == second[0]["sequence_number"]
+
+
+def test_a_client_that_leaves_cancels_what_runs() -> None:
+    """As with a stream over HTTP."""
+    gate = Gate()
+    engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
+    with serve_in_thread(engine) as port:
+        with connected(port) as socket:
+            create(socket, input="hi")
+            assert gate.reached.wait(PATIENCE_SECONDS)
+            assert not engine.left.is_set()
+
+        assert engine.left.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "param"),
+    [
+        ("{", "invalid_json", None),
+        ("[]", "invalid_value", None),
+        ('{"input": "hi"}', "invalid_value", "type"),
+        ('{"type": "response.cancel"}', "invalid_value", "type"),
+        ('{"type": "response.create"}', "invalid_value", "input"),
+        ('{"type": "response.create", "input": "hi", "nothing": 1}', "unknown_parameter", "nothing"),
+        ('{"type": "response.create", "input": "hi", "stream": false}', "invalid_value", "stream"),
+        ('{"type": "response.create", "input": "hi", "background": true}', "invalid_value", "background"),
+        ('{"type": "response.create", "input": "hi", "model": "other"}', "model_not_found", "model"),
+        ('{"type": "response.create", "input": "hi", "temperature": 9}', "invalid_value", "temperature"),
+    ],
+)
+def test_what_is_no_request_is_answered_and_the_connection_lives(
+    served: tuple[FakeEngine, int], text: str, code: str, param: str | None
+) -> None:
+    """An error event with status, code and field."""
+    with connected(served[1]) as socket:
+        socket.send(text)
+        [event] = heard(socket)
+
+        assert ("error", code, param) == (event["type"], event["error"]["code"], event["error"]["param"])
+        assert event["status"] in (400, 404)
+        assert "response.completed" == turn(socket, input="hi")[-1]["type"]
+
+
+def test_messages_that_are_no_text_or_too_many_or_too_large_end_the_connection() -> None:
+    """1008 and 1009; what runs is cancelled."""
+    gate = Gate()
+    engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
+    with serve_in_thread(engine, settings(caps={"body_bytes": 1000})) as port:
+        for message, count, code in ((b"{}", 1, 1008), ("x" * 1001, 1, 1009), ("", session.MOST_WAITING + 1, 1008)):
+            with connected(port) as socket:
+                if not message:
+                    create(socket, input="hi")
+                    assert gate.reached.wait(PATIENCE_SECONDS)
+                for _ in range(count):
+                    socket.send(message)
+                with pytest.raises(ConnectionClosed) as closed:
+                    drain(socket)
+            assert closed.value.rcvd is not None
+            assert code == closed.value.rcvd.code
+
+
+def test_a_connection_that_waits_is_kept() -> None:
+    """The deadlines for heads and bodies of HTTP end with the handshake."""
+    caps = {"body_seconds": 0.1, "head_seconds": 0.1}
+    with serve_in_thread(FakeEngine(), settings(caps=caps)) as port, connected(port) as socket:
+        with pytest.raises(TimeoutError):
+            socket.recv(0.4)
+
+        assert "response.completed" == turn(socket, input="hi")[-1]["type"]
+
+
+def test_a_connection_lasts_only_so_long(served: tuple[FakeEngine, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is told, so that clients connect anew."""
+    monkeypatch.setattr(session, "SESSION_SECONDS", 0.05)
+    with connected(served[1]) as socket:
+        [event] = heard(socket)
+        with pytest.raises(ConnectionClosed):
+            socket.recv(PATIENCE_SECONDS)
+
+    assert "websocket_connection_limit_reached" == event["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"Authorization": "Bearer one"}, 101),
+        ({"Authorization": "Bearer one", "Origin": PAGE}, 101),
+        ({"x_api_key": "two"}, 101),
+        ({}, 401),
+        ({"Authorization": "Bearer three"}, 401),
+        ({"Authorization": "Bearer one", "Origin": "https://evil.example"}, 403),
+        ({"Authorization": "Bearer one", "Origin": "null"}, 403),
+        ({"Authorization": "Bearer one", "Host": "evil.example"}, 421),
+    ],
+)
+def test_a_handshake_needs_what_a_request_needs(keyed: int, headers: dict[str, str], expected: int) -> None:
+    """A key and our host; and no page of another site, for browsers let any page connect."""
+    if expected == 101:
+        with connected(keyed, **headers) as socket:
+            assert "response.completed" == turn(socket, input="hi")[-1]["type"]
+        return
+    with pytest.raises(InvalidStatus) as refused, connected(keyed, **headers):
+        pass
+
+    assert expected == refused.value.response.status_code
+    assert "error" in json.loads(refused.value.response.body or b"")
+
+
+def test_keys_do_not_share_what_is_stored(keyed: int) -> None:
+    """A response belongs to the key of its connection."""
+    with connected(keyed, Authorization="Bearer one") as socket:
+        kept = turn(socket, input="hi", store=True)[-1]["response"]["id"]
+        assert "response.completed" == turn(socket, input="x", previous_response_id=kept)[-1]["type"]
+    with connected(keyed, Authorization="Bearer two") as socket:
+        assert "previous_response_not_found" == refusal(socket, input="x", previous_response_id=kept)[1]
+
+
+def test_without_a_store_a_chain_lives_on_its_connection() -> None:
+    """`--store none` takes no more than the default store does with store=false."""
+    with serve_in_thread(FakeEngine(), settings(store="none")) as port, connected(port) as socket:
+        first = turn(socket, input="one")[-1]["response"]["id"]
+        assert "response.completed" == turn(socket, input="two", previous_response_id=first)[-1]["type"]
+        assert "previous_response_not_found" == refusal(socket, input="x", previous_response_id=first)[1]
+
+
+def test_a_connection_is_one_line_in_the_log(served: tuple[FakeEngine, int], caplog: pytest.LogCaptureFixture) -> None:
+    """With its route and 101, when it is over; without /v1 in the URL too."""
+    with caplog.at_level(logging.INFO, "cellar.http"):
+        with connected(served[1], "/responses") as socket:
+            turn(socket, input="hi")
+        raw(served[1], get("/health", "Connection: close"))
+
+    assert [True] == ["WEBSOCKET /v1/responses 101" in line for line in caplog.messages if "WEBSOCKET" in line]
