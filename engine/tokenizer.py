@@ -88,6 +88,17 @@ class Tokenizer:
         with self._lock:
             return self._encode(text, special=add_special)
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """The tokens of a text for the model, of one that cannot fit those of its beginning: more than fit anyway.
+
+        Raises InvalidRequest.
+        """
+        # What `_check_length` takes, in whole characters.
+        most = 4 * self._longest * self._context - 1
+        beginning = _well_formed(text, "prompt").encode()[:most].decode(errors="ignore")
+        with self._lock:
+            return self._encode(beginning, special=True)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too; raises InvalidRequest for numbers that are none."""
         with self._lock:

@@ -13,6 +13,7 @@ from server.tools import Offer, offer
 # The names that templates have for whether the model thinks at all.
 SWITCHES = ("enable_thinking", "thinking")
 BUDGETS = ("thinking_token_budget", "thinking_budget_tokens")
+UNREAD = "its chat template does not read it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,14 @@ class Ability:
     offer      the tools that it may call
     budget     of tokens to reason in; None: no limit
     missing    what it cannot do
+    warnings   of what it was asked for and takes no notice of
     """
 
     arguments: dict[str, object]
     offer: Offer
     budget: int | None
     missing: tuple[ApiError, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def ability(body: ChatRequest, dialect: Dialect, named: Collection[str]) -> Ability:
@@ -39,31 +42,43 @@ def ability(body: ChatRequest, dialect: Dialect, named: Collection[str]) -> Abil
         offer=offered if dialect.calls else Offer(),
         budget=_budget(body)[1] if dialect.reasons else None,
         missing=tuple(_missing(body, dialect, named, offered)),
+        warnings=tuple(_warnings(body, dialect, named)),
     )
 
 
 def unable(dialect: Dialect, named: Collection[str]) -> dict[str, str]:
     """The parameters that a model cannot honour, and why."""
-    unread = "its chat template does not read it"
-    effort = {} if {"reasoning_effort", *SWITCHES} & set(named) else {"reasoning_effort": unread}
-    verbosity = {} if "verbosity" in named else {"verbosity": unread}
+    verbosity = {} if "verbosity" in named else {"verbosity": UNREAD}
     calls = {} if dialect.calls else dict.fromkeys(("tools", "functions"), "its chat template has no calls")
+    return {**verbosity, **calls}
+
+
+def unheeded(dialect: Dialect, named: Collection[str]) -> dict[str, str]:
+    """The parameters that are accepted and change nothing with a model, and why: clients send them with every model."""
+    effort = {} if {"reasoning_effort", *SWITCHES} & set(named) else {"reasoning_effort": UNREAD}
     budget = {} if dialect.reasons else dict.fromkeys(BUDGETS, "it writes no reasoning")
-    return {**effort, **verbosity, **calls, **budget}
+    return {**effort, **budget}
 
 
 def _missing(body: ChatRequest, dialect: Dialect, named: Collection[str], offered: Offer) -> Iterator[ApiError]:
     # What OpenAI does unasked is no wish.
     verbosity = None if body.verbosity == "medium" else body.verbosity
     wishes = {
-        "reasoning_effort": body.reasoning_effort,
         "verbosity": verbosity,
         "functions" if offered.legacy else "tools": offered.tools or None,
-        _budget(body)[0]: _budget(body)[1],
     }
     for field, reason in unable(dialect, named).items():
         if wishes.get(field) is not None:
             yield unsupported(field, reason)
+
+
+def _warnings(body: ChatRequest, dialect: Dialect, named: Collection[str]) -> Iterator[str]:
+    # Where nothing is reasoned, neither no effort nor a budget of 0 asks for anything.
+    effort = None if body.reasoning_effort == "none" and not dialect.reasons else body.reasoning_effort
+    wishes = {"reasoning_effort": effort, _budget(body)[0]: _budget(body)[1] or None}
+    for field, reason in unheeded(dialect, named).items():
+        if wishes.get(field) is not None:
+            yield unsupported(field, reason).message
 
 
 def _told(body: ChatRequest, named: Collection[str]) -> dict[str, object]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -25,6 +27,10 @@ from server.version import version
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+PREFIX = "CELLAR_"
+# Read by compose.yaml and by the scripts in docker/.
+_NOT_OPTIONS = frozenset({"CELLAR_MEMORY", "CELLAR_IMAGES"})
+_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 EXIT_USAGE, EXIT_ADDRESS = 2, 1
 # Rounds for which a computing thread waits for others before it sleeps; libgomp's own default is 300,000. Measured with
 # two threads on busy cores: a step took 451 ms of the clock so, 8 with 0 or 200 rounds, 13 with 2,000, 67 with 20,000.
@@ -182,13 +188,29 @@ class Options:
                 yield from [flag] if one is True else [flag, str(one)]
 
 
+def check_environment() -> None:
+    """ValueError at a CELLAR_ variable that no option has, with the name that comes nearest."""
+    options = (field.name for kind in (Options, BenchOptions) for field in fields(kind))
+    known = {f"{PREFIX}{name.upper()}" for name in ("model", *options)} | _NOT_OPTIONS
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(PREFIX) or name in known or _is_link(name, value):
+            continue
+        nearest = difflib.get_close_matches(name.upper(), known, 1, 0.0)[0]
+        raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
+
+
+def _is_link(name: str, value: str) -> bool:
+    """Whether Kubernetes or Docker made the variable, for a service whose name begins with "cellar"."""
+    return value.startswith(("tcp://", "udp://")) or _link.search(name) is not None
+
+
 def make_app() -> App:
     """The command line. Every option can also be given as an environment variable; argv wins."""
     app = App(
         name="cellar",
         help="An OpenAI-compatible LLM inference server.",
         version=version,
-        config=Env("CELLAR_", command=False),
+        config=Env(PREFIX, command=False),
         default_parameter=Parameter(negative=()),
     )
     app.command(serve)
@@ -210,6 +232,7 @@ def serve(model: str | None = None, *, options: Annotated[Options | None, Parame
         A folder, or a hub id such as Qwen/Qwen3-0.6B. Without it the small bundled model is served.
     """
     try:
+        check_environment()
         settings = (options or Options()).settings(model)
         check_store(settings.store)
         make_shelf(settings.shelf)
@@ -239,6 +262,7 @@ def bench(
 
     given, asked = options or Options(), bench_options or BenchOptions()
     try:
+        check_environment()
         keys = given.all_keys
     except (ValueError, OSError) as error:
         _say(f"cellar: {error}")

@@ -31,7 +31,7 @@ class Wish:
     """How texts are to become vectors.
 
     purpose  what they are for, where the embedding model makes a difference
-    most     tokens of a text, which is cut there; 0: none is cut; -1: as many as the embedding model takes
+    most     tokens of a text, which is cut there; 0: none is cut; -1: as many as the model takes
     pooling  what vectors are made of without an embedding model
     """
 
@@ -66,10 +66,7 @@ def unable(embedding: Embedding | None) -> dict[str, str]:
     """The parameters that cannot be honoured, and why; `embedding` is the model that makes vectors, if there is one."""
     if embedding is not None:
         return {"pooling": "how it pools is part of it"}
-    return {
-        "input_type": "it has no prompts",
-        "truncate_prompt_tokens": "it is no embedding model",
-    }
+    return {"input_type": "it has no prompts"}
 
 
 def check_dimensions(service: Service, dimensions: int | None) -> None:
@@ -83,7 +80,7 @@ async def embed(service: Service, inputs: Inputs, wish: Wish, *, id: str, endpoi
     service.check_ready()
     if service.vectors is not None:
         return await run_job(service, _readings(service, inputs, wish), id, endpoint)
-    prompts = await anyio.to_thread.run_sync(_read, service, inputs)
+    prompts = await anyio.to_thread.run_sync(_read, service, inputs, wish.most)
     requests = [Request(f"{id}-{at}", prompt, pooling=wish.pooling) for at, prompt in enumerate(prompts)]
     outcomes = await run_all(service, requests, endpoint)
     tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
@@ -121,11 +118,14 @@ def _readings(service: Service, inputs: Inputs, wish: Wish) -> list[tuple[str, R
     return [(_place(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
 
 
-def _read(service: Service, inputs: Inputs) -> list[tuple[int, ...]]:
-    """The inputs as tokens of the model; for a worker thread."""
+def _read(service: Service, inputs: Inputs, most: int) -> list[tuple[int, ...]]:
+    """The inputs as tokens of the model, cut behind `most` as in `Wish`; for a worker thread."""
     vocabulary, found = service.engine.info.vocabulary, []
+    tokenizer = service.engine.tokenizer
+    encode = tokenizer.encode_beginning if most else tokenizer.encode
+    cut = {0: None, -1: service.engine.info.context}.get(most, most)
     for at, text in enumerate(inputs):
-        tokens = service.engine.tokenizer.encode(text) if isinstance(text, str) else text
+        tokens = (encode(text) if isinstance(text, str) else text)[:cut]
         if not tokens:
             raise invalid(_place(inputs, at), "it has no tokens")
         check_ids("input", tokens, vocabulary)

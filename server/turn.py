@@ -130,7 +130,7 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         bypassed=_cached(body).cache_prompt is False,
         offer=can.offer,
         opened=prompt.opened,
-        warnings=(*(error.message for error in can.missing), *followed.warnings),
+        warnings=(*can.warnings, *(error.message for error in can.missing), *followed.warnings),
     )
 
 

@@ -33,7 +33,8 @@ class BenchOptions:
     rate
         Open loop instead: requests a second that arrive at random, separated by commas.
     requests
-        Of each number of streams or rate, in each round. Default: 2 a stream, 4 at least; 32 of a rate.
+        Of each number of streams or rate, in each round; without throughput, of each length of a lone stream. Default:
+        2 a stream, 4 at least; 32 of a rate; 3 of a length.
     prompt_tokens
         Tokens of each prompt of many streams.
     max_tokens

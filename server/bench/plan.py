@@ -17,18 +17,24 @@ SHARES = (25, 50, 90)
 HISTORY, TURN, USERS = 2048, 32, 64
 # Fewer tokens of a known beginning say nothing about reuse.
 LEAST_HISTORY = 128
+# Of each length of a lone stream, beside the other scenarios.
+REPEATS = 3
 SCENARIOS = get_args(Scenario)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured; lengths are tokens. `requests` None: two for each stream, four at least, 32 of a rate."""
+    """What is measured; lengths are tokens. `requests` None: two for each stream, four at least, 32 of a rate.
+
+    repeats  requests of each length of a lone stream
+    """
 
     only: tuple[str, ...]
     lengths: list[int]
     streams: list[int]
     rates: list[float]
     requests: int | None
+    repeats: int
     asked: int
     answered: int
 
@@ -55,7 +61,7 @@ class Plan:
         if "latency" in self.only:
             for tokens in self.lengths:
                 fits = tokens + self.alone <= room
-                cell = lone(tokens, answered=self.alone, repeats=3) if fits else None
+                cell = lone(tokens, answered=self.alone, repeats=self.repeats) if fits else None
                 yield f"latency of {tokens} tokens {small}", cell
         if "throughput" in self.only:
             fits = self.asked + self.answered <= room
@@ -87,7 +93,8 @@ def plan_of(options: BenchOptions) -> Plan:
     only = tuple(part.strip() for part in options.only.split(","))
     if unknown := [name for name in only if name not in SCENARIOS]:
         raise Unusable(f"--only must be some of {', '.join(SCENARIOS)}, not {unknown[0]!r}")
-    counts = [] if options.rate else read_counts("--streams", options.streams)
+    crowded = "throughput" in only
+    counts = read_counts("--streams", options.streams) if crowded and not options.rate else []
     if options.requests is not None and options.requests < max(counts, default=1):
         raise Unusable(f"--requests {options.requests} cannot fill {max(counts)} streams: give that many or more")
     return Plan(
@@ -96,6 +103,7 @@ def plan_of(options: BenchOptions) -> Plan:
         streams=counts,
         rates=read_numbers("--rate", options.rate) if options.rate else [],
         requests=options.requests,
+        repeats=REPEATS if crowded else options.requests or REPEATS,
         asked=options.prompt_tokens,
         answered=options.max_tokens,
     )

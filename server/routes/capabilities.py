@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.status import Embedding
 from engine.wording import names
 from server import embeddings
-from server.ability import unable
+from server.ability import unable, unheeded
 from server.encoding import Json
 from server.routes.documented import RESPONSES
 from server.schemas import policy
@@ -77,8 +77,9 @@ def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
 
 
 def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
-    missing = _missing(service, body)
-    known = {field.alias or name: _known(field.alias or name, missing) for name, field in body.model_fields.items()}
+    fields = [field.alias or name for name, field in body.model_fields.items()]
+    missing, noted = _missing(service, body), {**policy.NOTED, **_unheeded(service, body)}
+    known = {name: _known(name, missing, noted) for name in fields}
     refused = {
         name: Parameter(support="refused", accepted=[None, *idle])
         for name, idle in body.documented.items()
@@ -99,9 +100,15 @@ def _missing(service: Service, body: type[Strict]) -> dict[str, str]:
     return {}
 
 
-def _known(name: str, missing: dict[str, str]) -> Parameter:
+def _unheeded(service: Service, body: type[Strict]) -> dict[str, str]:
+    """What the model takes no notice of, and why."""
+    tokenizer = service.engine.tokenizer
+    return unheeded(tokenizer.dialect, names(tokenizer.template)) if issubclass(body, ChatRequest) else {}
+
+
+def _known(name: str, missing: dict[str, str], noted: Mapping[str, str]) -> Parameter:
     if name in missing:
         return Parameter(support="refused", reason=missing[name], accepted=[None])
-    if name in policy.NOTED:
-        return Parameter(support="noted", reason=policy.NOTED[name])
+    if name in noted:
+        return Parameter(support="noted", reason=noted[name])
     return Parameter(support="honoured")

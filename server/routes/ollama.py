@@ -17,7 +17,7 @@ from engine.status import ModelInfo
 from server.answering import unless_gone
 from server.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.encoding import Json
-from server.errors import OLLAMA, ApiError, invalid, missing
+from server.errors import OLLAMA, ApiError, invalid, missing, unsupported
 from server.generation import generate
 from server.ndjson import LineStream
 from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
@@ -169,6 +169,8 @@ def _ready(service: Service, body: Asking) -> str:
     context, asked = service.engine.info.context, body.options and body.options.num_ctx
     if asked and asked > context:
         raise invalid("options.num_ctx", f"this server was started with a context of {context} tokens")
+    if body.think and not service.engine.tokenizer.dialect.reasons:
+        raise unsupported("think", "it writes no reasoning")
     return model
 
 

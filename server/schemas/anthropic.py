@@ -12,7 +12,7 @@ from server.schemas import policy
 from server.schemas.common import Count, Label, StopString
 from server.schemas.content import Strict
 from server.schemas.response_input import kind_of
-from server.schemas.tools import MOST_TOOLS, FunctionName, Schema
+from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, Schema
 
 MOST_BLOCKS = 2048
 ONLY_TEXT = "this server reads text only, no images or documents"
@@ -132,10 +132,12 @@ class ToolMode(Strict):
 
 
 class NamedTool(Strict):
-    """The tool that must be called."""
+    """The tool that must be called. The rest of its definition may stand beside it."""
 
     type: Literal["tool"]
     name: FunctionName
+    description: Beside[str] = None
+    input_schema: Beside[Schema] = None
     disable_parallel_tool_use: bool | None = None
 
 

@@ -14,7 +14,7 @@ from server.schemas.common import Count, Label, MetadataKey, MetadataValue, Serv
 from server.schemas.content import Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
-from server.schemas.tools import MOST_TOOLS, FunctionName, GrammarDefinition, Schema, TextInput
+from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, GrammarDefinition, Schema, TextInput
 from server.schemas.tools import kind_of as custom_or_function
 
 Include = Literal[
@@ -75,17 +75,22 @@ AnyTool = Annotated[
 
 
 class FunctionChoice(Strict):
-    """A function by its name."""
+    """A function by its name. The rest of its definition may stand beside it."""
 
     type: FunctionKind
     name: FunctionName
+    description: Beside[str] = None
+    parameters: Beside[Schema] = None
+    strict: Beside[bool] = None
 
 
 class CustomChoice(Strict):
-    """A custom tool by its name."""
+    """A custom tool by its name. The rest of its definition may stand beside it."""
 
     type: Literal["custom"]
     name: FunctionName
+    description: Beside[str] = None
+    format: Beside[dict[str, object]] = None
 
 
 ToolNamed = Annotated[

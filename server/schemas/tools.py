@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
@@ -14,6 +14,10 @@ from server.schemas.content import Strict, one_of
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A JSON schema. What it means is read where it becomes a grammar.
 Schema = dict[str, object]
+
+# Read, and no part of what the value says: left out where it is written down again.
+Kind = TypeVar("Kind")
+Beside = Annotated[Kind | None, Field(exclude=True)]
 
 FunctionKind = Annotated[Literal["function"], one_of("function", "custom")]
 
@@ -91,9 +95,13 @@ class LegacyFunction(Strict):
 
 
 class Named(Strict):
-    """A tool by its name."""
+    """A tool by its name. The rest of its definition may stand beside it, for some clients send the whole tool."""
 
     name: FunctionName
+    description: Beside[str] = None
+    parameters: Beside[Schema] = None
+    strict: Beside[bool] = None
+    format: Beside[dict[str, object]] = None
 
 
 class NamedFunction(Strict):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from engine.errors import InvalidRequest
+from engine.errors import ContextTooLong, InvalidRequest
 from engine.message import Reasoning, Text, Tool
 from engine.tokenizer import Tokenizer
 from engine.types import Rendering
@@ -34,6 +34,21 @@ def bundled(template: str | None = None) -> Tokenizer:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = template or tokenizer.chat_template
     return Tokenizer(tokenizer, vocabulary=len(tokenizer), context=2000)
+
+
+@pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
+def test_the_beginning_of_a_text_is_as_if_it_stood_alone(letters: str) -> None:
+    """More tokens than the context holds, and all but the last few those of the whole text."""
+    tokenizer = bundled()
+    text = letters * 100_000
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode(text)
+
+    found = tokenizer.encode_beginning(text)
+
+    assert len(found) > 2000
+    assert AutoTokenizer.from_pretrained(BUNDLED)(text[:20_000])["input_ids"][:2000] == found[:2000]
+    assert tokenizer.encode(letters) == tokenizer.encode_beginning(letters)
 
 
 def test_tools_reach_the_template_in_openai_s_shape() -> None:

@@ -124,6 +124,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_beginning(self, text: str) -> list[int]:
+        return self.encode(text)[: 4 * INFO.context]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()
 
@@ -222,7 +225,7 @@ class FakeEngine:
             raise Draining()
         if self.refusal is not None:
             raise self.refusal
-        if len(request.prompt) >= self.info.context:
+        if len(request.prompt) > self.info.context - (not request.silent):
             raise ContextTooLong(len(request.prompt), self.info.context)
         self.requests.append(request)
         self.running.add(request.id)

@@ -14,6 +14,8 @@ import pytest
 
 from server.bench.client import Answer
 from server.bench.launch import started
+from server.bench.options import BenchOptions
+from server.bench.plan import plan_of
 from server.bench.prompts import Ids, Length, Words, length
 from server.bench.samples import Run, Sample, outcomes, percentile
 from server.bench.target import Unusable
@@ -292,6 +294,7 @@ def test_without_matplotlib_there_are_tables(
         (["--streams", "1.5"], "whole numbers"),
         (["--rate", "nan"], "above 0"),
         (["--requests", "4", "--streams", "8"], "cannot fill 8 streams"),
+        (["--only", "throughput,latency", "--requests", "8"], "cannot fill 32 streams"),
         (["--requests", "0"], "--requests must be more than 0"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be more than 0"),
         (["--rounds", "0"], "--rounds must be more than 0"),
@@ -382,3 +385,17 @@ def test_the_bundled_model_is_started_and_measured(tmp_path: Path) -> None:
     assert (0, 3) == (status, len(cells))
     assert {8} == {one["completion_tokens"] for one in cells[0]["runs"][0]["samples"]}
     assert all(one["cached_tokens"] > 1000 for one in cells[2]["runs"][1]["samples"])
+
+
+@pytest.mark.parametrize(
+    ("options", "repeats"),
+    [
+        ({"only": "latency", "requests": 8}, 8),
+        ({"only": "latency"}, 3),
+        ({"only": "latency,reuse", "requests": 1}, 1),
+        ({"only": "latency,throughput", "streams": "4", "requests": 8}, 3),
+    ],
+)
+def test_requests_count_for_lone_streams_where_there_are_no_others(options: dict[str, Any], repeats: int) -> None:
+    """Without throughput no number of streams has to be filled."""
+    assert repeats == plan_of(BenchOptions(**options)).repeats

@@ -157,6 +157,46 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
     assert [None, None, "x"] == [parsed(CELLAR_SHELF=name).shelf for name in ("", "none", "x")]
 
 
+@pytest.mark.parametrize("command", ["serve", "bench"])
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("CELLAR_CONTXET", "CELLAR_CONTEXT"),
+        ("CELLAR_SERVED_MODEL", "CELLAR_SERVED_MODEL_NAME"),
+        ("CELLAR_MAXWAITING", "CELLAR_MAX_WAITING"),
+        ("CELLAR_APIKEY", "CELLAR_API_KEY"),
+        ("CELLAR_context", "CELLAR_CONTEXT"),
+        ("CELLAR_", "CELLAR_"),
+    ],
+)
+def test_a_variable_that_no_option_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str, nearest: str
+) -> None:
+    """With exit code 2 and the nearest name: a setting that is ignored looks like one that holds."""
+    monkeypatch.setattr("os.environ", {"PATH": "", name: "512"})
+    monkeypatch.setattr(cli, "run", lambda settings: 0)
+    with pytest.raises(SystemExit) as ended:
+        cli.make_app()([command])
+
+    assert 2 == ended.value.code
+    assert f"{name} is no setting; the nearest one is {nearest}" in capsys.readouterr().out
+
+
+def test_variables_of_others_are_left_alone(parsed: Any) -> None:
+    """Those of bench, compose.yaml and docker/, and what Kubernetes makes of a service called cellar or cellar-web."""
+    environment = {
+        "CELLAR_MEMORY": "8g",
+        "CELLAR_IMAGES": "x",
+        "CELLAR_ROUNDS": "1",
+        "CELLAR_SERVICE_HOST": "10.0.0.1",
+        "CELLAR_SERVICE_PORT_HTTP": "80",
+        "CELLAR_PORT_80_TCP_ADDR": "10.0.0.1",
+        "CELLAR_WEB_PORT": "tcp://10.0.0.1:80",
+        "CELLARS": "x",
+    }
+    assert Settings() == parsed(**environment)
+
+
 def test_the_settings_reach_the_engine() -> None:
     """What the engine reads is what was asked for."""
     config = Settings(

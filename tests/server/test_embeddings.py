@@ -121,7 +121,8 @@ def test_a_vector_of_nothing_stays_nothing() -> None:
         ({"dimensions": 0}, "invalid_value", "dimensions"),
         ({"encoding_format": "int8"}, "invalid_value", "encoding_format"),
         ({"pooling": "cls"}, "invalid_value", "pooling"),
-        ({"truncate_prompt_tokens": 5}, "unsupported_parameter", "truncate_prompt_tokens"),
+        ({"input_type": "query"}, "unsupported_parameter", "input_type"),
+        ({"input": "a" * 99, "truncate_prompt_tokens": 65}, "context_length_exceeded", "input"),
         ({"nonsense": 5}, "unknown_parameter", "nonsense"),
         ({"model": "other"}, "model_not_found", "model"),
     ],
@@ -133,6 +134,36 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])
     assert answer.status in (400, 404)
     assert [] == IDLE.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "prompts"),
+    [
+        ("/v1/embeddings", {"truncate_prompt_tokens": 5}, [5, 3]),
+        ("/v1/embeddings", {"truncate_prompt_tokens": -1}, [64, 3]),
+        ("/api/embed", {}, [64, 3]),
+        ("/api/embed", {"truncate": True}, [64, 3]),
+        ("/api/embeddings", {}, [64]),
+    ],
+)
+def test_the_model_that_chats_cuts_too(path: str, fields: dict[str, Any], prompts: list[int]) -> None:
+    """Where a text may be cut, its beginning is read: as far as asked for, or as the context goes."""
+    engine, texts = FakeEngine(embed), ["a" * 5000, "abc"]
+    given = {"prompt": texts[0]} if path == "/api/embeddings" else {"input": texts}
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+
+    answer = ask(app, "POST", path, json_body={"model": "fake", **given, **fields})
+
+    assert 200 == answer.status, answer.body
+    assert prompts == [len(request.prompt) for request in engine.requests]
+
+
+def test_what_may_not_be_cut_is_refused() -> None:
+    """`truncate` false: a 400 with both numbers."""
+    answer = ask(APP, "POST", "/api/embed", json_body={"model": "fake", "input": "a" * 99, "truncate": False})
+
+    assert 400 == answer.status
+    assert "64 tokens" in answer.json["error"]
 
 
 class Crowded(FakeEngine):

@@ -297,3 +297,40 @@ def test_a_tool_that_is_not_strict_is_kept_as_far_as_it_can_be() -> None:
     assert "weird" in engine.requests[0].grammar.source
     assert "unkeepable" not in engine.requests[0].grammar.source
     assert "unkeepable" in engine.tokenizer.rendered[0]["tools"][1].parameters
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {**LOOK, "strict": True}}}),
+        (CHAT, {"functions": [LOOK], "function_call": LOOK}),
+        (
+            CHAT,
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS[:1]}},
+            },
+        ),
+        ("/v1/responses", {"tools": [{"type": "function", **LOOK}], "tool_choice": {"type": "function", **LOOK}}),
+        (
+            "/v1/messages",
+            {
+                "tools": [{"name": "look", "input_schema": SCHEMA}],
+                "tool_choice": {"type": "tool", "name": "look", "input_schema": SCHEMA},
+                "max_tokens": 60,
+                "model": "fake",
+            },
+        ),
+    ],
+)
+def test_a_tool_may_be_chosen_by_its_whole_definition(path: str, fields: dict[str, Any]) -> None:
+    """Its name counts, and nothing else of it comes back."""
+    engine = FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES))
+    asked = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    answer = ask(app, "POST", path, json_body={**asked, **fields})
+
+    assert 200 == answer.status, answer.body
+    assert engine.requests[0].grammar is not None
+    if path == "/v1/responses":
+        assert {"type": "function", "name": "look"} == answer.json["tool_choice"]

@@ -1,0 +1,74 @@
+"""What becomes of wishes that the model has no part for: accepted, with a warning where the answer has room for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, settings
+
+CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+TALK = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": TALK},
+    RESPONSES: {"input": "hi"},
+    ANTHROPIC: {"messages": TALK, "model": "fake", "max_tokens": 5},
+    "/api/chat": {"messages": TALK, "model": "fake"},
+    "/api/generate": {"prompt": "hi", "model": "fake"},
+}
+# No reasoning; reasoning whatever it is told; reasoning with a switch.
+PLAIN, ALWAYS = "", "<think></think>"
+
+
+def post(path: str, template: str = PLAIN, **fields: Any) -> Answer:
+    app = create_app(FakeEngine(tokenizer=FakeTokenizer(template)), settings())  # type: ignore[arg-type]
+    return ask(app, "POST", path, json_body={**BODIES[path], **fields})
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "warned"),
+    [
+        (PLAIN, {"reasoning_effort": "none"}, []),
+        (PLAIN, {"reasoning_effort": "high"}, ["'reasoning_effort'"]),
+        (PLAIN, {"thinking_token_budget": 0}, []),
+        (PLAIN, {"thinking_token_budget": 9}, ["'thinking_token_budget'"]),
+        (PLAIN, {"thinking_budget_tokens": 9}, ["'thinking_budget_tokens'"]),
+        (PLAIN, {"reasoning_effort": "low", "thinking_token_budget": 9}, ["'reasoning_effort'", "'thinking_"]),
+        (ALWAYS, {"reasoning_effort": "none"}, ["'reasoning_effort'"]),
+        (HERMES, {"reasoning_effort": "none"}, []),
+        (HERMES, {"reasoning_effort": "high", "thinking_token_budget": 9}, []),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_efforts_and_budgets_that_no_template_reads_are_accepted(
+    template: str, fields: dict[str, Any], warned: list[str], stream: bool
+) -> None:
+    """What is met anyway without a word, the rest with a warning: clients send them whatever the model."""
+    answer = post(CHAT, template, stream=stream, **fields)
+
+    assert 200 == answer.status
+    told = (answer.events[0] if stream else answer.json).get("warnings", [])
+    assert [True] * len(warned) == [name in warning for name, warning in zip(warned, told, strict=True)]
+
+
+def test_the_other_apis_accept_them_too() -> None:
+    """Responses warn; Anthropic's and Ollama's answers have no place for it."""
+    told = [post(RESPONSES, reasoning={"effort": effort}).json.get("warnings", []) for effort in ("none", "high")]
+
+    assert [0, 1] == [len(warnings) for warnings in told]
+    for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}):
+        assert 200 == post(ANTHROPIC, thinking=thinking, output_config={"effort": "high"}).status
+    for path in ("/api/chat", "/api/generate"):
+        assert 200 == post(path, think=False).status
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("think", [True, "high"])
+def test_ollama_refuses_to_think_where_nothing_is_reasoned(path: str, think: object) -> None:
+    """As Ollama does, by the ability that /api/show lists."""
+    refused, taken = post(path, think=think), post(path, HERMES, think=think)
+
+    assert (400, 200) == (refused.status, taken.status)
+    assert "'think'" in refused.json["error"]
