@@ -22,7 +22,7 @@ import uvicorn
 from engine.errors import EngineError, ModelError
 from server.app import create_app
 from server.banner import banner
-from server.protocol import strict_protocol
+from server.protocol import strict_protocol, strict_socket
 from server.settings import Settings
 
 if TYPE_CHECKING:
@@ -166,8 +166,9 @@ def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(engine, settings),
         http=strict_protocol(settings.caps),
-        ws="websockets-sansio",
+        ws=strict_socket(settings.caps),
         ws_max_size=settings.caps.body_bytes,
+        ws_ping_interval=settings.caps.ping_seconds,
         # A compressed message may stand for a thousand times its size.
         ws_per_message_deflate=False,
         lifespan="on",

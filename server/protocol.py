@@ -18,6 +18,7 @@ from typing import Any
 import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 from server.encoding import dumps
@@ -183,6 +184,38 @@ class StrictProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
 
+class StrictSocket(WebSocketsSansIOProtocol):
+    """One WebSocket connection: uvicorn's, with the deadline of `StrictProtocol` for a reader that stands still."""
+
+    def __init__(
+        self,
+        caps: Caps,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._caps = caps
+        # close() would wait for the buffer to empty, which it never does.
+        self._writing = _Deadline(self.loop, lambda: self.transport.abort())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._writing.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give a reader that takes nothing a while."""
+        super().pause_writing()
+        self._writing.start("write", self._caps.write_seconds)
+
+    def resume_writing(self) -> None:
+        """Go on with a reader that goes on."""
+        self._writing.stop()
+        super().resume_writing()
+
+
 class _Deadline:
     """A clock that is started for a named wait; starting it again for the same one does not reset it."""
 
@@ -205,6 +238,11 @@ class _Deadline:
 def strict_protocol(caps: Caps) -> type[asyncio.Protocol]:
     """What uvicorn's `http` setting takes: a protocol class, of which it only ever makes instances."""
     return functools.partial(StrictProtocol, caps)  # type: ignore[return-value]
+
+
+def strict_socket(caps: Caps) -> type[asyncio.Protocol]:
+    """The same for uvicorn's `ws` setting."""
+    return functools.partial(StrictSocket, caps)  # type: ignore[return-value]
 
 
 def _check_head(data: bytes, caps: Caps) -> None:

@@ -24,7 +24,6 @@ from server.responses.desk import Desk
 from server.responses.history import Recent
 from server.responses.run import Run
 from server.schemas.responses import ResponseRequest
-from server.settings import Caps
 
 logger = logging.getLogger("cellar.http")
 
@@ -41,8 +40,8 @@ BROKEN_RULE, TRY_LATER = 1008, 1013
 class Session:
     """One connection, from its handshake to its end."""
 
-    def __init__(self, socket: WebSocket, desk: Desk, caps: Caps) -> None:
-        self._socket, self._desk, self._caps = socket, desk, caps
+    def __init__(self, socket: WebSocket, desk: Desk) -> None:
+        self._socket, self._desk = socket, desk
         self._recent = Recent()
 
     async def serve(self) -> None:
@@ -68,7 +67,7 @@ class Session:
         await self._close(BROKEN_RULE)
 
     async def _work(self, waiting: asyncio.Queue[str]) -> None:
-        with suppress(WebSocketDisconnect, TimeoutError):
+        with suppress(WebSocketDisconnect):
             while True:
                 await self._answer(await waiting.get())
 
@@ -93,7 +92,7 @@ class Session:
             async with aclosing(run.follow()) as frames:
                 async for frame in frames:
                     for event in _events(frame):
-                        await self._send(event)
+                        await self._socket.send_text(event)
         finally:
             await run.leave()
         if run.error is not None:
@@ -108,18 +107,13 @@ class Session:
 
     async def _refuse(self, error: ApiError | EngineError) -> None:
         told = error if isinstance(error, ApiError) else translate(error, PATH)
-        with suppress(WebSocketDisconnect, TimeoutError):
-            await self._send(dumps({"type": "error", "status": told.kind.status, **told.body}).decode())
-
-    async def _send(self, event: str) -> None:
-        async with asyncio.timeout(self._caps.write_seconds):
-            await self._socket.send_text(event)
+        with suppress(WebSocketDisconnect):
+            await self._socket.send_text(dumps({"type": "error", "status": told.kind.status, **told.body}).decode())
 
     async def _close(self, code: int) -> None:
         # RuntimeError: it is closed already.
-        with suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
-            async with asyncio.timeout(self._caps.write_seconds):
-                await self._socket.close(code)
+        with suppress(WebSocketDisconnect, RuntimeError):
+            await self._socket.close(code)
 
 
 async def _read_request(text: str) -> ResponseRequest:

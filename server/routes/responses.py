@@ -48,7 +48,7 @@ def add(app: FastAPI, service: Service) -> Desk:
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:
-        await Session(socket, desk.of(owner(socket)), service.settings.caps).serve()
+        await Session(socket, desk.of(owner(socket))).serve()
 
     return desk
 

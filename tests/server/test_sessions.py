@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from socket import create_connection
 from typing import Any
 
@@ -198,6 +198,34 @@ def test_a_client_that_leaves_cancels_what_runs() -> None:
             assert not engine.left.is_set()
 
         assert engine.left.wait(PATIENCE_SECONDS)
+
+
+def test_a_client_that_takes_nothing_is_cut() -> None:
+    """What it asked for ends, and so does the connection, full as it is."""
+    much = [Delta("x" * 2**20, (1,)) for _ in range(64)]
+    engine = FakeEngine(lambda request: [Started(1, 0, 7), *much, finished(request)])
+    with serve_in_thread(engine, settings(caps={"write_seconds": 0.3})) as port:
+        handshake = get(
+            "/v1/responses",
+            "Connection: Upgrade",
+            "Upgrade: websocket",
+            "Sec-WebSocket-Version: 13",
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        )
+        # A text frame with a mask of zeros.
+        asked = b'{"type": "response.create", "input": "hi", "store": false}'
+        with create_connection(("127.0.0.1", port)) as line:
+            line.settimeout(PATIENCE_SECONDS)
+            line.sendall(handshake)
+            assert b" 101 " in line.recv(2**16)
+            line.sendall(b"\x81" + bytes([0x80 | len(asked)]) + bytes(4) + asked)
+            assert engine.left.wait(PATIENCE_SECONDS)
+
+            taken = 0
+            with suppress(ConnectionResetError):
+                while piece := line.recv(2**20):
+                    taken += len(piece)
+    assert taken < 2**25
 
 
 @pytest.mark.parametrize(
