@@ -12,11 +12,10 @@ import itertools
 import json
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
+from engine.detokenizer import IncrementalDetokenizer, TokenBytes, detokenize
 from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.message import Tool
@@ -36,8 +35,11 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, *, vocabulary: int, context: int, longest: int = 0) -> None:
         self._tokenizer = tokenizer
         self._context, self._longest_context = context, longest
-        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+        known = tokenizer.get_vocab()
+        self._longest = max(len(token.encode()) for token in known)
+        self._tokens = TokenBytes(tokenizer, known)
         self._reader = copy.deepcopy(tokenizer)
+        self._read_tokens = TokenBytes(self._reader, known)
         self._lock = threading.Lock()
         self._vocabulary = vocabulary
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
@@ -101,13 +103,15 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too; raises InvalidRequest for numbers that are none."""
+        known = self._known(tokens, "tokens")
         with self._lock:
-            return str(self._tokenizer.decode(self._known(tokens, "tokens"), skip_special_tokens=False))
+            text = self._tokens.decode(known)
+            return detokenize(self._tokens, known) if "\ufffd" in text else text
 
     def pieces_of(self, tokens: Sequence[int]) -> list[Alternative]:
         """Each token by itself, with its text and its bytes; raises InvalidRequest for numbers that are none."""
         with self._lock:
-            return [_alternative(self._tokenizer, token, 0.0) for token in self._known(tokens, "tokens")]
+            return [_alternative(self._tokens, token, 0.0) for token in self._known(tokens, "tokens")]
 
     def predict(self, text: str) -> list[int]:
         """The tokens of a text that an answer may hold, without special ones around it.
@@ -160,11 +164,11 @@ class Tokenizer:
 
     def decoder(self, prompt: Sequence[int], *, special: bool = False) -> Decoder:
         """For the engine thread: turns the tokens that follow `prompt` into text, special ones too or without them."""
-        return WindowDecoder(self._reader, prompt, special=special)
+        return IncrementalDetokenizer(self._read_tokens, prompt, special=special)
 
     def alternative(self, token: int, logprob: float) -> Alternative:
         """For the engine thread: a token with its own text and bytes, as log-probabilities report it."""
-        return _alternative(self._reader, token, logprob)
+        return _alternative(self._read_tokens, token, logprob)
 
     def _lexicon(self) -> Lexicon:
         """What markers are made of; read once, before anybody else uses the tokenizer."""
@@ -196,7 +200,7 @@ class Tokenizer:
         if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added):
             tokens = self._known(self._apply(messages, options))
             places = find(tokens, lambda some: list(self._apply(some, first)))
-            opened = str(self._tokenizer.decode(places.opened, skip_special_tokens=False))
+            opened = self._tokens.decode(places.opened)
             return Rendering(tuple(tokens), places.system or None, places.ends, _ranges(places.last_user), opened)
         template = self._tokenizer.apply_chat_template
         text = str(template(messages, tokenize=False, **options))
@@ -229,58 +233,6 @@ class Tokenizer:
         return list(tokens)
 
 
-class WindowDecoder:
-    """Decodes a growing list of tokens through a short window, for tokenizers whose pieces depend on neighbours.
-
-    What may still become part of a character is held back, so characters are never split.
-    """
-
-    # Enough of the prompt for the leading space of the first piece to be decided as inside the whole text.
-    _LEFT = 6
-    # A window of nothing but broken bytes moves on after this many, or each token would cost more than the last.
-    _LONGEST = 64
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, special: bool) -> None:
-        self._decode = _decoding(tokenizer, special=special)
-        self._tokens = list(prompt[-self._LEFT :])
-        self._start, self._read = 0, len(self._tokens)
-        self._sent = len(self._text())
-
-    def push(self, token: int) -> str:
-        """The whole characters that this token completes."""
-        self._tokens.append(token)
-        text = self._text()
-        broken = len(text) - len(text.rstrip("\ufffd"))
-        # The last three may be bytes of one character whose end is still to come; those before are broken for good.
-        released = self._release(text, len(text) - min(broken, 3))
-        if not broken or len(self._tokens) - self._start > self._LONGEST:
-            self._start, self._read = self._read, len(self._tokens)
-            self._sent = len(self._text())
-        return released
-
-    def flush(self) -> str:
-        """The rest, with U+FFFD for what is unfinished."""
-        text = self._text()
-        return self._release(text, len(text))
-
-    def _text(self) -> str:
-        return self._decode(self._tokens[self._start :])
-
-    def _release(self, text: str, stop: int) -> str:
-        released = text[self._sent : stop]
-        self._sent = max(self._sent, stop)
-        return released
-
-
-def _decoding(tokenizer: Any, *, special: bool) -> Callable[[list[int]], str]:
-    """How a tokenizer decodes: without the layers of transformers where they add nothing, in a quarter of the time."""
-    bare = getattr(tokenizer, "backend_tokenizer", None)
-    if bare is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        return functools.partial(bare.decode, skip_special_tokens=not special)
-    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
-    return lambda tokens: str(tokenizer.decode(tokens, **options))
-
-
 def _template(tokenizer: Any) -> str:
     """The chat template, or all of them where there are several."""
     template = tokenizer.chat_template
@@ -296,12 +248,8 @@ def _offer(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-def _alternative(tokenizer: Any, token: int, logprob: float) -> Alternative:
-    piece = tokenizer.convert_ids_to_tokens(token)
-    text = str(tokenizer.decode([token], skip_special_tokens=False))
-    if isinstance(piece, str) and piece.startswith("\u2581"):
-        text = piece.replace("\u2581", " ")  # SentencePiece: decoding a lone token loses its leading space
-    return Alternative(token, text, _bytes(piece, text), logprob)
+def _alternative(known: TokenBytes, token: int, logprob: float) -> Alternative:
+    return Alternative(token, known.text_of(token), known.bytes_of(token), logprob)
 
 
 def _ranges(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
@@ -327,21 +275,3 @@ def _well_formed(text: str, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, "the text holds half of a surrogate pair, which is no character") from error
     return text
-
-
-def _bytes(piece: object, text: str) -> bytes:
-    """The bytes of a token, which may be part of a character only: `piece` is how the vocabulary writes it."""
-    if "\ufffd" not in text or not isinstance(piece, str):
-        return text.encode()
-    if piece.startswith("<0x") and piece.endswith(">"):
-        return bytes([int(piece[3:-1], 16)])
-    table = _byte_letters()
-    return bytes(table[letter] for letter in piece) if all(letter in table for letter in piece) else text.encode()
-
-
-@functools.cache
-def _byte_letters() -> dict[str, int]:
-    """The letters in which byte-level BPE (GPT-2) writes bytes: printable ones as themselves, others from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
