@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from engine.stopping import Pattern
@@ -145,8 +146,8 @@ class TextStream:
         self._released += len(text)
         tokens, entries = [], []
         while self._pending and (everything or self._pending[0][0] < self._released):
-            _, token, entry = self._pending.popleft()
+            offset, token, entry = self._pending.popleft()
             tokens.append(token)
             if entry is not None:
-                entries.append(entry)
+                entries.append(replace(entry, offset=offset))
         return Delta(text, tuple(tokens), tuple(entries)) if text or tokens else None

@@ -277,6 +277,7 @@ class TokenLogprob:
     """A chosen token and the likeliest ones at its place, best first (the chosen one may be absent there).
 
     labels  those of `Request.labels`, in their order
+    offset  characters of the answer before the one that the token begins or continues
 
     Log-probabilities are those of the raw logits: before temperature, penalties, bias and filters.
     """
@@ -284,6 +285,7 @@ class TokenLogprob:
     chosen: Alternative
     top: tuple[Alternative, ...]
     labels: tuple[Alternative, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from engine.types import Alternative, Rendering, Request, Scored
 from server.errors import invalid
 from server.generation import check_room, request, shortened, spread
 from server.grammar import follow
-from server.logprobs import Wording, joined, text_logprobs
+from server.logprobs import Wording, joined, placed, text_logprobs
 from server.schemas.completions import CompletionRequest, TextLogprobs
 from server.service import Service
 from server.tools import Offer
@@ -35,7 +35,7 @@ class Prompt:
         name = wording.name(self.first)
         opening = TextLogprobs(tokens=[name], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
         rest = [entry for entry in scored.entries if entry is not None]
-        return joined(opening, text_logprobs(rest, len(self.first.text), wording))
+        return joined(opening, text_logprobs(placed(rest, self.first.bytes), 0, wording))
 
 
 @dataclass(frozen=True, slots=True)

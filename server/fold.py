@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.types import Delta, Finished, Scored, TokenLogprob
 from server.events import Events
@@ -48,7 +48,7 @@ async def fold(events: Events, choices: int) -> list[Choice]:
             case Finished():
                 growing[index].finished = event
                 if event.ending is not None:
-                    growing[index].logprobs.append(event.ending)
+                    growing[index].logprobs.append(replace(event.ending, offset=sum(map(len, growing[index].text))))
             case Scored():
                 growing[index].scored = event
     return [_whole(choice) for choice in growing]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.types import Alternative, TokenLogprob
 from server.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
@@ -49,16 +50,12 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], wording: Wording = EVERYTHING)
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset: int, wording: Wording) -> TextLogprobs:
-    """The shape of completions; `offset` is where the first token's text starts in the text of its choice."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.chosen.text)
+    """The shape of completions; `offset` is where the answer starts in the text of its choice."""
     return TextLogprobs(
         tokens=[wording.name(token.chosen) for token in tokens],
         token_logprobs=[_finite(token.chosen.logprob) for token in tokens],
         top_logprobs=[_top(token, wording) for token in tokens],
-        text_offset=offsets,
+        text_offset=[offset + token.offset for token in tokens],
     )
 
 
@@ -77,9 +74,14 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptL
     return [None if entry is None else _place(entry, top) for entry in entries]
 
 
-def length(tokens: Sequence[TokenLogprob]) -> int:
-    """Characters of text that the tokens stand for."""
-    return sum(len(token.chosen.text) for token in tokens)
+def placed(tokens: Sequence[TokenLogprob], before: bytes) -> list[TokenLogprob]:
+    """The tokens of a prompt with their offsets: characters of it before the one that a token begins or continues."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offset, found = len(decoder.decode(before)), []
+    for token in tokens:
+        found.append(replace(token, offset=offset))
+        offset += len(decoder.decode(token.chosen.bytes))
+    return found
 
 
 def _place(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:

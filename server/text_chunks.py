@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.types import Delta, Event, Finished, Progress, Scored, Started
 from server.accounts import Accounts
 from server.continuation import Continuation
 from server.encoding import HOLE, Template
 from server.generation import tier
-from server.logprobs import length, prompt_logprobs, text_logprobs
+from server.logprobs import prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 from server.sse import frame
 
@@ -90,12 +91,17 @@ class TextChunks:
             chunk["choices"][0]["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs)
             yield chunk
 
+    def _start(self, index: int) -> int:
+        """Where the answer begins in the text of a choice."""
+        prompt = self._work.prompt(index)
+        return len(prompt.text) if prompt else 0
+
     def _said(self, index: int, event: Delta) -> Iterator[Completion]:
         tokens = list(event.tokens) if self._body.return_token_ids else []
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = text_logprobs(event.logprobs, self._offsets[index] or 0, self._work.wording)
-            self._offsets[index] = (self._offsets[index] or 0) + length(event.logprobs)
+            logprobs = text_logprobs(event.logprobs, self._start(index), self._work.wording)
+            self._offsets[index] = (self._offsets[index] or 0) + len(event.text)
         if event.text or event.logprobs or tokens:
             chunk = self._chunk(index, event.text, logprobs)
             if tokens:
@@ -106,7 +112,7 @@ class TextChunks:
         self._accounts.end(index, event)
         ending = None if event.ending is None or self._body.logprobs is None else event.ending
         offset = self._offsets[index] or 0
-        logprobs = None if ending is None else text_logprobs([ending], offset, self._work.wording)
+        logprobs = None if ending is None else text_logprobs([replace(ending, offset=0)], offset, self._work.wording)
         chunk = self._chunk(index, "", logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop

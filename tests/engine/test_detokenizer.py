@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from engine.load import Loaded
+from engine.text import TextStream
 from engine.tokenizer import Tokenizer
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenLogprob
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Job, ask, play
 from tests.engine.tokenizers import (
@@ -144,3 +145,17 @@ def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: C
         assert expected(kind, prompt, answers[name].tokens, special=False) == answers[name].text
     if cells is not None:
         assert engine.stats().preemptions_total > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_are_where_characters_begin(kind: str) -> None:
+    """Log-probabilities name the place of each token in the released text, to which hidden ones add nothing."""
+    for seed in range(40):
+        prompt, tokens = random_stream(kind, Random(seed))
+        stream = TextStream(served(kind).decoder(prompt, special=False), ())
+        deltas = [stream.push(token, TokenLogprob(served(kind).alternative(token, 0.0), ())) for token in tokens]
+        entries = [entry for delta in (*deltas, stream.flush()) if delta for entry in delta.logprobs]
+        lengths = [len("".join(streamed(kind, prompt, tokens[:at], special=False)[:-1])) for at in range(len(tokens))]
+
+        assert tokens == [entry.chosen.token for entry in entries]
+        assert lengths == [entry.offset for entry in entries]

@@ -80,7 +80,11 @@ def speak(request: Request) -> Iterator[Event]:
     """The script of a request that goes well: three words, and the end."""
     yield Started(len(request.prompt), 0, 7)
     for token, word in enumerate(WORDS):
-        entries = () if request.logprobs is None else (entry(token, word, request.logprobs),)
+        entries = (
+            ()
+            if request.logprobs is None
+            else (entry(token, word, request.logprobs, offset=len("".join(WORDS[:token]))),)
+        )
         yield Delta(word, (token,), entries)
     yield finished(request)
 
@@ -91,12 +95,12 @@ def finished(request: Request, **changes: Any) -> Finished:
     return Finished(**{"reason": "stop", "stop": None, "usage": usage, "timings": TIMINGS, **changes})
 
 
-def entry(token: int, text: str, top: int) -> TokenLogprob:
-    """A chosen token, and `top` others of which the last was impossible."""
+def entry(token: int, text: str, top: int, *, offset: int = 0) -> TokenLogprob:
+    """A chosen token behind so many characters, and `top` others of which the last was impossible."""
     others = [Alternative(100 + place, f"<{place}>", b"x", -float(place + 1)) for place in range(top)]
     if others:
         others[-1] = Alternative(100 + top - 1, others[-1].text, b"x", -math.inf)
-    return TokenLogprob(Alternative(token, text, text.encode(), -0.5), tuple(others))
+    return TokenLogprob(Alternative(token, text, text.encode(), -0.5), tuple(others), offset=offset)
 
 
 # As in Qwen's templates: reasoning between <think>, calls as JSON between <tool_call>.

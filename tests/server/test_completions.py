@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.types import Delta, Event, Failed, Request, Started, Usage
+from engine.types import Alternative, Delta, Event, Failed, Request, Scored, Started, TokenLogprob, Usage
 from server.app import create_app
 from server.schemas.completions import Completion
 from tests.server.fakes import Answer, FakeEngine, Gate, ask, entry, finished, settings
@@ -174,6 +174,32 @@ def test_logprobs_have_the_shape_of_completions() -> None:
         ],
         "text_offset": [0, 5, 9],
     } == logprobs
+
+
+def test_offsets_of_characters_in_several_tokens_are_their_beginnings() -> None:
+    """Each byte of a character names the place of the character: in the prompt, and in the answer behind it."""
+    pieces = [b"a", b"\xe4", b"\xb8", b"\x96", b" b"]
+    parts = [Alternative(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(pieces)]
+
+    def script(request: Request) -> Iterator[Event]:
+        yield Started(len(request.prompt), 0, 7)
+        yield Scored(request.prompt, (None, *(TokenLogprob(part, ()) for part in parts)))
+        places = zip(parts, (0, 1, 1, 1, 2), strict=True)
+        entries = tuple(TokenLogprob(part, (), offset=offset) for part, offset in places)
+        yield Delta("a", (0,), entries[:1])
+        yield Delta("\u4e16 b", (1, 2, 3, 4), entries[1:])
+        yield finished(request, ending=entry(5, "<end>", 1))
+
+    app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
+    body = {"prompt": "xa\u4e16 b", "logprobs": 0, "echo": True}
+    whole = ask(app, "POST", "/v1/completions", json_body=body).json["choices"][0]["logprobs"]["text_offset"]
+    chunks = ask(app, "POST", "/v1/completions", json_body={**body, "stream": True}).events[:-1]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+
+    assert [0, 1, 2, 2, 2, 3, 5, 6, 6, 6, 7, 9] == whole
+    assert whole == [
+        offset for choice in choices for offset in (choice["logprobs"] or {"text_offset": []})["text_offset"]
+    ]
 
 
 def test_offsets_go_on_through_the_chunks_of_a_stream() -> None:
