@@ -23,6 +23,8 @@ _ESCAPED = {0xDC00 + byte: _BROKEN for byte in range(0x80, 0x100)}
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Tokens that are looked at for one that stands for any text before.
 _CANDIDATES = 4096
+# Tokens that are decoded in one call, which lets other threads run.
+_TOGETHER = 4096
 # Tokens of the prompt that decide how its continuation is decoded.
 _LEFT = 6
 # Tokens without text that are decoded together with the next one. Spaces are such where ends are stripped.
@@ -40,7 +42,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._decode = _decoding(tokenizer)
         self._size = 1 + max(vocabulary.values(), default=0)
-        self._byte_level = _is_byte_level(tokenizer)
+        self._bare = _is_bare(tokenizer)
+        self._byte_level = self._bare and _is_byte_level(tokenizer.backend_tokenizer)
         self._raw: dict[int, bytes | None] = {}
         self._errors = "surrogateescape" if "<0xFF>" in vocabulary else "replace"
         self.special = _special(tokenizer)
@@ -60,6 +63,12 @@ class TokenBytes:
             self._raw[token] = self._find_raw(token)
         return self._raw[token]
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without special tokens around it."""
+        if self._bare:
+            return list(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def has(self, token: int) -> bool:
         """Whether the number is a token: a model may have more rows than its tokenizer has tokens."""
         return 0 <= token < self._size and self._tokenizer.convert_ids_to_tokens(token) is not None
@@ -69,16 +78,36 @@ class TokenBytes:
         raw = self.raw(token)
         if raw is not None:
             return self.broken(raw)
-        if self.anchor is not None:
-            framed = self.decode([self.anchor, token, self.anchor])
-            if framed.startswith(self._before) and framed.endswith(self._after):
-                return framed[len(self._before) : len(framed) - len(self._after)]
-        return self.decode([token])
+        if self.anchor is None:
+            return self.decode([token])
+        return self._unframed(self.decode([self.anchor, token, self.anchor]), token)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes of a token in the middle of a text."""
         raw = self.raw(token)
         return self.text_of(token).encode() if raw is None else raw
+
+    def all_bytes(self, size: int) -> list[bytes]:
+        """The bytes of the tokens below `size`; numbers that are no tokens have none."""
+        found = [b""] * size
+        for start in range(0, size, _TOGETHER):
+            tokens = [token for token in range(start, min(start + _TOGETHER, size)) if self.has(token)]
+            raws = [self._find_raw(token) for token in tokens]
+            whole = [token for token, raw in zip(tokens, raws, strict=True) if raw is None]
+            for token, raw in zip(tokens, raws, strict=True):
+                found[token] = raw or b""
+            for token, text in zip(whole, self._texts(whole), strict=True):
+                found[token] = text.encode()
+        return found
+
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        """The texts of tokens of whole characters, in the middle of a text."""
+        if self.anchor is None or not self._bare:
+            return [self.text_of(token) for token in tokens]
+        framed = self._tokenizer.backend_tokenizer.decode_batch(
+            [[self.anchor, token, self.anchor] for token in tokens], skip_special_tokens=False
+        )
+        return [self._unframed(text, token) for text, token in zip(framed, tokens, strict=True)]
 
     def broken(self, raw: bytes) -> str:
         """The text of bytes that end here, with U+FFFD for what is no character."""
@@ -88,16 +117,21 @@ class TokenBytes:
         """A new decoder of raw bytes; it escapes what is no character, or replaces it."""
         return codecs.getincrementaldecoder("utf-8")(self._errors)
 
+    def _unframed(self, text: str, token: int) -> str:
+        """The text of a token, from its own between two anchors."""
+        if text.startswith(self._before) and text.endswith(self._after):
+            return text[len(self._before) : len(text) - len(self._after)]
+        return self.decode([token])
+
     def _find_raw(self, token: int) -> bytes | None:
         piece = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < self._size else None
         if not isinstance(piece, str):
             return None
         if self._byte_level:
-            return _from_letters(piece) or piece.encode()
-        if _BROKEN not in self.decode([token]):
-            return None
-        found = _FALLBACK.fullmatch(piece)
-        return bytes([int(found[1], 16)]) if found else _from_letters(piece)
+            return piece.encode() if (raw := _from_letters(piece)) is None else raw
+        raw = bytes([int(found[1], 16)]) if (found := _FALLBACK.fullmatch(piece)) else _from_letters(piece)
+        # Bytes that are text by themselves are not asked for: most pieces can be read as letters of bytes, too.
+        return None if raw is None or _is_text(raw) or _BROKEN not in self.decode([token]) else raw
 
     def _find_anchor(self, vocabulary: Mapping[str, int]) -> int | None:
         """A letter, so that nothing is stripped of it; if possible one that two of are two letters, without a space."""
@@ -194,11 +228,15 @@ def detokenize(known: TokenBytes, tokens: Sequence[int]) -> str:
     return "".join(map(growing.push, tokens)) + growing.flush()
 
 
+def _is_bare(tokenizer: Any) -> bool:
+    """Whether the layers of transformers add nothing but time to how the tokenizers library decodes."""
+    return bool(tokenizer.is_fast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+
+
 def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
-    """How a tokenizer decodes: without the layers of transformers where they add nothing, in a quarter of the time."""
-    bare = getattr(tokenizer, "backend_tokenizer", None)
-    if bare is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        return functools.partial(bare.decode, skip_special_tokens=False)
+    """How a tokenizer decodes."""
+    if _is_bare(tokenizer):
+        return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     return lambda tokens: str(tokenizer.decode(tokens, **options))
 
@@ -210,13 +248,17 @@ def _special(tokenizer: Any) -> frozenset[int]:
     return frozenset(marked if tokenizer.is_fast else tokenizer.all_special_ids)
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _is_byte_level(backend: Any) -> bool:
     """Whether a token is the bytes that its letters stand for (GPT-2), and nothing else decides its text."""
-    bare = getattr(tokenizer, "backend_tokenizer", None)
-    if bare is None or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode or bare.decoder is None:
+    return backend.decoder is not None and json.loads(backend.decoder.__getstate__()).get("type") == "ByteLevel"
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
         return False
-    described: dict[str, Any] = json.loads(bare.decoder.__getstate__())
-    return described.get("type") == "ByteLevel"
+    return True
 
 
 def _is_letter(text: str) -> bool:

@@ -23,6 +23,9 @@ from engine.outline import REFUSALS, Messages, outline
 from engine.text import Decoder
 from engine.types import Alternative, Rendering
 
+# A letter that no token has beside others, and how many tokens it may be with a space before it.
+_BEFORE, _LONGEST_BEFORE = "\x02", 4
+
 
 class Tokenizer:
     """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back.
@@ -52,16 +55,25 @@ class Tokenizer:
         """Every token by its id, as the vocabulary writes it."""
         return {number: piece for piece, number in self._tokenizer.get_vocab().items()}
 
-    def serialised(self) -> str | None:
-        """All of it, as the tokenizers library writes it; None for a tokenizer that is not of that library."""
-        if not self._tokenizer.is_fast:
-            return None
-        with self._lock:
-            bare = copy.deepcopy(self._tokenizer.backend_tokenizer)
-        # What pads or cuts prompts is of no use to who asks.
-        bare.no_padding()
-        bare.no_truncation()
-        return str(bare.to_str())
+    def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
+        """The bytes of all tokens below `size`, as they stand in the middle of a text, and which of them are markers.
+
+        A marker is never a part of text: special tokens, and added ones in angle brackets. For any thread.
+        """
+        added = self._tokenizer.get_added_vocab()
+        markers = {token for piece, token in added.items() if piece.startswith("<") and piece.endswith(">")}
+        return self._read_tokens.all_bytes(size), sorted(markers | self._read_tokens.special)
+
+    def spell(self, text: str) -> list[int]:
+        """The tokens of a text that stands in the middle of another; none where it is not spelt alone. For any thread.
+
+        A tokenizer may put a space before a text, so another letter stands there.
+        """
+        tokens = self._read_tokens.encode(_BEFORE + text)
+        for count in range(1, min(len(tokens), _LONGEST_BEFORE) + 1):
+            if b"".join(map(self._read_tokens.bytes_of, tokens[:count])).strip() == _BEFORE.encode():
+                return tokens[count:]
+        return []
 
     @property
     def has_chat_template(self) -> bool:

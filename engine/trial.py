@@ -6,6 +6,7 @@ they end only the other one. It runs this file by itself, so nothing but llguida
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 # A lexer's state has 1 to 2 kB. Of a grammar only a few hundred are ever met, unless it is made to have many. A row's
 # cost grows with the square of its items: 2,000 (llguidance's default) keep a mask near 100 ms, 10,000 took 12 s.
@@ -52,27 +53,48 @@ TOO_MUCH = "it takes too long or too much memory to be compiled"
 TOO_SLOW = "it takes too long to be followed"
 
 
-class Trial:
-    """The other process, started where it is needed. One thread at a time may ask it.
+class Vocabulary:
+    """What llguidance is told of a tokenizer (`llguidance.TokenizerWrapper`).
 
-    serialised  the tokenizer, as JSON
-    size        tokens of the vocabulary
-    ends        those that end a text
+    tokens   the bytes of each; none for numbers that are no tokens, which are never allowed
+    markers  those that are never a part of text
+    spell    the tokens of a text, as the model would choose them
     """
 
-    def __init__(self, serialised: str, *, size: int, ends: list[int]) -> None:
-        self._vocabulary = json.dumps([serialised, size, ends]).encode()
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: list[bytes], markers: list[int], *, ends: list[int], spell: Callable[[str], list[int]]
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id, self._spell = tokens, markers, ends[0], spell
+        self.ends = ends
+
+    def __call__(self, text: str) -> list[int]:
+        return self._spell(text)
+
+    def built(self) -> LLTokenizer:
+        """The same as llguidance has it. Other threads wait for this: 1.3 s of processor time for 262,000 tokens."""
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.ends)
+
+
+class Trial:
+    """The other process, started where it is needed. One thread at a time may ask it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        lengths = [len(token) for token in vocabulary.tokens]
+        numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.ends])
+        self._vocabulary = numbers.encode(), b"".join(vocabulary.tokens)
         self._pipe: Connection | None = None
+        self._ready = False
         self._end: Callable[[], object] = lambda: None
 
     def fault(self, source: str) -> str:
         """Why a grammar shall not be compiled in this process; "": nothing is known against it."""
-        if self._pipe is None:
-            self._pipe = self._start()
+        pipe = self._awaited()
         try:
-            self._pipe.send_bytes(source.encode())
-            if self._pipe.poll(_COMPILING_SECONDS):
-                return self._pipe.recv_bytes().decode()
+            pipe.send_bytes(source.encode())
+            if pipe.poll(_COMPILING_SECONDS):
+                return pipe.recv_bytes().decode()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass
         self.close()
@@ -81,7 +103,23 @@ class Trial:
     def close(self) -> None:
         """End the process; another one is started where one is needed again."""
         self._end()
-        self._pipe = None
+        self._pipe, self._ready = None, False
+
+    def start(self) -> Connection:
+        """Begin to start the process, if it does not run."""
+        if self._pipe is None:
+            self._pipe = self._start()
+        return self._pipe
+
+    def _awaited(self) -> Connection:
+        pipe = self.start()
+        if not self._ready:
+            if not pipe.poll(_STARTING_SECONDS):
+                self.close()
+                raise TimeoutError("the process that tries grammars does not start")
+            pipe.recv_bytes()
+            self._ready = True
+        return pipe
 
     def _start(self) -> Connection:
         here, there = Pipe()
@@ -93,11 +131,8 @@ class Trial:
         )
         there.close()
         self._end = weakref.finalize(self, _end, process, here)
-        here.send_bytes(self._vocabulary)
-        if not here.poll(_STARTING_SECONDS):
-            self.close()
-            raise TimeoutError("the process that tries grammars does not start")
-        here.recv_bytes()
+        for part in self._vocabulary:
+            here.send_bytes(part)
         return here
 
 
@@ -109,9 +144,10 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
 
 def _serve(pipe: Connection) -> None:
     """The work of the other process, until the pipe is closed."""
-    serialised, size, ends = json.loads(pipe.recv_bytes())
-    vocabulary = LLTokenizer(serialised, n_vocab=size, eos_token=ends)
     os.nice(_NICER)
+    lengths, markers, ends = json.loads(pipe.recv_bytes())
+    text = io.BytesIO(pipe.recv_bytes())
+    vocabulary = Vocabulary([text.read(length) for length in lengths], markers, ends=ends, spell=_unspelt).built()
     pipe.send_bytes(b"")
     _limit_memory()
     while True:
@@ -124,6 +160,11 @@ def _serve(pipe: Connection) -> None:
         fault = _tried(vocabulary, source)
         signal.alarm(0)
         pipe.send_bytes(fault.encode())
+
+
+def _unspelt(text: str) -> list[int]:
+    """Nothing is spelt here: tokens are drawn from masks."""
+    return []
 
 
 def _limit_memory() -> None:

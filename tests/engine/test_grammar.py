@@ -20,6 +20,7 @@ from engine.grammars import Grammars, nesting
 from engine.tokenizer import Tokenizer
 from engine.types import Grammar
 from tests.engine.models import END, VOCABULARY, save_tokenizer
+from tests.engine.tokenizers import ADDED, KINDS, SIZE, SPECIAL, served, streamed, vocabulary
 
 RECORD = {
     "type": "object",
@@ -363,6 +364,51 @@ def test_threads_may_compile_at_once(known: Grammars) -> None:
     assert 8 == len({id(matcher) for matcher in found})
     assert all(mask is not None and masks[0] is not None and mask.equal(masks[0]) for mask in masks)
     assert 1 == len({id(matcher._compiled) for matcher in found})
+
+
+# CTC drops a token that is repeated, and joined pieces leave no text without spaces.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("CTC", "Python, joined")])
+def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
+    """Along random allowed tokens the text behind a prompt is JSON of the schema, and markers are no part of it."""
+    tokenizer, chance = served(kind), random.Random(0)
+    end, markers = vocabulary(kind)["</s>"], {vocabulary(kind).get(piece) for piece in (*SPECIAL, *ADDED)}
+    start = vocabulary(kind)["##a" if kind.startswith("WordPiece") else "a"]
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    grammars = Grammars(tokenizer, size=SIZE, ends=[end])
+    for _ in range(8):
+        matcher, text = grammars.matcher(of_schema(schema)), list[int]()
+        while (tokens := allowed(matcher, [])) != [end]:
+            assert tokens
+            assert not markers & {*tokens} - {end}
+            enough = [token for token in tokens if '"' in tokenizer.alternative(token, 0.0).text or token == end]
+            text.append(chance.choice(enough if enough and len(text) > 20 else tokens))
+            if text[-1] == end:
+                break
+            matcher.append(text[-1])
+        said = "".join(streamed(kind, [start], [token for token in text if token != end], special=True))
+
+        assert {*json.loads(said)} in ({"a"}, {"a", "b"})
+        assert tokenizer.decode([start, *matcher._compiled.spelt(text[:6])]) == tokenizer.decode([start, *text[:6]])
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma"])
+def test_what_a_grammar_forces_is_spelt_as_the_model_would(kind: str) -> None:
+    """In whole pieces, and not as if a text began there."""
+    matcher = Grammars(served(kind), size=SIZE, ends=[1]).matcher(Grammar('start: "世a"'))
+
+    assert "世a" == served(kind).decode([vocabulary(kind)["a"], *matcher.forced(9)])[1:]
+    assert served(kind).spell("世a") in ([], matcher.forced(9))
+
+
+def test_what_the_first_grammar_needs_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
+    grammars = Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[1])
+    grammars.prepare()
+    Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[]).prepare()
+    monkeypatch.setattr(grammars._tokenizer, "token_bytes", None)
+
+    assert grammars.compile(Grammar('start: "a"'))
 
 
 def test_a_model_without_an_end_takes_no_grammar(known: Grammars) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from engine import trial
 from engine.errors import TooCostly
 from engine.tokenizer import Tokenizer
-from engine.trial import Trial
+from engine.trial import Trial, Vocabulary
 from engine.types import Grammar
 from tests.engine.models import END, VOCABULARY, save_tokenizer
 from tests.engine.test_grammar import grammars_of, of_schema
@@ -22,9 +22,8 @@ from tests.engine.test_grammar import grammars_of, of_schema
 def tried(tmp_path: Path) -> Iterator[Trial]:
     """A trial with the tiny models' tokenizer."""
     save_tokenizer(tmp_path)
-    serialised = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary=VOCABULARY, context=64).serialised()
-    assert serialised is not None
-    made = Trial(serialised, size=VOCABULARY, ends=[END])
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary=VOCABULARY, context=64)
+    made = Trial(Vocabulary(*tokenizer.token_bytes(VOCABULARY), ends=[END], spell=tokenizer.spell))
     yield made
     made.close()
 

@@ -26,7 +26,7 @@ from engine.types import TokenLogprob
 BROKEN = "\ufffd"
 SPECIAL = ["<s>", "</s>", "<pad>"]
 ADDED = ["<tool>", "<é>"]
-WHOLE = [*"abcdxyzäß世🦙.,!'", "ab", "世界", "'s", BROKEN]
+WHOLE = [*"abcdxyzäß世🦙.,!'", *'{}":01', "ab", "世界", "'s", BROKEN]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Stands for bytes that are no text, which the tokenizers library shows otherwise.
 HIDDEN = "\ue000"
