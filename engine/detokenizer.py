@@ -87,16 +87,19 @@ class TokenBytes:
         raw = self.raw(token)
         return self.text_of(token).encode() if raw is None else raw
 
-    def all_bytes(self, size: int) -> list[bytes]:
-        """The bytes of the tokens below `size`; numbers that are no tokens have none."""
-        found = [b""] * size
-        for start in range(0, size, _TOGETHER):
-            tokens = [token for token in range(start, min(start + _TOGETHER, size)) if self.has(token)]
-            raws = [self._find_raw(token) for token in tokens]
-            whole = [token for token, raw in zip(tokens, raws, strict=True) if raw is None]
-            for token, raw in zip(tokens, raws, strict=True):
-                found[token] = raw or b""
-            for token, text in zip(whole, self._texts(whole), strict=True):
+    def all_bytes(self, pieces: Mapping[int, str], size: int) -> list[bytes]:
+        """The bytes of these tokens, and of at least `size`; numbers that are no tokens have none."""
+        found = [b""] * max(size, 1 + max(pieces, default=0))
+        whole = []
+        for token, piece in pieces.items():
+            raw = self._raw_piece(token, piece)
+            if raw is None:
+                whole.append(token)
+            else:
+                found[token] = raw
+        for start in range(0, len(whole), _TOGETHER):
+            tokens = whole[start : start + _TOGETHER]
+            for token, text in zip(tokens, self._texts(tokens), strict=True):
                 found[token] = text.encode()
         return found
 
@@ -125,12 +128,16 @@ class TokenBytes:
 
     def _find_raw(self, token: int) -> bytes | None:
         piece = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < self._size else None
-        if not isinstance(piece, str):
-            return None
+        return self._raw_piece(token, piece) if isinstance(piece, str) else None
+
+    def _raw_piece(self, token: int, piece: str) -> bytes | None:
         if self._byte_level:
             return piece.encode() if (raw := _from_letters(piece)) is None else raw
-        raw = bytes([int(found[1], 16)]) if (found := _FALLBACK.fullmatch(piece)) else _from_letters(piece)
-        # Bytes that are text by themselves are not asked for: most pieces can be read as letters of bytes, too.
+        if piece.isascii():
+            raw = bytes([int(found[1], 16)]) if (found := _FALLBACK.fullmatch(piece)) else None
+        else:
+            raw = _from_letters(piece)
+        # Bytes that are text by themselves are not asked for: many pieces can be read as letters of bytes, too.
         return None if raw is None or _is_text(raw) or _BROKEN not in self.decode([token]) else raw
 
     def _find_anchor(self, vocabulary: Mapping[str, int]) -> int | None:
@@ -268,7 +275,10 @@ def _is_letter(text: str) -> bool:
 def _from_letters(piece: str) -> bytes | None:
     """The bytes that a piece of byte-level BPE stands for; None: it is none."""
     table = _byte_letters()
-    return bytes(table[letter] for letter in piece) if all(letter in table for letter in piece) else None
+    try:
+        return bytes([table[letter] for letter in piece])
+    except KeyError:
+        return None
 
 
 @functools.cache

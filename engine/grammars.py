@@ -114,9 +114,7 @@ class Grammars:
         if self._vocabulary is None:
             if not self._ends:
                 raise InvalidRequest("grammar", "this model has no token that ends a text, and a grammar needs one")
-            # What has no text is never allowed, on either side.
-            size = max(self._size, 1 + max(self._tokenizer.pieces(), default=0))
-            tokens, markers = self._tokenizer.token_bytes(size)
+            tokens, markers = self._tokenizer.token_bytes(self._size)
             known = Vocabulary(tokens, markers, ends=self._ends, spell=self._tokenizer.spell)
             self._trial = Trial(known)
             # The other process reads it at the same time.

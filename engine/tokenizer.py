@@ -56,13 +56,13 @@ class Tokenizer:
         return {number: piece for piece, number in self._tokenizer.get_vocab().items()}
 
     def token_bytes(self, size: int) -> tuple[list[bytes], list[int]]:
-        """The bytes of all tokens below `size`, as they stand in the middle of a text, and which of them are markers.
+        """The bytes of at least `size` tokens, as they stand in the middle of a text, and which of them are markers.
 
         A marker is never a part of text: special tokens, and added ones in angle brackets. For any thread.
         """
         added = self._tokenizer.get_added_vocab()
         markers = {token for piece, token in added.items() if piece.startswith("<") and piece.endswith(">")}
-        return self._read_tokens.all_bytes(size), sorted(markers | self._read_tokens.special)
+        return self._read_tokens.all_bytes(self.pieces(), size), sorted(markers | self._read_tokens.special)
 
     def spell(self, text: str) -> list[int]:
         """The tokens of a text that stands in the middle of another; none where it is not spelt alone. For any thread.
