@@ -14,7 +14,7 @@ from server.lenient import LenientRoute
 from server.limits import BodyLimit, Border
 from server.metrics import Metrics
 from server.origins import Origins
-from server.parsing import StrictRoute
+from server.parsing import StrictRoute, large_bodies
 from server.paths import Paths
 from server.routes import (
     anthropic,
@@ -62,6 +62,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         telemetry={"tracing": False},
         lifespan=lifespan,
     )
+    app.state.large_bodies = large_bodies()
     service = Service(engine, settings, Metrics(engine))
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
     for routes in (

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.faults import invalid_field
-from server.parsing import StrictRequest, StrictRoute
+from server.parsing import StrictRequest, StrictRoute, loads
+from server.schemas.content import Unhonoured
 
 # The routes whose answers have a list of warnings; the others refuse even so.
 TELLING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -21,41 +21,27 @@ Step = int | str
 
 
 class LenientRequest(StrictRequest):
-    """A request whose body is read without some of its fields."""
+    """A request whose body is read without the fields that nobody honours."""
 
-    def leave_out(self, paths: Sequence[Sequence[Step]]) -> None:
-        """From now on."""
-        self._left_out = paths
-
-    async def json(self) -> Any:
-        """The parsed body, without them."""
-        body = await super().json()
-        for path in getattr(self, "_left_out", ()):
-            _remove(body, path)
-        return body
+    def read(self, body: bytes) -> object:
+        """The validated body; what was left out of it becomes the warnings of the request."""
+        parsed, context = loads(body), Unhonoured()
+        value = self.validate(parsed, context)
+        self.state.warnings = list(_warnings(parsed, context))
+        return value
 
 
 class LenientRoute(StrictRoute):
-    """A route that tries again without the fields that nobody honours."""
+    """A route that leaves out the fields that nobody honours."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As for `StrictRoute`."""
         if self.path not in TELLING:
             return super().get_route_handler()
-        handler = APIRoute.get_route_handler(self)
+        handler, model = APIRoute.get_route_handler(self), self.body_model
 
         async def lenient(request: Request) -> Response:
-            reading = LenientRequest(request.scope, request.receive)
-            try:
-                return await handler(reading)
-            except RequestValidationError as error:
-                faults = error.errors()
-                if any(fault["type"] != "extra_forbidden" for fault in faults):
-                    raise
-                told = [invalid_field(fault, error.body).message for fault in faults[:MOST_WARNINGS]]
-                reading.state.warnings = told
-                reading.leave_out([fault["loc"][1:] for fault in faults])
-            return await handler(reading)
+            return await handler(LenientRequest(request, model))
 
         return lenient
 
@@ -65,11 +51,27 @@ def warnings(request: Request) -> tuple[str, ...]:
     return tuple(getattr(request.state, "warnings", ()))
 
 
-def _remove(body: Any, path: Sequence[Step]) -> None:
-    # Locations of pydantic hold names of union members too, which are no keys of the body.
-    *way, last = path
-    for step in way:
-        if (isinstance(step, int) and isinstance(body, list)) or (isinstance(body, dict) and step in body):
-            body = body[step]  # type: ignore[index]
-    if isinstance(body, dict):
-        body.pop(last, None)
+def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
+    told = context.left_out[:MOST_WARNINGS]
+    places = _places(body, {id(holder) for holder, _ in told}) if told else {}
+    for holder, name in told:
+        # A validator may have copied the object: then its place is unknown.
+        path = ("body", *places.get(id(holder), ()), name)
+        yield invalid_field({"type": "extra_forbidden", "loc": path}, body).message
+
+
+def _places(body: object, wanted: set[int]) -> dict[int, tuple[Step, ...]]:
+    """Where in a body the objects of some identities stand."""
+    found: dict[int, tuple[Step, ...]] = {}
+    pending: list[tuple[object, tuple[Step, ...]]] = [(body, ())]
+    while pending and len(found) < len(wanted):
+        value, path = pending.pop()
+        if id(value) in wanted:
+            found[id(value)] = path
+        inner: Sequence[tuple[Step, object]] = ()
+        if isinstance(value, dict):
+            inner = list(value.items())
+        elif isinstance(value, list):
+            inner = list(enumerate(value))
+        pending.extend((item, (*path, step)) for step, item in inner if isinstance(item, dict | list))
+    return found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from server.schemas import policy
 from server.schemas.common import Count, Label, StopString
-from server.schemas.content import Strict
+from server.schemas.content import Object, Strict
 from server.schemas.response_input import kind_of
 from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, Schema
 
@@ -70,7 +70,7 @@ class ToolUseBlock(Cached):
     type: Literal["tool_use"]
     id: Label
     name: Label
-    input: dict[str, Any]
+    input: Object
 
 
 class ToolResultBlock(Cached):

@@ -21,6 +21,7 @@ from server.schemas.common import (
     TimingsBody,
     UsageBody,
 )
+from server.schemas.content import MOST_TOKENS
 
 MOST_PROMPTS = 64
 LARGEST_ID = 2**31 - 1
@@ -33,6 +34,8 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
             return [value]
         case [] | [[], *_]:
             raise PydanticCustomError("invalid_value", "it must not be empty")
+        case [int(), *_] if len(value) > MOST_TOKENS:
+            raise PydanticCustomError("invalid_value", f"it may hold {MOST_TOKENS} tokens at most")
         case [int(), *_] if _ids(value):
             return [value]
         case list() if len(value) > most:
@@ -47,7 +50,8 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
 
 
 def _ids(value: list[Any]) -> bool:
-    return all(type(token) is int and 0 <= token <= LARGEST_ID for token in value)
+    # Loops in C: a prompt may have half a million of them.
+    return {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= LARGEST_ID
 
 
 Prompts = Annotated[

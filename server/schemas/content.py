@@ -3,24 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from server.schemas import policy
+from server.schemas.first_fault import fail_fast, field_names
+
+MOST_PARTS = 2048
+# Of an object whose names the client chooses: a JSON schema, the arguments of a call.
+MOST_KEYS = 1024
+# Tokens of one prompt, or of a text to be decoded.
+MOST_TOKENS = 2**18
+
+Object = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unhonoured:
+    """Context of a validation that leaves unknown fields out instead of refusing them.
+
+    left_out  (object of the body, name of the field), in the order of the body
+    """
+
+    left_out: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown fields, and immutable once made."""
+    """No coercion, no unknown fields, and immutable once made.
+
+    Validation stops at the first fault of a list, of an object's size or of its unknown fields: a body of megabytes
+    has one error, not one for each of its values.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema of pydantic, with lists that fail fast and objects whose size is checked before their values."""
+        schema = handler(source)
+        fail_fast(schema)
+        return schema
+
     @model_validator(mode="before")
     @classmethod
-    def _strip(cls, body: Any) -> Any:
-        return policy.strip(body, cls.documented)
+    def _strip(cls, body: Any, info: ValidationInfo) -> Any:
+        if not isinstance(body, dict) or body.keys() <= field_names(cls):
+            return body
+        asked = policy.strip(body, cls.documented)
+        unknown = [name for name in asked if name not in field_names(cls)]
+        if isinstance(info.context, Unhonoured):
+            info.context.left_out.extend((body, name) for name in unknown)
+            refused = unknown
+        else:
+            refused = unknown[1:]
+        return {name: value for name, value in asked.items() if name not in refused} if refused else asked
 
 
 def one_of(*kinds: str) -> BeforeValidator:
@@ -61,7 +111,7 @@ class TextPart(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 

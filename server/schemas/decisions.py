@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from server.schemas.chat import CacheOptions
 from server.schemas.common import Label
-from server.schemas.content import Breakpoint, Strict
+from server.schemas.content import Breakpoint, Object, Strict
 from server.schemas.response_input import MOST_ITEMS, kind_of
 
 # OpenAI's limits.
@@ -39,7 +39,7 @@ class JsonPart(Strict):
     """Data, which is read as compact JSON."""
 
     type: Literal["input_json"]
-    data: dict[str, Any] | list[dict[str, Any]]
+    data: Object | Annotated[list[Object], Field(max_length=MOST_ITEMS)]
 
 
 def _part(part: object) -> str:

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from server.schemas import policy
 from server.schemas.common import Count, Label, Stops
-from server.schemas.content import Strict
+from server.schemas.content import Object, Strict
 
 _Any = Annotated[Any, Field()]
 
@@ -55,7 +55,7 @@ class CalledFunction(Strict):
     """A function as the model called it, its arguments as an object."""
 
     name: Label
-    arguments: dict[str, Any] = {}
+    arguments: Object = {}
     index: int | None = None
     description: str | None = None
 
@@ -88,7 +88,7 @@ class Asking(Strict):
 
     model: str
     options: Options | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Literal["", "json"] | Object | None = None
     stream: bool | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | int | None = None
@@ -98,7 +98,7 @@ class OllamaChatRequest(Asking):
     """POST /api/chat. No messages: the client only wants the model to be there."""
 
     messages: Annotated[list[Message], Field(max_length=2048)] = []
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tools: Annotated[list[Object], Field(max_length=128)] | None = None
 
 
 class GenerateRequest(Asking):

@@ -9,9 +9,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from server.schemas import policy
 from server.schemas.common import Label
-from server.schemas.content import Breakpoint, Strict
+from server.schemas.content import MOST_PARTS, Breakpoint, Object, Strict
 
 MOST_ITEMS = 2048
+# One a token of a text.
+MOST_ENTRIES = 65536
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -34,8 +36,8 @@ class OutputTextPart(Strict):
 
     type: Literal["output_text"]
     text: str
-    annotations: list[dict[str, Any]] | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    annotations: Annotated[list[Object], Field(max_length=MOST_ENTRIES)] | None = None
+    logprobs: Annotated[list[Object], Field(max_length=MOST_ENTRIES)] | None = None
 
 
 class RefusalPart(Strict):
@@ -67,7 +69,7 @@ def _shape(content: object) -> str:
 
 
 Parts = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Part], Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[Part], Field(max_length=MOST_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 
@@ -153,8 +155,8 @@ class ReasoningInput(Strict):
 
     type: Literal["reasoning"]
     id: Label | None = None
-    summary: list[SummaryText] = []
-    content: list[ReasoningTextInput] | None = None
+    summary: Annotated[list[SummaryText], Field(max_length=MOST_PARTS)] = []
+    content: Annotated[list[ReasoningTextInput], Field(max_length=MOST_PARTS)] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 

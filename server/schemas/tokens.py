@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, Message
 from server.schemas.common import TokenId
-from server.schemas.content import Strict
+from server.schemas.content import MOST_TOKENS, Strict
 from server.schemas.tools import MOST_TOOLS, ToolDefinition
 
 
@@ -41,7 +41,7 @@ class DetokenizeRequest(Strict):
     """Tokens that are to become text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
 
 
 class Piece(TypedDict):

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from server.schemas import policy
-from server.schemas.content import Strict, one_of
+from server.schemas.content import MOST_KEYS, Strict, one_of
 
 # OpenAI's letters and length, and the dots that servers of tools (MCP) put between their name and the tool's.
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A JSON schema. What it means is read where it becomes a grammar.
-Schema = dict[str, object]
+Schema = Annotated[dict[str, object], Field(max_length=MOST_KEYS)]
 
 # Read, and no part of what the value says: left out where it is written down again.
 Kind = TypeVar("Kind")

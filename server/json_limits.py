@@ -1,0 +1,78 @@
+"""Limits on the shape of a JSON text, checked before it is parsed: depth, and the number of values.
+
+Parsed values take up to forty times the bytes of their text, and validation takes microseconds a value. The scan stops
+at the first limit, so its work is bounded by the limits; no call holds the interpreter for longer than one window.
+"""
+
+from __future__ import annotations
+
+import re
+
+DEEPEST = 64
+# Strings, arrays and objects; keys of objects are strings.
+MOST_NODES = 2**17
+# Values of every kind, so that prompts of token ids may be long.
+MOST_VALUES = 2**19
+# Characters a call of the regular expression engine may read, about 1 ms.
+WINDOW = 2**16
+
+_mark = re.compile(r'["\[\]{}]')
+# Possessive: linear whatever the text.
+_inside = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+
+def exceeded(text: str) -> str | None:
+    """The limit that a JSON text exceeds, in words; None: none. A text that is no JSON gives either."""
+    counting = text.count(",") >= MOST_VALUES
+    opened = text.count("[") + text.count("{")
+    if opened <= DEEPEST and opened + text.count('"') <= MOST_NODES and not counting:
+        return None
+    depth = nodes = separators = position = 0
+    while (found := _next_mark(text, position)) >= 0:
+        if counting:
+            # Not those inside of strings.
+            separators += text.count(",", position, found)
+        position, mark = found + 1, text[found]
+        if mark in "]}":
+            depth -= 1
+            continue
+        nodes += 1
+        if mark == '"':
+            position = _string_end(text, position)
+        else:
+            depth += 1
+        if depth > DEEPEST:
+            return f"nested deeper than {DEEPEST} levels"
+        if nodes > MOST_NODES:
+            return f"more than {MOST_NODES} strings, arrays and objects"
+        if separators >= MOST_VALUES:
+            break
+    if counting and separators + text.count(",", position) >= MOST_VALUES:
+        return f"more than {MOST_VALUES} values"
+    return None
+
+
+def _next_mark(text: str, position: int) -> int:
+    """The next quote, bracket or brace; -1: there is none."""
+    while position < len(text):
+        match = _mark.search(text, position, position + WINDOW)
+        if match:
+            return match.start()
+        position += WINDOW
+    return -1
+
+
+def _string_end(text: str, position: int) -> int:
+    """The place behind the closing quote of a string whose characters begin at `position`."""
+    quote = text.find('"', position)
+    if quote < 0:
+        return len(text)
+    if text[quote - 1] != "\\":
+        return quote + 1
+    while position < len(text):
+        position = _inside.match(text, position, position + WINDOW).end()  # type: ignore[union-attr]
+        if text[position : position + 1] == '"':
+            return position + 1
+        if position == len(text) - 1:
+            break
+    return len(text)
