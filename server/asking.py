@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as initial
 from typing import TYPE_CHECKING
 
+from engine.errors import ContextTooLong
 from engine.wording import names
 from server.ability import SWITCHES
+from server.errors import invalid
 from server.labels import Fork, Path
 
 if TYPE_CHECKING:
@@ -16,12 +19,23 @@ if TYPE_CHECKING:
 Asked = tuple[str, Sequence[str]]
 
 
-@dataclass(frozen=True, slots=True)
+# Tokens of all prompts of one body, of which each repeats what it has in common with the others.
+MOST_TOKENS = 2**20
+
+
+@dataclass(slots=True)
 class Asker:
-    """Puts questions to one model. Its methods belong to worker threads."""
+    """Puts questions to one model. Its methods belong to worker threads.
+
+    context  tokens that a prompt may have
+    field    the list of the body that prompts are made of
+    """
 
     tokenizer: Tokenizer
-    _labels: dict[str, Path] = field(default_factory=dict)
+    context: int
+    field: str
+    _read: int = 0
+    _labels: dict[str, Path] = initial(default_factory=dict)
 
     def fork(self, question: str, labels: Sequence[str]) -> Fork:
         """The tokens of a question and of the labels that may answer it."""
@@ -51,6 +65,16 @@ class Asker:
         return found
 
     def _prompt(self, question: str) -> Path:
+        """The tokens of a question; an error for too many of them, before others are read."""
+        tokens = self._tokens(question)
+        if len(tokens) >= self.context:
+            raise ContextTooLong(len(tokens), self.context)
+        self._read += len(tokens)
+        if self._read > MOST_TOKENS:
+            raise invalid(self.field, f"the prompts that it makes have more than {MOST_TOKENS} tokens")
+        return tokens
+
+    def _tokens(self, question: str) -> Path:
         """A model that reasons is made to skip that: its first words are what is read."""
         if not self.tokenizer.has_chat_template:
             return tuple(self.tokenizer.encode(f"{question}\nAnswer:"))

@@ -65,7 +65,8 @@ async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
 def _forks(service: Service, body: DecisionRequest) -> list[Fork]:
     """The questions as the model reads them; for a worker thread."""
     asked = [(_wording(question), _labels(question)) for question in body.questions]
-    return Asker(service.engine.tokenizer).forks(_ABOUT, transcript(body.input), asked)
+    asker = Asker(service.engine.tokenizer, service.engine.info.context, "questions")
+    return asker.forks(_ABOUT, transcript(body.input), asked)
 
 
 def _wording(question: Question) -> str:

@@ -13,7 +13,7 @@ from engine.message import Body, Tool, ToolChoice
 from engine.types import Grammar
 from server.schemas.common import Generation
 from server.service import Service
-from server.structure import structure
+from server.structure import STRUCTURES, structure
 from server.tools import Offer, place
 
 ANYTHING = {"type": "object"}
@@ -30,7 +30,9 @@ class Followed:
 
 async def follow(service: Service, body: Generation, dialect: Dialect, offered: Offer, opened: str) -> Followed:
     """What the whole answer must follow; InvalidRequest names the field that cannot be followed."""
-    asked = structure(body)
+    # A schema may be a text of megabytes that is to be parsed.
+    structured = not STRUCTURES.isdisjoint(body.model_fields_set)
+    asked = await anyio.to_thread.run_sync(structure, body) if structured else None
     if asked is None and not offered.tools:
         return Followed()
     return await anyio.to_thread.run_sync(

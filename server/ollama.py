@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
-
 from engine.errors import EngineError
 from engine.message import Piece, Reasoning, Text
 from engine.types import Event
@@ -18,9 +16,9 @@ from server.arguments import read_arguments
 from server.embeddings import vector
 from server.errors import OLLAMA, ApiError
 from server.events import Events
-from server.faults import first_fault
 from server.jobs import Made
 from server.ndjson import line
+from server.parsing import validated
 from server.renaming import renamed
 from server.reply import Call as MadeCall
 from server.reply import Growing, gather
@@ -188,10 +186,9 @@ def _told(at: int, call: MadeCall) -> Call:
 
 def _chat(fields: dict[str, Any]) -> ChatRequest:
     try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise reworded(first_fault(faults, fields)) from error
+        return validated(ChatRequest, fields)
+    except ApiError as error:
+        raise reworded(error) from error
 
 
 def _common(body: Asking) -> dict[str, Any]:

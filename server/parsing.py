@@ -30,6 +30,7 @@ LARGE_BODY_BYTES = 16 * 1024
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 
 _surrogate = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -114,7 +115,7 @@ def large_bodies() -> CapacityLimiter:
     return CapacityLimiter(1)
 
 
-def validated(model: type[BaseModel], value: object, context: object = None) -> BaseModel:
+def validated(model: type[Model], value: object, context: object = None) -> Model:
     """The value as a model; ApiError at its first fault."""
     try:
         return model.model_validate(value, context=context)

@@ -75,16 +75,17 @@ async def _scores(
         model = service.resolve(body.model)
         if body.truncate_prompt_tokens is not None:
             raise unsupported("truncate_prompt_tokens", "it is no embedding model")
-        return model, *await _relevance(service, pairs, body.instruction, id, endpoint)
+        return model, *await _relevance(service, pairs, body, id, endpoint)
     scores, tokens = await compare(service, pairs, body, id, endpoint)
     return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 async def _relevance(
-    service: Service, pairs: Pairs, instruction: str | None, id: str, endpoint: Endpoint
+    service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
 ) -> tuple[list[float], ScoringUsage]:
     """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
-    forks = await anyio.to_thread.run_sync(_forks, service, pairs, instruction or INSTRUCTION)
+    field = "documents" if isinstance(body, RerankRequest) else "text_2"
+    forks = await anyio.to_thread.run_sync(_forks, service, pairs, body.instruction or INSTRUCTION, field)
     asked = [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
     outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
     told = iter(outcomes)
@@ -92,9 +93,9 @@ async def _relevance(
     return scores, _usage(outcomes)
 
 
-def _forks(service: Service, pairs: Pairs, instruction: str) -> list[Fork]:
+def _forks(service: Service, pairs: Pairs, instruction: str, field: str) -> list[Fork]:
     """The questions as the model reads them; for a worker thread."""
-    asker = Asker(service.engine.tokenizer)
+    asker = Asker(service.engine.tokenizer, service.engine.info.context, field)
     return [
         asker.fork(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
         for query, document in pairs

@@ -13,6 +13,22 @@ from server.schemas.common import Generation
 from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from server.schemas.tools import Schema
 
+# The fields that ask for structure.
+STRUCTURES = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "json_schema",
+        "guided_regex",
+        "regex",
+        "guided_choice",
+        "guided_grammar",
+        "grammar",
+        "ebnf",
+    }
+)
+
 
 def structure(body: Generation) -> tuple[str, Body] | None:
     """The field that asks for structure, and what it asks for; ApiError where two do."""

@@ -13,6 +13,9 @@ from server.schemas.tokens import Detokenized, DetokenizeRequest, Piece, Rendere
 from server.service import Service
 from server.turn import chat_turn
 
+MOST_PIECES = 2**17
+PIECES_SLICE = 1024
+
 
 async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
     """The tokens of a text or a conversation; raises ApiError or EngineError for what is wrong with it."""
@@ -21,11 +24,7 @@ async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
     tokens = await _tokens(service, body, id)
     answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.engine.info.context)
     if body.return_token_strs or body.with_pieces:
-        pieces = await anyio.to_thread.run_sync(service.engine.tokenizer.pieces_of, tokens)
-        if body.with_pieces:
-            answer["tokens"] = [Piece(id=piece.token, piece=_written(piece)) for piece in pieces]
-        if body.return_token_strs:
-            answer["token_strs"] = [piece.text for piece in pieces]
+        await anyio.to_thread.run_sync(_add_pieces, service, body, answer, tokens)
     return answer
 
 
@@ -65,6 +64,21 @@ async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]
     assert text is not None, "one of the three is given"
     added = body.prompt is not None if special is None else special
     return await anyio.to_thread.run_sync(lambda: service.engine.tokenizer.encode(text, add_special=added))
+
+
+def _add_pieces(service: Service, body: TokenizeRequest, answer: Tokens, tokens: list[int]) -> None:
+    """For a worker thread."""
+    field = "with_pieces" if body.with_pieces else "return_token_strs"
+    if len(tokens) > MOST_PIECES:
+        raise invalid(field, f"the text has {len(tokens)} tokens, and {MOST_PIECES} may be told one by one")
+    # In slices, between which others may use the tokenizer.
+    starts = range(0, len(tokens), PIECES_SLICE)
+    read = service.engine.tokenizer.pieces_of
+    pieces = [piece for start in starts for piece in read(tokens[start : start + PIECES_SLICE])]
+    if body.with_pieces:
+        answer["tokens"] = [Piece(id=piece.token, piece=_written(piece)) for piece in pieces]
+    if body.return_token_strs:
+        answer["token_strs"] = [piece.text for piece in pieces]
 
 
 _OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")

@@ -106,15 +106,10 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
     model = service.resolve(body.model)
     service.check_ready()
     _check(body)
-    tokenizer = service.engine.tokenizer
-    can = ability(body, tokenizer.dialect, names(tokenizer.template))
-    if can.missing and not service.settings.lenient:
-        raise can.missing[0]
-    talk = conversation(body.messages)
-    render = _renderer(service, body, talk, can)
-    rendered = await anyio.to_thread.run_sync(render, talk.messages)
+    can, talk, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
+    dialect = service.engine.tokenizer.dialect
     prompt = shortened(service, body, rendered, _max_tokens(body))
-    followed = await follow(service, body, tokenizer.dialect, can.offer, prompt.opened)
+    followed = await follow(service, body, dialect, can.offer, prompt.opened)
     full = await _request(service, body, prompt, can.budget, id)
     requests = spread(replace(full, grammar=followed.grammar), body.n or 1)
     check_room(service, requests)
@@ -125,7 +120,7 @@ async def chat_turn(service: Service, body: ChatRequest, id: str) -> Turn:
         fingerprint=service.fingerprint(),
         body=body,
         requests=requests,
-        dialect=tokenizer.dialect,
+        dialect=dialect,
         places=Places(talk.messages, prompt.tokens, lambda messages: render(messages).tokens),
         bypassed=_cached(body).cache_prompt is False,
         offer=can.offer,
@@ -219,6 +214,19 @@ def _max_tokens(body: ChatRequest) -> int | None:
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "it differs from 'max_completion_tokens'; give one of them")
     return old if new is None else new
+
+
+def _rendered(
+    service: Service, body: ChatRequest
+) -> tuple[Ability, Conversation, Callable[[Messages], Rendering], Rendering]:
+    """What the model can do of a body, its conversation, how that is rendered, and its prompt; for a worker thread."""
+    tokenizer = service.engine.tokenizer
+    can = ability(body, tokenizer.dialect, names(tokenizer.template))
+    if can.missing and not service.settings.lenient:
+        raise can.missing[0]
+    talk = conversation(body.messages)
+    render = _renderer(service, body, talk, can)
+    return can, talk, render, render(talk.messages)
 
 
 def _renderer(service: Service, body: ChatRequest, talk: Conversation, can: Ability) -> Callable[[Messages], Rendering]:

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+import anyio.to_thread
+
 from engine.errors import EngineError, Overloaded
 from server.database import StoreError
 from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid, missing
@@ -169,7 +171,7 @@ class Desk:
         items = listed(body.input)
         if any(isinstance(item, ReferenceInput) for item in items):
             return await self._kept.referred(items)
-        return [whole(item) for item in items]
+        return await anyio.to_thread.run_sync(lambda: [whole(item) for item in items])
 
     async def _items(
         self, body: Prompted | CompactRequest, given: Sequence[Item], recent: Recent | None = None
@@ -195,7 +197,8 @@ class Desk:
 
     async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> Turn:
         try:
-            chat = chat_request(body, self._service.resolve(body.model), read(items))
+            model = self._service.resolve(body.model)
+            chat = await anyio.to_thread.run_sync(lambda: chat_request(body, model, read(items)))
             make = fitting_turn if body.truncation == "auto" else chat_turn
             return await make(self._service, chat, id)
         except (ApiError, EngineError) as error:

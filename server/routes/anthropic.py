@@ -15,6 +15,7 @@ from server.anthropic.translation import breaks, chat_request, reworded
 from server.encoding import Json
 from server.errors import MESSAGES, ApiError
 from server.generation import generate
+from server.parsing import off_loop
 from server.routes.documented import streamed
 from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
@@ -34,7 +35,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(MESSAGES, responses={**RESPONSES, **streamed(AnsweredMessage, AnthropicEvent)})
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        turn = await _turn(service, body)
+        turn = await _turn(service, body, request)
         answer = AnthropicAnswer(turn, breaks(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
@@ -47,15 +48,15 @@ def add(app: FastAPI, service: Service) -> None:
         return await unless_gone(request, whole())
 
     @app.post(f"{MESSAGES}/count_tokens", responses={**RESPONSES, 200: {"model": TokenCount}})
-    async def count_message_tokens(body: CountRequest) -> Response:
+    async def count_message_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of the prompt that a conversation makes."""
-        turn = await _turn(service, body)
+        turn = await _turn(service, body, request)
         return Json(TokenCount(input_tokens=len(turn.requests[0].prompt)))
 
 
-async def _turn(service: Service, body: CountRequest) -> Turn:
+async def _turn(service: Service, body: CountRequest, http: Request) -> Turn:
     try:
-        chat = chat_request(body)
+        chat = await off_loop(http, chat_request, body)
         # The field is required here, and clients ask for more than small models hold without meaning it.
         most = min(chat.max_tokens or 1, service.engine.info.context)
         return await chat_turn(service, chat.model_copy(update={"max_tokens": most}), f"msg_{uuid.uuid4().hex}")

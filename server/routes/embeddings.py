@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from server.answering import unless_gone
 from server.embeddings import embeddings
-from server.encoding import Json
+from server.encoding import large_json
 from server.routes.documented import RESPONSES
 from server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from server.service import Service
@@ -23,6 +23,6 @@ def add(app: FastAPI, service: Service) -> None:
         """Turn texts into vectors."""
 
         async def work() -> Response:
-            return Json(await embeddings(service, body, f"embd-{uuid.uuid4().hex}"))
+            return await large_json(await embeddings(service, body, f"embd-{uuid.uuid4().hex}"))
 
         return await unless_gone(request, work())

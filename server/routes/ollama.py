@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -16,11 +17,12 @@ from engine.status import Embedding as EmbeddingModel
 from engine.status import ModelInfo
 from server.answering import unless_gone
 from server.embeddings import Wish, answering, check_dimensions, embed, vector
-from server.encoding import Json
+from server.encoding import Json, large_json
 from server.errors import OLLAMA, ApiError, invalid, missing, unsupported
 from server.generation import generate
 from server.ndjson import LineStream
 from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
+from server.parsing import off_loop
 from server.renaming import renamed
 from server.routes.documented import lined
 from server.schemas.chat import ChatRequest
@@ -64,7 +66,7 @@ def _add_chats(app: FastAPI, service: Service) -> None:
         model = _ready(service, body)
         if not body.messages:
             return Json({**_loaded(model), "message": {"role": "assistant", "content": ""}})
-        return await _answer(service, request, chat_body(body, model), plain=False)
+        return await _answer(service, request, await off_loop(request, chat_body, body, model), plain=False)
 
     @app.post("/api/generate", responses={**RESPONSES, **lined(Line)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
@@ -74,7 +76,7 @@ def _add_chats(app: FastAPI, service: Service) -> None:
             raise invalid("raw", "prompts without the model's template go to /v1/completions")
         if not body.prompt:
             return Json({**_loaded(model), "response": ""})
-        return await _answer(service, request, generate_body(body, model), plain=True)
+        return await _answer(service, request, await off_loop(request, generate_body, body, model), plain=True)
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:
@@ -88,7 +90,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
         async def work() -> Response:
             made = await embed(service, inputs, wish, id=uuid.uuid4().hex, endpoint="ollama")
-            return Json(embedded(model, made, body.dimensions, begun))
+            return await large_json(await anyio.to_thread.run_sync(embedded, model, made, body.dimensions, begun))
 
         return await unless_gone(request, work())
 

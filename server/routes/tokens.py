@@ -7,7 +7,7 @@ import uuid
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from server.encoding import Json
+from server.encoding import Json, large_json
 from server.routes.documented import RESPONSES
 from server.schemas.chat import ChatRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, InputTokens, Rendered, TokenizeRequest, Tokens
@@ -22,7 +22,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={**RESPONSES, 200: {"model": Tokens}})
     async def create_tokens(body: TokenizeRequest) -> Response:
         """Cut a text, or a conversation, into tokens."""
-        return Json(await tokenize(service, body, _id()))
+        return await large_json(await tokenize(service, body, _id()))
 
     @app.post("/v1/detokenize", responses={**RESPONSES, 200: {"model": Detokenized}})
     @app.post("/detokenize", responses={**RESPONSES, 200: {"model": Detokenized}})
@@ -34,7 +34,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/apply-template", responses={**RESPONSES, 200: {"model": Rendered}})
     async def apply_template(body: ChatRequest) -> Response:
         """Show what a chat would send to the model."""
-        return Json(await render(service, body, _id()))
+        return await large_json(await render(service, body, _id()))
 
     @app.post("/v1/chat/completions/input_tokens", responses={**RESPONSES, 200: {"model": InputTokens}})
     async def count_input_tokens(body: ChatRequest) -> Response:

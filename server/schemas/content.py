@@ -67,9 +67,9 @@ class Strict(BaseModel):
         unknown = [name for name in asked if name not in field_names(cls)]
         if isinstance(info.context, Unhonoured):
             info.context.left_out.extend((body, name) for name in unknown)
-            refused = unknown
+            refused = {*unknown}
         else:
-            refused = unknown[1:]
+            refused = {*unknown[1:]}
         return {name: value for name, value in asked.items() if name not in refused} if refused else asked
 
 

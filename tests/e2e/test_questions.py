@@ -149,7 +149,7 @@ def test_what_says_nothing_may_fill_the_context(url: str) -> None:
 )
 def test_a_text_is_cut_once_as_it_is_cut_for_every_question(text: str) -> None:
     """The tokens of all questions about a text are those of each by itself."""
-    asker = Asker(Tokenizer(AutoTokenizer.from_pretrained(MODEL), vocabulary=4096, context=4096))
+    asker = Asker(Tokenizer(AutoTokenizer.from_pretrained(MODEL), vocabulary=4096, context=4096), 4096, "documents")
     asked = [(f"{word} is it?", ["A", "B"]) for word in ("What", " Which", "\nHow", "", "<|im_end|>")]
     frame = "<input>\n{}\n</input>\n\n"
 
