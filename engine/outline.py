@@ -61,7 +61,10 @@ def outline(
     start = max(at for count, at in ends.items() if count <= last)
     last_user = (start, max(ends.get(last + 1, len(whole)), start)) if users else None
     marks = {end for count, end in ends.items() if count in (system, last, last + 1)}
-    marks |= {_common(_cut(messages, *place), whole, render) or 0 for place in breakpoints}
+    for place in dict.fromkeys(breakpoints):
+        shown = _cut(messages, *place)
+        known = len(shown) in ends and shown == messages[: len(shown)]
+        marks.add(ends[len(shown)] if known else _common(shown, whole, render) or 0)
     return Outline(tuple(sorted(marks - {0})), ends.get(system, 0), last_user, whole[ends.get(finished, len(whole)) :])
 
 

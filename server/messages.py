@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,13 +17,15 @@ from server.schemas.tools import CalledFunction, CustomCall, ToolCall
 ROLES = {"developer": "system", "function": "tool"}
 # What joins the parts of a content.
 BETWEEN = "\n"
+# Of one body; of more the latest count, as at OpenAI. Each costs a rendering of the messages before it.
+MOST_BREAKPOINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages with the keys that are there, and the places in them that are worth keeping.
 
-    breakpoints  (message, letters of its content before the place)
+    breakpoints  (message, letters of its content before the place); MOST_BREAKPOINTS at most
     """
 
     messages: list[dict[str, object]] = field(default_factory=list)
@@ -38,7 +41,8 @@ def conversation(messages: Sequence[Message]) -> Conversation:
         called = place if message.function_call is not None else called
         # Functions had no ids: what one answered belongs to the latest call.
         plain.append(_plain(message, f"call_{called}"))
-    return Conversation(plain, tuple(_breakpoints(messages)))
+    latest = deque(_breakpoints(messages), maxlen=MOST_BREAKPOINTS)
+    return Conversation(plain, tuple(latest))
 
 
 def has_breakpoints(messages: Sequence[Message]) -> bool:

@@ -1,0 +1,361 @@
+"""Measures how long large bodies stop the streams of others, and what memory they take.
+
+    python -m benchmarks.stalls table [MODEL] [--mebibytes 4] [--rounds 3]    # known bodies, over HTTP
+    python -m benchmarks.stalls fuzz [MODEL] [--count 10000] [--minutes 15]   # random ones, inside this process
+
+`table` starts a server and streams one answer beside each body. The worst gap between two chunks is compared with that
+of the same stream just before; of all rounds the best one counts, for other work on the machine repeats by chance only.
+`fuzz` runs the application here and counts the processor time of single callbacks on its event loop, which other work
+does not change; the gap of the engine's stream and the memory are beside it. The worst bodies are sent again, and the
+smaller figure counts. Results go to --out as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from asyncio.events import Handle
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.bodies import Body, known, random_body
+from engine.engine import Engine
+from engine.types import Request, SamplingParams
+from server.app import create_app
+from server.bench.launch import cellar
+from server.bench.machine import environment
+from server.settings import Settings
+
+GOAL_GAP_MS, GOAL_MEMORY_BYTES = 100.0, 50 * 2**20
+QUIET_SECONDS, AFTER_SECONDS = 1.5, 0.5
+ANSWER_SECONDS = 120.0
+WORST, AGAIN = 20, 60
+VICTIM = {"prompt": "Once", "max_tokens": 100000, "ignore_eos": True, "overflow": "shift", "stream": True}
+MEBIBYTE = 2**20
+
+
+def post(path: str, content: bytes) -> bytes:
+    """Return the bytes of a request on a connection of its own."""
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        "Connection: close",
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
+
+
+class Victim:
+    """A stream that somebody reads in another thread, and when its chunks came."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._over = port, threading.Event()
+        self.times: list[float] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Victim:
+        self._thread.start()
+        while not self.times:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def worst(self, begin: float, end: float) -> float:
+        """Return the longest time without a chunk that lies in part between two times, in milliseconds."""
+        times = [begin, *(at for at in list(self.times) if begin < at < end), end]
+        return 1000 * max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+
+    def _read(self) -> None:
+        while not self._over.is_set():
+            with socket.create_connection(("127.0.0.1", self._port), timeout=ANSWER_SECONDS) as connection:
+                connection.sendall(post("/v1/completions", json.dumps(VICTIM).encode()))
+                while connection.recv(65536) and not self._over.is_set():
+                    self.times.append(time.perf_counter())
+
+
+class Memory:
+    """The most resident bytes of a process while a block runs."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process, self._over = process, threading.Event()
+        self.before = self.most = process.memory_info().rss
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.most = max(self.most, self._process.memory_info().rss)
+
+
+@dataclass
+class Row:
+    """What one body did; a list has a figure for each round.
+
+    loop_ms  processor time of the server's event loop, without that of the stream beside it
+    """
+
+    name: str
+    path: str
+    bytes: int
+    status: int = 0
+    said: str = ""
+    quiet_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)
+    answer_ms: list[float] = field(default_factory=list)
+    loop_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    left_bytes: int = 0
+
+    @property
+    def excess_ms(self) -> float:
+        """Return by how much the gap beside the body exceeds the undisturbed one, in the best round."""
+        return min(gap - quiet for gap, quiet in zip(self.gap_ms, self.quiet_ms, strict=True))
+
+
+def table(given: argparse.Namespace) -> dict[str, object]:
+    """Measure the known bodies against a server; returns the rows."""
+    arguments = (*([given.model] if given.model else []), "--drafter", "none", "--slots", "4")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, cellar(arguments, Path(folder) / "log") as url:
+        process, port = psutil.Process().children()[0], urlsplit(url).port or 0
+        with Victim(port) as victim:
+            for body in known(int(given.mebibytes * MEBIBYTE)):
+                row = Row(body.name, body.path, len(body.content))
+                for _ in range(given.rounds):
+                    measure(row, body, victim, process, port)
+                rows.append(row)
+                print(line(row), flush=True)
+    return {"rows": [{**asdict(row), "excess_ms": row.excess_ms} for row in rows]}
+
+
+def measure(row: Row, body: Body, victim: Victim, process: psutil.Process, port: int) -> None:
+    """Send a body once and add to its row."""
+    loop_before, quiet = loop_seconds(process), time.perf_counter()
+    time.sleep(QUIET_SECONDS)
+    begin, loop_begin = time.perf_counter(), loop_seconds(process)
+    row.quiet_ms.append(victim.worst(quiet, begin))
+    with Memory(process) as memory:
+        answer = exchange(port, body)
+        answered = time.perf_counter()
+        time.sleep(AFTER_SECONDS)
+    end, loop_end = time.perf_counter(), loop_seconds(process)
+    row.status, row.said = (
+        int(answer.split(b" ", 2)[1] or 0),
+        answer.partition(b"\r\n\r\n")[2][:160].decode("utf-8", "replace"),
+    )
+    row.gap_ms.append(victim.worst(begin, end))
+    row.answer_ms.append(1000 * (answered - begin))
+    usual = (loop_begin - loop_before) / (begin - quiet) * (end - begin)
+    row.loop_ms.append(1000 * (loop_end - loop_begin - usual))
+    row.peak_bytes = max(row.peak_bytes, memory.most - memory.before)
+    row.left_bytes = process.memory_info().rss - memory.before
+
+
+def exchange(port: int, body: Body) -> bytes:
+    """Return the whole answer to a body."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
+        connection.sendall(post(body.path, body.content))
+        while piece := connection.recv(65536):
+            answer = answer if len(answer) > 65536 else answer + piece
+    return answer
+
+
+def loop_seconds(process: psutil.Process) -> float:
+    """Return the processor time of a server's first thread, which runs its event loop."""
+    return next(each.user_time + each.system_time for each in process.threads() if each.id == process.pid)
+
+
+def line(row: Row) -> str:
+    """Return a row of the table."""
+    figures = (row.excess_ms, min(row.gap_ms), min(row.quiet_ms), min(row.answer_ms), min(row.loop_ms))
+    memory = f"{row.peak_bytes / MEBIBYTE:7.0f} {row.left_bytes / MEBIBYTE:7.0f}"
+    return f"{row.path + ' ' + row.name:48.48} {row.status} {' '.join(f'{each:8.1f}' for each in figures)} {memory}"
+
+
+class Clock:
+    """The processor time of the longest callback of an event loop since it was last asked."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    def take(self) -> float:
+        """Return it in milliseconds, and begin anew."""
+        longest, self._longest = self._longest, 0.0
+        return 1000 * longest
+
+    @contextmanager
+    def installed(self) -> Iterator[Clock]:
+        """Time every callback of the loops of this process."""
+        run = Handle._run  # type: ignore[attr-defined]
+
+        def timed(handle: Handle) -> None:
+            begin = time.thread_time()
+            run(handle)
+            self._longest = max(self._longest, time.thread_time() - begin)
+
+        Handle._run = timed  # type: ignore[attr-defined]
+        try:
+            yield self
+        finally:
+            Handle._run = run  # type: ignore[attr-defined]
+
+
+@dataclass
+class Found:
+    """What a random body did; the smaller figure of two tries."""
+
+    name: str
+    path: str
+    bytes: int
+    status: int
+    callback_ms: float
+    gap_ms: float
+    seconds: float
+
+    @property
+    def badness(self) -> float:
+        """Return what the worst are chosen by."""
+        return max(self.callback_ms, self.gap_ms)
+
+
+async def fuzz(given: argparse.Namespace) -> dict[str, object]:
+    """Send random bodies to the application, one after the other; returns the worst."""
+    chance, found, tries = random.Random(given.seed), [], []
+    process, until = psutil.Process(), time.monotonic() + 60 * given.minutes
+    async with application(given.model) as (engine, client):
+        with Clock().installed() as clock:
+            async with streamed(engine) as times:
+                before = process.memory_info().rss
+                while len(found) < given.count and time.monotonic() < until:
+                    body = random_body(chance, int(given.mebibytes * MEBIBYTE))
+                    found.append(await attempt(body, client, clock, times))
+                    tries.append((found[-1].badness, len(tries), body))
+                    tries = sorted(tries)[-AGAIN:]
+                after = process.memory_info().rss
+                for _, number, body in tries:
+                    for _ in range(3):
+                        again = await attempt(body, client, clock, times)
+                        one = found[number]
+                        one.callback_ms = min(one.callback_ms, again.callback_ms)
+                        one.gap_ms = min(one.gap_ms, again.gap_ms)
+    worst = sorted(found, key=lambda one: -one.badness)[:WORST]
+    statuses = {status: sum(one.status == status for one in found) for status in sorted({one.status for one in found})}
+    for one in worst:
+        print(f"{one.path:28} {one.name:44.44} {one.bytes:8} {one.status} {one.callback_ms:7.1f} {one.gap_ms:7.1f}")
+    print(f"{len(found)} bodies, statuses {statuses}, memory {(after - before) / MEBIBYTE:+.0f} MiB")
+    return {
+        "worst": [asdict(one) for one in worst],
+        "bodies": len(found),
+        "statuses": statuses,
+        "grown": after - before,
+    }
+
+
+@asynccontextmanager
+async def application(model: str | None) -> AsyncIterator[tuple[Engine, httpx.AsyncClient]]:
+    """Run an engine and its application; yield both."""
+    settings = Settings(model=model, drafter="none", slots=4, store="memory", served_names=("cellar",))
+    engine = Engine(settings.engine_config())
+    engine.start()
+    try:
+        await engine.wait_ready()
+        transport = httpx.ASGITransport(create_app(engine, settings))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=ANSWER_SECONDS
+        ) as client:
+            yield engine, client
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+@asynccontextmanager
+async def streamed(engine: Engine) -> AsyncIterator[list[float]]:
+    """Keep one sequence decoding; yield when its events come."""
+    times: list[float] = []
+
+    async def follow() -> None:
+        for number in range(10**9):
+            greedy = SamplingParams(temperature=0.0)
+            request = Request(f"victim-{number}", (1, 2, 3), greedy, max_tokens=2000, ignore_eos=True)
+            async with engine.open(request) as stream:
+                async for _ in stream:
+                    times.append(time.perf_counter())
+
+    following = asyncio.create_task(follow())
+    try:
+        yield times
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def attempt(body: Body, client: httpx.AsyncClient, clock: Clock, times: list[float]) -> Found:
+    """Send a body, and say what it did."""
+    headers = {"content-type": "application/json"}
+    times.clear()
+    clock.take()
+    begin = time.perf_counter()
+    answer = await client.post(body.path, content=body.content, headers=headers)
+    end = time.perf_counter()
+    marks = [begin, *times, end]
+    gap = max(later - earlier for earlier, later in zip(marks, marks[1:], strict=False))
+    took = end - begin
+    return Found(body.name, body.path, len(body.content), answer.status_code, clock.take(), 1000 * gap, took)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    summary, _, epilog = (__doc__ or "").partition("\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("benchmarks.stalls", description=summary, epilog=epilog, formatter_class=raw)
+    parser.add_argument("what", choices=("table", "fuzz"))
+    parser.add_argument("model", nargs="?", default=None, help="a folder (default: the bundled model)")
+    parser.add_argument("--mebibytes", type=float, default=3.99, help="of the largest bodies (default 3.99)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each body of the table (default 3)")
+    parser.add_argument("--count", type=int, default=10000, help="of random bodies (default 10000)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="at most, for random bodies (default 15)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="a file for the result as JSON")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; 1 if a known body misses a goal."""
+    given = make_parser().parse_args(arguments)
+    result = table(given) if given.what == "table" else asyncio.run(fuzz(given))
+    if given.out is not None:
+        given.out.write_text(json.dumps({"machine": environment(), **result}, indent=1))
+    rows = result.get("rows", ())
+    assert isinstance(rows, list | tuple)
+    missed = [row for row in rows if row["excess_ms"] > GOAL_GAP_MS or row["left_bytes"] > GOAL_MEMORY_BYTES]
+    print(f"{len(missed)} bodies miss a goal: {', '.join(row['path'] + ' ' + row['name'] for row in missed) or 'none'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
