@@ -98,11 +98,11 @@ def _path(fault: Fault, body: object) -> str | None:
     path = ""
     steps = [step for step in location if step != "[key]"]
     for place, step in enumerate(steps):
-        last = place == len(steps) - 1
+        missing_here = place == len(steps) - 1 and fault["type"] == "missing"
         if isinstance(step, int) and isinstance(body, list):
             path += f"[{step}]"
             body = body[step] if step < len(body) else None
-        elif isinstance(step, str) and isinstance(body, dict) and (step in body or last):
+        elif isinstance(step, str) and isinstance(body, dict) and (step in body or missing_here):
             path += f".{step[:64]}" if path else step[:64]
             body = body.get(step)
     return path or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from server.schemas import policy
@@ -81,6 +81,15 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
 
 
+def _format(value: object) -> str:
+    return "object" if isinstance(value, dict) else "text"
+
+
+Format = Annotated[
+    Annotated[Literal["", "json"], Tag("text")] | Annotated[Object, Tag("object")], Discriminator(_format)
+]
+
+
 class Asking(Strict):
     """What chat and generate share. `keep_alive` is accepted: the model of this server is always loaded."""
 
@@ -88,7 +97,7 @@ class Asking(Strict):
 
     model: str
     options: Options | None = None
-    format: Literal["", "json"] | Object | None = None
+    format: Format | None = None
     stream: bool | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | int | None = None
