@@ -40,7 +40,7 @@ from engine.stopping import check_expressions
 from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 from engine.types import EmbeddingJob, Event, Failed, Request
-from engine.validity import check_rules
+from engine.validity import check_prompt, check_rules
 
 log = logging.getLogger("cellar.engine")
 
@@ -240,9 +240,9 @@ class Engine:
         info, capacity = loaded.info, loaded.capacity
         if not request.prompt:
             raise InvalidRequest("prompt", "the prompt has no tokens")
-        image = None if loaded.encoder is None else loaded.encoder.image_token
-        if not all(0 <= token < info.vocabulary or token == image for token in request.prompt):
-            raise InvalidRequest("prompt", f"token ids lie in [0, {info.vocabulary})")
+        if len(request.prompt) > capacity - (0 if request.silent else 1):
+            raise ContextTooLong(len(request.prompt), capacity, longest=info.longest)
+        check_prompt(request.prompt, info.vocabulary, None if loaded.encoder is None else loaded.encoder.image_token)
         check_rules(request, info.vocabulary)
         if loaded.encoder is not None:
             loaded.encoder.check(request.media, request.prompt)
@@ -254,8 +254,6 @@ class Engine:
         if drafter not in ("auto", "none", *kinds):
             others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
             raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
-        if len(request.prompt) > capacity - (0 if request.silent else 1):
-            raise ContextTooLong(len(request.prompt), capacity, longest=info.longest)
         self._check_room(info.slots)
 
     def _check_open(self, id: str) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from engine.errors import InvalidRequest
 from engine.types import Dry, Request, SamplingParams, Thinking, Xtc
+
+
+def check_prompt(prompt: Sequence[int], vocabulary: int, image: int | None) -> None:
+    """Every token has a row of the embedding, or is the placeholder of an image. Raises InvalidRequest."""
+    # Loops in C: a prompt may have hundreds of thousands of tokens.
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        _tokens("prompt", (token for token in prompt if token != image), vocabulary)
 
 
 def check_rules(request: Request, vocabulary: int) -> None:

@@ -20,7 +20,7 @@ from engine.config import Dtype, KvDtype, Quantize
 from engine.types import DrafterChoice, MlaMode, Overflow
 from server.bench.options import BenchOptions
 from server.database import StoreError
-from server.settings import LogLevel, Settings, make_shelf, read_keys, split_keys
+from server.settings import LogLevel, Settings, is_exposed, make_shelf, read_keys, split_keys
 from server.store import check_store
 from server.version import version
 
@@ -175,6 +175,8 @@ class Options:
     def all_keys(self) -> tuple[str, ...]:
         """The keys given here and in the file; ValueError or OSError says what is wrong with the file."""
         from_file = read_keys(Path(self.api_key_file)) if self.api_key_file else ()
+        if from_file and is_exposed(Path(str(self.api_key_file))):
+            _say(f"cellar: warning: every user of this machine can read {self.api_key_file}; chmod o-r keeps the key")
         return (*split_keys(self.api_key or ""), *from_file)
 
     def arguments(self) -> Iterator[str]:

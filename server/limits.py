@@ -30,6 +30,7 @@ from server.paths import Paths
 
 logger = logging.getLogger("cellar.http")
 
+_host_and_port = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
 # Asked every few seconds by whoever watches the server.
 _probed = frozenset({"/health", "/ready", "/metrics"})
@@ -166,9 +167,9 @@ def _bodiless(headers: Headers) -> bool:
 
 
 def _host(headers: Headers) -> str:
-    """The Host header without its port."""
-    host = headers.get("host", "").lower()
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    """The Host header without its port; empty where it is no host with a port."""
+    match = _host_and_port.fullmatch(headers.get("host", "").lower())
+    return match[1] if match else ""
 
 
 def _replay(pieces: list[Message], receive: Receive) -> Receive:

@@ -260,7 +260,7 @@ def _check_head(data: bytes, caps: Caps) -> None:
         raise h11.RemoteProtocolError("too many headers", HEADERS_TOO_LARGE.status)
     if end >= 0 and not lines[0].endswith(VERSIONS):
         raise h11.RemoteProtocolError("another version")
-    _check_framing(lines[1:])
+    _check_framing(lines[1:], chunks=not lines[0].endswith(b" HTTP/1.0"))
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
@@ -279,8 +279,11 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
     )
 
 
-def _check_framing(lines: list[bytes]) -> None:
-    """One length, said once and in one way."""
+def _check_framing(lines: list[bytes], *, chunks: bool) -> None:
+    """One length, said once and in one way that the version has."""
     framing = [line.lower() for line in lines if line.lower().startswith((b"content-length:", b"transfer-encoding:"))]
     if len(framing) > 1 or any(b"," in line for line in framing):
         raise h11.RemoteProtocolError("more than one length")
+    # RFC 9112, 6.1: HTTP/1.0 has no chunks, and a proxy of that version reads another body.
+    if not chunks and any(line.startswith(b"transfer-encoding:") for line in framing):
+        raise h11.RemoteProtocolError("chunks in HTTP/1.0")

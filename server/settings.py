@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from engine.types import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
@@ -188,6 +190,11 @@ def make_shelf(folder: str | None) -> None:
 def split_keys(text: str) -> tuple[str, ...]:
     """The keys in a list separated by commas or lines."""
     return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
+
+
+def is_exposed(path: Path) -> bool:
+    """Whether every user of this machine may read a file; secrets of a container are, and only its user is there."""
+    return bool(path.stat().st_mode & stat.S_IROTH) and not path.is_relative_to(CONTAINER_SECRETS)
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -197,6 +197,21 @@ def test_variables_of_others_are_left_alone(parsed: Any) -> None:
     assert Settings() == parsed(**environment)
 
 
+@pytest.mark.parametrize(("mode", "told"), [(0o644, True), (0o604, True), (0o640, False), (0o600, False)])
+def test_a_key_file_that_all_can_read_is_told(
+    parsed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int, told: bool
+) -> None:
+    """With the command that mends it; the key works all the same."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(mode)
+
+    assert ("secret",) == parsed("--api-key-file", str(keys)).keys
+    shown = capsys.readouterr().out
+    assert told == (f"can read {keys}; chmod o-r" in shown)
+    assert "secret" not in shown
+
+
 def test_the_settings_reach_the_engine() -> None:
     """What the engine reads is what was asked for."""
     config = Settings(

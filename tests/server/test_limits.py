@@ -39,7 +39,16 @@ def test_our_hosts_are_answered(app: Any, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "evil.example:8000", "", "127.0.0.1.evil", "[::2]", "localhost@"]
+    "host",
+    ["evil.example", "localhost.evil.example", "evil.example:8000", "", "127.0.0.1.evil", "[::2]", "localhost@"]
+    + [
+        "localhost:evil.example",
+        "localhost:80:80",
+        "localhost:80@evil.example",
+        "[::1]:x",
+        "[::1]evil.example",
+        "[::1",
+    ],
 )
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/nope"])
 def test_other_hosts_are_not(app: Any, host: str, path: str) -> None:

@@ -63,6 +63,7 @@ def assert_refused(answer: bytes, expected: int, code: str) -> None:
         head("X A: b", "Content-Length: 0"),
         b"GET /health HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        head("Transfer-Encoding: chunked").replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n" + SMUGGLED,
         b"GET /health\r\n\r\n",
         b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
