@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from engine.commands import Cancel, Command, Embed, Stop, Submit
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import load_draft, make_speculation
@@ -31,8 +32,8 @@ from engine.errors import (
     ModelError,
     Overloaded,
 )
-from engine.grammar import Matcher
 from engine.grammars import Grammars
+from engine.liveness import Watchdog
 from engine.load import Loaded, load
 from engine.runner import Runner
 from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
@@ -44,41 +45,26 @@ from engine.validity import check_prompt, check_rules
 
 log = logging.getLogger("cellar.engine")
 
-# An idle engine looks at its queue this often, so that a stopped heartbeat means a stuck step.
-_IDLE_SECONDS = 0.5
-_STUCK_SECONDS = 120.0
+# An idle engine tries this often whether what could not be saved can be saved now.
+_IDLE_SECONDS = 10.0
+# How often the event loop looks whether a step is stuck.
+_PULSE_SECONDS = 5.0
 # Counting cells costs a tenth of a millisecond: not in every step.
 _STATS_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    request: Request
-    matcher: Matcher | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Embed:
-    job: EmbeddingJob
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
 
 
 class Engine:
     """Loads a model and runs requests on a thread of its own. All methods belong to the event loop's thread."""
 
-    def __init__(self, config: EngineConfig, on_phase: Callable[[str], None] | None = None) -> None:
-        self._config = config
-        self._on_phase = on_phase
-        self._inbox: queue.SimpleQueue[_Submit | _Embed | _Cancel | _Stop] = queue.SimpleQueue()
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_phase: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._on_phase, self._clock = config, on_phase, clock
+        self._watchdog = Watchdog(clock)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self._streams: dict[str, RequestStream] = {}
         self._loaded: Loaded | None = None
@@ -88,7 +74,6 @@ class Engine:
         self._phase = "resolve"
         self._drafting = Drafting()
         self._stats = Stats()
-        self._beat = time.monotonic()
         self._mean_seconds = 1.0
 
     def start(self) -> None:
@@ -97,6 +82,7 @@ class Engine:
         self._settled = asyncio.Event()
         self._closed = asyncio.Event()
         self._rested = asyncio.Event()
+        self._failed = asyncio.Event()
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -104,6 +90,11 @@ class Engine:
         await self._settled.wait()
         if self._failure is not None:
             raise self._failure
+
+    async def wait_dead(self) -> None:
+        """Return when the engine is not `alive` any more."""
+        while self.alive:
+            await self._happens(self._failed, self._loop.time() + _PULSE_SECONDS)
 
     @property
     def ready(self) -> bool:
@@ -115,7 +106,7 @@ class Engine:
         """Whether the thread does its work; loading counts as work."""
         if self._failure is not None or not self._thread.is_alive():
             return False
-        return self._loaded is None or time.monotonic() - self._beat < _STUCK_SECONDS
+        return not self._watchdog.stuck()
 
     @property
     def phase(self) -> str:
@@ -178,7 +169,7 @@ class Engine:
             matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
             # Others came meanwhile.
             self._check(request)
-        async with self._running(request.id, _Submit(request, matcher)) as stream:
+        async with self._running(request.id, Submit(request, matcher)) as stream:
             yield stream
 
     @asynccontextmanager
@@ -189,11 +180,11 @@ class Engine:
         if self._embedder is None or not job.inputs:
             raise InvalidRequest("input", "there is no embedding model, or nothing for it to read")
         self._check_room(slots)
-        async with self._running(job.id, _Embed(job)) as stream:
+        async with self._running(job.id, Embed(job)) as stream:
             yield stream
 
     @asynccontextmanager
-    async def _running(self, id: str, command: _Submit | _Embed) -> AsyncIterator[RequestStream]:
+    async def _running(self, id: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
         stream = self._streams[id] = RequestStream(id)
         began = time.monotonic()
         self._inbox.put(command)
@@ -203,7 +194,7 @@ class Engine:
             if stream.over:
                 self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
             else:
-                self._inbox.put(_Cancel(id))
+                self._inbox.put(Cancel(id))
             del self._streams[id]
             self._closed.set()
 
@@ -231,7 +222,7 @@ class Engine:
     def close(self) -> None:
         """Stop the thread and wait for its end."""
         if self._thread.is_alive():
-            self._inbox.put(_Stop())
+            self._inbox.put(Stop())
             self._thread.join()
 
     def _check(self, request: Request) -> None:
@@ -302,7 +293,7 @@ class Engine:
     def _fail_streams(self, reason: str) -> None:
         for stream in tuple(self._streams.values()):
             if not stream.over:
-                self._inbox.put(_Cancel(stream.id))
+                self._inbox.put(Cancel(stream.id))
             stream.deliver(Failed(reason))
 
     def _deliver(self, events: list[tuple[str, Event]], stats: Stats, rested: bool) -> None:
@@ -331,6 +322,7 @@ class Engine:
         self._phase = "ready"
         self._settled.set()
         if failure is not None:
+            self._failed.set()
             self._fail_streams("the engine stopped")
 
     # What follows runs on the engine thread.
@@ -359,31 +351,35 @@ class Engine:
     def _serve(self, duties: Duties) -> None:
         told, stats, rested = 0.0, duties.stats(), False
         while self._drain_inbox(duties, rested):
-            self._beat = time.monotonic()
-            busy = duties.busy
+            self._watchdog.working()
+            before, now, busy = (stats, rested), self._clock(), duties.busy
             events = duties.step() if busy else []
             rested = not busy and not duties.rest()
-            if not duties.busy or self._beat - told > _STATS_SECONDS:
-                told, stats = self._beat, duties.stats()
-            self._tell(self._deliver, events, stats, rested)
+            if not duties.busy or now - told > _STATS_SECONDS:
+                told, stats = now, duties.stats()
+            if busy or before != (stats, rested):
+                self._tell(self._deliver, events, stats, rested)
 
     def _drain_inbox(self, duties: Duties, rested: bool) -> bool:
         """Do what the loop asked for; wait for it while there is nothing to do. False ends the thread."""
         wait = rested and not duties.busy
+        if wait:
+            self._watchdog.waiting()
         while wait or not self._inbox.empty():
             try:
                 command = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return True
             wait = False
+            self._watchdog.working()
             match command:
-                case _Submit(request, matcher):
+                case Submit(request, matcher):
                     duties.submit(request, matcher)
-                case _Embed(job):
+                case Embed(job):
                     duties.embed(job)
-                case _Cancel(request_id):
+                case Cancel(request_id):
                     duties.cancel(request_id)
-                case _Stop():
+                case Stop():
                     return False
         return True
 

@@ -41,6 +41,8 @@ UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 
 # Of elapsed time: the machine may be busy. A new process reads the vocabulary first, a second for 150,000 tokens.
 _STARTING_SECONDS, _COMPILING_SECONDS = 60.0, 5.0
+# It is waited for in so many parts: where both processes were suspended, only one part is lost.
+_PARTS = 10
 # Of processor time, by one mask or one token.
 _STEP_SECONDS = 0.2
 _MEMORY_BYTES = 256 * 2**20
@@ -93,7 +95,7 @@ class Trial:
         pipe = self._awaited()
         try:
             pipe.send_bytes(source.encode())
-            if pipe.poll(_COMPILING_SECONDS):
+            if _answers(pipe, _COMPILING_SECONDS):
                 return pipe.recv_bytes().decode()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass
@@ -114,7 +116,7 @@ class Trial:
     def _awaited(self) -> Connection:
         pipe = self.start()
         if not self._ready:
-            if not pipe.poll(_STARTING_SECONDS):
+            if not _answers(pipe, _STARTING_SECONDS):
                 self.close()
                 raise TimeoutError("the process that tries grammars does not start")
             pipe.recv_bytes()
@@ -134,6 +136,11 @@ class Trial:
         for part in self._vocabulary:
             here.send_bytes(part)
         return here
+
+
+def _answers(pipe: Connection, seconds: float) -> bool:
+    """Whether something can be read within so many seconds."""
+    return any(pipe.poll(seconds / _PARTS) for _ in range(_PARTS))
 
 
 def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:

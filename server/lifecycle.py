@@ -40,7 +40,6 @@ IMPATIENT_SECONDS = 2.0
 FLUSH_SECONDS = 2
 CLOSE_SECONDS = 5.0
 BACKLOG = 1024
-PULSE_SECONDS = 0.5
 # Of a thread that computes in Python, before another gets the interpreter: a step waits for it several times while a
 # worker thread reads a large body. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
@@ -111,8 +110,7 @@ class Lifecycle:
             await asyncio.to_thread(freeze)
             engine = self.engine
             self.say(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
-            while self.engine.alive:
-                await asyncio.sleep(PULSE_SECONDS)
+            await self.engine.wait_dead()
             logger.critical("the engine ended: %s", self.engine.phase)
             self._exit_code = EXIT_ENGINE
             # Open streams get their error event, probes their 503.

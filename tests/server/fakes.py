@@ -210,6 +210,10 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
 
+    async def wait_dead(self) -> None:
+        while self.alive:
+            await asyncio.sleep(0.05)
+
     @property
     def ready(self) -> bool:
         return self.phase == "ready"

@@ -1,0 +1,125 @@
+"""The watchdog over the engine thread: what counts as stuck, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.duties import Duties
+from engine.engine import Engine
+from engine.liveness import Watchdog
+from engine.status import Stats
+
+LIMIT, STRIDE = 120.0, 10.0
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def observed(watchdog: Watchdog, clock: Clock, seconds: float, pulse: float = 5.0) -> bool:
+    """Whether the thread is stuck after so many seconds, observed once a pulse."""
+    stuck = watchdog.stuck()
+    for _ in range(int(seconds / pulse)):
+        clock.now += pulse
+        stuck = watchdog.stuck()
+    return stuck
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watchdog(clock: Clock) -> Watchdog:
+    return Watchdog(clock, LIMIT, STRIDE)
+
+
+def test_a_step_is_stuck_behind_the_limit(watchdog: Watchdog, clock: Clock) -> None:
+    """A step that does not end counts as stuck after the limit, and not before."""
+    watchdog.working()
+
+    assert not observed(watchdog, clock, LIMIT - 5)
+    assert observed(watchdog, clock, 5)
+
+
+def test_the_next_step_starts_the_time_anew(watchdog: Watchdog, clock: Clock) -> None:
+    """Many steps of less than the limit are no stuck one."""
+    for _ in range(5):
+        watchdog.working()
+
+        assert not observed(watchdog, clock, LIMIT - 10)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_time_counts_without_a_step(watchdog: Watchdog, clock: Clock, waits: bool) -> None:
+    """Neither before the first step, which a slow start delays, nor while the thread waits for requests."""
+    if waits:
+        watchdog.working()
+        observed(watchdog, clock, LIMIT - 10)
+        watchdog.waiting()
+
+    assert not observed(watchdog, clock, 10 * LIMIT)
+    watchdog.working()
+    assert not observed(watchdog, clock, LIMIT - 5)
+    assert observed(watchdog, clock, 5)
+
+
+def test_a_suspended_process_is_not_stuck(watchdog: Watchdog, clock: Clock) -> None:
+    """A clock that jumps by hours inside a step adds one stride."""
+    watchdog.working()
+    observed(watchdog, clock, 60)
+    clock.now += 8 * 3600
+
+    assert not watchdog.stuck()
+    assert not observed(watchdog, clock, 45)
+    assert observed(watchdog, clock, 5)
+
+
+def test_a_clock_that_goes_back_is_no_fault(watchdog: Watchdog, clock: Clock) -> None:
+    """Time that is taken back counts as none."""
+    watchdog.working()
+    observed(watchdog, clock, 60)
+    clock.now -= 3600
+
+    assert not observed(watchdog, clock, 55)
+    assert observed(watchdog, clock, 5)
+
+
+def test_a_slow_start_is_alive_when_it_is_ready(
+    folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load of any length leaves the engine alive, also before its thread has looked for the first request."""
+    go_on, stats = threading.Event(), Duties.stats
+
+    def late(duties: Duties) -> Stats:
+        go_on.wait(20)
+        return stats(duties)
+
+    def slow(phase: str) -> None:
+        clock.now += 1000.0
+
+    async def scene() -> None:
+        monkeypatch.setattr(Duties, "stats", late)
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), on_phase=slow, clock=clock)
+        engine.start()
+        await engine.wait_ready()
+        alive = engine.alive
+        go_on.set()
+        await asyncio.to_thread(engine.close)
+
+        assert alive
+
+    asyncio.run(scene())
