@@ -5,8 +5,12 @@ Owns the store of encoder entries (kvcache/encoder.py). A sequence gets its entr
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
 from engine.encoding import Encoder
 from engine.sequence import Sequence
+from engine.types import Media
 from kvcache.encoder import EncoderStore
 from kvcache.entries import EntryFiles
 
@@ -31,14 +35,15 @@ class Crossing:
         media = sequence.request.media
         if media is None or self._encoder is None or sequence.sight is not None:
             return True
-        entry = self.store.pin(media.digest)
+        key = _key(sequence.request.salt, media)
+        entry = self.store.pin(key)
         found = entry is not None
         if entry is None:
             if self.store.make_room(self._encoder.size_bytes(media)):
                 return False
-            entry = self.files.find(media.digest)
+            entry = self.files.find(key)
             if entry is None:
-                entry = self._encoder.encode(media)
+                entry = replace(self._encoder.encode(media), digest=key)
                 self.encoded += 1
                 self.files.offer(entry)
             self.store.put(entry)
@@ -53,3 +58,8 @@ class Crossing:
         if sequence.sight is not None:
             self.store.unpin(sequence.sight.entry.digest)
             sequence.sight = None
+
+
+def _key(salt: bytes, media: Media) -> bytes:
+    """Under which media are kept: what was encoded under another salt does not exist."""
+    return hashlib.sha256(salt + media.digest).digest() if salt else media.digest

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import INVALID_API_KEY, ApiError, reply
+from server.settings import named_key
 
 # Compared with scope["path"] as it is: no prefix, no case folding, no URL object rebuilt from the Host header
 # (CVE-2026-48710 was that).
@@ -18,19 +21,47 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 OWNER = "owner"
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom an HTTP request is from.
+
+    owner    the organisation of its key, or the key; "": all requests belong to one owner
+    request  the id of the HTTP request
+    """
+
+    owner: str = ""
+    request: str = ""
+
+
+_NOBODY = Caller()
+# What a request's tasks and worker threads inherit, so that no route can forget to pass it on.
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=_NOBODY)
+
+
 class Auth:
-    """Pure ASGI: answers 401 itself, passes on the rest. Without keys everything passes."""
+    """Pure ASGI: answers 401 itself, passes on the rest. Without keys everything passes.
+
+    keys  `key`, or `organisation:key`; keys of one organisation are one owner
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self.app = app
-        self._digests = [_digest(key.encode("utf-8")) for key in keys]
-        self._several = len({*self._digests}) > 1
+        self._owners = dict(_owned(tuple(keys)))
+        self._digests = list(self._owners)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request in, or answer that it needs a key."""
-        if scope["type"] not in ("http", "websocket") or self._may_pass(scope):
-            self._name_owner(scope)
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
+            return
+        if self._may_pass(scope):
+            state = scope.setdefault("state", {})
+            state[OWNER] = self._owner(scope)
+            token = _CALLER.set(Caller(state[OWNER], str(state.get("request_id", ""))))
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                _CALLER.reset(token)
             return
         message = "Incorrect API key provided." if any(_presented(scope)) else "You didn't provide an API key."
         error = ApiError(INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
@@ -43,12 +74,9 @@ class Auth:
         # Two credentials in one request: a proxy and we might read different ones.
         return len(presented) == 1 and self._knows(presented[0])
 
-    def _name_owner(self, scope: Scope) -> None:
-        """Add the name of the key to the request's state, in the scope itself: outer layers read the route there."""
-        presented = list(_presented(scope)) if self._several and scope["type"] in ("http", "websocket") else []
-        if len(presented) == 1:
-            # Of the digest as much as tells keys apart: it is written down beside what belongs to it.
-            scope.setdefault("state", {})[OWNER] = _digest(b"owner " + presented[0]).hex()[:16]
+    def _owner(self, scope: Scope) -> str:
+        presented = list(_presented(scope))
+        return self._owners.get(_digest(presented[0]), "") if len(presented) == 1 else ""
 
     def _knows(self, key: bytes) -> bool:
         # Digests have one length, and all of them are compared, so that the time says nothing about the keys.
@@ -59,6 +87,24 @@ class Auth:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _owned(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
+    """The digest of each key, and the owner of the key."""
+    alone = len({*keys}) == 1
+    for entry in keys:
+        organisation, key = named_key(entry)
+        if organisation:
+            owner = _name(b"organisation " + organisation.encode())
+            # The entry opens as a whole too: it may be a key that has a colon in it.
+            yield from ((_digest(text.encode()), owner) for text in (entry, key))
+        else:
+            yield _digest(key.encode()), "" if alone else _name(b"owner " + key.encode())
+
+
+def _name(owner: bytes) -> str:
+    # Of the digest as much as tells owners apart: it is written down beside what belongs to them.
+    return _digest(owner).hex()[:16]
 
 
 def _presented(scope: Scope) -> Iterator[bytes]:
@@ -73,3 +119,8 @@ def _presented(scope: Scope) -> Iterator[bytes]:
 def owner(request: HTTPConnection) -> str:
     """Whose key a request came with, where there are several; "": there is one, or none."""
     return str(getattr(request.state, OWNER, ""))
+
+
+def caller() -> Caller:
+    """Whom the HTTP request at hand is from."""
+    return _CALLER.get()

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from anyio import CapacityLimiter
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
 from engine.status import Embedding
 from engine.types import Delta, EmbeddingJob, Event, Failed, Request
+from server.auth import caller
 from server.errors import MODEL_NOT_FOUND, ApiError
 from server.events import Events, Take
 from server.metrics import Endpoint, Metrics, Watch
@@ -99,14 +100,25 @@ class Service:
     @asynccontextmanager
     async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[Events]:
         """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
+        request = self._owned(request)
         async with self.engine.open(request) as stream, self._watched(stream, endpoint, choice) as events:
             yield events
 
     @asynccontextmanager
     async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[Events]:
         """The same of a job for the embedding model."""
+        job = replace(job, id=_id(caller().owner, job.id))
         async with self.engine.embed(job) as stream, self._watched(stream, endpoint, 0) as events:
             yield events
+
+    def _owned(self, request: Request) -> Request:
+        """The request as its owner's: what others computed does not exist for it, and their ids are no concern of it.
+
+        Here, where all requests to the model pass, so that no route can leave it out.
+        """
+        owner = caller().owner
+        salt = request.salt if self.settings.share_cache else _salted(owner, request.salt)
+        return replace(request, id=_id(owner, request.id), salt=salt)
 
     @asynccontextmanager
     async def _watched(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[Events]:
@@ -130,6 +142,15 @@ class Service:
         if not self.engine.alive:
             raise EngineDead(failed.reason)
         raise SequenceFailed(failed.reason)
+
+
+def _id(owner: str, id: str) -> str:
+    return f"{owner}/{id}" if owner else id
+
+
+def _salted(owner: str, salt: bytes) -> bytes:
+    # An owner's name has a fixed length: no salt of one owner is a salt of another.
+    return hashlib.sha256(owner.encode() + salt).digest() if owner else salt
 
 
 def _shorten(stream: RequestStream, watch: Watch, choice: int, take: Take) -> None:

@@ -50,7 +50,8 @@ class Settings:
 
     served_names      what requests may call the model; empty: the name of the model itself
     store             where responses are kept: a file, a URL of PostgreSQL, "memory", "none"; None: a file of the user
-    keys              any of them opens the server; empty: it is open
+    keys              any of them opens the server, each `key` or `organisation:key`; empty: it is open
+    share_cache       whether what one owner of keys computed may be found by another one
     allowed_hosts     values of the Host header besides localhost and `host`, "*" allows all; with a scheme, origins
                       whose pages may call the server from a browser
     grace_seconds     that running requests get after SIGTERM
@@ -82,6 +83,7 @@ class Settings:
     store: str | None = None
     served_names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    share_cache: bool = False
     allowed_hosts: tuple[str, ...] = ()
     grace_seconds: float = 30.0
     log_level: LogLevel = "info"
@@ -100,6 +102,7 @@ class Settings:
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
             )
+        _check_keys(self.keys)
         for origin in self.origins:
             if not _origin.fullmatch(origin):
                 raise ValueError(
@@ -195,6 +198,20 @@ def split_keys(text: str) -> tuple[str, ...]:
 def is_exposed(path: Path) -> bool:
     """Whether every user of this machine may read a file; secrets of a container are, and only its user is there."""
     return bool(path.stat().st_mode & stat.S_IROTH) and not path.is_relative_to(CONTAINER_SECRETS)
+
+
+def named_key(entry: str) -> tuple[str, str]:
+    """The organisation and the key of `organisation:key`; of any other entry "" and the entry."""
+    organisation, _, key = entry.partition(":")
+    return (organisation, key) if organisation and key else ("", entry)
+
+
+def _check_keys(entries: tuple[str, ...]) -> None:
+    owners: dict[str, str] = {}
+    for organisation, key in map(named_key, entries):
+        if owners.setdefault(key, organisation) != organisation:
+            named = " and ".join(sorted(filter(None, (organisation, owners[key]))))
+            raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

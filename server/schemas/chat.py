@@ -181,7 +181,7 @@ class PromptCacheDiagnostics(TypedDict):
             "bypassed"     the request does not use the cache
             "scored"       it asked for what must be computed, such as log-probabilities of its prompt
             "unreachable"  more was remembered, but not all that it takes to go on there
-            "unknown"      nothing was remembered that begins like it, under its `cache_salt`
+            "unknown"      nothing that begins like it was remembered of its owner, under its `cache_salt`
             "diverged"     what was remembered goes on differently
             "ended"        what was remembered ends there: the rest is new, or was given up for others
     first_divergent_token    where what was remembered ends; null: it reaches to the end, or was not looked for

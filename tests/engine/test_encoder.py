@@ -340,3 +340,13 @@ def test_the_next_process_does_not_encode_again(
     check(references(kind), requests, answers)
     assert 0 < first.crossing.encoded
     assert 0 == second.crossing.encoded
+
+
+def test_media_are_kept_apart_by_salt(models: Models) -> None:
+    """What was encoded under one salt is encoded anew under another, and found again under its own."""
+    one, tokens = media("bart", 1), prompt("bart", 1, 4)
+    subject = core(models("bart"))
+    for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one")):
+        play(subject, [Job(ask(name, tokens, one, salt=salt))])
+
+    assert 2 == subject.crossing.encoded

@@ -1,0 +1,84 @@
+"""Whose a request is: the owner of its key goes with it to the engine, on every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from server.settings import Settings
+from tests.server.fakes import FakeEngine, ask, settings
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "fake", "messages": MESSAGES, "max_tokens": 4},
+    "/api/chat": {"model": "fake", "messages": MESSAGES, "stream": False},
+    "/api/generate": {"model": "fake", "prompt": "hi", "stream": False},
+    "/v1/embeddings": {"input": "hi"},
+}
+KEYS = ("wines:a", "wines:b", "c")
+
+
+def salts(path: str, keys: tuple[str, ...], **changes: Any) -> list[bytes]:
+    """The salts of the same request with each key."""
+    engine = FakeEngine()
+    app = create_app(engine, settings(keys=keys, **changes))  # type: ignore[arg-type]
+    for key in keys:
+        secret = key.rpartition(":")[2]
+        ask(app, "POST", path, json_body=BODIES[path], headers={"authorization": f"Bearer {secret}"})
+    assert len(keys) == len(engine.requests)
+    return [request.salt for request in engine.requests]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_route_keeps_owners_apart(path: str) -> None:
+    """Keys of one organisation have one salt, another key has another; none is empty."""
+    one, same, other = salts(path, KEYS)
+
+    assert one == same != other
+    assert b"" not in (one, other)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("keys", "changes"), [(("a",), {}), (("a", "b"), {"share_cache": True})])
+def test_one_key_or_a_shared_cache_has_no_salt(path: str, keys: tuple[str, ...], changes: dict[str, Any]) -> None:
+    """Where everything is to be shared, it is shared as without keys."""
+    assert {b""} == {*salts(path, keys, **changes)}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_ids_of_owners_are_apart(path: str) -> None:
+    """The ids of an owner's requests cannot be those of another owner's."""
+    engine = FakeEngine()
+    app = create_app(engine, settings(keys=("a", "b")))  # type: ignore[arg-type]
+    for key in ("a", "b"):
+        ask(app, "POST", path, json_body=BODIES[path], headers={"authorization": f"Bearer {key}"})
+    owners = [request.id.partition("/")[0] for request in engine.requests]
+
+    assert 2 == len({*owners})
+
+
+@pytest.mark.parametrize("key", ["wines:a", "a"])
+def test_an_entry_with_a_colon_opens_as_a_whole_too(key: str) -> None:
+    """A key that has a colon in it keeps its meaning."""
+    app = create_app(FakeEngine(), settings(keys=KEYS))  # type: ignore[arg-type]
+
+    assert 200 == ask(app, "GET", "/v1/models", headers={"authorization": f"Bearer {key}"}).status
+
+
+@pytest.mark.parametrize("key", ["wines", "wines:", ":a", "wines:c"])
+def test_the_name_of_an_organisation_opens_nothing(key: str) -> None:
+    """Neither alone nor with a key that is not its own."""
+    app = create_app(FakeEngine(), settings(keys=KEYS))  # type: ignore[arg-type]
+
+    assert 401 == ask(app, "GET", "/v1/models", headers={"authorization": f"Bearer {key}"}).status
+
+
+def test_a_key_belongs_to_one_organisation() -> None:
+    """Settings that leave it open whose a key is are refused."""
+    with pytest.raises(ValueError, match="a key of beers and wines twice"):
+        Settings(keys=("wines:a", "beers:a"))
