@@ -61,12 +61,10 @@ class Options:
     served_model_name
         What requests call the model. Repeatable. Default: the hub id or the folder's name.
     api_key
-        Key that requests must bring; several separated by commas, each alone or as organisation:key. Visible in the
-        process list: prefer the file.
+        Key that requests must bring; several separated by commas. Visible in the process list: prefer the file. Keys
+        given as organisation:key share the prefix cache with those of the same organisation.
     api_key_file
         File with keys, separated by commas or lines.
-    share_cache
-        Let the keys of all organisations find what one of them computed. Default: each finds its own.
     overflow
         At a full context: end with finish_reason length, or shift the oldest tokens out.
     max_waiting
@@ -120,7 +118,6 @@ class Options:
     served_model_name: list[str] | None = None
     api_key: str | None = None
     api_key_file: str | None = None
-    share_cache: bool = False
     overflow: Overflow = "length"
     max_waiting: int = 64
     itl_target_ms: Literal["auto"] | float = "auto"
@@ -168,7 +165,6 @@ class Options:
             store=self.store or None,
             served_names=tuple(self.served_model_name or ()),
             keys=self.all_keys,
-            share_cache=self.share_cache,
             allowed_hosts=tuple(self.allowed_host or ()),
             grace_seconds=self.grace,
             lenient=self.lenient,

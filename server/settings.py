@@ -51,7 +51,6 @@ class Settings:
     served_names      what requests may call the model; empty: the name of the model itself
     store             where responses are kept: a file, a URL of PostgreSQL, "memory", "none"; None: a file of the user
     keys              any of them opens the server, each `key` or `organisation:key`; empty: it is open
-    share_cache       whether what one owner of keys computed may be found by another one
     allowed_hosts     values of the Host header besides localhost and `host`, "*" allows all; with a scheme, origins
                       whose pages may call the server from a browser
     grace_seconds     that running requests get after SIGTERM
@@ -83,7 +82,6 @@ class Settings:
     store: str | None = None
     served_names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-    share_cache: bool = False
     allowed_hosts: tuple[str, ...] = ()
     grace_seconds: float = 30.0
     log_level: LogLevel = "info"

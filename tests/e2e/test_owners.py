@@ -18,6 +18,7 @@ from tests.server.fakes import call
 ALICE, CAROL, BOB = "alice-key", "carol-key", "bob-key"
 # Alice and Carol work for one organisation, Bob does not.
 KEYS = (f"wines:{ALICE}", f"wines:{CAROL}", BOB)
+SHARING = (f"all:{ALICE}", f"all:{BOB}")
 BEGIN, PIN = "The PIN of Alice:", "4719"
 Post = Callable[..., Awaitable[Any]]
 Story = Callable[[Post], Awaitable[Any]]
@@ -104,9 +105,8 @@ async def guessed(post: Post, key: str, **fields: Any) -> str:
     [
         pytest.param(BOB, {}, "", id="another owner"),
         pytest.param(CAROL, {}, PIN, id="the same organisation"),
-        pytest.param(BOB, {"share_cache": True}, PIN, id="shared"),
         pytest.param(BOB, {"keys": (ALICE, BOB)}, "", id="two keys"),
-        pytest.param(BOB, {"keys": (ALICE, BOB), "share_cache": True}, PIN, id="two keys, shared"),
+        pytest.param(BOB, {"keys": SHARING}, PIN, id="two keys of one organisation"),
     ],
 )
 def test_forty_guesses_find_what_the_owner_wrote_alone(
@@ -166,7 +166,7 @@ GUESSES = ["4719", "4711", "4719", "9174", "47", "0000", "4 7 1 9"]
 def test_what_bob_sees_does_not_depend_on_alice(folder: Path) -> None:
     """Every count, reason and draft is that of a server on which Alice never was; with one cache it is not."""
     beside, alone = _with_and_without_alice(folder, GUESSES)
-    shared, unshared = _with_and_without_alice(folder, GUESSES, share_cache=True)
+    shared, unshared = _with_and_without_alice(folder, GUESSES, keys=SHARING)
 
     assert alone == beside
     assert unshared != shared

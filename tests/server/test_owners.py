@@ -23,10 +23,10 @@ BODIES: dict[str, Any] = {
 KEYS = ("wines:a", "wines:b", "c")
 
 
-def salts(path: str, keys: tuple[str, ...], **changes: Any) -> list[bytes]:
+def salts(path: str, keys: tuple[str, ...]) -> list[bytes]:
     """The salts of the same request with each key."""
     engine = FakeEngine()
-    app = create_app(engine, settings(keys=keys, **changes))  # type: ignore[arg-type]
+    app = create_app(engine, settings(keys=keys))  # type: ignore[arg-type]
     for key in keys:
         secret = key.rpartition(":")[2]
         ask(app, "POST", path, json_body=BODIES[path], headers={"authorization": f"Bearer {secret}"})
@@ -44,10 +44,15 @@ def test_every_route_keeps_owners_apart(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("keys", "changes"), [(("a",), {}), (("a", "b"), {"share_cache": True})])
-def test_one_key_or_a_shared_cache_has_no_salt(path: str, keys: tuple[str, ...], changes: dict[str, Any]) -> None:
-    """Where everything is to be shared, it is shared as without keys."""
-    assert {b""} == {*salts(path, keys, **changes)}
+def test_one_key_has_no_salt(path: str) -> None:
+    """Where there is one owner everything is shared as without keys."""
+    assert [b""] == salts(path, ("a",))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_one_organisation_has_one_salt(path: str) -> None:
+    """All its keys share, however many there are."""
+    assert 1 == len({*salts(path, ("all:a", "all:b", "all:c"))})
 
 
 @pytest.mark.parametrize("path", BODIES)
