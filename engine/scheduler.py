@@ -3,7 +3,7 @@ length, and a step grants it a span of what is missing.
 
 Owns the queues. Cells are the only gate: what the cache remembers is evicted for them, then the youngest sequence of
 the last tier goes back to the queue; it resumes later with the same text, for a token depends on nothing but its own
-past (sampling.py).
+past (sampling.py). Slots are shared fairly by owner and by request (fairness.py), so a sequence may also have to yield.
 Prompts that begin alike are computed once: the younger one waits while an older one computes what it needs.
 How many rows of prompt a step may have is up to its budget (budget.py); of the prompts those go first that are due.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from engine.budget import Budget
 from engine.draft.drafter import Draft
+from engine.fairness import Fairness
 from engine.prefix import common_prefix
 from engine.sequence import Sequence
 from engine.slots import Slots
@@ -73,6 +74,12 @@ class Grant:
         return range(0) if pool is None else pool.rows(self.span.start, self.span.stop)
 
     @property
+    def cost(self) -> int:
+        """Tokens that the owner is charged: those computed, and one more for each whose log-probabilities are read."""
+        asked = self.telling if self.sequence.request.logprobs is not None else 0
+        return self.rows.length + len(self.scored) + asked
+
+    @property
     def guesses(self) -> tuple[int, ...]:
         """The tokens of the draft."""
         return () if self.draft is None else self.draft.tokens
@@ -112,6 +119,7 @@ class Scheduler:
         self._budget, self._scored = budget, scored
         self._on_start = on_start
         self._slots = Slots(cache)
+        self._fairness = Fairness()
         self._leads: dict[Sequence, _Lead] = {}
         # Rows of prompts that were computed so far, and when each of the running sequences came, by that clock.
         self._prompted = 0
@@ -129,6 +137,7 @@ class Scheduler:
         """Queue a sequence, behind all that are served before it or as soon."""
         ranks = [other.rank for other in self.waiting]
         self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
+        self._fairness.enter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
@@ -143,6 +152,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self._unseat(sequence)
+        self._fairness.leave(sequence)
 
     def plan(self) -> list[Grant]:
         """The spans of the next step, with enough free cells for all of them."""
@@ -162,21 +172,33 @@ class Scheduler:
         for grant in grants:
             sequence, span = grant.sequence, grant.span
             self._prompted += span.length if span.length > 1 else 0
+            self._fairness.charge(sequence, grant.cost)
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._slots.computed(sequence, span)
 
     def _admit(self) -> None:
-        while self.waiting and self._slots.free and self.waiting[0].ready:
-            sequence = self.waiting.popleft()
-            standing = self._slots.acquire(sequence)
-            self.running.append(sequence)
-            self._came[sequence] = self._prompted
-            if len(self.running) > 1 and not self._fits():
-                self._unseat(sequence)
-                self.waiting.appendleft(sequence)
+        """Give slots to waiting sequences, as long as there are slots and cells, or running sequences that yield."""
+        while (sequence := self._fairness.next(self.waiting, self.running)) is not None:
+            if self._slots.free and self._seat(sequence):
+                continue
+            yielding = self._fairness.yielding(self.running, sequence)
+            if yielding is None:
                 return
-            self._elect(sequence)
-            self._on_start(sequence, standing)
+            self._unseat_for_later(yielding)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot, unless others would have to leave for its tokens; whether it has one."""
+        standing = self._slots.acquire(sequence)
+        self.running.append(sequence)
+        self._came[sequence] = self._prompted
+        if len(self.running) > 1 and not self._fits():
+            self._unseat(sequence)
+            return False
+        self.waiting.remove(sequence)
+        self._fairness.seated(sequence)
+        self._elect(sequence)
+        self._on_start(sequence, standing)
+        return True
 
     def _unseat(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -297,17 +319,22 @@ class Scheduler:
         return (marks[0] if marks else stop) - start
 
     def _preempt(self) -> None:
-        """Send the youngest sequence that is served last back in line, before its like.
+        """Send the sequence that is served last back in line, because cells ran out."""
+        assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
+        last = self._fairness.last(self.running)
+        self._unseat_for_later(last)
+        self._fairness.unseated(last)
+
+    def _unseat_for_later(self, sequence: Sequence) -> None:
+        """Send a sequence back in line, before its like.
 
         What it computed is remembered, until somebody needs its cells.
         """
-        assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        last = max(reversed(self.running), key=lambda sequence: sequence.rank)
-        self._slots.remember(last)
-        self._unseat(last)
-        self.waiting.insert(bisect_left([other.rank for other in self.waiting], last.rank), last)
+        self._slots.remember(sequence)
+        self._unseat(sequence)
+        self.waiting.insert(bisect_left([other.rank for other in self.waiting], sequence.rank), sequence)
         self.preemptions += 1
-        # Younger ones may have waited for it. They do not any more: it may come back behind them, and wait for them.
+        # Others may have waited for it. They do not any more: it may come back behind them, and wait for them.
         self._follow()
 
     def _shift(self, sequence: Sequence) -> None:

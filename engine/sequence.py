@@ -33,6 +33,7 @@ class Sequence:
     sight    what its rows see of its media; it gets no slot without (`ready`)
     scores, pool  what is gathered of the prompt's rows; None where nothing is asked for, or all has been told
     rank     who is served first: lower ones
+    owner, group  whose share of the slots it takes: that of an owner, and of one of the owner's requests
     deadline when it ends, wherever it is; None: when it is done
     """
 
@@ -62,6 +63,7 @@ class Sequence:
         self.accepted = self.refused = 0
         self.scores = None if request.score_from is None else Scores(request.prompt, request.score_from)
         self.pool = None if request.pooling is None else Pool(request.pooling, len(request.prompt))
+        self.owner, self.group = request.owner, (request.owner, request.group or request.id)
         self.rank = get_args(Tier).index(request.tier)
         self.deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
         self.lineage = Lineage(

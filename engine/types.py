@@ -187,6 +187,8 @@ class Request:
     tier        who is served first
     timeout_seconds  after this long the answer ends with "length" and the stop "deadline", wherever it is
     progress    whether `Progress` events tell how far the prompt is
+    owner       slots are shared fairly between owners
+    group       and within an owner between groups, such as the choices of one answer; "": a group of its own
     """
 
     id: str
@@ -218,6 +220,8 @@ class Request:
     tier: Tier = "default"
     timeout_seconds: float | None = None
     progress: bool = False
+    owner: str = ""
+    group: str = ""
 
     @property
     def silent(self) -> bool:

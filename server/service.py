@@ -116,9 +116,9 @@ class Service:
 
         Here, where all requests to the model pass, so that no route can leave it out.
         """
-        owner = caller().owner
-        salt = request.salt if self.settings.share_cache else _salted(owner, request.salt)
-        return replace(request, id=_id(owner, request.id), salt=salt)
+        owner, group = caller().owner, caller().request
+        salt = _salted(owner, request.salt)
+        return replace(request, id=_id(owner, request.id), salt=salt, owner=owner, group=group)
 
     @asynccontextmanager
     async def _watched(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[Events]:
