@@ -8,6 +8,7 @@ for short names of fields.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from starlette.responses import Response
 
 from engine import errors as engine_errors
 from engine.types import Finished
+from server.database import StoreError
 from server.encoding import Json
 
 
@@ -58,6 +60,7 @@ GENERATION_FAILED = Kind(500, "server_error", "generation_failed")
 MODEL_LOADING = Kind(503, "unavailable_error", "model_loading")
 SERVER_DRAINING = Kind(503, "unavailable_error", "server_draining")
 ENGINE_DEAD = Kind(503, "unavailable_error", "engine_dead")
+STORE_UNAVAILABLE = Kind(503, "unavailable_error", "store_unavailable")
 
 # Paths whose clients read errors in another shape.
 MESSAGES = "/v1/messages"
@@ -92,6 +95,10 @@ CLIENT_CLOSED = 499
 
 # openai-python ignores a Retry-After above 120 s by not retrying at all.
 LONGEST_RETRY_SECONDS = 60
+# Until a full disk or a database that is out of reach is worth another try.
+STORE_SECONDS = 10
+
+logger = logging.getLogger("cellar.http")
 
 
 class ApiError(HTTPException):
@@ -193,6 +200,7 @@ def install(app: FastAPI) -> None:
     """Let every error of the app leave in the envelope; what pydantic finds is installed by faults.py."""
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(engine_errors.EngineError, _on_engine)
+    app.add_exception_handler(StoreError, _on_store)
 
 
 def _nothing_in_time(event: Finished) -> bool:
@@ -229,3 +237,10 @@ async def _on_engine(request: Request, error: Exception) -> Response:
     assert isinstance(error, engine_errors.EngineError)
     path: str = request.scope["path"]
     return reply(translate(error, path), path)
+
+
+async def _on_store(request: Request, error: Exception) -> Response:
+    logger.error("the store of responses failed: %s", error)
+    message = "The store of responses is full, broken or out of reach."
+    headers = {"Retry-After": str(STORE_SECONDS)}
+    return reply(ApiError(STORE_UNAVAILABLE, message, headers=headers), request.scope["path"])

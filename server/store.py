@@ -57,6 +57,7 @@ _PUT = """INSERT INTO responses (id, previous, owner, settled, lease, created, u
 # What has no owner is everybody's: it was made while there was one key, or none.
 _MINE = "id = ? AND owner IN (?, '')"
 _READ = f"UPDATE responses SET used = ? WHERE {_MINE} RETURNING id, previous, owner, settled, lease, body, input"
+_LOOK = f"SELECT id, previous, owner, settled, lease, body, input FROM responses WHERE {_MINE}"
 _CHAIN = """WITH RECURSIVE chain (id, previous, depth) AS (
         SELECT id, previous, 0 FROM responses WHERE id = ?
         UNION ALL
@@ -198,7 +199,11 @@ class Store:
                 database.run(_EVICT, [self.limits.rows, self.limits.bytes])
 
     def _get(self, database: Database, id: str, owner: str) -> Record | None:
-        rows = database.run(_READ, [self.clock(), id, owner])
+        try:
+            rows = database.run(_READ, [self.clock(), id, owner])
+        except StoreError:
+            # A disk that is full or read-only can be read: what is lost is when that was.
+            rows = database.run(_LOOK, [id, owner])
         return self._record(rows[0]) if rows else None
 
     def _record(self, row: Row) -> Record:

@@ -30,6 +30,7 @@ _PREFIXES = {
     "compaction": "cmp",
 }
 LOST = "The server that worked on this response stopped."
+UNKEPT = "The response could not be kept, since the store is full, broken or out of reach: it cannot be read again."
 
 
 class Archive:
@@ -161,9 +162,13 @@ def _said(text: str) -> Item:
 
 def _body(record: Record) -> ResponseBody:
     body = cast(ResponseBody, json.loads(record.body))
-    if record.lost:
-        return {**body, "status": "failed", "error": {"code": "server_error", "message": LOST}}
-    return body
+    return failed(body, LOST) if record.lost else body
+
+
+def failed(response: ResponseBody, reason: str) -> ResponseBody:
+    """The response as one that came to nothing."""
+    error = {"code": "server_error", "message": reason}
+    return cast(ResponseBody, {**response, "status": "failed", "output": [], "error": error})
 
 
 def _missing(message: str) -> ApiError:

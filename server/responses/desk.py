@@ -15,7 +15,17 @@ from server.database import StoreError
 from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid, missing
 from server.generation import generate
 from server.reply import gather
-from server.responses.archive import Archive, Item, check_calls, listed, missing_response, read, whole
+from server.responses.archive import (
+    UNKEPT,
+    Archive,
+    Item,
+    check_calls,
+    failed,
+    listed,
+    missing_response,
+    read,
+    whole,
+)
 from server.responses.compaction import QUESTION, compaction, summary_request
 from server.responses.comparison import compare
 from server.responses.history import Recent
@@ -248,8 +258,15 @@ class Desk:
             raise Overloaded(waiting, FULL_SECONDS)
 
     async def _settle(self, given: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
-        if response["store"]:
+        if not response["store"]:
+            return
+        try:
             await self._kept.keep(response, given, frames, settled=True)
+        except StoreError:
+            if response["background"]:
+                # It stands there as begun, and takes less room as failed than as a whole answer.
+                await self._kept.keep(failed(response, UNKEPT), given, (), settled=True)
+            raise
 
     def _spawn_renewal(self, run: Run) -> None:
         task = asyncio.create_task(self._renew(run))

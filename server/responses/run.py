@@ -18,6 +18,7 @@ from server.database import StoreError
 from server.errors import ApiError, check_deadline, internal
 from server.events import Events
 from server.logprobs import chat_logprobs
+from server.responses.archive import UNKEPT
 from server.responses.translation import reworded
 from server.responses.writer import Writer
 from server.schemas.chat import ChatLogprob
@@ -120,8 +121,9 @@ class Run:
             frames = _encoded(last)
             try:
                 await self._keep(self.response, [*self._frames, *frames])
-            except StoreError:
-                logger.exception("a response could not be kept")
+            except StoreError as error:
+                logger.error("a response could not be kept: %s", error)
+                frames = [*frames[:-1], *_encoded(self._writer.unkept(UNKEPT))]
             self._publish(frames)
         finally:
             self._over = True

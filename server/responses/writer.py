@@ -25,6 +25,13 @@ from server.schemas.response_items import (
 )
 
 SETTLED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+# The last event of a response. There is none of the name of a response that was cancelled.
+_LAST = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "failed": "response.failed",
+    "cancelled": "response.incomplete",
+}
 
 
 class Writer:
@@ -91,6 +98,13 @@ class Writer:
         else:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         yield self._lifecycle("response.completed" if whole else "response.incomplete")
+
+    def unkept(self, reason: str) -> Iterator[ResponseEvent]:
+        """The last event once more, in place of the one told before: the response is over, and was not kept."""
+        self._response["store"] = False
+        self._response["warnings"] = [*self._response.get("warnings", []), reason]
+        self._number -= 1
+        yield self._lifecycle(_LAST[self._response["status"]])
 
     def cancel(self) -> Iterator[ResponseEvent]:
         """Nobody wants the rest. There is no event of this name: streams end as incomplete, with this status."""

@@ -371,8 +371,8 @@ def test_a_store_that_breaks_takes_no_answer_with_it(tmp_path: Path) -> None:
 
     whole, behind = post(app, input="hi").json, post(app, **BACKGROUND)
     assert "b" == whole["output"][0]["content"][0]["text"]
-    assert (500, "internal_error") == (behind.status, behind.json["error"]["code"])
-    assert 500 == get(app, whole["id"]).status
+    assert (503, "store_unavailable") == (behind.status, behind.json["error"]["code"])
+    assert 503 == get(app, whole["id"]).status
     assert set() == engine.running
 
 
