@@ -7,7 +7,6 @@ for the end of the first; a client that leaves cancels what is running.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
 
@@ -17,15 +16,13 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import EngineError
 from server.encoding import dumps
-from server.errors import CONNECTION_LIMIT, ApiError, internal, invalid, translate
+from server.errors import CONNECTION_LIMIT, ApiError, invalid, translate
 from server.faults import first_fault
 from server.parsing import LARGE_BODY_BYTES, loads
 from server.responses.desk import Desk
 from server.responses.history import Recent
 from server.responses.run import Run
 from server.schemas.responses import ResponseRequest
-
-logger = logging.getLogger("cellar.http")
 
 PATH = "/v1/responses"
 CREATE = "response.create"
@@ -55,6 +52,8 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # a fault of ours ends the connection, and the border logs it
         if not done:
             await self._refuse(ApiError(CONNECTION_LIMIT, "A connection lasts 60 minutes. Connect anew to go on."))
             await self._close(TRY_LATER)
@@ -80,10 +79,6 @@ class Session:
         except (ApiError, EngineError) as error:
             self._forget(body)
             await self._refuse(error)
-        except Exception:
-            # Nobody stands above this task: the border of the HTTP side is here.
-            logger.exception("a request over a WebSocket failed")
-            await self._refuse(internal())
         else:
             await self._tell(run, body)
 

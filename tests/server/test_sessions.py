@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from engine.types import Delta, Event, Failed, Request, Started
 from server.responses import session
-from tests.server.fakes import WORDS, FakeEngine, Gate, finished, serve_in_thread, settings
+from tests.server.fakes import WORDS, FakeEngine, FakeTokenizer, Gate, finished, serve_in_thread, settings
 from tests.server.wire import exchange as raw
 from tests.server.wire import get, post, status
 
@@ -161,6 +161,21 @@ def test_a_generation_that_breaks_ends_its_chain() -> None:
         assert "response.completed" == turn(socket, input="three")[-1]["type"]
 
     assert "error" == broken[-1]["type"]
+
+
+def test_a_fault_of_ours_ends_the_connection_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With the id of the connection, as for any request."""
+
+    class Broken(FakeTokenizer):
+        def render_chat(self, *given: Any, **options: Any) -> Any:
+            raise ZeroDivisionError("a bug")
+
+    with serve_in_thread(FakeEngine(tokenizer=Broken())) as port, connected(port, x_request_id="mine") as socket:
+        create(socket, input="hi")
+        with pytest.raises(ConnectionClosed):
+            socket.recv(PATIENCE_SECONDS)
+
+    assert any("request mine failed" in line for line in caplog.messages)
 
 
 def test_requests_of_a_connection_wait_for_each_other() -> None:
