@@ -121,6 +121,41 @@ def test_the_background_works_while_nobody_listens(client: openai.OpenAI, whole:
     assert events[5:] == list(client.responses.retrieve(made.id, stream=True, starting_after=4))
 
 
+# openai 3.54 calls websockets in a way that 17.1 deprecates.
+@pytest.mark.filterwarnings("ignore:connect:DeprecationWarning")
+def test_a_websocket_answers_as_a_request_does(client: openai.OpenAI, whole: Any) -> None:
+    """In turns on one connection: the same text, and a chain that no store knows."""
+    with client.responses.connect() as connection:
+
+        def turn(**asked: Any) -> Any:
+            connection.response.create(store=False, **GREEDY, **asked)
+            return next(event.response for event in connection if event.type == "response.completed")  # type: ignore[union-attr]
+
+        first = turn(input=QUESTION)
+        second = turn(input="Thank you", previous_response_id=first.id)
+
+    alone = client.responses.create(
+        input=[*_items(QUESTION, first), {"role": "user", "content": "Thank you"}], **GREEDY
+    )
+    assert (whole.output_text, alone.output_text) == (first.output_text, second.output_text)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+
+
+def test_a_compacted_conversation_goes_on(client: openai.OpenAI, whole: Any) -> None:
+    """What compaction gives is taken back in place of the conversation."""
+    made = client.responses.compact(model=MODEL, input=_items(QUESTION, whole))
+    asked: Any = [*(item.model_dump(exclude_none=True) for item in made.output), {"role": "user", "content": "Hello"}]
+
+    assert ["compaction"] == [item.type for item in made.output]
+    assert "completed" == client.responses.create(input=asked, **GREEDY).status
+
+
+def _items(question: str, response: Any) -> Any:
+    """A question and its answer, as a stateless client sends them back."""
+    return [{"role": "user", "content": question}, *(item.model_dump(exclude_none=True) for item in response.output)]
+
+
 def test_a_cancelled_response_is_over(client: openai.OpenAI) -> None:
     """And can be deleted, which is the end of it."""
     endless: Any = {"ignore_eos": True}
