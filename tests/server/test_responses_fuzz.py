@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from websockets.sync.client import connect
 
 from server.app import create_app
 from server.schemas import policy
 from server.schemas.anthropic import MessagesRequest
 from server.schemas.content import Strict
 from server.schemas.responses import ResponseRequest
-from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask, serve_in_thread
 from tests.server.fakes import settings as server_settings
 
+TERMINAL = ("response.completed", "response.failed", "response.incomplete", "error")
 EDGES: list[Any] = [-1, 0, 1, 17, 2**31, 2**63 - 1, 1e308, 0.5, True, False, None, "", [], {}]
 TYPES = """message input_text output_text refusal function_call function_call_output reasoning item_reference
-    reasoning_text summary_text text thinking tool_use tool_result image function allowed_tools json_schema json_object
-    custom auto any tool enabled disabled adaptive ephemeral explicit user assistant system developer completed object
+    compaction reasoning_text summary_text text thinking tool_use tool_result image function allowed_tools json_schema
+    json_object custom auto any tool enabled disabled adaptive ephemeral explicit user assistant system developer completed object
     f"""
 NAMES = """type role content text id call_id name arguments output summary encrypted_content status input tool_use_id
     thinking signature is_error cache_control input_schema parameters strict schema format effort budget_tokens mode
@@ -37,6 +41,12 @@ quick = settings(deadline=None, max_examples=100, suppress_health_check=list(Hea
 @pytest.fixture(scope="module")
 def app() -> Any:
     return create_app(FakeEngine(tokenizer=FakeTokenizer(HERMES)), server_settings())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serve_in_thread(FakeEngine(tokenizer=FakeTokenizer(HERMES)), server_settings()) as port:
+        yield port
 
 
 def fields(model: type[Strict], documented: Any) -> st.SearchStrategy[dict[str, Any]]:
@@ -65,6 +75,20 @@ def test_no_items_are_a_5xx(app: Any, items: list[Any]) -> None:
     """Whatever the items are."""
     check(app, "/v1/responses", {"input": items})
     check(app, "/v1/responses/input_tokens", {"input": items})
+    check(app, "/v1/responses/compact", {"input": items, "model": "fake"})
+
+
+@quick
+@given(st.lists(fields(ResponseRequest, policy.RESPONSES) | values, min_size=1, max_size=4))
+def test_no_message_over_a_websocket_is_left_without_an_answer(port: int, messages: list[Any]) -> None:
+    """Each gets a terminal event or an error event, in turn."""
+    with connect(f"ws://127.0.0.1:{port}/v1/responses", compression=None) as socket:
+        for message in messages:
+            body = {"type": "response.create", "input": "hi", **message} if isinstance(message, dict) else message
+            socket.send(json.dumps(body))
+            while (event := json.loads(socket.recv(20)))["type"] not in TERMINAL:
+                assert event["type"].startswith("response.")
+            assert event["type"] != "error" or event["status"] in (400, 404, 408)
 
 
 @quick
