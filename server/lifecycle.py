@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -24,6 +25,7 @@ import uvicorn
 from engine.errors import EngineError, ModelError
 from server.app import create_app
 from server.banner import banner
+from server.descriptors import Listening, affordable, tell_exhaustion
 from server.protocol import strict_protocol, strict_socket
 from server.settings import Settings
 
@@ -71,6 +73,7 @@ class Lifecycle:
         """
         loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_SECONDS)
+        loop.set_exception_handler(tell_exhaustion)
         for number in SIGNALS:
             loop.add_signal_handler(number, self.stop)
         try:
@@ -155,7 +158,7 @@ def listen(host: str, port: int) -> socket.socket:
     then, and with it on every token of a stream may wait 40 ms for the one before (measured).
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind, socket.IPPROTO_TCP)
+    listening = Listening(family, kind, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -174,12 +177,13 @@ def _url(listening: socket.socket) -> str:
 
 
 def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
+    caps = replace(settings.caps, connections=affordable(settings.caps.connections))
     return uvicorn.Config(
         create_app(engine, settings),
-        http=strict_protocol(settings.caps),
-        ws=strict_socket(settings.caps),
-        ws_max_size=settings.caps.body_bytes,
-        ws_ping_interval=settings.caps.ping_seconds,
+        http=strict_protocol(caps),
+        ws=strict_socket(caps),
+        ws_max_size=caps.body_bytes,
+        ws_ping_interval=caps.ping_seconds,
         # A compressed message may stand for a thousand times its size.
         ws_per_message_deflate=False,
         lifespan="on",

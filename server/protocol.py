@@ -69,11 +69,15 @@ class StrictConnection(h11.Connection):
 
 
 class StrictProtocol(H11Protocol):
-    """One connection. At most one deadline runs: for the head, the body, or a reader that takes nothing."""
+    """One connection. At most one deadline runs: for the head, the body, or a reader that takes nothing.
+
+    idle  of all connections those without a request, the longest idle first
+    """
 
     def __init__(
         self,
         caps: Caps,
+        idle: dict[StrictProtocol, None],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -81,7 +85,7 @@ class StrictProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
         self.conn = self._strict = StrictConnection(caps)
-        self._caps = caps
+        self._caps, self._idle = caps, idle
         self.fluent, self._upgraded = True, False
         self._reading = _Deadline(self.loop, self._too_slow)
         self._writing = _Deadline(self.loop, self._cut)
@@ -96,15 +100,19 @@ class StrictProtocol(H11Protocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, unless there are too many."""
+        """Take the connection; of too many the one that has been idle for longest goes, or this one if none is."""
         super().connection_made(transport)
         if len(self.connections) > self._caps.connections:
-            transport.abort()
-            return
+            crowded = next(iter(self._idle), self)
+            crowded.transport.abort()
+            self._idle.pop(crowded, None)
+            if crowded is self:
+                return
         self._await_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
+        self._idle.pop(self, None)
         self._reading.stop()
         self._writing.stop()
         super().connection_lost(exc)
@@ -140,9 +148,13 @@ class StrictProtocol(H11Protocol):
 
     def _await_client(self) -> None:
         state = self.conn.their_state
+        self._idle.pop(self, None)
         if self._upgraded or self.transport.is_closing():
             self._reading.stop()
-        elif state is h11.SEND_BODY:
+            return
+        if state is h11.IDLE:
+            self._idle[self] = None
+        if state is h11.SEND_BODY:
             self._reading.start("body", self._caps.body_seconds)
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
             self._reading.start("head", self._caps.head_seconds)
@@ -237,7 +249,7 @@ class _Deadline:
 
 def strict_protocol(caps: Caps) -> type[asyncio.Protocol]:
     """What uvicorn's `http` setting takes: a protocol class, of which it only ever makes instances."""
-    return functools.partial(StrictProtocol, caps)  # type: ignore[return-value]
+    return functools.partial(StrictProtocol, caps, {})  # type: ignore[return-value]
 
 
 def strict_socket(caps: Caps) -> type[asyncio.Protocol]:

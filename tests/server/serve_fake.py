@@ -5,6 +5,7 @@ It prints its port first. PLAY is what the engine does:
   flood  the same with large x, for readers that stand still
   gone   finds no model
   die    dies at the first request
+  eat    opens files until no descriptor is left, for as long as the file FLAG exists
   load   cannot be ended, and aborts a process that takes itself down meanwhile, as torch does while it loads weights
 """
 
@@ -15,7 +16,9 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ModelMissing
@@ -33,6 +36,24 @@ class PlayEngine(FakeEngine):
         super().__init__(failure=ModelMissing("nowhere", "no such folder") if play == "gone" else None)
         self.play, self.flag = play, flag
         self.word = "x" * 100_000 if play == "flood" else "x"
+
+    def start(self) -> None:
+        if self.play == "eat":
+            threading.Thread(target=self._eat, daemon=True).start()
+
+    def _eat(self) -> None:
+        eaten: list[int] = []
+        while True:
+            time.sleep(POLL_SECONDS)
+            hungry = self.flag.exists()
+            if hungry and not eaten:
+                with suppress(OSError):
+                    while True:
+                        eaten.append(os.dup(0))
+                self.flag.with_suffix(".eaten").mkdir()
+            if not hungry:
+                while eaten:
+                    os.close(eaten.pop())
 
     def close(self) -> None:
         """Never returns where the play says so."""

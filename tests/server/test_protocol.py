@@ -258,19 +258,45 @@ def test_an_upgrade_is_not_taken(port: int) -> None:
 
 
 def test_too_many_connections_are_closed_at_the_door() -> None:
-    """One more than the cap is closed, the others go on."""
+    """Where all of the cap have a request that runs, one more is closed, and the others go on."""
+    gates = [Gate(), Gate()]
+    left = iter(gates)
     with (
-        serve_in_thread(FakeEngine(), settings(caps={"connections": 2})) as port,
+        serve_in_thread(FakeEngine(lambda request: [next(left)]), settings(caps={"connections": 2})) as port,
         connected(port) as first,
         connected(port) as second,
     ):
         for client in (first, second):
+            client.sendall(post(CHAT, {**BODY, "stream": True}, "Connection: close"))
+            read_until(client, b"\r\n\r\n")
+
+        assert b"" == exchange(port, get("/health"))
+        for gate in gates:
+            gate.open()
+        assert b"data: " in read_all(first)
+
+
+def test_of_too_many_connections_the_longest_idle_goes() -> None:
+    """A probe is answered however many connections stand open, and requests that run are none of those that go."""
+    gate = Gate()
+    with (
+        serve_in_thread(FakeEngine(lambda request: [gate]), settings(caps={"connections": 3})) as port,
+        connected(port) as busy,
+        connected(port) as first,
+        connected(port) as second,
+    ):
+        busy.sendall(post(CHAT, {**BODY, "stream": True}, "Connection: close"))
+        read_until(busy, b"\r\n\r\n")
+        for client in (second, first):
             client.sendall(get("/health"))
             assert 200 == status(read_until(client, b"}"))
 
-        assert b"" == exchange(port, get("/health"))
+        assert 200 == status(exchange(port, get("/health", "Connection: close")))
+        assert b"" == read_all(second)
         first.sendall(get("/health", "Connection: close"))
         assert 200 == status(read_all(first))
+        gate.open()
+        assert b"data: " in read_all(busy)
 
 
 def test_the_server_is_still_there(port: int) -> None:

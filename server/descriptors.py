@@ -1,0 +1,62 @@
+"""File descriptors: how many connections there are descriptors for, and what happens where none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+from typing import Any
+
+logger = logging.getLogger("cellar.http")
+
+# For all but connections: the store, files of the shelf, the process that compiles grammars, what threads open.
+RESERVED = 128
+# Connections that are taken in one turn of the event loop. It takes a few more turns until those that were too many give
+# their descriptors back, so that a burst needs several times as many of the reserve.
+BATCH = 16
+
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def affordable(connections: int) -> int:
+    """So many connections, or as many as there are descriptors for; the soft limit is raised where it may be."""
+    wanted = connections + RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return connections if soft == resource.RLIM_INFINITY else min(connections, max(soft - RESERVED, soft // 2))
+
+
+class Listening(socket.socket):
+    """A listening socket that asyncio can serve when descriptors run out.
+
+    asyncio retries after a second, but goes on accepting before, up to 2,048 times (Python 3.11 to 3.14), with a
+    traceback and a timer of a second each. Here the call behind the one that failed says that nothing has come.
+    """
+
+    _exhausted = False
+    _accepted = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection; BlockingIOError where none is to be taken before the event loop goes on."""
+        self._accepted = (self._accepted + 1) % (BATCH + 1)
+        if self._exhausted or not self._accepted:
+            self._exhausted, self._accepted = False, 0
+            raise BlockingIOError
+        try:
+            return super().accept()
+        except OSError as error:
+            self._exhausted = error.errno in _EXHAUSTED
+            raise
+
+
+def tell_exhaustion(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's handler of exceptions, but a line in place of a traceback where descriptors run out."""
+    fault = context.get("exception")
+    if isinstance(fault, OSError) and fault.errno in _EXHAUSTED and "socket" in context:
+        logger.error("no connection can be taken, next try in a second: %s", fault.strerror)
+    else:
+        loop.default_exception_handler(context)
