@@ -45,10 +45,39 @@ BACKLOG = 1024
 # Of a thread that computes in Python, before another gets the interpreter: a step waits for it several times while a
 # worker thread reads a large body. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
+TICK_SECONDS = 1.0
 
 
 class Listener(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port before anything has drained."""
+    """uvicorn without its signal handlers, which would close the port before anything has drained.
+
+    Its loop looks ten times a second whether the server is to end; here that wakes the loop.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._ending = asyncio.Event()
+        super().__init__(config)
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the server is to end. Set it in the thread of the event loop."""
+        return self._ending.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self._ending.set()
+        else:
+            self._ending.clear()
+
+    async def main_loop(self) -> None:
+        """Tick once a second, for the Date header, until the server is to end."""
+        counter = 0
+        while not await self.on_tick(counter):
+            # uvicorn counts tenths of a second.
+            counter += 10
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), TICK_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -123,3 +123,24 @@ def test_a_slow_start_is_alive_when_it_is_ready(
         assert alive
 
     asyncio.run(scene())
+
+
+def test_an_idle_engine_wakes_nobody(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may look whether there is something to save; the event loop hears of it only if there was."""
+    monkeypatch.setattr("engine.engine._IDLE_SECONDS", 0.001)
+    delivered: list[object] = []
+
+    async def scene() -> int:
+        engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1))
+        engine.start()
+        await engine.wait_ready()
+        await engine._rested.wait()
+        engine._deliver = lambda *told: delivered.append(told)  # type: ignore[method-assign]
+        # Of the thread: so many times it has looked again.
+        looked = engine._watchdog._steps
+        while engine._watchdog._steps < looked + 20:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.close)
+        return len(delivered)
+
+    assert 0 == asyncio.run(scene())

@@ -367,7 +367,10 @@ def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]
     listening = listen("127.0.0.1", 0)
     lifecycle = Lifecycle(engine, using or settings(), say=lambda text: None)
 
+    loops: list[asyncio.AbstractEventLoop] = []
+
     async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
         engine.start()
         await lifecycle.listener.serve(sockets=[listening])
 
@@ -376,7 +379,8 @@ def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]
     try:
         yield listening.getsockname()[1]
     finally:
-        lifecycle.listener.should_exit = True
+        if loops:
+            loops[0].call_soon_threadsafe(setattr, lifecycle.listener, "should_exit", True)
         thread.join(30)
         engine.close()
         listening.close()
