@@ -13,8 +13,8 @@ logger = logging.getLogger("cellar.http")
 
 # For all but connections: the store, files of the shelf, the process that compiles grammars, what threads open.
 RESERVED = 128
-# Connections that are taken in one turn of the event loop. It takes a few more turns until those that were too many give
-# their descriptors back, so that a burst needs several times as many of the reserve.
+# Connections that are taken in one turn of the event loop. It takes a few more turns until those that were too many
+# give their descriptors back, so that a burst needs several times as many of the reserve.
 BATCH = 16
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
