@@ -85,8 +85,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     if not sys.stderr.isatty():
         disable_progress_bar()
     on_phase("resolve")
-    folder = resolve(config.model)
-    name = config.model or BUNDLED_NAME
+    folder, name = resolve(config.model), config.model or BUNDLED_NAME
     available = max(available_bytes() - promised_bytes, 0)
     torch.set_num_threads(config.threads or threads_for(folder))
     on_phase("weights")
@@ -112,9 +111,8 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
-    longest = max(context, most_context(config, sizes, available - reserved))
-    limits = {"context": min(context, memory.cells), "longest": longest}
-    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, **limits)
+    longest, held = max(context, most_context(config, sizes, available - reserved)), min(context, memory.cells)
+    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=held, longest=longest)
     info = ModelInfo(
         name=name,
         folder=str(folder),

@@ -53,6 +53,23 @@ def grammars_of(folder: Path) -> Grammars:
     return Grammars(tokenizer, size=VOCABULARY, ends={END})
 
 
+def test_what_is_prepared_is_what_requests_use(tmp_path: Path) -> None:
+    """A request that comes meanwhile waits for it, and nothing is built twice; a model without an end has none."""
+    save_tokenizer(tmp_path)
+    early = grammars_of(tmp_path)
+    with early._compiling:
+        preparing = threading.Thread(target=early.prepare)
+        preparing.start()
+        assert early._vocabulary is None
+    preparing.join()
+    vocabulary = early._vocabulary
+
+    early.compile(Grammar('start: "a"'))
+    assert vocabulary is not None
+    assert vocabulary is early._vocabulary
+    Grammars(early._tokenizer, size=VOCABULARY, ends=()).prepare()
+
+
 def letter(known: Grammars, text: str) -> int:
     """The token of a letter."""
     return next(token for token in range(256) if known._tokenizer.alternative(token, 0.0).text == text)

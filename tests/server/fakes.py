@@ -153,6 +153,10 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.compiled: list[Grammar] = []
+        self.prepared = False
+
+    def prepare(self) -> None:
+        self.prepared = True
 
     def compile(self, grammar: Grammar) -> None:
         self.compiled.append(grammar)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.lifecycle import listen
+from engine.errors import InvalidRequest
+from engine.status import Stats
+from server.lifecycle import QUIET_PULSES, Lifecycle, listen
+from tests.server.fakes import FakeEngine, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
 ROOT = Path(__file__).parents[2]
@@ -181,3 +185,45 @@ def test_the_exit_codes_differ() -> None:
 
     codes: list[Any] = [cli.EXIT_USAGE, cli.EXIT_ADDRESS, lifecycle.EXIT_MODEL, lifecycle.EXIT_ENGINE, 0]
     assert len(codes) == len(set(codes))
+
+
+def test_what_first_requests_need_is_prepared_in_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars are, when nobody has asked for anything for a while."""
+    monkeypatch.setattr("server.lifecycle.PULSE_SECONDS", 0)
+    looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
+    engine, said = FakeEngine(), list[str]()
+    monkeypatch.setattr(engine, "stats", lambda: Stats(running=next(looks)))
+
+    prepare = run_until(engine, said, lambda: engine.grammars.prepared)
+
+    assert (0, 6 + QUIET_PULSES) == (prepare, 1006 - len(list(looks)))
+    assert said[0].startswith("Cellar")
+
+
+@pytest.mark.parametrize("error", [OSError("no process"), InvalidRequest("grammar", "no end")])
+def test_what_cannot_be_prepared_is_a_line_in_the_log(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server goes on: who needs a grammar learns why there is none."""
+    monkeypatch.setattr("server.lifecycle.PULSE_SECONDS", 0)
+    engine = FakeEngine()
+    monkeypatch.setattr(engine.grammars, "prepare", lambda: (_ for _ in ()).throw(error))
+
+    assert 0 == run_until(engine, [], lambda: bool(caplog.records))
+    assert str(error) in caplog.text
+
+
+def run_until(engine: FakeEngine, said: list[str], done: Callable[[], bool]) -> int:
+    """The exit code of a run in this process, which is stopped when something has happened."""
+    lifecycle = Lifecycle(engine, settings(), said.append)  # type: ignore[arg-type]
+
+    async def stop() -> None:
+        while not done():
+            await asyncio.sleep(0)
+        lifecycle.stop()
+
+    async def scene() -> int:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return (await asyncio.gather(lifecycle.run(listen("127.0.0.1", 0)), stop()))[0]
+
+    return asyncio.run(scene())
