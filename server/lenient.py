@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,12 +37,7 @@ class LenientRoute(StrictRoute):
         """As for `StrictRoute`."""
         if self.path not in TELLING:
             return super().get_route_handler()
-        handler, model = APIRoute.get_route_handler(self), self.body_model
-
-        async def lenient(request: Request) -> Response:
-            return await handler(LenientRequest(request, model))
-
-        return lenient
+        return self.handler(LenientRequest)
 
 
 def warnings(request: Request) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         """The validated body; ApiError says what is wrong with it. FastAPI takes a validated model as it is."""
         body = await self.body()
+        if not body:
+            raise ApiError(INVALID_VALUE, "The request needs a body.")
         if len(body) <= LARGE_BODY_BYTES:
             return self.read(body)
         # One at a time: each takes the interpreter and several times the memory of its text.
@@ -93,12 +95,23 @@ class StrictRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's documented place to put another request class."""
-        handler, model = super().get_route_handler(), self.body_model
+        return self.handler(StrictRequest)
 
-        async def strict(request: Request) -> Response:
-            return await handler(StrictRequest(request, model))
+    def handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """A handler that reads requests as `kind`. An endpoint of a body alone needs no parameters solved."""
+        model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
+        if model is None or any((wanted.path_params, wanted.query_params, wanted.header_params, wanted.dependencies)):
+            solved = super().get_route_handler()
+            return lambda request: solved(kind(request, model))
+        body, http = wanted.body_params[0].name, wanted.request_param_name
 
-        return strict
+        async def direct(request: Request) -> Response:
+            reading = kind(request, model)
+            values = {body: await reading.json(), **({} if http is None else {http: reading})}
+            answer: Response = await endpoint(**values)
+            return answer
+
+        return direct
 
 
 async def off_loop(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 
+@functools.cache
 def version() -> str:
     """As installed; "0" in a tree that is not."""
     try:
