@@ -216,9 +216,9 @@ class Tokenizer:
             return Rendering(tuple(tokens), places.system or None, places.ends, _ranges(places.last_user), opened)
         template = self._tokenizer.apply_chat_template
         text = str(template(messages, tokenize=False, **options))
-        read = self._tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        read = self._tokenizer(text, add_special_tokens=False, verbose=False)
         found = find(text, lambda some: str(template(some, tokenize=False, **first)))
-        starts, stops = zip(*read["offset_mapping"], strict=True) if text else ((), ())
+        starts, stops = (_Offsets(read.encodings[0], edge) for edge in (0, 1))
         marks = tuple(bisect_right(stops, end) for end in found.ends)
         protected = [
             (bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in _ranges(found.last_user)
@@ -243,6 +243,22 @@ class Tokenizer:
         if any(not 0 <= token < self._vocabulary for token in tokens):
             raise InvalidRequest(field, f"a token of this model is a number from 0 to {self._vocabulary - 1}")
         return list(tokens)
+
+
+class _Offsets(Sequence[int]):
+    """Where tokens begin (edge 0) or end (1) in their text, asked one by one.
+
+    A list of all would hold the interpreter for 0.25 s (400,000 tokens, measured), and a few are wanted.
+    """
+
+    def __init__(self, encoding: Any, edge: int) -> None:
+        self._encoding, self._edge = encoding, edge
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, token: Any) -> Any:
+        return self._encoding.token_to_chars(token)[self._edge]
 
 
 def _template(tokenizer: Any) -> str:

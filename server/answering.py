@@ -53,14 +53,25 @@ async def _whole(opening: AbstractAsyncContextManager[Events], shape: Shape) -> 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
     """What `work` answers; it is cancelled as soon as the client has gone."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(http))
+    own, leaving = asyncio.current_task(), asyncio.create_task(_gone(http))
+    assert own is not None, "requests run in tasks"
+    working = True
+
+    def stop(left: asyncio.Task[None]) -> None:
+        if working and not left.cancelled():
+            own.cancel()
+
+    leaving.add_done_callback(stop)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED)
+        return await work
+    except asyncio.CancelledError:
+        # Others may cancel it too, at the end of the server.
+        if not leaving.done() or own.uncancel():
+            raise
+        return Response(status_code=CLIENT_CLOSED)
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        working = False
+        leaving.cancel()
 
 
 async def _gone(http: HttpRequest) -> None:

@@ -100,9 +100,9 @@ class StrictRoute(APIRoute):
     def handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """A handler that reads requests as `kind`. An endpoint of a body alone needs no parameters solved."""
         model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
-        if model is None or any((wanted.path_params, wanted.query_params, wanted.header_params, wanted.dependencies)):
-            solved = super().get_route_handler()
-            return lambda request: solved(kind(request, model))
+        others = (wanted.path_params, wanted.query_params, wanted.header_params, wanted.cookie_params)
+        if model is None or any(others) or wanted.dependencies:
+            return self._solved(kind)
         body, http = wanted.body_params[0].name, wanted.request_param_name
 
         async def direct(request: Request) -> Response:
@@ -112,6 +112,14 @@ class StrictRoute(APIRoute):
             return answer
 
         return direct
+
+    def _solved(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        solving, model = super().get_route_handler(), self.body_model
+
+        async def solved(request: Request) -> Response:
+            return await solving(kind(request, model))
+
+        return solved
 
 
 async def off_loop(
