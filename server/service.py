@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -74,8 +75,7 @@ class Service:
     def fingerprint(self) -> str:
         """Changes with the weights, the number format and the version: with what may change the text."""
         info = self.engine.info
-        parts = (info.fingerprint, info.architecture, info.dtype, version())
-        return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+        return _fingerprint(info.fingerprint, info.architecture, info.dtype, version())
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -151,6 +151,11 @@ def _id(owner: str, id: str) -> str:
 def _salted(owner: str, salt: bytes) -> bytes:
     # An owner's name has a fixed length: no salt of one owner is a salt of another.
     return hashlib.sha256(owner.encode() + salt).digest() if owner else salt
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprint(*parts: str) -> str:
+    return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def _shorten(stream: RequestStream, watch: Watch, choice: int, take: Take) -> None:
