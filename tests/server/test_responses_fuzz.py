@@ -23,8 +23,8 @@ TERMINAL = ("response.completed", "response.failed", "response.incomplete", "err
 EDGES: list[Any] = [-1, 0, 1, 17, 2**31, 2**63 - 1, 1e308, 0.5, True, False, None, "", [], {}]
 TYPES = """message input_text output_text refusal function_call function_call_output reasoning item_reference
     compaction reasoning_text summary_text text thinking tool_use tool_result image function allowed_tools json_schema
-    json_object custom auto any tool enabled disabled adaptive ephemeral explicit user assistant system developer completed object
-    f"""
+    json_object custom auto any tool enabled disabled adaptive ephemeral explicit user assistant system developer
+    completed object f"""
 NAMES = """type role content text id call_id name arguments output summary encrypted_content status input tool_use_id
     thinking signature is_error cache_control input_schema parameters strict schema format effort budget_tokens mode
     tools refusal"""
