@@ -15,13 +15,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.call_format import CallFormat, find_call_format
 from engine.detokenizer import IncrementalDetokenizer, TokenBytes, detokenize
 from engine.dialect.finding import Lexicon, find_dialect
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.message import Tool
 from engine.outline import REFUSALS, Messages, outline
+from engine.template import complete, variables
 from engine.text import Decoder
 from engine.types import Alternative, Rendering
+from engine.wording import names
 
 # A letter that no token has beside others, and how many tokens it may be with a space before it.
 _BEFORE, _LONGEST_BEFORE = "\x02", 4
@@ -48,6 +51,10 @@ class Tokenizer:
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
         self.special = frozenset(tokenizer.all_special_ids)
         self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+        self._names = names(_template(tokenizer))
+        # A template that may change lists gets messages of its own each time.
+        self._changes = [complete(template) for template in _templates(tokenizer)]
+        self._calls = find_call_format(self._sample) if self.has_chat_template else CallFormat()
         response = getattr(tokenizer, "response_template", None)
         self.dialect = find_dialect(_template(tokenizer), self._lexicon(), response)
 
@@ -162,7 +169,10 @@ class Tokenizer:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
         offers = [_offer(tool) for tool in tools]
         self._check_length(*(_well_formed(text, "messages") for text in _strings([messages, offers])))
+        shown, places = self._calls.conversation(messages)
+        offers = self._calls.tools(offers)
         options: dict[str, Any] = {
+            **variables(self._names, offers),
             **(arguments or {}),
             **({"tools": offers} if offers else {}),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -170,7 +180,7 @@ class Tokenizer:
         }
         with self._lock:
             try:
-                return self._render([dict(message) for message in messages], options, breakpoints)
+                return self._render(shown, options, [(places[at], letters) for at, letters in breakpoints])
             except REFUSALS as error:
                 raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
 
@@ -181,6 +191,16 @@ class Tokenizer:
     def alternative(self, token: int, logprob: float) -> Alternative:
         """For the engine thread: a token with its own text and bytes, as log-probabilities report it."""
         return _alternative(self._read_tokens, token, logprob)
+
+    def _sample(self, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
+        """What the template makes of a few messages with tools."""
+        return self._text(
+            messages, {**variables(self._names, tools), "tools": list(tools), "add_generation_prompt": True}
+        )
+
+    def _text(self, messages: Messages, options: dict[str, Any]) -> str:
+        messages = copy.deepcopy(messages) if any(self._changes) else messages
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def _lexicon(self) -> Lexicon:
         """What markers are made of; read once, before anybody else uses the tokenizer."""
@@ -214,10 +234,9 @@ class Tokenizer:
             places = find(tokens, lambda some: list(self._apply(some, first)))
             opened = self._tokens.decode(places.opened)
             return Rendering(tuple(tokens), places.system or None, places.ends, _ranges(places.last_user), opened)
-        template = self._tokenizer.apply_chat_template
-        text = str(template(messages, tokenize=False, **options))
+        text = self._text(messages, options)
         read = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        found = find(text, lambda some: str(template(some, tokenize=False, **first)))
+        found = find(text, lambda some: self._text(some, first))
         starts, stops = (_Offsets(read.encodings[0], edge) for edge in (0, 1))
         marks = tuple(bisect_right(stops, end) for end in found.ends)
         protected = [
@@ -229,7 +248,11 @@ class Tokenizer:
     def _apply(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         """The tokens of a conversation that holds special tokens, which are read as plain text."""
         tokens: list[int] = self._tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
+            copy.deepcopy(messages) if any(self._changes) else messages,
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            **options,
         )
         return tokens
 
@@ -263,8 +286,12 @@ class _Offsets(Sequence[int]):
 
 def _template(tokenizer: Any) -> str:
     """The chat template, or all of them where there are several."""
+    return "\n".join(_templates(tokenizer))
+
+
+def _templates(tokenizer: Any) -> list[str]:
     template = tokenizer.chat_template
-    return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
+    return list(template.values()) if isinstance(template, Mapping) else [template] if template else []
 
 
 def _offer(tool: Tool) -> dict[str, object]:
