@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from contextlib import aclosing, suppress
 
 import anyio.to_thread
-from pydantic import ValidationError
+from anyio import CapacityLimiter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import EngineError
 from server.encoding import dumps
 from server.errors import CONNECTION_LIMIT, ApiError, invalid, translate
-from server.faults import first_fault
-from server.parsing import LARGE_BODY_BYTES, loads
+from server.parsing import LARGE_BODY_BYTES, loads, validated
 from server.responses.desk import Desk
 from server.responses.history import Recent
 from server.responses.run import Run
@@ -74,7 +73,7 @@ class Session:
         """One response, or the error event that stands for it."""
         body: ResponseRequest | None = None
         try:
-            body = await _read_request(text)
+            body = await _read_request(text, self._socket.app.state.large_bodies)
             run = await self._desk.create(body, recent=self._recent)
         except (ApiError, EngineError) as error:
             self._forget(body)
@@ -111,9 +110,11 @@ class Session:
             await self._socket.close(code)
 
 
-async def _read_request(text: str) -> ResponseRequest:
+async def _read_request(text: str, large_bodies: CapacityLimiter) -> ResponseRequest:
     data = text.encode()
-    return await anyio.to_thread.run_sync(_request, data) if len(data) > LARGE_BODY_BYTES else _request(data)
+    if len(data) <= LARGE_BODY_BYTES:
+        return _request(data)
+    return await anyio.to_thread.run_sync(_request, data, limiter=large_bodies)
 
 
 def _request(data: bytes) -> ResponseRequest:
@@ -124,11 +125,7 @@ def _request(data: bytes) -> ResponseRequest:
     if body.get("stream") is False or body.get("background"):
         name = "background" if body.get("background") else "stream"
         raise invalid(name, "over a WebSocket every response is told as it is made")
-    try:
-        return ResponseRequest.model_validate({**body, "stream": True})
-    except ValidationError as error:
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise first_fault(faults, body) from error
+    return validated(ResponseRequest, {**body, "stream": True})
 
 
 def _events(frames: bytes) -> Iterator[str]:

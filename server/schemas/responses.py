@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, CacheOptions
 from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, Speculation, Stops
-from server.schemas.content import Strict
+from server.schemas.content import Object, Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
 from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, GrammarDefinition, Schema, TextInput
@@ -90,7 +90,7 @@ class CustomChoice(Strict):
     type: Literal["custom"]
     name: FunctionName
     description: Beside[str] = None
-    format: Beside[dict[str, object]] = None
+    format: Beside[Object] = None
 
 
 ToolNamed = Annotated[

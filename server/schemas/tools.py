@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from server.schemas import policy
-from server.schemas.content import MOST_KEYS, Strict, one_of
+from server.schemas.content import MOST_KEYS, Object, Strict, one_of
 
 # OpenAI's letters and length, and the dots that servers of tools (MCP) put between their name and the tool's.
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -101,7 +101,7 @@ class Named(Strict):
     description: Beside[str] = None
     parameters: Beside[Schema] = None
     strict: Beside[bool] = None
-    format: Beside[dict[str, object]] = None
+    format: Beside[Object] = None
 
 
 class NamedFunction(Strict):
