@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from engine import hooks
+from engine.invariant import RowInvariant
+from engine.kernels.products import Product
 from engine.plan import LayerPlan
 from engine.sight import Sight
 from engine.telling import Teller
@@ -57,6 +60,7 @@ class GatheringRunner(Teller):
     def __init__(self, model: Any) -> None:
         """Raises NothingToGather, or whatever the model raises."""
         self._model = model
+        self._invariant: RowInvariant | None = None
         self.has_states = False
         self._device = next(model.parameters()).device
         self._known = frozenset(inspect.signature(type(model).forward).parameters)
@@ -67,6 +71,10 @@ class GatheringRunner(Teller):
         self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
         if not self.layers:
             raise NothingToGather("it keeps nothing in its cache")
+
+    def make_invariant(self, product: Product) -> None:
+        """From now on compute each row alike whatever chunk it is in: see engine/invariant.py."""
+        self._invariant = RowInvariant(product)
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -139,7 +147,7 @@ class GatheringRunner(Teller):
             "use_cache": True,
             "logits_to_keep": wanted,
         }
-        with torch.inference_mode():
+        with torch.inference_mode(), self._invariant or nullcontext():
             made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
         logits: Tensor = made.logits[0]
         return logits if logits.shape[0] <= len(wanted) else logits[wanted]

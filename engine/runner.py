@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import hooks
+from engine.invariant import RowInvariant
 from engine.kernels import crossing, latent, reference
+from engine.kernels.products import Product
 from engine.kernels.reference import Attend
 from engine.plan import LayerPlan
 from engine.sight import Sight
@@ -39,7 +42,18 @@ class Runner(Teller):
         self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
         self._readers = frozenset(layer for plan in layers for layer in plan.readers)
         self._mla, self._attend = mla, attend
+        self._invariant: RowInvariant | None = None
         self.has_states = False
+
+    def make_invariant(self, product: Product) -> None:
+        """From now on compute each row alike whatever is beside it, where torch computes: see engine/invariant.py.
+
+        All latents are absorbed, and recurrences take rows one by one: other forms would depend on the chunk.
+        """
+        self._invariant = RowInvariant(product)
+        self._mla = "absorb" if self._mla == "auto" else self._mla
+        if self._attend is reference.attend:
+            self._attend = reference.attend_aligned
 
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
@@ -68,11 +82,13 @@ class Runner(Teller):
     def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
         rows = (self._tensor(tokens), self._tensor(positions), wanted)
-        with torch.inference_mode(), hooks.listening(self._step(forward, sights)):
+        arithmetic = self._invariant or nullcontext()
+        with torch.inference_mode(), hooks.listening(self._step(forward, sights)), arithmetic:
             return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
 
     def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:
-        return _Step(forward, self._homes, self._readers, self._mla, self._attend, sights)
+        by_rows = self._invariant is not None
+        return _Step(forward, self._homes, self._readers, self._mla, self._attend, sights, by_rows)
 
     def _looking(self, forward: Forward, sights: Sequence[Sight | None]) -> Tensor | None:
         """Which rows look at an encoder entry; None where no sequence of the batch has one."""
@@ -100,8 +116,9 @@ class _Step:
         mla: MlaMode,
         attend: Attend,
         sights: Sequence[Sight | None],
+        by_rows: bool,
     ) -> None:
-        self._forward, self._sights = forward, sights
+        self._forward, self._sights, self._by_rows = forward, sights, by_rows
         self._homes, self._readers, self._mla, self._attend = homes, readers, mla, attend
 
     def attend(self, call: hooks.Call) -> Tensor:
@@ -145,9 +162,11 @@ class _Step:
         outputs, row = [], 0
         for span in self._forward.spans:
             for start, stop in span.pieces:
-                length = stop - start
-                output, state = run(row, row + length, self._forward.state(span.slot, start, name))
+                state, length = self._forward.state(span.slot, start, name), stop - start
+                for some in [1] * length if self._by_rows else [length]:
+                    output, state = run(row, row + some, state)
+                    outputs.append(output)
+                    row += some
+                assert state is not None, "a piece of a span has rows"
                 self._forward.put_state(span.slot, stop, name, state)
-                outputs.append(output)
-                row += length
         return outputs

@@ -82,7 +82,7 @@ def _absorbed(
     held = cells.read(segment.cells, query.dtype)
     latents = held[..., : projection.latent]
     mixed = reference.attend_one(cells.spread(reduced), held, latents, segment, reach, scale=scale)
-    return torch.einsum("rhl,hvl->rhv", cells.spread(mixed), projection.values)
+    return (cells.spread(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
 
 
 def _expanded(

@@ -7,12 +7,14 @@ float32, so the pool hands out runs where it can).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.products import POSITIONS
 from kvcache.forward import Segment
 from kvcache.planes import Stored
 from kvcache.spec import Reach
@@ -71,6 +73,41 @@ def attend(
             own, k, v, segment, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
         )
     return output
+
+
+def attend_aligned(
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    segments: Sequence[Segment],
+    reach: Reach,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Bias | None = None,
+) -> Tensor:
+    """What `attend` returns, with sums over positions that begin at a multiple of POSITIONS, wherever a segment does.
+
+    So they run in one order however a prompt is cut into chunks, if products and softmax are row-invariant.
+    """
+    query = keys.spread(query)
+    output = query.new_empty(query.shape[1], query.shape[0], values.width)
+    for segment in segments:
+        before = segment.first % POSITIONS
+        k, v = (functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0)) for one in (keys, values))
+        q = query[:, segment.rows].unflatten(0, (k.shape[0], -1))
+        # What stands before the first position is out of reach.
+        aligned = replace(segment, first=segment.first - before)
+        own = None if bias is None else _behind(bias, before)
+        result = _explicit(q, k, v, aligned, reach, scale, softcap, sinks, own)
+        output[segment.rows] = result.flatten(0, 1).transpose(0, 1)
+    return output
+
+
+def _behind(bias: Bias, padding: int) -> Bias:
+    """A bias where some positions of padding stand before the others."""
+    return lambda rows, before: functional.pad(bias(rows, before - padding), (padding, 0))
 
 
 def attend_one(

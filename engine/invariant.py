@@ -1,0 +1,162 @@
+"""Makes a forward of transformers' modules row-invariant: each row's bits do not depend on the rows beside it.
+
+Quantised layers round rows to 8 bits, which amplifies the roundings of float32: a row that differs in its last bit may
+get another code, and a text another token. Inside `RowInvariant` the functions of torch that compute a row differently
+in another batch are replaced:
+* matrix products, which choose their way by shape (engine/kernels/products.py);
+* softmax over positions, whose sums depend on their number;
+* activations that have another form for the last numbers of a tensor than for a vector of them.
+Norms, sums along a row and all other functions of single numbers are row-invariant as they are (measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from engine.kernels.products import POSITIONS, Product
+
+# Beyond that softplus is its argument (torch's own bound).
+_SOFTPLUS_LINEAR = 20.0
+
+
+class RowInvariant(TorchFunctionMode):
+    """A context for forwards on the CPU, in float32 or less. May be entered again and again."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        own = _Products(product)
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
+            functional.linear: own.linear,
+            functional.scaled_dot_product_attention: own.attend,
+            torch.matmul: own.matmul,
+            torch.mm: own.matmul,
+            torch.bmm: own.matmul,
+            torch.addmm: own.addmm,
+            torch.baddbmm: own.addmm,
+            Tensor.matmul: own.matmul,
+            Tensor.__matmul__: own.matmul,
+            Tensor.mm: own.matmul,
+            Tensor.bmm: own.matmul,
+            Tensor.addmm: own.addmm,
+            Tensor.baddbmm: own.addmm,
+            torch.softmax: _softmax,
+            Tensor.softmax: _softmax,
+            functional.softmax: _functional_softmax,
+            functional.silu: _silu,
+            functional.gelu: _gelu,
+            functional.softplus: _softplus,
+            functional.sigmoid: _sigmoid,
+            torch.sigmoid: _sigmoid,
+            Tensor.sigmoid: _sigmoid,
+            torch.special.expit: _sigmoid,
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute what `func` computes."""
+        return self._functions.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Products:
+    """Torch's products by those of a kernel."""
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """functional.linear."""
+        rows = self._product.linear(input.reshape(-1, input.shape[-1]), weight)
+        made = rows.view(*input.shape[:-1], weight.shape[0])
+        return made if bias is None else made + bias
+
+    def matmul(self, input: Tensor, other: Tensor) -> Tensor:
+        """torch.matmul."""
+        if min(input.dim(), other.dim()) < 2 or input.shape[-1] == 1 or not input.is_floating_point():
+            return torch.matmul(input, other)
+        if other.dim() == 2:
+            return self.linear(input, other.mT)
+        shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+        left, right = (one.expand(*shape, *one.shape[-2:]).flatten(0, -3) for one in (input, other))
+        return self._product.batch(left, right).view(*shape, input.shape[-2], other.shape[-1])
+
+    def addmm(
+        self, input: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any
+    ) -> Tensor:
+        """torch.addmm and torch.baddbmm."""
+        made = self.matmul(left, right) * alpha
+        return made if beta == 0 else made + input * beta
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """functional.scaled_dot_product_attention."""
+        if enable_gqa:
+            group = query.shape[-3] // key.shape[-3]
+            key, value = (one.repeat_interleave(group, -3) for one in (key, value))
+        scores = self.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            masked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
+        weights = _softmax(scores, -1)
+        # A row that sees nothing gets zeros.
+        return self.matmul(weights.nan_to_num(0.0) if attn_mask is not None else weights, value)
+
+
+def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.softmax; the numbers of a row are padded, for sums of few of them run in another order."""
+    lack = -input.shape[dim] % POSITIONS
+    if lack == 0 or dim not in (-1, input.dim() - 1):
+        return torch.softmax(input, dim, dtype=dtype)
+    padded = functional.pad(input, (0, lack), value=-torch.inf)
+    return torch.softmax(padded, dim, dtype=dtype)[..., : input.shape[-1]]
+
+
+def _functional_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """functional.softmax."""
+    return functional.softmax(input, dim, dtype=dtype) if dim is None else _softmax(input, dim, dtype)
+
+
+def _sigmoid(input: Tensor) -> Tensor:
+    """torch.sigmoid."""
+    wide = input.float()
+    return (1 / (1 + torch.exp(-wide))).to(input.dtype)
+
+
+def _silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """functional.silu."""
+    wide = input.float()
+    return (wide / (1 + torch.exp(-wide))).to(input.dtype)
+
+
+def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+    """functional.gelu."""
+    if approximate == "none":
+        return functional.gelu(input)
+    wide = input.float()
+    inner = 0.7978845608028654 * (wide + 0.044715 * (wide * wide * wide))
+    return (0.5 * wide * (1 + torch.tanh(inner))).to(input.dtype)
+
+
+def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_LINEAR) -> Tensor:
+    """functional.softplus."""
+    scaled = input.float() * beta
+    return torch.where(scaled > threshold, scaled, torch.log1p(torch.exp(scaled))).div(beta).to(input.dtype)

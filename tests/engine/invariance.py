@@ -1,0 +1,184 @@
+"""Whether a quantised model gives a sequence the same logits, bit for bit, whatever the batch is.
+
+`python -W ignore -m tests.engine.invariance int8 FAMILY ...` prints for each family (all of them by default) how it runs and
+what holds. `torch` as a further word disables the C++ libraries.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import hooks, recurrence
+from engine.gathering import GatheringRunner
+from engine.kernels import choice, linear, reference
+from engine.kernels.packing import Bits
+from engine.kernels.products import TiledProduct
+from engine.native import choosing
+from engine.native.runner import NativeRunner
+from engine.quantize.store import Store
+from engine.quantize.surgery import quantize
+from engine.quantize.survey import Survey
+from engine.runner import Runner
+from engine.selftest import Facts, find_runner
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine.tiny import FAMILIES, VOCABULARY, settings
+
+LENGTH, CONTEXT, SLOTS = 40, 64, 4
+CHUNKS = (1, 7, 16)
+ANSWER = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A tiny quantised model of one family, ready to run over cells."""
+
+    name: str
+    runner: Runner | GatheringRunner
+    recurrent: bool
+
+    @property
+    def path(self) -> str:
+        """What computes its forwards."""
+        if isinstance(self.runner, NativeRunner):
+            return "native"
+        return "packed" if isinstance(self.runner, Runner) else "one by one"
+
+    def cache(self) -> Cache:
+        """An empty one."""
+        specs = [plan.spec for plan in self.runner.layers]
+        state_bytes = 2**30 if self.recurrent else None
+        return Cache(specs, slots=SLOTS, capacity=CONTEXT, cells=SLOTS * CONTEXT, state_bytes=state_bytes)
+
+    def feed(self, cache: Cache, *parts: tuple[int, Sequence[int]]) -> list[Tensor]:
+        """One forward that appends (slot, tokens) parts; the logits of all rows, by part."""
+        spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in parts]
+        tokens = [token for _, tokens in parts for token in tokens]
+        with cache.forward(spans) as forward:
+            logits = self.runner.run(forward, tokens, list(range(len(tokens))))
+        return list(logits.split([span.length for span in spans]))
+
+
+def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = True) -> Quantised:
+    """The quantised model of a family; without `native` no C++ library computes anything."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **settings(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.requires_grad_(False)
+    recurrent = recurrence.install(model)
+    hooks.install_latent(model)
+    hooks.install_bias(model)
+    attend = choice.fastest(torch.float32, torch.float32) if native else reference.attend
+    facts = Facts(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
+    survey = Survey(model)
+    runner = find_runner(name, model, facts)
+    quantize(model, survey.close(), Store(name, bits), choice.multiplies() if native else linear.prepare)
+    if native:
+        runner = choosing.fastest(model, runner, facts, context=CONTEXT)
+    if invariant:
+        runner.make_invariant(TiledProduct())
+    return Quantised(name, runner, recurrent)
+
+
+def prompt(seed: int, length: int = LENGTH) -> list[int]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def equal(expected: Tensor, actual: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    return torch.equal(expected, actual)
+
+
+def batched(model: Quantised) -> bool:
+    """Sequences in one forward get the logits that each gets alone, and so do single rows behind them."""
+    texts = [prompt(seed, length) for seed, length in ((0, LENGTH), (1, 3), (2, 23), (3, 16))]
+    together, neighbours = model.cache(), [(slot, text[:-1]) for slot, text in enumerate(texts)]
+    rows = model.feed(together, *neighbours)
+    last = model.feed(together, *((slot, text[-1:]) for slot, text in enumerate(texts)))
+    for text, own, end in zip(texts, rows, last, strict=True):
+        cache = model.cache()
+        if not (equal(model.feed(cache, (0, text[:-1]))[0], own) and equal(model.feed(cache, (0, text[-1:]))[0], end)):
+            return False
+    return True
+
+
+def chunked(model: Quantised) -> bool:
+    """A prompt in chunks of 1, 7 and 16, beside a neighbour, gets the logits of one forward."""
+    text, expected = prompt(0), model.feed(model.cache(), (0, prompt(0)))[0]
+    for size in CHUNKS:
+        cache, rows = model.cache(), []
+        for at in range(0, LENGTH, size):
+            rows.append(model.feed(cache, (3, [5]), (1, text[at : at + size]))[1])
+        if not equal(expected, torch.cat(rows)):
+            return False
+    return True
+
+
+def resumed(model: Quantised) -> bool:
+    """What follows a prefix found in the cache gets the logits of a cold start."""
+    text, cache = prompt(0), model.cache()
+    expected = model.feed(model.cache(), (0, text))[0]
+    for at in range(0, LENGTH, 10):
+        model.feed(cache, (0, text[at : at + 10]))
+    for length in (1, 9, 17, 30, 39):
+        cached = cache.copy_prefix(0, 1, length)
+        if not equal(expected[cached:], model.feed(cache, (1, text[cached:]))[0]):
+            return False
+    return True
+
+
+CHECKS: dict[str, Callable[[Quantised], bool]] = {"batched": batched, "chunks": chunked, "prefix hit": resumed}
+
+
+def greedy(model: Quantised, text: Sequence[int], size: int = LENGTH, *others: Sequence[int]) -> list[int]:
+    """The greedy answer to a prompt computed in chunks of a size, beside other prompts."""
+    cache, answer = model.cache(), list[int]()
+    waiting = [(slot + 1, list(other)) for slot, other in enumerate(others)]
+    for at in range(0, len(text), size):
+        parts = [(0, text[at : at + size]), *waiting] if at == 0 else [(0, text[at : at + size])]
+        row = model.feed(cache, *parts)[0][-1]
+    for _ in range(ANSWER):
+        answer.append(int(row.argmax()))
+        rows = model.feed(cache, (0, answer[-1:]), *((slot, [7]) for slot, _ in waiting))
+        row = rows[0][-1]
+    return answer
+
+
+def texts(model: Quantised, count: int = 8) -> dict[str, int]:
+    """Of so many prompts, how many get the same greedy text as alone in one chunk."""
+    same = {"beside neighbours": 0, "chunks of 7": 0, "chunks of 16": 0}
+    for seed in range(count):
+        text, others = prompt(seed), [prompt(100 + seed, 5), prompt(200 + seed, 17)]
+        alone = greedy(model, text)
+        same["beside neighbours"] += greedy(model, text, LENGTH, *others) == alone
+        same["chunks of 7"] += greedy(model, text, 7) == alone
+        same["chunks of 16"] += greedy(model, text, 16) == alone
+    return same
+
+
+def lines(names: Sequence[str], bits: Bits, **choices: Any) -> Iterator[str]:
+    """A line for each family."""
+    for name in names:
+        model = build(name, bits, **choices)
+        held = ", ".join(f"{check} {'PASS' if holds(model) else 'FAIL'}" for check, holds in CHECKS.items())
+        yield f"{name} ({model.path}): {held}; of 8 texts equal: {texts(model)}"
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    words = sys.argv[1:]
+    families = [word for word in words if word in FAMILIES] or sorted(FAMILIES)
+    for line in lines(families, 4 if "int4" in words else 8, native="torch" not in words, invariant="variant" not in words):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
