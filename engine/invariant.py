@@ -38,13 +38,13 @@ class RowInvariant(TorchFunctionMode):
             torch.mm: own.matmul,
             torch.bmm: own.matmul,
             torch.addmm: own.addmm,
-            torch.baddbmm: own.addmm,
+            torch.baddbmm: own.baddbmm,
             Tensor.matmul: own.matmul,
             Tensor.__matmul__: own.matmul,
             Tensor.mm: own.matmul,
             Tensor.bmm: own.matmul,
             Tensor.addmm: own.addmm,
-            Tensor.baddbmm: own.addmm,
+            Tensor.baddbmm: own.baddbmm,
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
             functional.softmax: _functional_softmax,
@@ -86,12 +86,14 @@ class _Products:
         left, right = (one.expand(*shape, *one.shape[-2:]).flatten(0, -3) for one in (input, other))
         return self._product.batch(left, right).view(*shape, input.shape[-2], other.shape[-1])
 
-    def addmm(
-        self, input: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, **_: Any
-    ) -> Tensor:
-        """torch.addmm and torch.baddbmm."""
-        made = self.matmul(left, right) * alpha
+    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        """torch.addmm."""
+        made = self.matmul(mat1, mat2) * alpha
         return made if beta == 0 else made + input * beta
+
+    def baddbmm(self, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        """torch.baddbmm."""
+        return self.addmm(input, batch1, batch2, beta=beta, alpha=alpha)
 
     def attend(
         self,

@@ -108,10 +108,13 @@ def _check_stored(name: str, model: Any, runner: Runner | GatheringRunner, cases
         raise ModelUnsupported(name, f"its keys or values do not fit into {stored}; choose another --kv-dtype")
 
 
-def difference(plain: Runner, other: Runner, model: Any, facts: Facts) -> float:
-    """How far the logits of the check's batches differ if another runner plays them, in parts of the largest one."""
+def difference(plain: Runner, other: Runner, model: Any, facts: Facts, stored: torch.dtype) -> float:
+    """How far the logits of the check's batches differ if another runner plays them, in parts of the largest one.
+
+    stored  in which keys and values are kept meanwhile
+    """
     cases = [_case(model, facts, number) for number in range(2)]
-    expected, actual = (torch.cat(_played(runner, model, cases, facts, facts.dtype)) for runner in (plain, other))
+    expected, actual = (torch.cat(_played(runner, model, cases, facts, stored)) for runner in (plain, other))
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
 
 

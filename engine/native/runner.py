@@ -16,6 +16,7 @@ from engine.kernels.cpu.native import (
     address,
     plane_fields,
     put_segments,
+    rows_of,
     segment_table,
 )
 from engine.native.attention import angles
@@ -38,7 +39,7 @@ from engine.scoring import exact
 from engine.sight import Sight
 from kvcache.attention import AttentionGroup
 from kvcache.forward import Forward
-from kvcache.planes import FloatPlane
+from kvcache.planes import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +205,7 @@ class NativeRunner(Runner):
         """Whether it reads cells as these are stored."""
         if forward.groups is self._settled:
             return True
-        plane = forward.stored(0)[0].plane
-        return isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS
+        return not self._storing or all(map(rows_of, forward.stored(0)))
 
     def _output(self, wanted: int, kept: int) -> _Output:
         return _Output.of(wanted, kept, self._head.outputs, self._common.width)
@@ -282,18 +282,20 @@ class NativeRunner(Runner):
 
     def _place(self, forward: Forward, at: int) -> None:
         """Let a layer's fields name its planes."""
-        keys, values = forward.stored(at)
-        assert isinstance(keys.plane, FloatPlane)
-        assert isinstance(values.plane, FloatPlane)
+        keys, values = map(_stored, forward.stored(at))
         fields, reach = self._storing[at], forward.reach(at)
-        fields.key_plane = plane_fields(Rows(keys.plane.rows[keys.layer]))
-        fields.value_plane = plane_fields(Rows(values.plane.rows[values.layer]))
+        fields.key_plane, fields.value_plane = plane_fields(keys), plane_fields(values)
         fields.reach, fields.reach_size = REACHES[reach.kind], reach.size
-        self._common.format = FORMATS[keys.plane.rows.dtype]
+        self._common.format = FORMATS[keys.numbers.dtype]
 
 
 def _cells(forward: Forward, at: int) -> CellsFields:
     """The cells of a layer's group, with no rows yet."""
-    plane = forward.stored(at)[0].plane
-    assert isinstance(plane, FloatPlane)
-    return CellsFields(cells=plane.rows.shape[2])
+    return CellsFields(cells=_stored(forward.stored(at)[0]).numbers.shape[1])
+
+
+def _stored(stored: Stored) -> Rows:
+    """The keys or values of a layer, in a format that `_reads` has seen."""
+    rows = rows_of(stored)
+    assert rows is not None, "a format that the step does not read"
+    return rows

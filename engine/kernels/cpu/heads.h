@@ -2,6 +2,7 @@
 // and gates.
 #pragma once
 
+#include "cells.h"
 #include "entry.h"
 #include "matrices.h"
 #include "rows.h"
@@ -93,10 +94,10 @@ class Making {
             if (layer.turns_first) turn_head(step.turns[layer.turn], entry.position(row), own);
             if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
             if (!layer.turns_first) turn_head(step.turns[layer.turn], entry.position(row), own);
+            if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
         }
-        if (kind == 0) return;
-        const Plane &plane = kind == 1 ? layer.key_plane : layer.value_plane;
-        put((Element *)plane.data + head * plane.head_stride + targets[row] * plane.cell_stride, own, heads.width);
+        if (kind > 0)
+            put_cell<Element>(kind == 1 ? layer.key_plane : layer.value_plane, head, targets[row], own, heads.width);
     }
 
     const Step &step;

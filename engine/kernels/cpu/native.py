@@ -97,7 +97,7 @@ class Native:
 
         Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
         """
-        k, v = _rows(keys), _rows(values)
+        k, v = rows_of(keys), rows_of(values)
         if k is None or v is None or query.dtype == torch.float64 or bias is not None or _is_mutual(segments):
             return reference.attend(
                 query, keys, values, segments, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
@@ -144,7 +144,7 @@ class Native:
             raise IndexError(f"a table names a cell outside the pool of {call.cells}")
 
 
-def _rows(stored: Stored) -> Rows | None:
+def rows_of(stored: Stored) -> Rows | None:
     """What a layer holds; None in a format that the kernel does not know."""
     plane, layer = stored.plane, stored.layer
     if isinstance(plane, FloatPlane) and plane.rows.dtype in FORMATS and plane.rows.device.type == "cpu":

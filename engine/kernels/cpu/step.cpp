@@ -342,6 +342,7 @@ Outcome check(const Step &step, const int64_t *tokens, int64_t count) {
 
 Links::Take taker(const Step &step) {
     if (step.format == FLOAT32) return take<FloatTiles<float>>;
+    if (step.format == INT8) return take<FloatTiles<int8_t>>;
     return step.rounds ? take<RoundedTiles> : take<FloatTiles<bfloat16>>;
 }
 
