@@ -82,6 +82,9 @@ class _Products:
             return torch.matmul(input, other)
         if other.dim() == 2:
             return self.linear(input, other.mT)
+        if other.shape[-3] == 1 and input.dim() >= other.dim():
+            # Matrices that share the other one are rows of one product.
+            return self.matmul(input.flatten(-3, -2), other.squeeze(-3)).unflatten(-2, input.shape[-3:-1])
         shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
         left, right = (one.expand(*shape, *one.shape[-2:]).flatten(0, -3) for one in (input, other))
         return self._product.batch(left, right).view(*shape, input.shape[-2], other.shape[-1])

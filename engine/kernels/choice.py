@@ -11,7 +11,9 @@ from engine.kernels import linear, reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.cpu.native import FORMATS, Native
+from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.linear import Prepare
+from engine.kernels.products import Product, TiledProduct
 from engine.kernels.reference import Attend
 
 log = logging.getLogger("cellar.engine")
@@ -68,5 +70,26 @@ def native_linear() -> Prepare:
     library = build.library("linear")
     try:
         return NativeLinear(library).prepare
+    except OSError as error:
+        raise build.NoLibrary(f"the library cannot be loaded: {error}") from error
+
+
+@cache
+def row_invariant() -> Product:
+    """Who computes row-invariant products: the C++ kernel where there is one, else torch in tiles."""
+    try:
+        return native_product()
+    except build.NoLibrary:
+        return TiledProduct()
+
+
+def native_product() -> Product:
+    """The C++ kernel for row-invariant products. Raises NoLibrary."""
+    variant = build.variants("linear")[0]
+    if variant == "generic":
+        raise build.NoLibrary("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
+    library = build.library("linear", variant)
+    try:
+        return NativeProduct(library)
     except OSError as error:
         raise build.NoLibrary(f"the library cannot be loaded: {error}") from error

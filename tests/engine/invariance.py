@@ -85,7 +85,7 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     if native:
         runner = choosing.fastest(model, runner, facts, context=CONTEXT)
     if invariant:
-        runner.make_invariant(TiledProduct())
+        runner.make_invariant(choice.row_invariant() if native else TiledProduct())
     return Quantised(name, runner, recurrent)
 
 

@@ -1,4 +1,5 @@
 // Rows times quantised matrices (quantised.h), for one instruction set: the compiler's flags say which.
+#include "plain.h"
 #include "quantised.h"
 
 namespace {
@@ -41,3 +42,32 @@ int64_t multiply(const Product &product) {
 extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const Product *product) {
     return product->format == BFLOAT16 ? multiply<bfloat16>(*product) : multiply<float>(*product);
 }
+
+#if LANES >= 8
+
+namespace {
+
+// Outputs that a thread takes at a time.
+constexpr int64_t PLAIN_SHARE = 32;
+
+template <class Number>
+void multiply_plain(const PlainProduct &own) {
+    const int64_t shares = parts(own.outputs, PLAIN_SHARE);
+#pragma omp parallel for collapse(2) schedule(static) num_threads((int)own.threads)
+    for (int64_t at = 0; at < own.batch; ++at)
+        for (int64_t share = 0; share < shares; ++share) {
+            const int64_t first = share * PLAIN_SHARE, last = lesser(first + PLAIN_SHARE, own.outputs);
+            multiply_plain(own.rows + at * own.row_batch_stride, own.count, own.row_stride,
+                           (const Number *)own.weights + at * own.weight_batch_stride, own.weight_stride, own.columns, first,
+                           last, own.output + at * own.count * own.outputs, own.outputs);
+        }
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply_plain(const PlainProduct *product) {
+    product->format == BFLOAT16 ? multiply_plain<bfloat16>(*product) : multiply_plain<float>(*product);
+    return DONE;
+}
+
+#endif

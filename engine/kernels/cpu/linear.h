@@ -33,3 +33,18 @@ struct Product {
 };
 
 extern "C" int64_t cellar_multiply(const Product *product);
+
+// Products of float32 rows and plain weights: output[batch][row][output] = rows[batch][row] . weights[batch][output]. Strides
+// are in elements, columns lie side by side.
+struct PlainProduct {
+    const float *rows;
+    const void *weights;
+    float *output;  // without gaps
+    Format format;  // of the weights: FLOAT32 or BFLOAT16
+    int64_t batch, count, outputs, columns;
+    int64_t row_stride, row_batch_stride, weight_stride, weight_batch_stride;
+    int64_t threads;
+};
+
+// Not in the generic variant.
+extern "C" int64_t cellar_multiply_plain(const PlainProduct *product);

@@ -9,7 +9,7 @@
 // as often as there are registers for sums. All tiles meet the same outputs before the next ones' turn, for which they ask.
 //
 // A product is summed in LANES parts, each in the order of the columns, and these in one order: so it comes out the same
-// bit for bit, whatever rows stand beside its own.
+// bit for bit, whatever rows and outputs stand beside its own.
 #pragma once
 
 #include "apart.h"
@@ -156,8 +156,14 @@ inline __attribute__((always_inline)) void add_columns(const PlainTile<Row, Numb
 template <int ROWS, int OUTPUTS, class Row, class Number>
 inline __attribute__((always_inline)) void put_sums(const PlainTile<Row, Number> &tile, Vector (&products)[ROWS][OUTPUTS]) {
     if constexpr (OUTPUTS == 1) {
+        // In the order in which several outputs are added up, for where an output stands must not show.
 #pragma GCC unroll 8
-        for (int row = 0; row < ROWS; ++row) tile.to[row * tile.to_stride] = sum(products[row][0]);
+        for (int row = 0; row < ROWS; ++row) {
+            Vector same[OUTPUTS_AT_ONCE];
+            for (Vector &one : same) one = products[row][0];
+            const Vector sum = sums<OUTPUTS_AT_ONCE>(same);
+            memcpy(tile.to + row * tile.to_stride, &sum, sizeof(float));
+        }
     } else {
         constexpr int SIZE = OUTPUTS * sizeof(float);
 #pragma GCC unroll 4
