@@ -34,6 +34,7 @@ from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
 from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
+from engine.kernels.products import TiledProduct
 from engine.memory import Sizes, available_bytes, most_context, plan_memory
 from engine.native.choosing import fastest
 from engine.native.runner import NativeRunner
@@ -42,7 +43,7 @@ from engine.quantize.store import Store
 from engine.quantize.surgery import bits_for, bytes_of, quantize
 from engine.quantize.survey import Survey
 from engine.runner import Runner
-from engine.selftest import Facts, find_runner
+from engine.selftest import Facts, find_runner, is_batch_invariant
 from engine.status import MemoryPlan, ModelInfo
 from engine.tokenizer import Tokenizer
 
@@ -107,6 +108,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     on_phase("quantize" if survey is not None else "native step")
     bits = None if survey is None else _quantize(config, model, survey, f"{weights} {dtype}", available)
     runner = _fastest(config, model, runner, facts)
+    invariant = _is_batch_invariant(config, model, runner, facts, bits)
     computed = torch.float32 if isinstance(runner, NativeRunner) else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
@@ -126,6 +128,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
         longest=longest,
         start=_start_tokens(model),
         device=config.device,
+        batch_invariant=invariant,
     )
     ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
     grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)
@@ -301,6 +304,22 @@ def _fastest(
     if config.kernels == "torch" or config.device != "cpu" or asked:
         return runner
     return fastest(model, runner, facts, context=config.context or longest_context(model.config.get_text_config()))
+
+
+def _is_batch_invariant(
+    config: EngineConfig, model: Any, runner: Runner | GatheringRunner, facts: Facts, bits: Bits | None
+) -> bool:
+    """See ModelInfo. Quantised models are made so, for they amplify rounding; the outcome is checked."""
+    if bits is None or facts.dtype == torch.float64:
+        return isinstance(runner, NativeRunner)
+    runner.make_invariant(TiledProduct() if config.kernels == "torch" else choice.row_invariant())
+    invariant = is_batch_invariant(runner, model, facts)
+    if not invariant:
+        log.warning(
+            "%s, quantised, rounds differently in another batch: neighbours, chunks and prefix hits may change a text",
+            config.model or BUNDLED_NAME,
+        )
+    return invariant
 
 
 def known_context(name: str, folder: Path) -> int:

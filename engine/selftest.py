@@ -41,6 +41,8 @@ _REACHES = ("sliding_window", "attention_chunk_size", "index_topk", "window_size
 # The shortest and the longest prompt; between them, the weights times the tokens of the prompt are so many at most:
 # measured on one core, the whole check takes 2 s there.
 _SHORTEST, _LONGEST, _WORK = 9, 1024, 5 * 10**10
+# The length of the prompts whose bits are compared: more than a tile of rows.
+_INVARIANT = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,17 @@ def difference(plain: Runner, other: Runner, model: Any, facts: Facts, stored: t
     cases = [_case(model, facts, number) for number in range(2)]
     expected, actual = (torch.cat(_played(runner, model, cases, facts, stored)) for runner in (plain, other))
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
+
+
+def is_batch_invariant(runner: Runner | GatheringRunner, model: Any, facts: Facts) -> bool:
+    """Whether two prompts in chunks beside each other end with the logits that each has alone in one, bit for bit."""
+    cases = [_case(model, facts, number, _INVARIANT) for number in (1, 2)]
+    first, second = (len(case.prompt) for case in cases)
+    mixed = ((0, 7),), ((0, 1), (1, second - 8)), ((0, first - 9), (1, 7)), ((0, 1), (1, 1))
+    stored = facts.stored or facts.dtype
+    together = _played(runner, model, cases, facts, stored, mixed)
+    alone = [_played(runner, model, [case], facts, stored, (((0, len(case.prompt)),),)) for case in cases]
+    return all(torch.equal(expected[-1], actual[-1]) for [expected], actual in zip(alone, together, strict=True))
 
 
 class _Differs(Exception):
@@ -202,9 +215,9 @@ def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
     return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
 
 
-def _case(model: Any, facts: Facts, number: int) -> _Case:
+def _case(model: Any, facts: Facts, number: int, length: int | None = None) -> _Case:
     """The first sequence looks at media if any can; the others do where the model says nothing without."""
-    length = _SHORTEST if number > 0 else _length(model)
+    length = length or (_SHORTEST if number > 0 else _length(model))
     prompt, encoder = _prompt(facts.vocabulary, length, number), facts.encoder
     if encoder is None or (number > 0 and not encoder.needed):
         return _Case(prompt, {"input_ids": torch.tensor([prompt], device=next(model.parameters()).device)})
@@ -224,18 +237,23 @@ def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
 
 
 def _played(
-    runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, stored: torch.dtype
+    runner: Runner | GatheringRunner,
+    model: Any,
+    cases: list[_Case],
+    facts: Facts,
+    stored: torch.dtype,
+    steps: _Steps | None = None,
 ) -> list[Tensor]:
     """For each case the logits [ends, vocabulary] where its spans end."""
     device = next(model.parameters()).device
     specs = [plan.spec for plan in runner.layers]
     state_bytes = 0 if facts.recurrent else None
-    length = len(cases[0].prompt)
+    length = max(len(case.prompt) for case in cases)
     cache = Cache(
         specs, slots=2, capacity=length, cells=2 * length, state_bytes=state_bytes, dtype=stored, device=device
     )
     heard: list[list[Tensor]] = [[] for _ in cases]
-    for step in _steps(length):
+    for step in steps or _steps(length):
         spans = [Span(slot, cache.length(slot), length) for slot, length in step]
         tokens = [token for span in spans for token in cases[span.slot].prompt[span.start : span.stop]]
         wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1

@@ -13,8 +13,10 @@ Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 class ModelInfo:
     """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
 
-    longest  tokens that a context may have here with another setting: what the model and the memory allow
-    start    tokens that a prompt begins with where the model has an encoder beside the decoder; empty for others
+    longest          tokens that a context may have here with another setting: what the model and the memory allow
+    start            tokens that a prompt begins with where the model has an encoder beside the decoder, or none
+    batch_invariant  whether the logits of a text are the same bit for bit beside any neighbours, in any chunks and
+                     behind any prefix hit; else they are so but for rounding
     """
 
     name: str
@@ -29,6 +31,7 @@ class ModelInfo:
     longest: int = 0
     start: tuple[int, ...] = ()
     device: str = "cpu"
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     longest = f" (--context: up to {info.longest})" if info.longest > info.context else ""
     yield "context", f"{info.context} tokens a sequence{longest}, {info.slots} slots, overflow: {settings.overflow}"
+    yield "batches", _batches(info)
     yield "queue", f"{settings.max_waiting} requests may wait"
     windows = f" + windows {_size(memory.window_bytes)}" if memory.window_bytes else ""
     yield (
@@ -51,6 +52,13 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     if settings.origins:
         yield "pages", f"of {', '.join(settings.origins)} may call from a browser"
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
+
+
+def _batches(info: ModelInfo) -> str:
+    """What other requests can change in a text."""
+    if info.batch_invariant:
+        return "logits are the same bit for bit beside any requests"
+    return "logits depend on other requests by rounding, which may decide between tokens that are all but equally likely"
 
 
 def _drafts(drafting: Drafting, tokens: int | None) -> str:

@@ -52,6 +52,7 @@ def _model(service: Service) -> ModelCapabilities:
         reasoning=tokenizer.dialect.reasons,
         template_arguments=sorted(names(tokenizer.template) - RESERVED_ARGUMENTS),
         drafters=list(service.engine.drafting.kinds),
+        batch_invariant=info.batch_invariant,
     )
 
 

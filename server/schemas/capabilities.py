@@ -27,7 +27,12 @@ class Endpoint(TypedDict):
 
 
 class ModelCapabilities(TypedDict):
-    """What the model itself can do; `template_arguments` are names for `chat_template_kwargs`."""
+    """What the model itself can do; `template_arguments` are names for `chat_template_kwargs`.
+
+    batch_invariant  whether the logits of a text are the same bit for bit beside any other requests, in any chunks and
+                     behind any prefix hit; else they are so but for rounding, which may decide between two tokens that
+                     are all but equally likely
+    """
 
     id: str
     context: int
@@ -37,6 +42,7 @@ class ModelCapabilities(TypedDict):
     reasoning: bool
     template_arguments: list[str]
     drafters: list[str]
+    batch_invariant: bool
 
 
 class EmbeddingCapabilities(TypedDict):

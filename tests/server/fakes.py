@@ -47,6 +47,7 @@ INFO = ModelInfo(
     vocabulary=256,
     context=64,
     slots=4,
+    batch_invariant=True,
 )
 MEMORY = MemoryPlan(
     weights_bytes=4 << 20, cells=256, cell_bytes=512, cache_bytes=131072, work_bytes=1 << 20, available_bytes=1 << 30

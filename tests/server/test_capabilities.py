@@ -84,6 +84,7 @@ def test_the_model_decides_too() -> None:
         "reasoning": True,
         "template_arguments": ["enable_thinking", "reasoning_effort", "verbosity"],
         "drafters": ["lookup"],
+        "batch_invariant": True,
     } == told["model"]
     parameters = told["endpoints"][CHAT]["parameters"]
     for name in ("tools", "functions", "reasoning_effort", "verbosity", "thinking_token_budget"):
