@@ -4,7 +4,7 @@ Quantised layers round rows to 8 bits, which amplifies the roundings of float32:
 get another code, and a text another token. Inside `RowInvariant` the functions of torch that compute a row differently
 in another batch are replaced:
 * matrix products, which choose their way by shape (engine/kernels/products.py);
-* softmax over positions, whose sums depend on their number;
+* softmax, whose sums depend on how many positions there are and where they stand;
 * activations that have another form for the last numbers of a tensor than for a vector of them.
 Norms, sums along a row and all other functions of single numbers are row-invariant as they are (measured).
 """
@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from engine.kernels.products import POSITIONS, Product
+from engine.kernels.products import Product
 
 # Beyond that softplus is its argument (torch's own bound).
 _SOFTPLUS_LINEAR = 20.0
+# Parts of the largest weight of a softmax that its sum is counted in: float64 holds sums of 2 million such weights.
+_PARTS = 2.0**32
 
 
 class RowInvariant(TorchFunctionMode):
@@ -125,12 +127,11 @@ class _Products:
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.softmax; the numbers of a row are padded, for sums of few of them run in another order."""
-    lack = -input.shape[dim] % POSITIONS
-    if lack == 0 or dim not in (-1, input.dim() - 1):
-        return torch.softmax(input, dim, dtype=dtype)
-    padded = functional.pad(input, (0, lack), value=-torch.inf)
-    return torch.softmax(padded, dim, dtype=dtype)[..., : input.shape[-1]]
+    """torch.softmax, with sums of whole numbers, which are the same in any order: positions and sinks may stand anywhere."""
+    wide = input.float()
+    powers = torch.exp(wide - wide.amax(dim, keepdim=True))
+    total = (powers.double() * _PARTS).round_().sum(dim, keepdim=True) / _PARTS
+    return (powers / total.float()).to(dtype or input.dtype)
 
 
 def _functional_softmax(
