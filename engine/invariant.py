@@ -5,8 +5,9 @@ get another code, and a text another token. Inside `RowInvariant` the functions 
 in another batch are replaced:
 * matrix products, which choose their way by shape (engine/kernels/products.py);
 * softmax, whose sums depend on how many positions there are and where they stand;
-* activations that have another form for the last numbers of a tensor than for a vector of them.
-Norms, sums along a row and all other functions of single numbers are row-invariant as they are (measured).
+* activations that have another form for vectors of numbers than for what lies apart, or is left at the end of a tensor;
+* sums along a row, whose order depends on how the tensor lies in memory.
+Other functions of single numbers are row-invariant as they are (measured).
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from engine.kernels.products import Product
 
 # Beyond that softplus is its argument (torch's own bound).
 _SOFTPLUS_LINEAR = 20.0
+# A score so far below the largest has no weight: e^-60 is nothing beside 1, and products of denormal numbers are slow.
+_NO_WEIGHT = -60.0
 # Parts of the largest weight of a softmax that its sum is counted in: float64 holds sums of 2 million such weights.
 _PARTS = 2.0**32
+
+
+_REDUCTIONS: tuple[Callable[..., Any], ...] = (
+    *(torch.sum, torch.mean, torch.norm, torch.linalg.vector_norm, functional.rms_norm, functional.normalize),
+    *(Tensor.sum, Tensor.mean, Tensor.norm),
+)
 
 
 class RowInvariant(TorchFunctionMode):
@@ -52,11 +61,14 @@ class RowInvariant(TorchFunctionMode):
             functional.softmax: _functional_softmax,
             functional.silu: _silu,
             functional.gelu: _gelu,
+            functional.elu: _elu,
+            functional.mish: _mish,
             functional.softplus: _softplus,
             functional.sigmoid: _sigmoid,
             torch.sigmoid: _sigmoid,
             Tensor.sigmoid: _sigmoid,
             torch.special.expit: _sigmoid,
+            **{reduce: _laid_out(reduce) for reduce in _REDUCTIONS},
         }
 
     def __torch_function__(
@@ -82,14 +94,16 @@ class _Products:
         """torch.matmul."""
         if min(input.dim(), other.dim()) < 2 or input.shape[-1] == 1 or not input.is_floating_point():
             return torch.matmul(input, other)
+        rows, columns = input.shape[-2], other.shape[-1]
         if other.dim() == 2:
             return self.linear(input, other.mT)
         if other.shape[-3] == 1 and input.dim() >= other.dim():
             # Matrices that share the other one are rows of one product.
-            return self.matmul(input.flatten(-3, -2), other.squeeze(-3)).unflatten(-2, input.shape[-3:-1])
-        shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+            made = self.matmul(input.flatten(-3, -2), other.squeeze(-3))
+            return made.view(*made.shape[:-2], -1, rows, columns)
+        shape = (input[..., 0, 0] + other[..., 0, 0]).shape
         left, right = (one.expand(*shape, *one.shape[-2:]).flatten(0, -3) for one in (input, other))
-        return self._product.batch(left, right).view(*shape, input.shape[-2], other.shape[-1])
+        return self._product.batch(left, right).view(*shape, rows, columns)
 
     def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         """torch.addmm."""
@@ -129,7 +143,8 @@ class _Products:
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """torch.softmax, with sums of whole numbers, which are the same in any order: positions and sinks may stand anywhere."""
     wide = input.float()
-    powers = torch.exp(wide - wide.amax(dim, keepdim=True))
+    below = wide - wide.amax(dim, keepdim=True)
+    powers = torch.exp(below.masked_fill(below < _NO_WEIGHT, -torch.inf))
     total = (powers.double() * _PARTS).round_().sum(dim, keepdim=True) / _PARTS
     return (powers / total.float()).to(dtype or input.dtype)
 
@@ -155,14 +170,36 @@ def _silu(input: Tensor, inplace: bool = False) -> Tensor:
 
 def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """functional.gelu."""
-    if approximate == "none":
-        return functional.gelu(input)
     wide = input.float()
-    inner = 0.7978845608028654 * (wide + 0.044715 * (wide * wide * wide))
-    return (0.5 * wide * (1 + torch.tanh(inner))).to(input.dtype)
+    if approximate == "none":
+        inner = torch.erf(wide * 0.5**0.5)
+    else:
+        inner = torch.tanh(0.7978845608028654 * (wide + 0.044715 * (wide * wide * wide)))
+    return (0.5 * wide * (1 + inner)).to(input.dtype)
+
+
+def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """functional.elu."""
+    wide = input.float()
+    return torch.where(wide > 0, wide, alpha * torch.expm1(wide)).to(input.dtype)
+
+
+def _mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """functional.mish."""
+    wide = input.float()
+    return (wide * torch.tanh(_softplus(wide))).to(input.dtype)
 
 
 def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_LINEAR) -> Tensor:
     """functional.softplus."""
     scaled = input.float() * beta
     return torch.where(scaled > threshold, scaled, torch.log1p(torch.exp(scaled))).div(beta).to(input.dtype)
+
+
+def _laid_out(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a tensor whose numbers lie side by side."""
+
+    def reduced(input: Tensor, *args: Any, **settings: Any) -> Any:
+        return reduce(input.contiguous(), *args, **settings)
+
+    return reduced

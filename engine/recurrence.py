@@ -68,7 +68,7 @@ class Convolution:
         """Rows [start, stop) behind a state [channels, kernel - 1]; and the state behind them."""
         channels, kernel = self.weight.shape
         before = self.rows.new_zeros(channels, kernel - 1) if state is None else state
-        whole = torch.cat((before, self.rows[0, :, start:stop]), -1)
+        whole = torch.cat((before, _cut(self.rows[0], 1, start, stop)), -1)
         result = functional.conv1d(whole[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
         if self.activation is not None:
             result = ACT2FN[self.activation](result)
@@ -94,9 +94,9 @@ class GatedDelta:
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows [start, stop) behind a state [1, heads, key_width, value_width]; and the state behind them."""
-        cut = {name: gate[:, start:stop] for name, gate in self.gates.items()}
+        cut = {name: _cut(gate, 1, start, stop) for name, gate in self.gates.items()}
         form = self.single if stop - start == 1 else self.chunked
-        parts = (tensor[:, start:stop] for tensor in (self.query, self.key, self.value))
+        parts = (_cut(tensor, 1, start, stop) for tensor in (self.query, self.key, self.value))
         result, final = form(*parts, **cut, **self.settings, initial_state=state)
         return result, final
 
@@ -118,7 +118,7 @@ class StateSpace:
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows [start, stop) behind a state [1, heads, width, state]; and the state behind them."""
-        rows, dt, b, c = (tensor[:, start:stop] for tensor in (self.rows, self.dt, self.b, self.c))
+        rows, dt, b, c = (_cut(tensor, 1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
         # Rows are padded to whole chunks; a chunk longer than what there is would be work for nothing.
         size = min(self.chunk_size, stop - start)
         result, final = self.form(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
@@ -184,8 +184,8 @@ def _mamba1(
     settings |= {"return_last_state": True}
 
     def run(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        cut = [tensor[..., start:stop] for tensor in (rows, dt, b, c)]
-        z = None if gate is None else gate[..., start:stop]
+        cut = [_cut(tensor, 2, start, stop) for tensor in (rows, dt, b, c)]
+        z = None if gate is None else _cut(gate, 2, start, stop)
         result, final = original(cut[0], cut[1], a, cut[2], cut[3], z=z, **settings)
         if state is None:
             return result, final
@@ -197,6 +197,12 @@ def _mamba1(
         return result + seen.to(result.dtype), final + carried[..., -1].to(final.dtype)
 
     return torch.cat(hooks.recur("scan", run), -1), _taken(rows)
+
+
+def _cut(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
+    """Rows [start, stop). One alone lies in memory alike whatever batch it comes from: products depend on strides too."""
+    some = tensor.narrow(dimension, start, stop - start)
+    return some.clone(memory_format=torch.contiguous_format) if stop - start == 1 else some
 
 
 def _taken(like: Tensor) -> Tensor:

@@ -163,10 +163,26 @@ class _Step:
         for span in self._forward.spans:
             for start, stop in span.pieces:
                 state, length = self._forward.state(span.slot, start, name), stop - start
-                for some in [1] * length if self._by_rows else [length]:
-                    output, state = run(row, row + some, state)
-                    outputs.append(output)
-                    row += some
-                assert state is not None, "a piece of a span has rows"
-                self._forward.put_state(span.slot, stop, name, state)
+                own, after = (_row_by_row if self._by_rows else _at_once)(run, row, row + length, state)
+                self._forward.put_state(span.slot, stop, name, after)
+                outputs += own
+                row += length
         return outputs
+
+
+def _at_once(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """The output of rows [start, stop) behind a state, and the state behind them."""
+    output, after = run(start, stop, state)
+    return [output], after
+
+
+def _row_by_row(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """The same of each row alone: calls of one shape, whose bits no chunk changes and no other arithmetic has to."""
+    outputs = []
+    with torch._C.DisableTorchFunction():
+        for row in range(start, stop):
+            output, after = run(row, row + 1, state)
+            state = after.contiguous()
+            outputs.append(output)
+    assert state is not None, "a piece of a span has rows"
+    return outputs, state

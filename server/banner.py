@@ -58,7 +58,9 @@ def _batches(info: ModelInfo) -> str:
     """What other requests can change in a text."""
     if info.batch_invariant:
         return "logits are the same bit for bit beside any requests"
-    return "logits depend on other requests by rounding, which may decide between tokens that are all but equally likely"
+    return (
+        "logits depend on other requests by rounding, which may decide between tokens that are all but equally likely"
+    )
 
 
 def _drafts(drafting: Drafting, tokens: int | None) -> str:

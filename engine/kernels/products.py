@@ -37,31 +37,32 @@ class TiledProduct:
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See Product."""
-        tiles = _padded(rows, ROWS, 0).split(ROWS)
+        tiles = torch.split(_padded(rows, ROWS, 0), ROWS)
         return torch.cat([functional.linear(tile, weight) for tile in tiles])[: len(rows)]
 
     def batch(self, left: Tensor, right: Tensor) -> Tensor:
         """See Product."""
         (_, rows, _), columns = left.shape, right.shape[2]
-        lefts = [_tiled(tile, POSITIONS, 2) for tile in _padded(left, ROWS, 1).split(ROWS, 1)]
+        lefts = [_tiled(tile, POSITIONS, 2) for tile in torch.split(_padded(left, ROWS, 1), ROWS, 1)]
         rights = _tiled(_padded(right, POSITIONS, 1), POSITIONS, 2)
-        return torch.cat([_product(own, rights) for own in lefts], 1)[:, :rows, :columns]
+        return torch.cat([_product(own, rights) for own in lefts], 1)[:, :rows, :columns].contiguous()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Tiles [batch, ROWS, tiles, POSITIONS] of inner columns times [batch, inner, tiles, POSITIONS] of outputs."""
     batch, count = len(right), right.shape[2]
     total = right.new_zeros(batch * count, ROWS, POSITIONS)
-    for number, part in enumerate(right.split(POSITIONS, 1)):
+    for number, part in enumerate(torch.split(right, POSITIONS, 1)):
         own = left[:, :, number, None].expand(-1, -1, count, -1).transpose(1, 2).flatten(0, 1)
         # One tile after the other: so tiles of zeros behind the last change nothing.
         total = total + torch.bmm(own, part.transpose(1, 2).flatten(0, 1))
-    return total.unflatten(0, (batch, count)).transpose(1, 2).flatten(2)
+    return total.view(batch, count, ROWS, POSITIONS).transpose(1, 2).flatten(2)
 
 
 def _tiled(tensor: Tensor, size: int, dimension: int) -> Tensor:
     """A dimension as tiles of a size, the last one padded."""
-    return _padded(tensor, size, dimension).unflatten(dimension, (-1, size))
+    whole = _padded(tensor, size, dimension)
+    return whole.reshape(*whole.shape[:dimension], -1, size, *whole.shape[dimension + 1 :])
 
 
 def _padded(tensor: Tensor, size: int, dimension: int) -> Tensor:

@@ -96,11 +96,12 @@ def attend_aligned(
     for segment in segments:
         before = segment.first % POSITIONS
         k, v = (functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0)) for one in (keys, values))
-        q = query[:, segment.rows].unflatten(0, (k.shape[0], -1))
+        own = query[:, segment.rows]
+        q = own.reshape(k.shape[0], -1, *own.shape[1:])
         # What stands before the first position is out of reach.
         aligned = replace(segment, first=segment.first - before)
-        own = None if bias is None else _behind(bias, before)
-        result = _explicit(q, k, v, aligned, reach, scale, softcap, sinks, own)
+        rule = None if bias is None else _behind(bias, before)
+        result = _explicit(q, k, v, aligned, reach, scale, softcap, sinks, rule)
         output[segment.rows] = result.flatten(0, 1).transpose(0, 1)
     return output
 

@@ -50,7 +50,9 @@ def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, contex
         return plain
     stored = facts.stored or facts.dtype
     # Where a row is rounded to 8 bits in its cell, a code may fall the other way.
-    checks = {torch.float32: _allowed(decoder)} | ({stored: max(_allowed(decoder), 0.1)} if stored == torch.int8 else {})
+    checks = {torch.float32: _allowed(decoder)} | (
+        {stored: max(_allowed(decoder), 0.1)} if stored == torch.int8 else {}
+    )
     for kind, allowed in checks.items():
         with Widened(model):
             size = difference(plain, unrounded, model, exact, kind)

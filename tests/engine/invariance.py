@@ -67,11 +67,15 @@ class Quantised:
         return list(logits.split([span.length for span in spans]))
 
 
-def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = True) -> Quantised:
-    """The quantised model of a family; without `native` no C++ library computes anything."""
+def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = True, **own: Any) -> Quantised:
+    """The quantised model of a family; without `native` no C++ library computes anything.
+
+    invariant  whether what runs by modules is made so
+    own        settings of the model in place of the family's
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **settings(name))
+    config = AutoConfig.for_model(name, **settings(name) | own)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     model.requires_grad_(False)
     recurrent = recurrence.install(model)
@@ -179,6 +183,8 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     words = sys.argv[1:]
     families = [word for word in words if word in FAMILIES] or sorted(FAMILIES)
-    for line in lines(families, 4 if "int4" in words else 8, native="torch" not in words, invariant="variant" not in words):
+    for line in lines(
+        families, 4 if "int4" in words else 8, native="torch" not in words, invariant="variant" not in words
+    ):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

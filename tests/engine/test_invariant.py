@@ -84,6 +84,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda rows: functional.gelu(rows, approximate="tanh"),
     "softplus": functional.softplus,
+    "elu": functional.elu,
+    "mish": functional.mish,
+    "sum": lambda rows: rows.sum(-1, keepdim=True),
+    "mean": lambda rows: torch.mean(rows, -1, keepdim=True),
+    "normalize": lambda rows: functional.normalize(rows, dim=-1),
+    "rms_norm": lambda rows: functional.rms_norm(rows, rows.shape[-1:]),
     "softmax": lambda rows: rows.softmax(-1),
     "scaled_dot_product_attention": lambda rows: functional.scaled_dot_product_attention(
         rows[:, None], rows[:, None], rows[:, None]
@@ -94,13 +100,19 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_rows_is_the_same_of_some(name: str, dtype: torch.dtype) -> None:
-    """Torch's own differ for the last numbers of a tensor; ours are the same function, and do not."""
+    """Torch's own differ with the place in a tensor and its strides; ours are the same function, and do not."""
     function, invariant = FUNCTIONS[name], RowInvariant(TiledProduct())
     for width in (7, 48, 100):
         rows = (4 * random(23, width)).to(dtype)
+        others = (rows, rows.T.contiguous().T, torch.cat((rows, rows), 1)[:, width:])
         with invariant:
             whole = function(rows)
-            parts = [torch.cat((function(rows[:count]), function(rows[count:]))) for count in ROWS if count < 23]
+            parts = [
+                torch.cat((function(own[:count]), function(own[count:])))
+                for own in others
+                for count in ROWS
+                if count < 23
+            ]
 
         torch.testing.assert_close(whole, function(rows), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
         for part in parts:
@@ -186,7 +198,9 @@ def test_a_model_that_cannot_be_made_invariant_is_named(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The check at load sees products that depend on the batch: one line in the log, and what capabilities tell."""
-    monkeypatch.setattr(RowInvariant, "__torch_function__", lambda own, func, _, args=(), kwargs=None: func(*args, **(kwargs or {})))
+    monkeypatch.setattr(
+        RowInvariant, "__torch_function__", lambda own, func, _, args=(), kwargs=None: func(*args, **(kwargs or {}))
+    )
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels="torch")
 

@@ -67,6 +67,11 @@ class _Products:
 
     def __call__(self, rows: Tensor) -> list[Tensor]:
         """The products. Raises ValueError for rows of another width."""
+        # A mode that looks at every function of torch (engine/invariant.py) has nothing to see here.
+        with torch._C.DisableTorchFunction():
+            return self._multiply(rows)
+
+    def _multiply(self, rows: Tensor) -> list[Tensor]:
         count, columns = rows.shape
         if columns != self._columns:
             raise ValueError(f"rows of {columns} columns do not fit matrices of {self._columns}")
