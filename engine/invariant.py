@@ -141,7 +141,7 @@ class _Products:
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.softmax, with sums of whole numbers, which are the same in any order: positions and sinks may stand anywhere."""
+    """torch.softmax with sums of whole numbers, which no order changes: positions and sinks may stand anywhere."""
     wide = input.float()
     below = wide - wide.amax(dim, keepdim=True)
     powers = torch.exp(below.masked_fill(below < _NO_WEIGHT, -torch.inf))

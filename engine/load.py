@@ -108,7 +108,6 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     on_phase("quantize" if survey is not None else "native step")
     bits = None if survey is None else _quantize(config, model, survey, f"{weights} {dtype}", available)
     runner = _fastest(config, model, runner, facts)
-    invariant = _is_batch_invariant(config, model, runner, facts, bits)
     computed = torch.float32 if isinstance(runner, NativeRunner) else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
@@ -128,7 +127,7 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
         longest=longest,
         start=_start_tokens(model),
         device=config.device,
-        batch_invariant=invariant,
+        batch_invariant=_is_batch_invariant(config, model, runner, facts, bits),
     )
     ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
     grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)

@@ -200,7 +200,7 @@ def _mamba1(
 
 
 def _cut(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
-    """Rows [start, stop). One alone lies in memory alike whatever batch it comes from: products depend on strides too."""
+    """Rows [start, stop). One alone gets the strides that it has in a batch of its own: products depend on them."""
     some = tensor.narrow(dimension, start, stop - start)
     return some.clone(memory_format=torch.contiguous_format) if stop - start == 1 else some
 

@@ -1,7 +1,8 @@
 """Whether a quantised model gives a sequence the same logits, bit for bit, whatever the batch is.
 
-`python -W ignore -m tests.engine.invariance int8 FAMILY ...` prints for each family (all of them by default) how it runs and
-what holds. `torch` as a further word disables the C++ libraries.
+`python -W ignore -m tests.engine.invariance int8 FAMILY ...` prints for each family, by default for all, how it runs and
+what holds. Further words: `torch` disables the C++ libraries, `variant` the row-invariant products; `texts` compares greedy
+texts too.
 """
 
 from __future__ import annotations
@@ -171,20 +172,19 @@ def texts(model: Quantised, count: int = 8) -> dict[str, int]:
     return same
 
 
-def lines(names: Sequence[str], bits: Bits, **choices: Any) -> Iterator[str]:
+def lines(names: Sequence[str], bits: Bits, *, answers: bool = False, **choices: Any) -> Iterator[str]:
     """A line for each family."""
     for name in names:
         model = build(name, bits, **choices)
         held = ", ".join(f"{check} {'PASS' if holds(model) else 'FAIL'}" for check, holds in CHECKS.items())
-        yield f"{name} ({model.path}): {held}; of 8 texts equal: {texts(model)}"
+        yield f"{name} ({model.path}): {held}" + (f"; of 8 texts equal: {texts(model)}" if answers else "")
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     words = sys.argv[1:]
     families = [word for word in words if word in FAMILIES] or sorted(FAMILIES)
-    for line in lines(
-        families, 4 if "int4" in words else 8, native="torch" not in words, invariant="variant" not in words
-    ):
+    choices = {"native": "torch" not in words, "invariant": "variant" not in words, "answers": "texts" in words}
+    for line in lines(families, 4 if "int4" in words else 8, **choices):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

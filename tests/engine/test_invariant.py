@@ -1,4 +1,4 @@
-"""Quantised models give a sequence the same bits in any batch, however they run: row-invariant products and their users."""
+"""Row-invariant products and functions: quantised models give a sequence the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from engine.invariant import RowInvariant
 from engine.kernels import reference
@@ -21,7 +22,8 @@ from engine.native.runner import NativeRunner
 from kvcache.forward import Segment
 from kvcache.planes import FloatPlane, Stored
 from kvcache.spec import Reach
-from tests.engine.invariance import CHECKS, build as build_model
+from tests.engine import invariance
+from tests.engine.invariance import CHECKS
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Job, play
@@ -137,7 +139,7 @@ def test_attention_of_modules_is_what_torch_computes(causal: bool) -> None:
 
 @pytest.mark.parametrize("reach", [Reach(), Reach("window", 20), Reach("chunk", 32)])
 def test_aligned_attention_is_the_reference(reach: Reach) -> None:
-    """The same attention from sums that begin at multiples of POSITIONS: rows of a chunk have the bits they have alone."""
+    """The same attention, from sums that begin at multiples of POSITIONS: no chunk changes a bit."""
     keys, values = (Stored(FloatPlane(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
     keys, query = Stored(FloatPlane(random(1, 2, 200, 8)), 0), random(4, 200, 8)
 
@@ -158,7 +160,7 @@ def test_aligned_attention_is_the_reference(reach: Reach) -> None:
 @cache
 def quantised(name: str, bits: int, native: bool) -> dict[str, bool]:
     """What holds for a family."""
-    model = build_model(name, bits, native=native)  # type: ignore[arg-type]
+    model = invariance.build(name, bits, native=native)  # type: ignore[arg-type]
     return {check: holds(model) for check, holds in CHECKS.items()}
 
 
@@ -167,7 +169,7 @@ def quantised(name: str, bits: int, native: bool) -> dict[str, bool]:
     "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
 )
 def test_a_quantised_family_has_the_bits_it_has_alone(name: str) -> None:
-    """Beside neighbours, in chunks and behind prefix hits, with int8 weights: docs/models.md promises it of each family."""
+    """Beside neighbours, in chunks and behind prefix hits, with int8 weights."""
     assert {check: True for check in CHECKS} == quantised(name, 8, True)
 
 
@@ -194,13 +196,17 @@ def test_the_load_says_what_it_found(family: str, settings: dict[str, str], fold
     assert loaded.info.batch_invariant == (bool(settings) or isinstance(loaded.runner, NativeRunner))
 
 
+def _replace_nothing(mode: RowInvariant, product: Product) -> None:
+    """A constructor after which torch computes as ever."""
+    TorchFunctionMode.__init__(mode)
+    mode._functions = {}
+
+
 def test_a_model_that_cannot_be_made_invariant_is_named(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The check at load sees products that depend on the batch: one line in the log, and what capabilities tell."""
-    monkeypatch.setattr(
-        RowInvariant, "__torch_function__", lambda own, func, _, args=(), kwargs=None: func(*args, **(kwargs or {}))
-    )
+    monkeypatch.setattr(RowInvariant, "__init__", _replace_nothing)
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels="torch")
 

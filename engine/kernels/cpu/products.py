@@ -1,6 +1,6 @@
 """Row-invariant products (engine/kernels/products.py) on the CPU by the C++ kernel.
 
-A number of a product is summed in one order of its inner columns, whatever stands beside it and with any number of threads.
+A number of a product is summed in one order, whatever stands beside it and with any number of threads.
 """
 
 from __future__ import annotations
