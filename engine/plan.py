@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from engine import hooks
-from kvcache.rotary import rotate
+from engine.margins import within
+from kvcache.rotary import column_pairs, rotate
 from kvcache.spec import LayerSpec, Reach, Rotation
 
 # Far enough apart to tell slow rotations from none, and inside every model's positions.
 _FROM, _TO = 29, 3
 # Several tokens, for one of them may be a padding token, whose key is zero wherever it stands.
 _TOKENS = 8
+# Of the type's precision, the error of a right rotation at most. Measured over all families and Gemma 3 270M: 1.4 for
+# the right one, 100 and more for all others.
+_ROUNDINGS = 8
+# The error in radians of an angle that is computed in float32 at the first position, whatever type keys have.
+_ANGLE = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +118,35 @@ def _reach(config: Any, layer: int, window: int | None) -> Reach:
 
 
 def _rotation(old: hooks.Call, new: hooks.Call, frequencies: Mapping[str, Tensor]) -> Rotation | None:
-    """The rule that turns the old key into the new one; None where no rule does, or where the value moved too."""
-    if not _equal(old.value, new.value):
+    """The rotation with the smallest error; None where none explains the keys, or the values depend on the position."""
+    allowed = _tolerance(new.key.dtype)
+    if not within("values do not depend on the position", _error(old.value, new.value, Rotation()), allowed):
         return None
-    if _equal(old.key, new.key):
-        return Rotation()
-    best: tuple[float, Rotation] | None = None
-    for candidate in _candidates(old.key.shape[-1], frequencies):
-        error = float((rotate(old.key, _TO - _FROM, candidate) - new.key).abs().max())
-        if best is None or error < best[0]:
-            best = (error, candidate)
-    return best[1] if best is not None and best[0] <= _tolerance(new.key) else None
+    candidates = (Rotation(), *_candidates(old.key.shape[-1], frequencies))
+    errors = {candidate: _error(old.key, new.key, candidate) for candidate in candidates}
+    (best, error), *others = sorted(errors.items(), key=lambda item: item[1])
+    if others:
+        within("another rotation explains the keys", others[0][1], allowed)
+    return best if within("the rotation explains the keys", error, allowed) else None
+
+
+def _error(old: Tensor, new: Tensor, rotation: Rotation) -> float:
+    """The largest error over the pairs of columns after a rotation to the new position, relative to each pair's length.
+
+    old, new  [heads, tokens, width]
+
+    A rotation by a wrong angle has the same relative error in every pair, however large its columns are, so outlier
+    columns hide no other. Columns outside of all pairs are compared by themselves.
+    """
+    before, after = old.double(), new.double()
+    wrong, length = ((rotate(before, _TO - _FROM, rotation) - after).square().sum(1), after.square().sum(1))
+    for squares in (wrong, length):
+        first, second = column_pairs(squares, rotation)
+        both = first + second
+        first.copy_(both)
+        second.copy_(both)
+    relative = torch.where(wrong == 0, 0.0, wrong / length).sqrt()
+    return float(relative.max()) if relative.numel() else 0.0
 
 
 def _candidates(width: int, frequencies: Mapping[str, Tensor]) -> Iterator[Rotation]:
@@ -145,10 +169,6 @@ def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer.double()
 
 
-def _tolerance(like: Tensor) -> float:
-    """How far two computations of one key may lie apart in the model's own precision."""
-    return float(like.abs().max().clamp_min(1e-3)) * 16 * max(torch.finfo(like.dtype).eps, 1e-6)
-
-
-def _equal(old: Tensor, new: Tensor) -> bool:
-    return old.numel() == 0 or float((old - new).abs().max()) <= _tolerance(new)
+def _tolerance(dtype: torch.dtype) -> float:
+    """The largest relative error that rounding explains: of cosine, sine, products and sums at two positions."""
+    return _ROUNDINGS * max(torch.finfo(dtype).eps, _ANGLE)

@@ -25,7 +25,7 @@ def rotate(keys: Tensor, by: int, rotation: Rotation) -> Tensor:
     angles = by * torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=keys.device)
     cos, sin = angles.cos(), angles.sin()
     turned = keys.clone()
-    first, second = _pairs(turned, rotation, pairs)
+    first, second = column_pairs(turned, rotation)
     x, y = first.double(), second.double()
     # Both before either is written: in float64 x and y are the columns themselves, not copies.
     moved_x, moved_y = x * cos - y * sin, y * cos + x * sin
@@ -34,9 +34,9 @@ def rotate(keys: Tensor, by: int, rotation: Rotation) -> Tensor:
     return turned
 
 
-def _pairs(keys: Tensor, rotation: Rotation, pairs: int) -> tuple[Tensor, Tensor]:
+def column_pairs(keys: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Views of the first and second column of every pair, each [..., pairs]."""
-    begin = rotation.offset
+    begin, pairs = rotation.offset, len(rotation.inverse_frequency)
     if rotation.layout == "half":
         return keys[..., begin : begin + pairs], keys[..., begin + pairs : begin + 2 * pairs]
     return keys[..., begin : begin + 2 * pairs : 2], keys[..., begin + 1 : begin + 2 * pairs : 2]

@@ -15,6 +15,7 @@ from engine.native.norm import normalise
 from engine.native.same import agree, same
 from engine.native.trace import Multiplied, Normed
 from engine.plan import LayerPlan
+from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
 
 _OTHER = "its queries, keys and values are made in another way"
@@ -156,14 +157,6 @@ def _heads(place: Heads, matrices: Sequence[Multiplied]) -> Tensor:
     return torch.stack([made[:, start : start + place.width] for start in starts])
 
 
-def pairs(rotation: Rotation, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and second column of every pair [..., pairs] of heads [..., width]."""
-    begin, count = rotation.offset, len(rotation.inverse_frequency)
-    if rotation.layout == "half":
-        return columns[..., begin : begin + count], columns[..., begin + count : begin + 2 * count]
-    return columns[..., begin : begin + 2 * count : 2], columns[..., begin + 1 : begin + 2 * count : 2]
-
-
 def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [rows, pairs] of positions [rows], scaled: computed in float32, as transformers does."""
     angle = positions.float()[:, None] * torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
@@ -175,7 +168,7 @@ def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
 def _turned(heads: Tensor, turn: Turn, positions: Tensor) -> Tensor:
     turned = heads.clone()
     cosine, sine = angles(turn, positions)
-    (x, y), (first, second) = pairs(turn.rotation, heads), pairs(turn.rotation, turned)
+    (x, y), (first, second) = column_pairs(heads, turn.rotation), column_pairs(turned, turn.rotation)
     first.copy_(x * cosine - y * sine)
     second.copy_(y * cosine + x * sine)
     return turned
@@ -185,6 +178,7 @@ def _scaling(heads: Tensor, turned: Tensor, rotation: Rotation) -> float:
     """By how much turned columns are larger than before."""
     if not rotation.inverse_frequency or heads.shape != turned.shape:
         return 1.0
-    sizes = [sum(float(part.double().square().sum()) for part in pairs(rotation, own)) for own in (turned, heads)]
+    columns = [torch.cat(column_pairs(own.double(), rotation), -1) for own in (turned, heads)]
+    sizes = [float(own.square().sum()) for own in columns]
     found = (sizes[0] / max(sizes[1], 1e-30)) ** 0.5
     return 1.0 if abs(found - 1.0) < 1e-5 else found

@@ -1,0 +1,88 @@
+"""Outliers as trained models have them, planted in tiny random ones: key columns, norms, embeddings, attention sinks.
+
+`python -W ignore -m tests.engine.outliers [NAME ...]` plans every family with outliers, in bfloat16 and in float32, and
+prints the narrowest margins (minutes).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine import hooks, recurrence
+from engine.margins import Margin, recording
+from engine.plan import LayerPlan, plan_layers
+from tests.engine.tiny import FAMILIES, VOCABULARY, settings
+
+# How many times as large an outlier is; Gemma 3 270M has key columns 60 times as large as the median.
+TIMES = 32.0
+_KEYS = re.compile(r"k_proj|key|qkv|c_attn|kv_b|kv_a")
+
+
+def plant(model: Any, head: int = 16) -> None:
+    """Multiply a few columns of keys, norms and embeddings, and all attention sinks.
+
+    head  width of a key head; the last column of each half of one rotates most slowly in either layout
+    """
+    slow = slice(head // 2 - 1, None, head // 2)
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            kind = name.lower()
+            if kind.endswith("sinks"):
+                parameter *= TIMES
+            elif parameter.dim() == 1 and "norm" in kind or parameter.dim() == 2 and _KEYS.search(kind):
+                parameter[slow] *= TIMES
+        # Few, for each of them makes outliers of all logits where the output layer has the same weights.
+        table[:, :1] *= TIMES
+
+
+def model_of(name: str, dtype: torch.dtype, *, outliers: bool = True) -> Any:
+    """The tiny model of a family, ready to be planned; the weights of each type are the same."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **settings(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    if outliers:
+        plant(model)
+    for parameter in model.requires_grad_(False).parameters():
+        # Twice: the weights of both types are numbers that bfloat16 has. Tables of frequencies stay float32.
+        parameter.data = parameter.to(torch.bfloat16).to(dtype)
+    hooks.install_latent(model)
+    hooks.install_bias(model)
+    recurrence.install(model)
+    model.set_attn_implementation(hooks.NAME)
+    return model
+
+
+def planned(
+    name: str, dtype: torch.dtype, *, outliers: bool = True
+) -> tuple[tuple[LayerPlan, ...], tuple[Margin, ...]]:
+    """The plan of a family's model, and the margins of what was decided."""
+    with recording() as margins:
+        layers = plan_layers(model_of(name, dtype, outliers=outliers), vocabulary=VOCABULARY)
+    return layers, margins.narrowest
+
+
+def main(names: Sequence[str]) -> None:
+    """Print whether both types have one plan, and the margins in bfloat16."""
+    for name in names:
+        try:
+            (wide, _), (narrow, margins) = (planned(name, dtype) for dtype in (torch.float32, torch.bfloat16))
+        except Exception as error:
+            sys.stdout.write(f"{name}: not planned, {type(error).__name__}\n")
+            continue
+        kinds = ["-" if one.spec.rotation is None else len(one.spec.rotation.inverse_frequency) for one in narrow]
+        sys.stdout.write(f"{name}: {'one plan' if wide == narrow else 'TWO PLANS'} {kinds}\n")
+        for margin in margins:
+            sys.stdout.write(f"    {margin}\n")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main(sys.argv[1:] or sorted(FAMILIES))
