@@ -269,7 +269,8 @@ def _is_text(raw: bytes) -> bool:
 
 
 def _is_letter(text: str) -> bool:
-    return text.lstrip("#").isascii() and text.lstrip("#").isalpha() and len(text.lstrip("#")) == 1
+    # The last character first: it decides for most of a large vocabulary.
+    return text[-1:].isascii() and text[-1:].isalpha() and len(text.lstrip("#")) == 1
 
 
 def _from_letters(piece: str) -> bytes | None:

@@ -9,7 +9,8 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,22 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from engine import hooks, recurrence
+from engine.checking import Checks, report
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
 from engine.errors import ModelUnsupported
 from engine.folder import BROKEN, fingerprint, is_small, no_weights, one_line, resolve, threads_for, weight_files
 from engine.gathering import GatheringRunner
 from engine.grammars import Grammars
-from engine.kernels import choice, linear, reference
+from engine.kernels import choice, linear
 from engine.kernels.packing import Bits
-from engine.kernels.products import TiledProduct
+from engine.margins import Margin, recording
 from engine.memory import Sizes, available_bytes, most_context, plan_memory
-from engine.native.choosing import fastest
-from engine.native.runner import NativeRunner
 from engine.plan import LayerPlan
 from engine.quantize.store import Store
-from engine.quantize.surgery import bits_for, bytes_of, quantize
-from engine.quantize.survey import Survey
+from engine.quantize.surgery import bits_for, bytes_of, offer, quantize
+from engine.quantize.survey import Choice
 from engine.runner import Runner
-from engine.selftest import Facts, find_runner, is_batch_invariant
 from engine.status import MemoryPlan, ModelInfo
 from engine.tokenizer import Tokenizer
 
@@ -55,7 +54,10 @@ _MXFP4_BITS = 4.25
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is known to answer rightly over our cells, and all that serving it needs to know."""
+    """A model that is known to answer rightly over our cells, and all that serving it needs to know.
+
+    margins  of the decisions by tolerance at this load, the narrowest first; of an earlier start's there are none
+    """
 
     model: Any
     tokenizer: Tokenizer
@@ -69,6 +71,7 @@ class Loaded:
     grammars: Grammars
     encoder: Encoder | None = None
     identity: str = ""
+    margins: tuple[Margin, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
@@ -85,6 +88,12 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     """Load the model, leaving `promised_bytes` to others; `on_phase` hears of each step. Raises ModelError kinds."""
     if not sys.stderr.isatty():
         disable_progress_bar()
+    with recording() as margins:
+        loaded = _load(config, on_phase, promised_bytes)
+    return replace(loaded, margins=report(margins))
+
+
+def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes: int) -> Loaded:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
     available = max(available_bytes() - promised_bytes, 0)
@@ -92,28 +101,28 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
     on_phase("weights")
     model, dtype = _read(name, folder, config)
     text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
-    if config.context is not None and config.context > longest_context(text):
-        raise ModelUnsupported(name, f"it knows contexts of up to {longest_context(text)} tokens; lower --context")
+    known = _context(name, text, config)
+    reading = _start_reading(name, folder, text.vocab_size)
     on_phase("calibrate")
-    _freeze_rotation(model, config.context or longest_context(text))
-    survey = None if config.quantize == "none" or config.device != "cpu" else Survey(model)
-    recurrent = _install(model)
-    on_phase("kernels")
+    _freeze_rotation(model, known)
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    encoder = _encoder(name, model, budget_bytes=available // 8)
-    facts = _facts(config, text.vocab_size, recurrent=recurrent, dtype=dtype, stored=stored, encoder=encoder)
-    on_phase("self-test")
-    runner = find_runner(name, model, facts)
     weights = fingerprint(folder)
-    on_phase("quantize" if survey is not None else "native step")
-    bits = None if survey is None else _quantize(config, model, survey, f"{weights} {dtype}", available)
-    runner = _fastest(config, model, runner, facts)
-    computed = torch.float32 if isinstance(runner, NativeRunner) else dtype
+    checks, recurrent = Checks(config, folder, model, (weights, dtype, stored)), _install(model)
+    on_phase("kernels")
+    encoder = _encoder(name, model, budget_bytes=available // 8)
+    checks.facts(text.vocab_size, recurrent=recurrent, encoder=encoder)
+    on_phase("self-test" if checks.known is None else "checked before")
+    checks.find_runner(name)
+    on_phase("native step" if config.quantize == "none" else "quantize")
+    found = checks.choice()
+    bits = None if found is None else _quantize(config, model, found, f"{weights} {dtype}", available)
+    selection, invariant = checks.select(bits, context=known)
+    runner, computed = selection.runner, torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
     longest, held = max(context, most_context(config, sizes, available - reserved)), min(context, memory.cells)
-    tokenizer = _read_tokenizer(name, folder, vocabulary=text.vocab_size, context=held, longest=longest)
+    tokenizer = reading.result().limited(held, longest)
     info = ModelInfo(
         name=name,
         folder=str(folder),
@@ -127,16 +136,17 @@ def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_byte
         longest=longest,
         start=_start_tokens(model),
         device=config.device,
-        batch_invariant=_is_batch_invariant(config, model, runner, facts, bits),
+        batch_invariant=invariant,
+        torch_reason=selection.reason,
+        quantize_offer=offer(model, available) if bits is None and config.device == "cpu" else None,
     )
     ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
     grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)
     return Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder, identity)
 
 
-def _quantize(config: EngineConfig, model: Any, survey: Survey, identity: str, available: int) -> Bits | None:
+def _quantize(config: EngineConfig, model: Any, found: Choice, identity: str, available: int) -> Bits | None:
     """Quantise what the survey has found, as far as the settings want it; how many bits a weight got."""
-    found = survey.close()
     bits = bits_for(config.quantize, found, available)
     if bits is None:
         return None
@@ -242,10 +252,19 @@ def _identity(folder: Path, info: ModelInfo, stored: torch.dtype, layers: tuple[
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _read_tokenizer(name: str, folder: Path, *, vocabulary: int, context: int, longest: int) -> Tokenizer:
+def _start_reading(name: str, folder: Path, vocabulary: int) -> Future[Tokenizer]:
+    """Read the tokenizer in another thread: large ones take seconds, in which this one computes."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    reading = pool.submit(_read_tokenizer, name, folder, vocabulary=vocabulary)
+    pool.shutdown(wait=False)
+    return reading
+
+
+def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
+    """The tokenizer, whose context is not limited yet. Raises ModelUnsupported."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return Tokenizer(tokenizer, vocabulary=vocabulary, context=context, longest=longest)
+        return Tokenizer(tokenizer, vocabulary=vocabulary, context=sys.maxsize)
     except BROKEN as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {one_line(error)}") from error
 
@@ -272,61 +291,20 @@ def _install(model: Any) -> bool:
     return recurrence.install(model)
 
 
-def _facts(
-    config: EngineConfig,
-    vocabulary: int,
-    *,
-    recurrent: bool,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    encoder: Encoder | None,
-) -> Facts:
-    attend = reference.attend
-    if config.kernels != "torch" and config.device == "cpu":
-        attend = choice.fastest(dtype, stored)
-    return Facts(
-        vocabulary=vocabulary,
-        recurrent=recurrent,
-        dtype=dtype,
-        stored=stored,
-        mla=config.mla,
-        attend=attend,
-        encoder=encoder,
-    )
-
-
-def _fastest(
-    config: EngineConfig, model: Any, runner: Runner | GatheringRunner, facts: Facts
-) -> Runner | GatheringRunner:
-    # The native step computes in float32 whatever the weights are: not where another format is asked for by name.
-    asked = config.dtype not in ("auto", "float32")
-    if config.kernels == "torch" or config.device != "cpu" or asked:
-        return runner
-    return fastest(model, runner, facts, context=config.context or longest_context(model.config.get_text_config()))
-
-
-def _is_batch_invariant(
-    config: EngineConfig, model: Any, runner: Runner | GatheringRunner, facts: Facts, bits: Bits | None
-) -> bool:
-    """See ModelInfo. Quantised models are made so, for they amplify rounding; the outcome is checked."""
-    if bits is None or facts.dtype == torch.float64:
-        return isinstance(runner, NativeRunner)
-    runner.make_invariant(TiledProduct() if config.kernels == "torch" else choice.row_invariant())
-    invariant = is_batch_invariant(runner, model, facts)
-    if not invariant:
-        log.warning(
-            "%s, quantised, rounds differently in another batch: neighbours, chunks and prefix hits may change a text",
-            config.model or BUNDLED_NAME,
-        )
-    return invariant
-
-
 def known_context(name: str, folder: Path) -> int:
     """The context that the model in a folder was trained for, without loading it. Raises ModelUnsupported."""
     try:
         return longest_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
     except BROKEN as error:
         raise ModelUnsupported(name, one_line(error)) from error
+
+
+def _context(name: str, text: Any, config: EngineConfig) -> int:
+    """The positions that the model is prepared for. Raises ModelUnsupported where it does not know as many."""
+    longest = longest_context(text)
+    if config.context is not None and config.context > longest:
+        raise ModelUnsupported(name, f"it knows contexts of up to {longest} tokens; lower --context")
+    return config.context or longest
 
 
 def longest_context(text: Any) -> int:

@@ -55,6 +55,11 @@ class Runner(Teller):
         if self._attend is reference.attend:
             self._attend = reference.attend_aligned
 
+    @property
+    def attend(self) -> Attend:
+        """Computes attention over cells."""
+        return self._attend
+
     def run(
         self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
     ) -> Tensor:

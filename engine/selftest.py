@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -27,7 +27,7 @@ from engine.gathering import GatheringRunner
 from engine.kernels import reference
 from engine.kernels.reference import Attend
 from engine.native.widening import Widened
-from engine.plan import plan_layers
+from engine.plan import LayerPlan, plan_layers
 from engine.runner import Runner
 from engine.sight import Sight
 from engine.types import MlaMode
@@ -100,6 +100,14 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
         _check_stored(name, model, runner, cases, facts)
         return runner
     raise ModelUnsupported(name, f"it cannot run in packed batches ({reason})")
+
+
+def known_runner(model: Any, facts: Facts, layers: Sequence[LayerPlan], *, has_states: bool) -> Runner:
+    """The runner that an earlier `find_runner` found the fastest, without another check."""
+    model.set_attn_implementation(hooks.NAME)
+    runner = Runner(model, layers, facts.mla, facts.attend)
+    runner.has_states = has_states
+    return runner
 
 
 def _check_stored(name: str, model: Any, runner: Runner | GatheringRunner, cases: list[_Case], facts: Facts) -> None:

@@ -10,6 +10,18 @@ Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizeOffer:
+    """What quantising the weights of a model would bring.
+
+    reads  of each format the bytes of weights that a token would read, in parts of those it reads now
+    auto   the format that `auto` takes; None: it leaves the weights as they are
+    """
+
+    reads: tuple[tuple[str, float], ...]
+    auto: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
 
@@ -17,6 +29,8 @@ class ModelInfo:
     start            tokens that a prompt begins with where the model has an encoder beside the decoder, or none
     batch_invariant  whether the logits of a text are the same bit for bit beside any neighbours, in any chunks and
                      behind any prefix hit; else they are so but for rounding
+    torch_reason     why steps run in torch operations; None: each is one call of the C++ library
+    quantize_offer   what quantising its weights would bring; None: they are quantised, or cannot be
     """
 
     name: str
@@ -32,6 +46,8 @@ class ModelInfo:
     start: tuple[int, ...] = ()
     device: str = "cpu"
     batch_invariant: bool = False
+    torch_reason: str | None = None
+    quantize_offer: QuantizeOffer | None = None
 
 
 @dataclass(frozen=True, slots=True)

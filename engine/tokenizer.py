@@ -1,7 +1,7 @@
 """Text to tokens and back, for any tokenizer that transformers can load.
 
-The HTTP side encodes in worker threads, the engine thread decodes. A fast tokenizer refuses concurrent calls
-("Already borrowed", tokenizers 537), so each side has a copy of its own, and the encoding side a lock.
+The HTTP side encodes in worker threads under a lock, the engine thread decodes without one: tokenizers of the Rust
+library (0.23 and later) decode while another thread encodes. Of other tokenizers each side has a copy of its own.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Tokenizer:
         known = tokenizer.get_vocab()
         self._longest = max(len(token.encode()) for token in known)
         self._tokens = TokenBytes(tokenizer, known)
-        self._reader = copy.deepcopy(tokenizer)
-        self._read_tokens = TokenBytes(self._reader, known)
+        # A copy of a fast tokenizer with 262k tokens takes 2 s of processor time.
+        self._reader = tokenizer if getattr(tokenizer, "is_fast", False) else copy.deepcopy(tokenizer)
+        self._read_tokens = self._tokens if self._reader is tokenizer else TokenBytes(self._reader, known)
         self._lock = threading.Lock()
         self._vocabulary = vocabulary
         self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
@@ -57,6 +58,11 @@ class Tokenizer:
         self._calls = find_call_format(self._sample) if self.has_chat_template else CallFormat()
         response = getattr(tokenizer, "response_template", None)
         self.dialect = find_dialect(_template(tokenizer), self._lexicon(), response)
+
+    def limited(self, context: int, longest: int) -> Tokenizer:
+        """Itself, for sequences that may hold so many tokens, or `longest` with another setting."""
+        self._context, self._longest_context = context, longest
+        return self
 
     def pieces(self) -> dict[int, str]:
         """Every token by its id, as the vocabulary writes it."""

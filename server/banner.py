@@ -35,6 +35,7 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
     longest = f" (--context: up to {info.longest})" if info.longest > info.context else ""
     yield "context", f"{info.context} tokens a sequence{longest}, {info.slots} slots, overflow: {settings.overflow}"
+    yield "steps", _steps(info)
     yield "batches", _batches(info)
     yield "queue", f"{settings.max_waiting} requests may wait"
     windows = f" + windows {_size(memory.window_bytes)}" if memory.window_bytes else ""
@@ -52,6 +53,17 @@ def _rows(info: ModelInfo, memory: MemoryPlan, drafting: Drafting, settings: Set
     if settings.origins:
         yield "pages", f"of {', '.join(settings.origins)} may call from a browser"
     yield "keys", f"{len(settings.keys)} API keys" if settings.keys else "none: whoever reaches the port is served"
+
+
+def _steps(info: ModelInfo) -> str:
+    """How steps are computed, and what --quantize would bring."""
+    how = "one native call" if info.torch_reason is None else f"in torch operations, not natively: {info.torch_reason}"
+    offer = info.quantize_offer
+    if offer is None:
+        return how
+    reads = " or ".join(f"{kind} {share:.0%}" for kind, share in offer.reads)
+    auto = "leaves weights as they are" if offer.auto is None else f"takes {offer.auto}"
+    return f"{how}; weights that a token reads with --quantize, of those now: {reads}; auto {auto}"
 
 
 def _batches(info: ModelInfo) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NoLibrary
 from engine.kernels.cpu.native import FORMATS
 from engine.kernels.packing import Packed
+from engine.margins import within
 from engine.native.decoder import Decoder, NoShape
 from engine.native.library import Library
 from engine.native.placing import place
@@ -29,26 +30,51 @@ log = logging.getLogger("cellar.engine")
 _KNOWN = (torch.float32, torch.bfloat16)
 
 
-def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int) -> Runner | GatheringRunner:
-    """The runner of a model in the processor's memory that is fastest: `plain`, or one in its stead.
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The fastest runner of a model, and why it is not the native step; None: it is."""
 
-    That one computes in float32, whatever the model's weights are.
+    runner: Runner | GatheringRunner
+    reason: str | None = None
+
+
+def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int) -> Runner | GatheringRunner:
+    """The fastest runner of a model, see `select`."""
+    return select(model, plain, facts, context=context).runner
+
+
+def select(
+    model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int, checked: bool = False
+) -> Selection:
+    """Select the runner of a model in the processor's memory: the native step where it can stand for `plain`.
+
+    The native step computes in float32, whatever the model's weights are.
 
     facts    those that `plain` was found with
     context  positions that the model knows
+    checked  whether an earlier start compared the logits of both
     """
-    exact = replace(facts, dtype=torch.float32)
     try:
         plain = _packed(plain, facts)
         with Widened(model):
             decoder = find_decoder(model, plain.layers, vocabulary=facts.vocabulary, context=context)
         library = _library()
         place(model)
-        unrounded = NativeRunner(plain, decoder, library, rounds=False)
+        native = NativeRunner(plain, decoder, library)
+        reason = None if checked else _difference(model, plain, decoder, library, facts)
     except (NoShape, NoLibrary) as error:
         log.info("layers run in torch operations, not in one native call: %s", error.reason)
-        return plain
-    stored = facts.stored or facts.dtype
+        return Selection(plain, error.reason)
+    if reason is not None:
+        log.warning("layers run in torch operations, for %s", reason)
+        return Selection(plain, reason)
+    return Selection(native)
+
+
+def _difference(model: Any, plain: Runner, decoder: Decoder, library: Library, facts: Facts) -> str | None:
+    """What the native step does wrong; None: its logits are those of the modules."""
+    unrounded = NativeRunner(plain, decoder, library, rounds=False)
+    exact, stored = replace(facts, dtype=torch.float32), facts.stored or facts.dtype
     # Where a row is rounded to 8 bits in its cell, a code may fall the other way.
     checks = {torch.float32: _allowed(decoder)} | (
         {stored: max(_allowed(decoder), 0.1)} if stored == torch.int8 else {}
@@ -56,14 +82,9 @@ def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, contex
     for kind, allowed in checks.items():
         with Widened(model):
             size = difference(plain, unrounded, model, exact, kind)
-        if not size <= allowed:
-            log.warning(
-                "layers run in torch operations, for the native step changes logits by %.2g, where %.2g is rounding",
-                size,
-                allowed,
-            )
-            return plain
-    return NativeRunner(plain, decoder, library)
+        if not within("the native step changes no logits", size, allowed):
+            return f"the native step changes logits by {size:.2g}, where {allowed:.2g} is rounding"
+    return None
 
 
 def _packed(plain: Runner | GatheringRunner, facts: Facts) -> Runner:

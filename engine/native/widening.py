@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 # Weights that are widened at a time: float32 copies of whole matrices would need memory that nobody planned.
 _AT_ONCE = 2**24
+# Functions that take a part of a weight, or need none of its numbers.
+_PARTS = {functional.embedding, Tensor.__getitem__, Tensor.numel, Tensor.dim, Tensor.size}
 
 
 class Widened(TorchFunctionMode):
@@ -33,7 +35,7 @@ class Widened(TorchFunctionMode):
         named = kwargs or {}
         if func is functional.linear and self._owns(args[1]):
             return _multiply(*args, **named)
-        if func in (functional.embedding, Tensor.__getitem__) or getattr(func, "__name__", "") == "__get__":
+        if func in _PARTS or getattr(func, "__name__", "") == "__get__":
             return self._widen_what_is_taken(func, args, named)
         return func(*map(self._wide, args), **{name: self._wide(own) for name, own in named.items()})
 

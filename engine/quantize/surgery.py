@@ -8,17 +8,19 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.config import Quantize
 from engine.kernels import linear
 from engine.kernels.choice import multiplies
 from engine.kernels.linear import Prepare
-from engine.kernels.packing import Bits, Packed, Room, pack
+from engine.kernels.packing import GROUP, Bits, Packed, Room, pack
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear, Siblings
-from engine.quantize.stacks import Stack
+from engine.quantize.stacks import Stack, experts_of
 from engine.quantize.store import Store
 from engine.quantize.survey import Choice, Layer, replace
+from engine.status import QuantizeOffer
 
 log = logging.getLogger("cellar.engine")
 
@@ -27,15 +29,37 @@ _BITS: dict[Quantize, Bits | None] = {"none": None, "int8": 8, "int4": 4}
 _FEW_WEIGHTS = 2**25
 # Under "auto" 8 bits are taken where the weights then take no more than this share of the memory.
 _EIGHT_BIT_SHARE = 0.5
+# Of each weight, for the scale that its group shares (engine/kernels/packing.py).
+_SCALE_BITS = 16 / GROUP
 
 
 def bits_for(settings: Quantize, choice: Choice, available_bytes: int) -> Bits | None:
     """How many bits the chosen layers get; None: they stay as they are."""
     if settings != "auto":
         return _BITS[settings]
-    if choice.weights < _FEW_WEIGHTS or multiplies() is linear.prepare:
+    return None if multiplies() is linear.prepare else _auto_bits(choice.weights, available_bytes)
+
+
+def offer(model: nn.Module, available_bytes: int) -> QuantizeOffer | None:
+    """What quantising a model as it was read would bring; None where it has no linear layers."""
+    own: list[Tensor] = []
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            own += module.parameters(recurse=False)
+        elif (experts := experts_of(module)) is not None:
+            own += (experts.inner.stored, experts.down.stored)
+    weights, read = sum([one.numel() for one in own]), sum([one.nbytes for one in own])
+    if not weights:
         return None
-    return 8 if choice.weights < _EIGHT_BIT_SHARE * available_bytes else 4
+    auto = _auto_bits(weights, available_bytes)
+    reads = tuple((f"int{bits}", weights * (bits + _SCALE_BITS) / 8 / read) for bits in (8, 4))
+    return QuantizeOffer(reads, None if auto is None else f"int{auto}")
+
+
+def _auto_bits(weights: int, available_bytes: int) -> Bits | None:
+    if weights < _FEW_WEIGHTS:
+        return None
+    return 8 if weights < _EIGHT_BIT_SHARE * available_bytes else 4
 
 
 def quantize(model: nn.Module, choice: Choice, store: Store, prepare: Prepare) -> None:

@@ -46,6 +46,15 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNames:
+    """A choice by the names of its layers, as files can hold it; see Choice."""
+
+    groups: tuple[tuple[str, ...], ...]
+    stay: Mapping[str, int]
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What a survey found: the layers to quantise, siblings together, and the number of those that stay, by reason.
 
@@ -62,10 +71,29 @@ class Choice:
         return tuple(layer for group in self.groups for layer in group)
 
     @property
+    def names(self) -> LayerNames:
+        """The choice for another process that loads the same model."""
+        groups = tuple(tuple(layer.name for layer in group) for group in self.groups)
+        return LayerNames(groups, dict(self.stay), tuple(self.experts))
+
+    @property
     def weights(self) -> int:
         """How many are to be quantised."""
         stacks = (stack.stored for one in self.experts.values() for stack in (one.inner, one.down))
         return sum(one.numel() for one in (*stacks, *(layer.weight for layer in self.layers)))
+
+
+def choice_of(model: nn.Module, names: LayerNames) -> Choice | None:
+    """The choice with these names; None where the model has not all of them."""
+    modules = dict(model.named_modules())
+    experts = {name: experts_of(modules[name]) for name in names.experts if name in modules}
+    found = {name: own for name, own in experts.items() if own is not None}
+    wanted = {name for group in names.groups for name in group}
+    linear = {name for name in wanted if type(modules.get(name)) in (nn.Linear, Conv1D)}
+    if linear != wanted or len(found) != len(names.experts):
+        return None
+    groups = tuple(tuple(Layer(name, modules[name]) for name in group) for group in names.groups)
+    return Choice(groups, Counter(names.stay), found)
 
 
 class Survey:
