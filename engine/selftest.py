@@ -129,14 +129,28 @@ def difference(plain: Runner, other: Runner, model: Any, facts: Facts, stored: t
 
 
 def is_batch_invariant(runner: Runner | GatheringRunner, model: Any, facts: Facts) -> bool:
-    """Whether two prompts in chunks beside each other end with the logits that each has alone in one, bit for bit."""
+    """Whether two prompts in chunks beside each other get the logits that each gets alone in one, bit for bit."""
     cases = [_case(model, facts, number, _INVARIANT) for number in (1, 2)]
     first, second = (len(case.prompt) for case in cases)
     mixed = ((0, 7),), ((0, 1), (1, second - 8)), ((0, first - 9), (1, 7)), ((0, 1), (1, 1))
-    stored = facts.stored or facts.dtype
-    together = _played(runner, model, cases, facts, stored, mixed)
-    alone = [_played(runner, model, [case], facts, stored, (((0, len(case.prompt)),),)) for case in cases]
-    return all(torch.equal(expected[-1], actual[-1]) for [expected], actual in zip(alone, together, strict=True))
+    together = _all_rows(runner, model, cases, facts, mixed)
+    alone = [_all_rows(runner, model, [case], facts, (((0, len(case.prompt)),),))[0] for case in cases]
+    return all(map(torch.equal, alone, together))
+
+
+def _all_rows(
+    runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, steps: _Steps
+) -> list[Tensor]:
+    """For each case the logits [prompt, vocabulary] behind every token."""
+    cache = _cache(runner, model, cases, facts, facts.stored or facts.dtype)
+    told: list[list[Tensor]] = [[] for _ in cases]
+    for step in steps:
+        spans, tokens, sights = _batch(cache, cases, step)
+        with cache.forward(spans) as forward:
+            logits = runner.run(forward, tokens, list(range(len(tokens))), sights)
+        for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
+            told[span.slot].append(rows)
+    return [torch.cat(rows) for rows in told]
 
 
 class _Differs(Exception):
@@ -245,31 +259,41 @@ def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
 
 
 def _played(
-    runner: Runner | GatheringRunner,
-    model: Any,
-    cases: list[_Case],
-    facts: Facts,
-    stored: torch.dtype,
-    steps: _Steps | None = None,
+    runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, stored: torch.dtype
 ) -> list[Tensor]:
     """For each case the logits [ends, vocabulary] where its spans end."""
+    cache = _cache(runner, model, cases, facts, stored)
+    heard: list[list[Tensor]] = [[] for _ in cases]
+    for step in _steps(len(cases[0].prompt)):
+        spans, tokens, sights = _batch(cache, cases, step)
+        wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
+        with cache.forward(spans) as forward:
+            logits = runner.run(forward, tokens, wanted.tolist(), sights)
+        for span, row in zip(spans, logits, strict=True):
+            heard[span.slot].append(row)
+    return [torch.stack(rows) for rows in heard]
+
+
+def _cache(
+    runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, stored: torch.dtype
+) -> Cache:
+    """An empty cache with a slot for each of two cases."""
     device = next(model.parameters()).device
     specs = [plan.spec for plan in runner.layers]
     state_bytes = 0 if facts.recurrent else None
     length = max(len(case.prompt) for case in cases)
-    cache = Cache(
+    return Cache(
         specs, slots=2, capacity=length, cells=2 * length, state_bytes=state_bytes, dtype=stored, device=device
     )
-    heard: list[list[Tensor]] = [[] for _ in cases]
-    for step in steps or _steps(length):
-        spans = [Span(slot, cache.length(slot), length) for slot, length in step]
-        tokens = [token for span in spans for token in cases[span.slot].prompt[span.start : span.stop]]
-        wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
-        with cache.forward(spans) as forward:
-            logits = runner.run(forward, tokens, wanted.tolist(), [cases[span.slot].sight for span in spans])
-        for span, row in zip(spans, logits, strict=True):
-            heard[span.slot].append(row)
-    return [torch.stack(rows) for rows in heard]
+
+
+def _batch(
+    cache: Cache, cases: list[_Case], step: tuple[tuple[int, int], ...]
+) -> tuple[list[Span], list[int], list[Sight | None]]:
+    """The spans of a step, their tokens, and what each sees of media."""
+    spans = [Span(slot, cache.length(slot), length) for slot, length in step]
+    tokens = [token for span in spans for token in cases[span.slot].prompt[span.start : span.stop]]
+    return spans, tokens, [cases[span.slot].sight for span in spans]
 
 
 def _tolerance(dtype: torch.dtype) -> float:
