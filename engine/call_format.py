@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from engine.message import INPUT
 from engine.outline import REFUSALS, Messages
@@ -31,7 +32,7 @@ _VALUE = "Graz"
 class CallFormat:
     """What is done to messages and tools before they are rendered.
 
-    silent     the content of a message that only calls is None, not empty (DeepSeek R1)
+    silent     a message that calls has no content; what it says beside is a message before it (DeepSeek R1)
     short      ids are nine letters and digits (Mistral)
     text       arguments are JSON text, not values
     mapped     arguments that are no object become one
@@ -52,7 +53,7 @@ class CallFormat:
         places: list[int] = []
         for group in _groups(messages):
             calls = _calls(group[0])
-            apart = list(_apart(group, calls)) if self.single and len(calls) > 1 else list(enumerate(group))
+            apart = list(self._apart(group, calls)) if calls else list(enumerate(group))
             origins = [origin for origin, _ in apart]
             places += [len(found) + origins.index(origin) for origin in range(len(group))]
             found += [self._message(message) for _, message in apart]
@@ -62,12 +63,27 @@ class CallFormat:
         """The tools in this shape."""
         return [_described(tool) for tool in tools] if self.described else list(tools)
 
+    def _apart(self, group: Sequence[Message], calls: Sequence[Message]) -> Iterator[tuple[int, Message]]:
+        """A message that calls with the results behind it as several, and which of the group each of them was.
+
+        Results of other calls stand at the end.
+        """
+        first, results = group[0], dict(enumerate(group[1:], start=1))
+        if self.silent and first.get("content"):
+            yield 0, {key: value for key, value in first.items() if key != "tool_calls"}
+            first = {**first, "content": ""}
+        for number, some in enumerate([[call] for call in calls] if self.single else [calls]):
+            yield 0, {**first, **({"content": ""} if number else {}), "tool_calls": some}
+            ids = [call.get("id") for call in some]
+            mine = [place for place, result in results.items() if not self.single or result.get("tool_call_id") in ids]
+            yield from ((place, results.pop(place)) for place in mine)
+        yield from results.items()
+
     def _message(self, message: Message) -> dict[str, object]:
         changed = dict(message)
         if calls := _calls(message):
             changed["tool_calls"] = [self._call(call) for call in calls]
-            if self.silent and not message.get("content"):
-                changed["content"] = None
+            changed["content"] = None if self.silent else message.get("content")
         if self.short and isinstance(answered := message.get("tool_call_id"), str):
             changed["tool_call_id"] = _short(answered)
         return changed
@@ -92,18 +108,26 @@ class CallFormat:
 def find_call_format(render: Render) -> CallFormat:
     """The first shape that a template accepts; that of OpenAI for one that accepts none."""
     tools: list[dict[str, object]] = [{"type": "function", "function": _BARE}]
-    described = _rendered(render, CallFormat(), [_ASKED], tools) is None
-    start = CallFormat(described=described)
-    if described and _rendered(render, start, [_ASKED], tools) is None:
-        start = CallFormat()
-    found = _accepted(render, start, tools)
-    single, mapped = replace(found, single=True), replace(found, mapped=True)
-    if _rendered(render, found, _conversation(2), tools) is None and _rendered(render, single, _conversation(2), tools):
-        found, mapped = single, replace(mapped, single=True)
-    wrong = _conversation(1, arguments="[3")
-    return (
-        mapped if _rendered(render, found, wrong, tools) is None and _rendered(render, mapped, wrong, tools) else found
-    )
+
+    def shown(shape: CallFormat, messages: Messages) -> bool:
+        return _VALUE in (_rendered(render, shape, messages, tools) or "")
+
+    described = CallFormat(described=True)
+    accepted = [shape for shape in (CallFormat(), described) if _rendered(render, shape, [_ASKED], tools) is not None]
+    found = _accepted(render, (*accepted, CallFormat())[0], tools)
+    for changed, messages in (
+        (replace(found, silent=True), _conversation(1, content="I look.")),
+        (replace(found, single=True), _conversation(2)),
+        (replace(found, mapped=True), _conversation(1, arguments=f"[{_VALUE}")),
+    ):
+        if not shown(found, messages) and shown(changed, messages):
+            found = _both(found, changed)
+    return found
+
+
+def _both(one: CallFormat, other: CallFormat) -> CallFormat:
+    """What is done in either shape."""
+    return CallFormat(*map(operator.or_, astuple(one), astuple(other)))
 
 
 def _accepted(render: Render, start: CallFormat, tools: Sequence[dict[str, object]]) -> CallFormat:
@@ -128,13 +152,13 @@ def _rendered(render: Render, shape: CallFormat, messages: Messages, tools: Sequ
         return None
 
 
-def _conversation(calls: int, arguments: object = None) -> list[Message]:
+def _conversation(calls: int, arguments: object = None, content: str = "") -> list[Message]:
     """A conversation with so many calls at once."""
     given = {"city": _VALUE} if arguments is None else arguments
     ids = [f"{_ID[:-1]}{number}" for number in range(calls)]
     made = [{"id": id, "type": "function", "function": {"name": "get_weather", "arguments": given}} for id in ids]
     results = [{"role": "tool", "tool_call_id": id, "content": "sunny"} for id in ids]
-    return [_ASKED, {"role": "assistant", "content": "", "tool_calls": made}, *results]
+    return [_ASKED, {"role": "assistant", "content": content, "tool_calls": made}, *results]
 
 
 def _groups(messages: Messages) -> Iterator[list[Message]]:
@@ -147,16 +171,6 @@ def _groups(messages: Messages) -> Iterator[list[Message]]:
         group.append(message)
     if group:
         yield group
-
-
-def _apart(group: Sequence[Message], calls: Sequence[Message]) -> Iterator[tuple[int, Message]]:
-    """A message for each call, with its results behind it, and which of the group it was; other results at the end."""
-    results = dict(enumerate(group[1:], start=1))
-    for number, call in enumerate(calls):
-        yield 0, {**group[0], **({"content": ""} if number else {}), "tool_calls": [call]}
-        mine = [place for place, result in results.items() if result.get("tool_call_id") == call.get("id")]
-        yield from ((place, results.pop(place)) for place in mine)
-    yield from results.items()
 
 
 def _calls(message: Message) -> list[Message]:

@@ -11,31 +11,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 # What fireworks' template reads as the time; a day keeps prompts alike.
 _DATE = "%Y-%m-%d"
-# Methods of lists and mappings that change them.
-_CHANGES = re.compile(r"\.(?:append|extend|insert|pop|remove|update|setdefault|clear)\(")
+# A template that asks whether a message has content at all.
+_CONTENT = re.compile(r"content(?:'\]|\"\])? is none")
 
 
-def complete(template: str) -> bool:
-    """Let a template write what is listed step by step, read JSON, and change lists: whether it may do so.
+def complete(template: str) -> None:
+    """Let a template change lists, of which transformers gives it its own, write what is listed lazily, and read JSON.
 
     Nothing is done about a template that cannot be read: rendering says what is wrong with it.
     """
     try:
         environment = chat_template_utils._compile_jinja_template(template).environment
     except TemplateError:
-        return False
+        return
     environment.filters["tojson"] = _to_json
     environment.filters["from_json"] = json.loads
-    changes = _CHANGES.search(template) is not None
-    if changes:
-        environment.is_safe_attribute = lambda *found: SandboxedEnvironment.is_safe_attribute(environment, *found)
-    return changes
+    environment.is_safe_attribute = lambda *found: SandboxedEnvironment.is_safe_attribute(environment, *found)
+    if _CONTENT.search(template):
+        # transformers leaves out what is None.
+        environment.tests["none"] = lambda value: value is None or isinstance(value, Undefined)
 
 
 def variables(named: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:

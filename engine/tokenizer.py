@@ -53,8 +53,8 @@ class Tokenizer:
         self.special = frozenset(tokenizer.all_special_ids)
         self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
         self._names = names(_template(tokenizer))
-        # A template that may change lists gets messages of its own each time.
-        self._changes = [complete(template) for template in _templates(tokenizer)]
+        for template in _templates(tokenizer):
+            complete(template)
         self._calls = find_call_format(self._sample) if self.has_chat_template else CallFormat()
         response = getattr(tokenizer, "response_template", None)
         self.dialect = find_dialect(_template(tokenizer), self._lexicon(), response)
@@ -205,7 +205,6 @@ class Tokenizer:
         )
 
     def _text(self, messages: Messages, options: dict[str, Any]) -> str:
-        messages = copy.deepcopy(messages) if any(self._changes) else messages
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def _lexicon(self) -> Lexicon:
@@ -254,11 +253,7 @@ class Tokenizer:
     def _apply(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         """The tokens of a conversation that holds special tokens, which are read as plain text."""
         tokens: list[int] = self._tokenizer.apply_chat_template(
-            copy.deepcopy(messages) if any(self._changes) else messages,
-            tokenize=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-            **options,
+            messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
         )
         return tokens
 

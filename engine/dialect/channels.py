@@ -56,7 +56,7 @@ class Channels:
         header, begun = _opened(opened)
         while begun or (yield from source.peek()):
             if not begun:
-                header += yield from _header(source)
+                header = f"{header} {yield from _header(source)}"
             # A header that the text ends in is no message, and no text either.
             if (yield from source.peek()) or begun:
                 yield from self._message(source, speech, tools, header)
