@@ -52,6 +52,9 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
         config,
         model=name,
         quantize=config.draft_quantize or config.quantize,
+        # The draft model itself has no drafter, and none of its settings.
+        drafter="none",
+        draft_model=None,
         draft_quantize=None,
         context=context,
         slots=slots,

@@ -16,10 +16,12 @@ from engine.config import EngineConfig
 from engine.draft.loading import load_draft, make_speculation
 from engine.engine import Engine
 from engine.errors import DraftTooLarge, InvalidRequest, ModelMissing, ModelUnsupported
-from engine.load import Loaded
+from engine.load import Loaded, load
 from engine.types import Delta, Finished, Request, SamplingParams, SpeculationParams
 from tests.engine.models import CONTEXT, core, save_model, save_tokenizer
 from tests.engine.play import Job, ask, play
+
+BUNDLED_DRAFT = Path(__file__).parents[2] / "models" / "draft"
 
 Models = Callable[..., Loaded]
 Folder = Callable[[str], Path]
@@ -85,6 +87,25 @@ def test_the_settings_say_who_drafts(
     draft = load_draft(asked, target, lambda phase: None)
 
     assert kinds == make_speculation(asked, target, draft, lambda: 0.0).kinds
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": "auto"},
+        {"drafter": "model"},
+        {"drafter": "model", "draft_tokens": 0},
+        {"drafter": "model", "draft_quantize": "none", "draft_tokens": 3},
+        {"drafter": "model", "draft_model": str(BUNDLED_DRAFT)},
+    ],
+)
+def test_the_bundled_pair_drafts_with_every_setting_that_allows_it(settings: dict[str, Any]) -> None:
+    """What is checked of the settings of a server holds for those of its draft model, too."""
+    asked = EngineConfig(**{"context": 64, "slots": 1, "kernels": "reference", **settings})
+    draft = load_draft(asked, load(asked, lambda phase: None), lambda phase: None)
+
+    assert isinstance(draft, Loaded)
+    assert BUNDLED_DRAFT == Path(draft.info.folder)
 
 
 def test_a_draft_with_another_tokenizer_is_refused_by_a_token(tmp_path: Path, loaded: Models, folder: Folder) -> None:
