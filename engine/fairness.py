@@ -97,37 +97,51 @@ class Fairness:
         self._requests.put_first(sequence.group)
 
     def next(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
-        """The waiting sequence that gets the next slot: of the first rank, and ready; None: there is none."""
-        ready: list[Sequence] = []
-        rank: int | None = None
-        for sequence in waiting:
-            rank = sequence.rank if rank is None else rank
-            if sequence.ready and sequence.rank == rank:
-                ready.append(sequence)
+        """The waiting sequence that gets a free slot: of the first rank, and ready; None: there is none."""
+        ready, (owners, requests) = _ready(waiting), _slots(running)
         if not ready:
             return None
-        owners, requests = _slots(running)
         owner = self._owners.choose(_fewest({one.owner for one in ready}, owners))
+        return self._first(owner, ready, requests)
+
+    def exchange(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """A waiting sequence, and the running one that yields its slot to it; None: slots are shared as fairly without.
+
+        The one that yields belongs to an owner that has two slots more than the owner of the other. Where there is no
+        such owner, it belongs to a request of the same owner that has two more. A better rank yields nothing.
+        """
+        ready, (owners, requests) = _ready(waiting), _slots(running)
+        for owner in sorted({one.owner: None for one in ready}, key=lambda owner: owners[owner]):
+            sequence = self._first(owner, ready, requests)
+            served = [one for one in running if one.rank >= sequence.rank]
+            others = [one for one in served if owners[one.owner] > owners[owner] + 1]
+            same = [one for one in served if one.owner == owner]
+            own = [one for one in same if requests[one.group] > requests[sequence.group] + 1]
+            if others or own:
+                return sequence, _last(others or own, owners, requests)
+        return None
+
+    def _first(self, owner: str, ready: Rows[Sequence], requests: Counter[tuple[str, str]]) -> Sequence:
+        """The sequence of an owner that comes first."""
         group = self._requests.choose(_fewest({one.group for one in ready if one.owner == owner}, requests))
         return next(one for one in ready if one.group == group)
-
-    def yielding(self, running: Rows[Sequence], waiting: Sequence) -> Sequence | None:
-        """The running sequence that yields its slot to a waiting one; None: slots are shared as fairly without.
-
-        It belongs to an owner that has two slots more than the owner of the waiting one. Where there is no such owner,
-        it belongs to a request of the same owner that has two more than the waiting request. A better rank yields none.
-        """
-        owners, requests = _slots(running)
-        served = [one for one in running if one.rank >= waiting.rank]
-        others = [one for one in served if owners[one.owner] > owners[waiting.owner] + 1]
-        own = [
-            one for one in served if one.owner == waiting.owner and requests[one.group] > requests[waiting.group] + 1
-        ]
-        return _last(others or own, owners, requests) if others or own else None
 
     def last(self, running: Rows[Sequence]) -> Sequence:
         """The running sequence that leaves first where cells run out."""
         return _last(running, *_slots(running))
+
+
+def _ready(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Those of the first rank that may have a slot."""
+    ready: list[Sequence] = []
+    rank: int | None = None
+    for sequence in waiting:
+        rank = sequence.rank if rank is None else rank
+        if sequence.rank > rank:
+            break
+        if sequence.ready:
+            ready.append(sequence)
+    return ready
 
 
 def _slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str, str]]]:

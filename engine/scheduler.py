@@ -120,6 +120,8 @@ class Scheduler:
         self._on_start = on_start
         self._slots = Slots(cache)
         self._fairness = Fairness()
+        # Whether nobody is to yield a slot, as far as nobody comes or goes.
+        self._shared = False
         self._leads: dict[Sequence, _Lead] = {}
         # Rows of prompts that were computed so far, and when each of the running sequences came, by that clock.
         self._prompted = 0
@@ -138,6 +140,7 @@ class Scheduler:
         ranks = [other.rank for other in self.waiting]
         self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
         self._fairness.enter(sequence)
+        self._shared = False
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
@@ -177,14 +180,19 @@ class Scheduler:
                 self._slots.computed(sequence, span)
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences, as long as there are slots and cells, or running sequences that yield."""
-        while (sequence := self._fairness.next(self.waiting, self.running)) is not None:
-            if self._slots.free and self._seat(sequence):
+        """Give slots to waiting sequences: free ones as far as there are cells, then those that others yield."""
+        while self.waiting and (self._slots.free or not self._shared):
+            sequence = self._fairness.next(self.waiting, self.running) if self._slots.free else None
+            if sequence is not None and self._seat(sequence):
                 continue
-            yielding = self._fairness.yielding(self.running, sequence)
-            if yielding is None:
+            exchange = self._fairness.exchange(self.waiting, self.running)
+            if exchange is None:
+                # What is not ready yet may change that without notice.
+                self._shared = all(one.ready for one in self.waiting)
                 return
+            sequence, yielding = exchange
             self._unseat_for_later(yielding)
+            self._seat(sequence)
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give the sequence a slot, unless others would have to leave for its tokens; whether it has one."""
@@ -204,6 +212,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.release(sequence)
         self._leads.pop(sequence, None)
+        self._shared = False
         del self._came[sequence]
 
     def _fits(self) -> bool:

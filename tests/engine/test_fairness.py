@@ -132,6 +132,18 @@ def test_a_steady_stream_of_newcomers_starves_nobody(loaded: Models) -> None:
     assert {f"many-{at}" for at in range(6)} == ended
 
 
+def test_an_owner_shares_its_own_slots_though_another_one_waits(loaded: Models) -> None:
+    """Where owners are even, a newcomer of one of them gets a slot of its own owner, and the other keeps its slots."""
+    engine = core(loaded("llama"), slots=4)
+    submit(engine, choices("a", 20, owner="a"))
+    submit(engine, choices("b", 20, owner="b"))
+    engine.step()
+    submit(engine, choices("new", 1, owner="b"))
+    engine.step()
+
+    assert {"a": 2, "b": 1, "new": 1} == slots(engine)
+
+
 @pytest.mark.parametrize(("tier", "slots_of_one"), [("default", 2), ("priority", 0)])
 def test_a_better_tier_yields_nothing(loaded: Models, tier: Tier, slots_of_one: int) -> None:
     """A newcomer of the default tier takes slots of its own tier, and none of the one above."""
