@@ -38,7 +38,7 @@ class EngineConfig:
     cells        tokens that the shared cache holds; None: slots x context, so that no sequence ever waits for cells
     checkpoint   tokens of a prompt between places to resume at, for recurrent models: their states are megabytes
     overflow     what happens when a sequence fills its context
-    max_waiting  requests that may wait for a slot; one more is refused
+    max_waiting  requests that may wait for a slot; one more is refused, unless its owner has less than an even share
     chunk        rows of prompt that one step computes at most; decoding rows come on top
     itl_target_ms  milliseconds from token to token that rows of prompt should not exceed (inter-token latency); 0:
                  prompts first; None: 40, or where that is more, three times a step without prompts

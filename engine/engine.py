@@ -30,7 +30,6 @@ from engine.errors import (
     InvalidRequest,
     Loading,
     ModelError,
-    Overloaded,
 )
 from engine.grammars import Grammars
 from engine.liveness import Watchdog
@@ -42,6 +41,7 @@ from engine.stream import RequestStream
 from engine.tokenizer import Tokenizer
 from engine.types import EmbeddingJob, Event, Failed, Request
 from engine.validity import check_prompt, check_rules
+from engine.waiting import WaitingRoom
 
 log = logging.getLogger("cellar.engine")
 
@@ -74,7 +74,7 @@ class Engine:
         self._phase = "resolve"
         self._drafting = Drafting()
         self._stats = Stats()
-        self._mean_seconds = 1.0
+        self._room = WaitingRoom(config.max_waiting)
 
     def start(self) -> None:
         """Start the thread, which loads the model first. Call inside the running event loop that will be served."""
@@ -169,7 +169,7 @@ class Engine:
             matcher = await asyncio.to_thread(self.grammars.matcher, request.grammar)
             # Others came meanwhile.
             self._check(request)
-        async with self._running(request.id, Submit(request, matcher)) as stream:
+        async with self._running(request.id, request.owner, Submit(request, matcher)) as stream:
             yield stream
 
     @asynccontextmanager
@@ -179,20 +179,21 @@ class Engine:
         slots = self._ready_model().info.slots
         if self._embedder is None or not job.inputs:
             raise InvalidRequest("input", "there is no embedding model, or nothing for it to read")
-        self._check_room(slots)
-        async with self._running(job.id, Embed(job)) as stream:
+        self._room.check(job.owner, slots)
+        async with self._running(job.id, job.owner, Embed(job)) as stream:
             yield stream
 
     @asynccontextmanager
-    async def _running(self, id: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
+    async def _running(self, id: str, owner: str, command: Submit | Embed) -> AsyncIterator[RequestStream]:
         stream = self._streams[id] = RequestStream(id)
         began = time.monotonic()
         self._inbox.put(command)
         try:
-            yield stream
+            with self._room.taken(owner):
+                yield stream
         finally:
             if stream.over:
-                self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+                self._room.finished(time.monotonic() - began)
             else:
                 self._inbox.put(Cancel(id))
             del self._streams[id]
@@ -245,19 +246,13 @@ class Engine:
         if drafter not in ("auto", "none", *kinds):
             others = f"it has {' and '.join(kinds)}" if kinds else "it has none"
             raise InvalidRequest("speculation.drafter", f"this server has no drafter {drafter!r}, {others}")
-        self._check_room(info.slots)
+        self._room.check(request.owner, info.slots)
 
     def _check_open(self, id: str) -> None:
         if self._draining:
             raise Draining
         if id in self._streams:
             raise InvalidRequest("id", f"a request with the id {id!r} is running")
-
-    def _check_room(self, slots: int) -> None:
-        waiting = len(self._streams) - slots
-        if waiting >= self._config.max_waiting:
-            seconds = min(max(self._mean_seconds * (waiting + 1) / slots, 1.0), 60.0)
-            raise Overloaded(waiting, seconds)
 
     def _check_mutual(self, request: Request, loaded: Loaded) -> None:
         """Ranges of tokens that see each other are computed in one forward each, by a model that runs packed."""

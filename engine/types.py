@@ -249,6 +249,7 @@ class EmbeddingJob:
 
     id: str
     inputs: tuple[EmbeddingInput, ...]
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

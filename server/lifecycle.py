@@ -68,6 +68,7 @@ class Listener(uvicorn.Server):
 
     @should_exit.setter
     def should_exit(self, value: bool) -> None:
+        """Let the loop end now, or go on."""
         if value:
             self._ending.set()
         else:

@@ -107,7 +107,8 @@ class Service:
     @asynccontextmanager
     async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[Events]:
         """The same of a job for the embedding model."""
-        job = replace(job, id=_id(caller().owner, job.id))
+        owner = caller().owner
+        job = replace(job, id=_id(owner, job.id), owner=owner)
         async with self.engine.embed(job) as stream, self._watched(stream, endpoint, 0) as events:
             yield events
 
