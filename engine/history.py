@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.types import Dry, SamplingParams
@@ -20,38 +21,44 @@ class History:
     """What the penalties of one sequence look at: the tokens of the prompt, and those of the output."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocabulary: int) -> None:
-        self._prompt: Tensor | None = None
-        self._counts: Tensor | None = None
+        # Each token of the text once, and how often it is in the output.
+        self._seen: NDArray[np.int64] | None = None
+        self._counts = np.empty(0, np.int32)
         self._tokens: list[int] | None = None
         if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0:
-            self._counts = torch.zeros(vocabulary, dtype=torch.int32)
-            self._prompt = torch.zeros(vocabulary, dtype=torch.bool)
-            self._prompt[torch.tensor(prompt, dtype=torch.long)] = True
+            self._seen = np.unique(np.asarray(prompt, np.int64))
+            self._counts = np.zeros(len(self._seen), np.int32)
         if params.dry is not None and params.dry.multiplier > 0.0:
             self._tokens = list(prompt)
 
     @property
     def idle(self) -> bool:
         """Whether nothing that was said makes any token less likely."""
-        return self._counts is None and self._tokens is None
+        return self._seen is None and self._tokens is None
 
     def append(self, token: int) -> None:
         """Count a token of the output."""
-        if self._counts is not None:
-            self._counts[token] += 1
+        if self._seen is not None:
+            self._count(self._seen, token)
         if self._tokens is not None:
             self._tokens.append(token)
+
+    def _count(self, seen: NDArray[np.int64], token: int) -> None:
+        places = np.flatnonzero(seen == token)
+        if not len(places):
+            self._seen, self._counts = np.append(seen, token), np.append(self._counts, np.int32(1))
+        else:
+            self._counts[places] += 1
 
     def after(self, tokens: Sequence[int]) -> History:
         """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
         if not tokens or self.idle:
             return self
         longer = copy.copy(self)
-        if self._counts is not None:
-            more = torch.tensor(tokens, dtype=torch.long)
-            longer._counts = self._counts.index_add(0, more, torch.ones_like(more, dtype=torch.int32))
-        if self._tokens is not None:
-            longer._tokens = [*self._tokens, *tokens]
+        longer._counts = self._counts.copy()
+        longer._tokens = None if self._tokens is None else list(self._tokens)
+        for token in tokens:
+            longer.append(token)
         return longer
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
@@ -60,8 +67,8 @@ class History:
         Repetition as in transformers (prompt and output), frequency and presence as in OpenAI's API (output only),
         repeated sequences as in llama.cpp (prompt and output).
         """
-        if self._counts is not None and self._prompt is not None:
-            self._penalise_tokens(logits, params, self._counts, self._prompt)
+        if self._seen is not None:
+            self._penalise_tokens(logits, params, self._seen)
         if self._tokens is not None and params.dry is not None:
             lengths = repetitions(self._tokens, params.dry)
             if lengths:
@@ -70,13 +77,12 @@ class History:
                 cost = params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
                 logits[index] -= cost.to(logits)
 
-    def _penalise_tokens(self, logits: Tensor, params: SamplingParams, counts: Tensor, prompt: Tensor) -> None:
-        counts = counts.to(logits.device)
-        if params.repetition_penalty != 1.0:
-            seen = (counts > 0) | prompt.to(logits.device)
-            factor = params.repetition_penalty
-            logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
+        index, counts = (torch.from_numpy(part).to(logits.device) for part in (seen, self._counts))
+        values, factor = logits[index], params.repetition_penalty
+        if factor != 1.0:
+            values = torch.where(values > 0, values / factor, values * factor)
+        logits[index] = values - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
 
 
 def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
