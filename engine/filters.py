@@ -15,6 +15,9 @@ from torch import Tensor
 from engine.noise import HIGHEST, LOWEST
 from engine.types import SamplingParams
 
+# Tokens that a nucleus rarely exceeds: only so many are sorted at first.
+_NUCLEUS = 256
+
 
 def keep(scaled: Tensor, params: Sequence[SamplingParams], coins: Sequence[float]) -> Tensor:
     """Which tokens may be drawn [rows, vocabulary].
@@ -80,11 +83,16 @@ def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[
         return result
     rows = scaled[limited]
     total = rows.masked_fill(rows < least[limited], -torch.inf).logsumexp(-1, keepdim=True)
-    width = int((rows >= floor[limited]).sum(-1).max())
-    values = rows.topk(width, dim=-1).values
-    mass = (values - total).exp()
-    before = mass.double().cumsum(-1) - mass.double()
-    inside = before < column(before, [params[row].top_p for row in limited])
+    widest = int((rows >= floor[limited]).sum(-1).max())
+    width = min(_NUCLEUS, widest)
+    while True:
+        values = rows.topk(width, dim=-1).values
+        mass = (values - total).exp().double()
+        before = mass.cumsum(-1) - mass
+        inside = before < column(before, [params[row].top_p for row in limited])
+        if width == widest or not inside[:, -1].any():
+            break
+        width = min(8 * width, widest)
     inside[:, 0] = True
     result[limited] = values.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
     return result

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.bitmask import bits_of, unpacked
 from engine.prefix import common_prefix
 from engine.trial import LIMITS, SILENT, TOO_SLOW, UNFORCED
 
@@ -86,7 +86,7 @@ class Matcher:
     """
 
     def __init__(self, compiled: Compiled, size: int) -> None:
-        self._compiled, self._size = compiled, size
+        self._compiled, self._size, self._nothing = compiled, size, bits_of((), size)
         self._state = compiled.begin()
         self._said: list[int] = []
         # What the state has taken behind the text.
@@ -106,14 +106,19 @@ class Matcher:
         self._limit = None
 
     def allowed(self, guessed: Sequence[int]) -> Tensor | None:
-        """Which tokens may come behind the text and `guessed` [size]; None where the grammar forbids the guesses.
+        """Which tokens may come behind the text and `guessed` [size]; None where the grammar forbids the guesses."""
+        bits = self.bits(guessed)
+        return None if bits is None else torch.from_numpy(unpacked(bits, self._size))
+
+    def bits(self, guessed: Sequence[int]) -> bytes | None:
+        """The same as a set with one bit a token (bitmask.py), of at least `size` tokens.
 
         None at all where a limit is met. It must not be somebody else's use of the grammar that meets it, so that is
         tried with a grammar of its own first.
         """
         if self._slow or (self._limit is not None and tuple(guessed[: len(self._limit)]) == self._limit):
             self.error = TOO_SLOW if self._slow else self.error
-            return torch.zeros(self._size, dtype=torch.bool)
+            return self._nothing
         with self._watched():
             mask = self._mask(guessed)
             if self.error and len(self._said) - self._renewed >= _OWN_TOKENS:
@@ -123,8 +128,8 @@ class Matcher:
                 # Whatever lies behind these guesses meets it too, and to find that out would cost as much again.
                 self._limit = tuple(guessed)
                 self._restart()
-                return torch.zeros(self._size, dtype=torch.bool)
-        return None if mask is None else torch.from_numpy(_unpacked(mask, self._size))
+                return self._nothing
+        return mask
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens of the text that comes next, where it looks as if there were only one.
@@ -142,7 +147,7 @@ class Matcher:
         mask = self._mask(guessed)
         if mask is None or self.error or self._state.is_accepting():
             return None
-        tokens = np.flatnonzero(_unpacked(mask, self._size))
+        tokens = np.flatnonzero(unpacked(mask, self._size))
         return self._compiled.longest(tokens.tolist()) if 0 < len(tokens) <= _BEGINNINGS else None
 
     @contextmanager
@@ -181,8 +186,3 @@ class Matcher:
         self._state = self._compiled.begin_anew()
         self._state.try_consume_tokens(self._said)
         self._ahead = []
-
-
-def _unpacked(mask: bytes, size: int) -> NDArray[np.bool_]:
-    """A mask of one bit a token as one truth value a token."""
-    return np.unpackbits(np.frombuffer(mask, np.uint8), count=size, bitorder="little").view(np.bool_)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine import bitmask
 from engine.grammar import Matcher
 from engine.types import Request, Thinking
 
@@ -79,42 +80,40 @@ class Rules:
         """Up to `most` tokens that the grammar makes come next, as it seems. Other rules may forbid them."""
         return [] if self._matcher is None else self._matcher.forced(most)
 
-    def forbid(self, logits: Tensor) -> None:
-        """Set what may not be said here to minus infinity [vocabulary]."""
-        if self._matcher is not None and (allowed := self._matcher.allowed(self._guessed)) is not None:
-            logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
-            if self._ending(allowed):
-                return
-        for rule in self._rules:
-            rule.forbid(logits)
+    def limited(self, logits: Tensor) -> Tensor:
+        """New logits [vocabulary], those of what may not be said here minus infinity."""
+        allowed = None if self._matcher is None else self._matcher.bits(self._guessed)
+        limited = logits.clone() if allowed is None else bitmask.limited(logits, allowed)
+        if allowed is None or not self._ending(allowed, len(logits)):
+            for rule in self._rules:
+                rule.forbid(limited)
+        return limited
 
     def deadlock(self, vocabulary: int) -> str | None:
         """Why nothing at all may be said here; None: something may."""
-        row = torch.zeros(vocabulary)
-        self.forbid(row)
+        row = self.limited(torch.zeros(vocabulary))
         if row.amax() > -torch.inf:
             return None
         if self._matcher is not None and self._matcher.error:
             return f"the grammar is too complex to be followed here: {self._matcher.error.splitlines()[0]}"
         return "nothing may be said here: the request's grammar, allowed tokens and bad words leave no token"
 
-    def _ending(self, allowed: Tensor) -> bool:
+    def _ending(self, allowed: bytes, vocabulary: int) -> bool:
         """Whether only ends are allowed."""
-        return int(allowed.sum()) == int(allowed[list(self._ends)].sum())
+        return bitmask.count(allowed, vocabulary) == sum(bitmask.contains(allowed, end) for end in self._ends)
 
 
 class _Allowed:
     """Nothing else is ever said."""
 
     def __init__(self, tokens: Sequence[int], vocabulary: int) -> None:
-        self._forbidden = torch.ones(vocabulary, dtype=torch.bool)
-        self._forbidden[list(tokens)] = False
+        self._bits = bitmask.bits_of(tokens, vocabulary)
 
     def after(self, token: int) -> _Allowed:
         return self
 
     def forbid(self, logits: Tensor) -> None:
-        logits.masked_fill_(self._forbidden.to(logits.device), -torch.inf)
+        logits.copy_(bitmask.limited(logits, self._bits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,46 +73,37 @@ def emit(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
     A broken row (NaN, infinity) breaks only itself. So does one where rules leave no token.
     """
-    shaped = _shape(exact(logits), draws)
-    tokens = _highest(shaped)
+    shaped, tokens = list[Tensor](), list[int | None]()
+    # A row at a time stays in the processor's cache between the passes.
+    for row, draw in zip(exact(logits), draws, strict=True):
+        shaped.append(shape(row, draw))
+        tokens.append(_highest(shaped[-1]))
     warm = [row for row, draw in enumerate(draws) if tokens[row] is not None and not draw.cold]
     if warm:
-        for row, token in zip(warm, _sample(shaped[warm], [draws[row] for row in warm]).tolist(), strict=True):
+        rows = torch.stack([shaped[row] for row in warm])
+        for row, token in zip(warm, _sample(rows, [draws[row] for row in warm]).tolist(), strict=True):
             tokens[row] = token
     return tokens
 
 
-def _highest(logits: Tensor) -> list[int | None]:
-    """The arg max of each row as it is; None where its maximum is not finite."""
-    values, tokens = _maximum(logits)
-    return [token if isfinite(value) else None for token, value in zip(tokens, values, strict=True)]
-
-
-def _maximum(logits: Tensor) -> tuple[list[float], list[int]]:
-    """The highest of each row, and where it stands first; what is no number is higher than all others."""
-    if logits.device.type != "cpu":
-        values, tokens = logits.max(-1)
-        return values.tolist(), tokens.tolist()
-    # In a sixth of the time that torch takes.
-    rows = logits.numpy()
-    places = rows.argmax(-1)
-    return rows[np.arange(len(rows)), places].tolist(), places.tolist()
-
-
-def _shape(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Logits after bias, penalties and rules; the input stays as it is."""
-    if not any(draw.shaped for draw in draws):
-        return logits
-    shaped = logits.clone()
-    for row, draw in enumerate(draws):
+def shape(row: Tensor, draw: Draw) -> Tensor:
+    """A row of logits [vocabulary] after bias, penalties and rules; the input stays as it is."""
+    shaped = row
+    if draw.params.logit_bias or not draw.history.idle:
+        shaped = row.clone()
         if draw.params.logit_bias:
             ids, values = zip(*draw.params.logit_bias, strict=True)
-            index = torch.tensor(ids, device=logits.device)
-            shaped[row].index_add_(0, index, torch.tensor(values, dtype=shaped.dtype, device=logits.device))
-        draw.history.penalise(shaped[row], draw.params)
-        if draw.rules is not None:
-            draw.rules.forbid(shaped[row])
-    return shaped
+            index = torch.tensor(ids, device=row.device)
+            shaped.index_add_(0, index, torch.tensor(values, dtype=shaped.dtype, device=row.device))
+        draw.history.penalise(shaped, draw.params)
+    return shaped if draw.rules is None else draw.rules.limited(shaped)
+
+
+def _highest(row: Tensor) -> int | None:
+    """The arg max of a row, the first of several; None where its maximum is not finite."""
+    # numpy takes a sixth of torch's time; to both, what is no number is higher than all others.
+    token = int(row.numpy().argmax() if row.device.type == "cpu" else row.argmax())
+    return token if isfinite(row[token].item()) else None
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

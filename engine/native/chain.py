@@ -34,9 +34,13 @@ class Link:
 
 def chains(draw: Draw) -> bool:
     """Whether a chain can draw so: nothing shapes the logits, and of the filters only the usual ones are asked for."""
+    return not draw.shaped and (draw.cold or filters_natively(draw))
+
+
+def filters_natively(draw: Draw) -> bool:
+    """Whether of the filters only those are asked for that the library knows."""
     params = draw.params
-    usual = params.typical_p == 1.0 and params.top_n_sigma == 0.0 and params.xtc is None
-    return not draw.shaped and (draw.cold or usual)
+    return params.typical_p == 1.0 and params.top_n_sigma == 0.0 and params.xtc is None
 
 
 def describe_chain(

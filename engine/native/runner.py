@@ -20,7 +20,7 @@ from engine.kernels.cpu.native import (
     segment_table,
 )
 from engine.native.attention import angles
-from engine.native.chain import Link, chains, describe_chain, link_table
+from engine.native.chain import Link, chains, describe_chain, filters_natively, link_table
 from engine.native.decoder import Decoder, Way
 from engine.native.description import (
     describe_embedding,
@@ -34,7 +34,7 @@ from engine.native.drawing import Drawing
 from engine.native.library import CellsFields, LayerFields, Library, StepFields, TurnFields
 from engine.native.states import States
 from engine.runner import Runner
-from engine.sampling import Draw, emit
+from engine.sampling import Draw, emit, shape
 from engine.scoring import exact
 from engine.sight import Sight
 from kvcache.attention import AttentionGroup
@@ -160,13 +160,15 @@ class NativeRunner(Runner):
 
     def choose(self, logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """What `emit` says, in one native call where that knows how. A row is drawn alike whatever is beside it."""
-        known = [row for row, draw in enumerate(draws) if chains(draw)]
-        if len(known) == len(draws):
+        known = [row for row, draw in enumerate(draws) if chains(draw) or (filters_natively(draw) and not draw.cold)]
+        if all(map(chains, draws)):
             return self._choose(logits, draws)
-        others = [row for row, draw in enumerate(draws) if not chains(draw)]
         said: list[int | None] = [None] * len(draws)
-        for rows, choose in ((known, self._choose), (others, emit)):
-            for row, token in zip(rows, choose(logits[rows], [draws[row] for row in rows]), strict=True):
+        for row in set(range(len(draws))).difference(known):
+            (said[row],) = emit(logits[row : row + 1], [draws[row]])
+        if known:
+            shaped = torch.stack([shape(exact(logits[row]), draws[row]) for row in known])
+            for row, token in zip(known, self._choose(shaped, [draws[row] for row in known]), strict=True):
                 said[row] = token
         return said
 

@@ -63,9 +63,9 @@ def spoken(request: Request, count: int) -> list[int]:
 
 def possible(request: Request, said: Sequence[int]) -> set[int]:
     """What may come next."""
-    logits, own = torch.zeros(SIZE), draw(request, said).rules
+    own = draw(request, said).rules
     assert own is not None
-    own.forbid(logits)
+    logits = own.limited(torch.zeros(SIZE))
     return set((logits == 0).nonzero()[:, 0].tolist())
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.history import History
+from engine.rules import Rules
 from engine.sampling import Draw, emit
-from engine.types import SamplingParams
+from engine.types import Request, SamplingParams
 from kvcache.spec import Span
 from tests.engine.native.decoders import native, token
 from tests.engine.native.test_chain import GREEDY, WARM, Talk, draw, runner_of
@@ -30,15 +31,26 @@ PARAMS = (
     # What only the rule itself knows.
     SamplingParams(temperature=1.0, typical_p=0.5),
     SamplingParams(temperature=0.0, logit_bias=((3, 100.0),)),
+    # What is changed before it is drawn from.
+    SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((3, 2.5), (4, -1.0))),
+    SamplingParams(temperature=1.0, top_k=50, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, allowed_tokens=(1, 2, 700, 5002)),
+    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.99, allowed_tokens=tuple(range(0, 5003, 3))),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, allowed_tokens=tuple(range(5000))),
 )
 
 
 def draws(*params: SamplingParams) -> list[Draw]:
     """One for each row, of seeds and positions of its own."""
     return [
-        Draw(own, 2**63 + 7 * row, 100 + row, History(own, (), VOCABULARY))
+        Draw(own, 2**63 + 7 * row, 100 + row, History(own, range(0, VOCABULARY, 7), VOCABULARY), rules(own))
         for row, own in zip(range(ROWS), ROWS * params, strict=False)
     ]
+
+
+def rules(params: SamplingParams) -> Rules | None:
+    """What the parameters forbid."""
+    return Rules.of(Request("r", (1,), sampling=params), (1,), vocabulary=VOCABULARY, ends=(0,), matcher=None)
 
 
 def rows(spread: float) -> Tensor:
