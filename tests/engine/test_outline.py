@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from engine.outline import Messages, outline
 from engine.tokenizer import Tokenizer
 from engine.types import Rendering
 from tests.engine.models import VOCABULARY, save_tokenizer
@@ -82,3 +83,20 @@ def test_without_a_user_nothing_is_protected(tmp_path: Path) -> None:
 
     assert () == answer.protected
     assert [] == protected
+
+
+def test_a_beginning_is_rendered_once() -> None:
+    """Equal breakpoints, and those at the ends of messages that are known anyway, cost nothing."""
+    calls: list[int] = []
+
+    def render(some: Messages) -> str:
+        calls.append(len(some))
+        return written(*some)  # type: ignore[arg-type]
+
+    ends = [(0, len(TURNS[0]["content"])), (2, len(TURNS[2]["content"]))]
+    plain = outline(TURNS, written(*TURNS), render, finished=len(TURNS))
+    before = len(calls)
+    marked = outline(TURNS, written(*TURNS), render, finished=len(TURNS), breakpoints=[*ends, (1, 3), (1, 3), (1, 3)])
+
+    assert before + 1 == len(calls) - before
+    assert {*plain.ends} < {*marked.ends}

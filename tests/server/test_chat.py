@@ -411,6 +411,15 @@ def test_breakpoints_reach_the_template_as_places() -> None:
     assert b"" == engine.requests[0].salt
 
 
+def test_the_latest_breakpoints_count() -> None:
+    """As OpenAI has it, four of a request: each costs a rendering, and 2,000 of them took half a minute."""
+    engine = FakeEngine()
+    part = {"type": "text", "text": "", "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+    assert 200 == chat(engine, messages=[{"role": "user", "content": [part] * 60}]).status
+    assert ((0, 56), (0, 57), (0, 58), (0, 59)) == engine.tokenizer.rendered[0]["breakpoints"]
+
+
 def test_an_explicit_cache_without_breakpoints_is_none() -> None:
     """As OpenAI has it; nothing is found under a salt that nobody else has, not even by the same request."""
     explicit = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
