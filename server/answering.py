@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.types import Request
-from server.encoding import Json
+from server.encoding import Json, large_json
 from server.errors import CLIENT_CLOSED
 from server.events import Events
 from server.generation import generate
@@ -48,7 +48,9 @@ async def answer(
 
 async def _whole(opening: AbstractAsyncContextManager[Events], shape: Shape) -> Response:
     async with opening as events:
-        return Json(await shape.whole(events))
+        answer, body = await shape.whole(events), shape.body
+        scored = body.prompt_logprobs is not None or getattr(body, "logprobs", None)
+        return await large_json(answer) if scored else Json(answer)
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:

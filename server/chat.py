@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from engine.types import Finished
 from server.chunks import ChatChunks, finish_reason
 from server.diagnostics import diagnose
 from server.events import Events
+from server.fold import assembled
 from server.generation import tier
 from server.logprobs import Wording, chat_logprobs, prompt_logprobs
 from server.reply import Call, Reply, gather
@@ -36,6 +40,16 @@ class ChatAnswer:
         """All events as one answer."""
         replies = await gather(self.turn, events)
         finished = [reply.ended.finished for reply in replies]
+        answer = await assembled(sum(reply.scores for reply in replies), partial(self._answer, replies, finished))
+        if self.body.return_cache_diagnostics:
+            answer["prompt_cache_diagnostics"] = await diagnose(self.turn, finished[0])
+        return answer
+
+    def teller(self) -> Teller:
+        """Tells the events as the chunks of a stream."""
+        return spaced(ChatChunks(self.turn, self.warnings), self.body.stream_interval)
+
+    def _answer(self, replies: Sequence[Reply], finished: Sequence[Finished]) -> ChatCompletion:
         answer = ChatCompletion(
             id=self.turn.id,
             object="chat.completion",
@@ -50,17 +64,11 @@ class ChatAnswer:
         if len(replies) == 1:
             answer["timings"] = timings(finished[0])
         self._add_prompt(answer, replies[0])
-        if self.body.return_cache_diagnostics:
-            answer["prompt_cache_diagnostics"] = await diagnose(self.turn, finished[0])
         if self.body.metadata is not None:
             answer["metadata"] = self.body.metadata
         if self.warnings:
             answer["warnings"] = list(self.warnings)
         return answer
-
-    def teller(self) -> Teller:
-        """Tells the events as the chunks of a stream."""
-        return spaced(ChatChunks(self.turn, self.warnings), self.body.stream_interval)
 
     def _add_prompt(self, answer: ChatCompletion, first: Reply) -> None:
         if self.body.return_token_ids:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.types import Finished
 from server.continuation import Continuation
 from server.errors import check_deadline
 from server.events import Events
-from server.fold import Choice, fold
+from server.fold import Choice, assembled, fold
 from server.generation import tier
 from server.logprobs import joined, prompt_logprobs, text_logprobs
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
@@ -39,6 +40,9 @@ class CompletionAnswer:
         choices = await fold(events, len(self.work.requests))
         finished = [choice.finished for choice in choices]
         check_deadline(finished)
+        return await assembled(sum(choice.scores for choice in choices), partial(self._answer, choices, finished))
+
+    def _answer(self, choices: Sequence[Choice], finished: Sequence[Finished]) -> Completion:
         width = self.work.width
         answer = Completion(
             id=self.work.id,

@@ -15,6 +15,8 @@ from starlette.responses import Response
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 # Items of a list that are encoded in one call: numbers or texts, and objects or vectors.
 SLICE, NESTED_SLICE = 1024, 4
+# Objects of a list that are encoded in slices themselves, such as choices.
+FEW = 64
 # The text of a template: nothing that a server or a client is called by has this value.
 HOLE = "\0"
 
@@ -30,6 +32,8 @@ def dumps_sliced(value: object) -> bytes:
         return b"{" + b",".join(dumps(key) + b":" + dumps_sliced(item) for key, item in value.items()) + b"}"
     if not isinstance(value, list) or not value:
         return dumps(value)
+    if len(value) <= FEW and isinstance(value[0], dict):
+        return b"[" + b",".join(map(dumps_sliced, value)) + b"]"
     size = NESTED_SLICE if isinstance(value[0], dict | list) else SLICE
     slices = (value[start : start + size] for start in range(0, len(value), size))
     return b"[" + b",".join(dumps(some)[1:-1] for some in slices) + b"]"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import anyio.to_thread
 
 from engine.types import Delta, Finished, Scored, TokenLogprob
 from server.events import Events
+
+Answer = TypeVar("Answer")
+FEW_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,11 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...]
     finished: Finished
     scored: Scored | None
+
+    @property
+    def scores(self) -> int:
+        """Its tokens with log-probabilities, those of the prompt too."""
+        return len(self.logprobs) + (0 if self.scored is None else len(self.scored.entries))
 
     @property
     def likelihood(self) -> float:
@@ -52,6 +64,11 @@ async def fold(events: Events, choices: int) -> list[Choice]:
             case Scored():
                 growing[index].scored = event
     return [_whole(choice) for choice in growing]
+
+
+async def assembled(tokens: int, work: Callable[[], Answer]) -> Answer:
+    """The answer that `work` makes; in a worker thread where it tells so many tokens with their log-probabilities."""
+    return work() if tokens <= FEW_TOKENS else await anyio.to_thread.run_sync(work)
 
 
 def _whole(choice: _Growing) -> Choice:

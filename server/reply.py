@@ -33,6 +33,11 @@ class Reply:
     ended: Ended
     scored: Scored | None = None
 
+    @property
+    def scores(self) -> int:
+        """Its tokens with log-probabilities, those of the prompt too."""
+        return len(self.logprobs) + (0 if self.scored is None else len(self.scored.entries))
+
 
 @dataclass(slots=True)
 class Growing:
