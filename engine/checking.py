@@ -21,6 +21,7 @@ from engine.native.choosing import Selection, select
 from engine.native.runner import NativeRunner
 from engine.outcomes import Outcome, OutcomeFile
 from engine.quantize.survey import Choice, Survey, choice_of
+from engine.rope import RopeSwitch
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner, is_batch_invariant, known_runner
 
@@ -52,7 +53,9 @@ class Checks:
         surveys = config.quantize != "none" and config.device == "cpu"
         self._survey = Survey(model) if surveys and self.known is None else None
 
-    def facts(self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None) -> None:
+    def facts(
+        self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
+    ) -> None:
         """Set what else is known of the model before it runs, see Facts."""
         self._facts = Facts(
             vocabulary=vocabulary,
@@ -62,6 +65,7 @@ class Checks:
             mla=self._config.mla,
             attend=self._attend,
             encoder=encoder,
+            switch=switch,
         )
 
     def find_runner(self, name: str) -> None:

@@ -100,6 +100,7 @@ class Core:
             now=self._clock(),
             ends=self._loaded.eos,
             matcher=matcher,
+            switch=self._loaded.switch,
         )
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from engine import hooks
+from engine import hooks, rope
 from engine.invariant import RowInvariant
 from engine.kernels.products import Product
 from engine.plan import LayerPlan
+from engine.rope import RopeSwitch
 from engine.sight import Sight
 from engine.telling import Teller
 from kvcache.forward import Forward
@@ -54,12 +55,13 @@ class GatheringRunner(Teller):
     """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache: found by running two tokens
+    extended_layers, switch  as at Runner; none of the layers turns
     has_states  whether `run_with_states` can be called with rows to pool: the self-test has seen that it can
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
         """Raises NothingToGather, or whatever the model raises."""
-        self._model = model
+        self._model, self.switch = model, switch
         self._invariant: RowInvariant | None = None
         self.has_states = False
         self._device = next(model.parameters()).device
@@ -69,6 +71,7 @@ class GatheringRunner(Teller):
         stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
         self._kept = {at: _kept(layer) for at, layer in stored.items()}
         self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
+        self.extended_layers = self.layers
         if not self.layers:
             raise NothingToGather("it keeps nothing in its cache")
 
@@ -147,7 +150,8 @@ class GatheringRunner(Teller):
             "use_cache": True,
             "logits_to_keep": wanted,
         }
-        with torch.inference_mode(), self._invariant or nullcontext():
+        extended = None if self.switch is None else self.switch.extended([span])
+        with torch.inference_mode(), rope.extending(extended), self._invariant or nullcontext():
             made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
         logits: Tensor = made.logits[0]
         return logits if logits.shape[0] <= len(wanted) else logits[wanted]

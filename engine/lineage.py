@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,6 +100,11 @@ class Lineage:
     def plain(self) -> int:
         """Leading tokens whose content depends on nothing but these tokens."""
         return self._stages[self._at].plain
+
+    def restart(self, salt: bytes) -> None:
+        """Let nothing that was remembered before serve this sequence: its content is computed in another way now."""
+        assert not self.farthest, "a shifted sequence does not restart"
+        self._stages[0] = replace(self._stages[0], salt=salt)
 
     def keys(self, length: int) -> list[int]:
         """By what the memory knows the first `length` tokens."""

@@ -23,10 +23,9 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from engine import hooks, recurrence
+from engine import hooks, recurrence, rope
 from engine.checking import Checks, report
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.encoding import Encoder, has_encoder
@@ -42,6 +41,7 @@ from engine.plan import LayerPlan
 from engine.quantize.store import Store
 from engine.quantize.surgery import bits_for, bytes_of, offer, quantize
 from engine.quantize.survey import Choice
+from engine.rope import RopeSwitch
 from engine.runner import Runner
 from engine.status import MemoryPlan, ModelInfo
 from engine.tokenizer import Tokenizer
@@ -74,9 +74,15 @@ class Loaded:
     margins: tuple[Margin, ...] = ()
 
     @property
+    def switch(self) -> RopeSwitch | None:
+        """When rotary factors change; None: never within the capacity."""
+        switch = self.runner.switch
+        return switch if switch is not None and self.capacity > switch.original else None
+
+    @property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """What the model stores, for the cache."""
-        return self.runner.layers
+        """What the model stores, for the cache. A context is full beyond the original length, if there is one."""
+        return self.runner.layers if self.switch is None else self.runner.extended_layers
 
     @property
     def capacity(self) -> int:
@@ -104,13 +110,13 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
     known = _context(name, text, config)
     reading = _start_reading(name, folder, text.vocab_size)
     on_phase("calibrate")
-    _freeze_rotation(model, known)
+    switch = _switch(name, model)
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     weights = fingerprint(folder)
     checks, recurrent = Checks(config, folder, model, (weights, dtype, stored)), _install(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // 8)
-    checks.facts(text.vocab_size, recurrent=recurrent, encoder=encoder)
+    checks.facts(text.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.known is None else "checked before")
     checks.find_runner(name)
     on_phase("native step" if config.quantize == "none" else "quantize")
@@ -140,9 +146,10 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
         torch_reason=selection.reason,
         quantize_offer=offer(model, available) if bits is None and config.device == "cpu" else None,
     )
-    ends, identity = _end_tokens(model, tokenizer), _identity(folder, info, stored, runner.layers)
+    ends = _end_tokens(model, tokenizer)
     grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)
-    return Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder, identity)
+    loaded = Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder)
+    return replace(loaded, identity=_identity(folder, loaded))
 
 
 def _quantize(config: EngineConfig, model: Any, found: Choice, identity: str, available: int) -> Bits | None:
@@ -245,10 +252,14 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
 
 
-def _identity(folder: Path, info: ModelInfo, stored: torch.dtype, layers: tuple[LayerPlan, ...]) -> str:
+def _identity(folder: Path, loaded: Loaded) -> str:
     """A digest of what cells and states depend on besides tokens: what the shelf has of another model is not read."""
     settings = (folder / "config.json").read_bytes()
-    parts = (info.fingerprint, settings, info.dtype, stored, [plan.spec for plan in layers])
+    info, specs = loaded.info, [plan.spec for plan in loaded.layers]
+    parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.stored, specs)
+    if loaded.runner.switch is not None:
+        # Earlier versions rotated all sequences by the long factors.
+        parts = (*parts, loaded.runner.switch)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -269,19 +280,15 @@ def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {one_line(error)}") from error
 
 
-def _freeze_rotation(model: Any, context: int) -> None:
-    """Fix rotations that transformers chooses anew in each forward by its longest position.
+def _switch(name: str, model: Any) -> RopeSwitch | None:
+    """When the model's rotary factors change with the length of a sequence.
 
-    In a packed batch one long sequence would change the others (measured 3.7 on logits of 5), and a sequence would
-    disagree with its own past. They are fixed as for a full context.
+    Dynamic NTK scaling begins behind max_position_embeddings, the longest context that is served: it never changes.
     """
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-            frequency, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=context)
-            module.inv_freq.copy_(frequency)
-            module.attention_scaling = scaling
-            module.rope_type = "frozen"
+    try:
+        return rope.install(model)
+    except ValueError as error:
+        raise ModelUnsupported(name, str(error)) from error
 
 
 def _install(model: Any) -> bool:

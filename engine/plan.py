@@ -165,7 +165,7 @@ def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every table of inverse frequencies in the model that is short enough for a head, by name."""
     for name, buffer in model.named_buffers():
         kind = name.rsplit(".", 1)[-1]
-        if kind.endswith("inv_freq") and "original" not in kind and buffer.dim() == 1:
+        if kind.endswith("inv_freq") and buffer.dim() == 1:
             yield name, buffer.double()
 
 

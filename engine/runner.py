@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import hooks
+from engine import hooks, rope
 from engine.invariant import RowInvariant
 from engine.kernels import crossing, latent, reference
 from engine.kernels.products import Product
 from engine.kernels.reference import Attend
 from engine.plan import LayerPlan
+from engine.rope import RopeSwitch
 from engine.sight import Sight
 from engine.telling import Teller
 from engine.types import MlaMode
@@ -25,6 +26,8 @@ class Runner(Teller):
     """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache
+    extended_layers  the same, with the rotation of sequences beyond the original length; equal where there is no switch
+    switch      when the rotary factors change; None: never
     has_states  whether `run_with_states` can be called: the self-test has seen that it can
     """
 
@@ -34,10 +37,14 @@ class Runner(Teller):
         layers: Sequence[LayerPlan],
         mla: MlaMode = "auto",
         attend: Attend = reference.attend,
+        *,
+        switch: RopeSwitch | None = None,
+        extended_layers: Sequence[LayerPlan] | None = None,
     ) -> None:
         """`attend` computes attention over cells, but for latent and for cross attention."""
         self._model = model
-        self.layers = tuple(layers)
+        self.layers, self.switch = tuple(layers), switch
+        self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
         self._device = next(model.parameters()).device
         self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
         self._readers = frozenset(layer for plan in layers for layer in plan.readers)
@@ -88,7 +95,8 @@ class Runner(Teller):
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
         rows = (self._tensor(tokens), self._tensor(positions), wanted)
         arithmetic = self._invariant or nullcontext()
-        with torch.inference_mode(), hooks.listening(self._step(forward, sights)), arithmetic:
+        extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
+        with torch.inference_mode(), hooks.listening(self._step(forward, sights)), extended, arithmetic:
             return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
 
     def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:

@@ -164,6 +164,9 @@ class Scheduler:
             if len(sequence.tokens) > self._cache.capacity and self._is_full(sequence):
                 self._shift(sequence)
         self._follow()
+        for sequence in self.running:
+            if sequence.outgrown:
+                self._slots.restart(sequence)
         grants = self._grants()
         while grants and self._is_crowded(grants):
             self._preempt()
@@ -301,7 +304,8 @@ class Scheduler:
     def _grant(self, sequence: Sequence, start: int, length: int) -> Grant:
         """The next rows of a sequence, whose slot stands at `start`."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        return Grant(sequence, Span(sequence.slot, start, length, sequence.lineage.mutual(start, start + length)))
+        mutual = sequence.lineage.mutual(start, start + length)
+        return Grant(sequence, Span(sequence.slot, start, length, mutual, extended=sequence.extended))
 
     def _prompts(self) -> list[Sequence]:
         """Those who lack more than one row and wait for nobody, those due first; one is due when its followers are."""
@@ -352,7 +356,9 @@ class Scheduler:
         assert cut is not None, "a sequence with nothing to drop has ended"
         while sequence.slot is not None:
             try:
-                standing = self._cache.shift(sequence.slot, cut.start, cut.drop, states=states)
+                standing = cut.start
+                if sequence.is_rotated_alike:
+                    standing = self._cache.shift(sequence.slot, cut.start, cut.drop, states=states)
             except OutOfCells:
                 self._make_private()
             else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from engine import hooks
+from engine import hooks, rope
 from engine.encoding import Encoder
 from engine.errors import ModelUnsupported
 from engine.gathering import GatheringRunner
@@ -28,6 +29,7 @@ from engine.kernels import reference
 from engine.kernels.reference import Attend
 from engine.native.widening import Widened
 from engine.plan import LayerPlan, plan_layers
+from engine.rope import RopeSwitch
 from engine.runner import Runner
 from engine.sight import Sight
 from engine.types import MlaMode
@@ -53,6 +55,7 @@ class Facts:
     dtype      in which it computes
     stored     in which its keys and values are kept; None: the same
     attend     how it attends to cells, if that turns out right
+    switch     when its rotary factors change: then the check runs with both kinds; None: never
     """
 
     vocabulary: int
@@ -62,6 +65,7 @@ class Facts:
     mla: MlaMode = "auto"
     attend: Attend = reference.attend
     encoder: Encoder | None = None
+    switch: RopeSwitch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,7 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
     try:
         model.set_attn_implementation(_plain(model))
         cases = [_case(model, facts, number) for number in range(2)]
-        steps = _steps(len(cases[0].prompt))
-        alone = [_alone(model, case, _ends(steps, number)) for number, case in enumerate(cases)]
+        alone = _expected(model, cases, facts)
     except Exception as error:
         raise ModelUnsupported(name, f"it does not run ({type(error).__name__}: {error})") from error
     reason = None
@@ -105,7 +108,9 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
 def known_runner(model: Any, facts: Facts, layers: Sequence[LayerPlan], *, has_states: bool) -> Runner:
     """The runner that an earlier `find_runner` found the fastest, without another check."""
     model.set_attn_implementation(hooks.NAME)
-    runner = Runner(model, layers, facts.mla, facts.attend)
+    runner = Runner(
+        model, layers, facts.mla, facts.attend, switch=facts.switch, extended_layers=_extended_layers(model, facts)
+    )
     runner.has_states = has_states
     return runner
 
@@ -176,12 +181,22 @@ def _packed(model: Any, facts: Facts) -> Runner:
     layers = plan_layers(model, vocabulary=facts.vocabulary)
     if not layers and not facts.recurrent:
         raise _Differs("its layers mix along the sequence in no way that can be packed")
-    return Runner(model, layers, facts.mla, facts.attend)
+    return Runner(
+        model, layers, facts.mla, facts.attend, switch=facts.switch, extended_layers=_extended_layers(model, facts)
+    )
+
+
+def _extended_layers(model: Any, facts: Facts) -> tuple[LayerPlan, ...] | None:
+    """The layers as they rotate beyond the original length; None: as within it."""
+    if facts.switch is None:
+        return None
+    with rope.extending():
+        return plan_layers(model, vocabulary=facts.vocabulary)
 
 
 def _gathering(model: Any, facts: Facts) -> GatheringRunner:
     model.set_attn_implementation(_plain(model))
-    return GatheringRunner(model)
+    return GatheringRunner(model, facts.switch)
 
 
 def _check(alone: list[Tensor], runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts) -> None:
@@ -192,10 +207,10 @@ def _check(alone: list[Tensor], runner: Runner | GatheringRunner, model: Any, ca
         # In few bits routers choose other experts by rounding alone: float32 tells whether anything else is behind it.
         if facts.dtype != torch.bfloat16:
             raise
-        way, steps = model.config._attn_implementation, _steps(len(cases[0].prompt))
+        way = model.config._attn_implementation
         with Widened(model):
             model.set_attn_implementation(_plain(model))
-            alone = [_alone(model, case, _ends(steps, number)) for number, case in enumerate(cases)]
+            alone = _expected(model, cases, facts)
             model.set_attn_implementation(way)
             _compare(alone, _played(runner, model, cases, facts, torch.float32), torch.float32)
 
@@ -212,11 +227,12 @@ def _plain(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
-def _length(model: Any) -> int:
-    """Of the longer prompt: twice the farthest reach that is short enough, and some."""
+def _length(model: Any, switch: RopeSwitch | None = None) -> int:
+    """Of the longer prompt: twice the farthest reach that is short enough, and some; within the original length."""
     text = model.config.get_text_config()
     weights = sum(parameter.numel() for parameter in model.parameters())
     most = min(_LONGEST, _WORK // weights, getattr(text, "max_position_embeddings", None) or _LONGEST)
+    most = most if switch is None else min(most, switch.original)
     sizes = [size for name in _REACHES if isinstance(size := getattr(text, name, None), int)]
     return _SHORTEST + max((2 * size for size in sizes if 2 * size + _SHORTEST <= most), default=0)
 
@@ -239,12 +255,26 @@ def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
 
 def _case(model: Any, facts: Facts, number: int, length: int | None = None) -> _Case:
     """The first sequence looks at media if any can; the others do where the model says nothing without."""
-    length = length or (_SHORTEST if number > 0 else _length(model))
+    length = length or (_SHORTEST if number > 0 else _length(model, facts.switch))
     prompt, encoder = _prompt(facts.vocabulary, length, number), facts.encoder
     if encoder is None or (number > 0 and not encoder.needed):
         return _Case(prompt, {"input_ids": torch.tensor([prompt], device=next(model.parameters()).device)})
     prompt, media = encoder.sample_prompt(prompt), encoder.sample()
     return _Case(prompt, encoder.alone(media, prompt), encoder.sight(encoder.encode(media), media, prompt))
+
+
+def _variants(facts: Facts) -> tuple[bool, ...]:
+    """The rotary factors to check: the short ones, and the long ones where there are such."""
+    return (False,) if facts.switch is None else (False, True)
+
+
+def _expected(model: Any, cases: list[_Case], facts: Facts) -> list[Tensor]:
+    """What `_played` should give, by the model itself."""
+    steps, rows = _steps(len(cases[0].prompt)), []
+    for extended in _variants(facts):
+        with rope.extending() if extended else nullcontext():
+            rows += [_alone(model, case, _ends(steps, number)) for number, case in enumerate(cases)]
+    return rows
 
 
 def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
@@ -261,11 +291,27 @@ def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
 def _played(
     runner: Runner | GatheringRunner, model: Any, cases: list[_Case], facts: Facts, stored: torch.dtype
 ) -> list[Tensor]:
-    """For each case the logits [ends, vocabulary] where its spans end."""
+    """For each kind of rotary factors and each case the logits [ends, vocabulary] where its spans end."""
+    return [
+        rows
+        for extended in _variants(facts)
+        for rows in _played_once(runner, model, cases, facts, stored, extended=extended)
+    ]
+
+
+def _played_once(
+    runner: Runner | GatheringRunner,
+    model: Any,
+    cases: list[_Case],
+    facts: Facts,
+    stored: torch.dtype,
+    *,
+    extended: bool,
+) -> list[Tensor]:
     cache = _cache(runner, model, cases, facts, stored)
     heard: list[list[Tensor]] = [[] for _ in cases]
     for step in _steps(len(cases[0].prompt)):
-        spans, tokens, sights = _batch(cache, cases, step)
+        spans, tokens, sights = _batch(cache, cases, step, extended=extended)
         wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
         with cache.forward(spans) as forward:
             logits = runner.run(forward, tokens, wanted.tolist(), sights)
@@ -288,10 +334,10 @@ def _cache(
 
 
 def _batch(
-    cache: Cache, cases: list[_Case], step: tuple[tuple[int, int], ...]
+    cache: Cache, cases: list[_Case], step: tuple[tuple[int, int], ...], *, extended: bool = False
 ) -> tuple[list[Span], list[int], list[Sight | None]]:
     """The spans of a step, their tokens, and what each sees of media."""
-    spans = [Span(slot, cache.length(slot), length) for slot, length in step]
+    spans = [Span(slot, cache.length(slot), length, extended=extended) for slot, length in step]
     tokens = [token for span in spans for token in cases[span.slot].prompt[span.start : span.stop]]
     return spans, tokens, [cases[span.slot].sight for span in spans]
 

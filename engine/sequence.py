@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection
 from functools import cached_property
@@ -11,6 +12,7 @@ from engine.grammar import Matcher
 from engine.history import History
 from engine.lineage import Lineage
 from engine.pooling import Pool
+from engine.rope import RopeSwitch
 from engine.rules import Rules
 from engine.sampling import Draw
 from engine.scoring import Scores
@@ -32,6 +34,7 @@ class Sequence:
     tokens   those of the lineage; longer than the capacity where shifts are due
     sight    what its rows see of its media; it gets no slot without (`ready`)
     scores, pool  what is gathered of the prompt's rows; None where nothing is asked for, or all has been told
+    extended whether all of its rows are rotated by the long factors (engine/rope.py)
     rank     who is served first: lower ones
     owner, group  whose share of the slots it takes: that of an owner, and of one of the owner's requests
     deadline when it ends, wherever it is; None: when it is done
@@ -49,6 +52,7 @@ class Sequence:
         checkpoint: int | None = None,
         ends: frozenset[int] = frozenset(),
         matcher: Matcher | None = None,
+        switch: RopeSwitch | None = None,
     ) -> None:
         self.request = request
         self.output: list[int] = []
@@ -66,14 +70,15 @@ class Sequence:
         self.owner, self.group = request.owner, (request.owner, request.group or request.id)
         self.rank = get_args(Tier).index(request.tier)
         self.deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
+        self._switch = switch
+        self.extended = switch is not None and self._is_beyond(switch, len(request.prompt))
         self.lineage = Lineage(
             request.prompt,
             capacity=capacity,
             keep=self._keep(tokenizer.special),
             protected=request.protected,
             mutual=request.mutual,
-            # What is computed under one image is wrong under another.
-            salt=request.salt + (b"" if request.media is None else request.media.digest),
+            salt=self._salt(),
             states=request.recurrent_shift,
         )
         # One list for good: shifts change it in place.
@@ -101,6 +106,23 @@ class Sequence:
         needed = [gathered.next for gathered in (self.scores, self.pool) if gathered is not None]
         return min([len(self.tokens) - 1, *needed])
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether its content must be computed anew by the long rotary factors, as `generate` does it (`extend`)."""
+        if self.extended or self._switch is None or not self._switch.restarts:
+            return False
+        return self._is_beyond(self._switch, len(self.tokens))
+
+    @property
+    def is_rotated_alike(self) -> bool:
+        """Whether one set of rotary factors holds for all of its keys, so that a shift can turn them."""
+        return self.extended or self._switch is None or self._capacity <= self._switch.original
+
+    def extend(self) -> None:
+        """Rotate all rows by the long factors from now on; the slot must be empty."""
+        self.extended = True
+        self.lineage.restart(self._salt())
+
     @cached_property
     def limit(self) -> int:
         """New tokens at most."""
@@ -115,7 +137,11 @@ class Sequence:
     @property
     def room(self) -> int:
         """Tokens that it may say at once: what is left of its limit, and of its context."""
-        return min(self.limit - len(self.output), self._capacity + 1 - len(self.tokens))
+        room = min(self.limit - len(self.output), self._capacity + 1 - len(self.tokens))
+        if self._switch is None or not self._switch.restarts or self.is_rotated_alike:
+            return room
+        # What follows is computed by other factors than what is there.
+        return min(room, self._switch.original + 1 - len(self.tokens))
 
     def may_draft(self, kind: str) -> bool:
         """Whether the request lets this kind of drafter guess for it."""
@@ -203,6 +229,16 @@ class Sequence:
         started = now if self.cached is None else self._started
         first = self._first if self.output else now
         return Timings(started - self._arrived, first - started, now - first)
+
+    def _is_beyond(self, switch: RopeSwitch, length: int) -> bool:
+        """Whether a slot ever holds more than the original length while the text is `length` tokens long."""
+        return min(length, self._capacity) > switch.original
+
+    def _salt(self) -> bytes:
+        """What is computed under one image is wrong under another, and by other rotary factors too."""
+        media = b"" if self.request.media is None else self.request.media.digest
+        salt = self.request.salt + media
+        return hashlib.sha256(b"extended" + salt).digest() if self.extended else salt
 
     def _mark_prompt(self, checkpoint: int | None) -> None:
         length = len(self.request.prompt)

@@ -27,11 +27,21 @@ class Slots:
 
         One that was shifted goes back to the latest shift behind which all is found that cannot be computed.
         """
+        if sequence.outgrown:
+            sequence.extend()
         sequence.slot = self._free.pop()
         while (standing := self.recall(sequence)) < sequence.lineage.floor:
             self._cache.clear(sequence.slot)
             sequence.lineage.back()
         return standing
+
+    def restart(self, sequence: Sequence) -> None:
+        """Let an outgrown sequence begin anew; others may have what it computed before."""
+        assert sequence.slot is not None, "a waiting sequence has no slot"
+        self.remember(sequence)
+        self._cache.clear(sequence.slot)
+        sequence.extend()
+        self.recall(sequence)
 
     def recall(self, sequence: Sequence) -> int:
         """Take over what the cache remembers by now of the sequence's tokens; the length at which it stands then.

@@ -133,6 +133,7 @@ class Span:
     mutual   ranges of positions, each wholly among the rows, whose tokens see those behind them in the range too; how
              far they see back is up to the layer (the tokens of an image in Gemma 3)
     guessed  the last rows that are guesses: the slot may be left standing before each of them
+    extended whether the rows are rotated as those of a sequence beyond the model's original length, wherever they are
     """
 
     slot: int
@@ -140,6 +141,7 @@ class Span:
     length: int
     mutual: tuple[tuple[int, int], ...] = ()
     guessed: int = 0
+    extended: bool = False
 
     @property
     def stop(self) -> int:

@@ -165,6 +165,15 @@ def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos() * turn.scaling, angle.sin() * turn.scaling
 
 
+def switching_angles(turn: Turn, extended: Turn, positions: Tensor, original: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [2 * rows, pairs] of positions [rows]: by `turn` within the original length and by `extended`
+    from there on; behind them those of all positions by `extended`.
+    """
+    pairs = zip(angles(turn, positions), angles(extended, positions), strict=True)
+    cosine, sine = (torch.cat((own[:original], longer[original:], longer)) for own, longer in pairs)
+    return cosine, sine
+
+
 def _turned(heads: Tensor, turn: Turn, positions: Tensor) -> Tensor:
     turned = heads.clone()
     cosine, sine = angles(turn, positions)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from engine import rope
 from engine.gathering import GatheringRunner
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NoLibrary
@@ -57,11 +58,11 @@ def select(
     try:
         plain = _packed(plain, facts)
         with Widened(model):
-            decoder = find_decoder(model, plain.layers, vocabulary=facts.vocabulary, context=context)
+            decoder, extended = _decoders(model, plain, vocabulary=facts.vocabulary, context=context)
         library = _library()
         place(model)
-        native = NativeRunner(plain, decoder, library)
-        reason = None if checked else _difference(model, plain, decoder, library, facts)
+        make = partial(NativeRunner, plain, decoder, library, extended=extended)
+        native, reason = make(), None if checked else _difference(model, plain, make(rounds=False), decoder, facts)
     except (NoShape, NoLibrary) as error:
         log.info("layers run in torch operations, not in one native call: %s", error.reason)
         return Selection(plain, error.reason)
@@ -71,9 +72,8 @@ def select(
     return Selection(native)
 
 
-def _difference(model: Any, plain: Runner, decoder: Decoder, library: Library, facts: Facts) -> str | None:
+def _difference(model: Any, plain: Runner, unrounded: NativeRunner, decoder: Decoder, facts: Facts) -> str | None:
     """What the native step does wrong; None: its logits are those of the modules."""
-    unrounded = NativeRunner(plain, decoder, library, rounds=False)
     exact, stored = replace(facts, dtype=torch.float32), facts.stored or facts.dtype
     # Where a row is rounded to 8 bits in its cell, a code may fall the other way.
     checks = {torch.float32: _allowed(decoder)} | (
@@ -101,6 +101,16 @@ def _packed(plain: Runner | GatheringRunner, facts: Facts) -> Runner:
     if not plain.layers:
         raise NoShape("it stores no keys and values")
     return plain
+
+
+def _decoders(model: Any, plain: Runner, *, vocabulary: int, context: int) -> tuple[Decoder, Decoder | None]:
+    """The decoder, and as it turns beyond the original length if there are such positions. Raises NoShape."""
+    original = context if plain.switch is None else plain.switch.original
+    decoder = find_decoder(model, plain.layers, vocabulary=vocabulary, context=min(context, original))
+    if plain.switch is None:
+        return decoder, None
+    with rope.extending():
+        return decoder, find_decoder(model, plain.extended_layers, vocabulary=vocabulary, context=context)
 
 
 def _allowed(decoder: Decoder) -> float:

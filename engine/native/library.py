@@ -175,6 +175,7 @@ class StepFields(Structure):
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
         ("turns", POINTER(TurnFields)),
+        ("angles", c_void_p),
         ("cells", POINTER(CellsFields)),
         ("cells_count", c_int64),
         ("pieces", POINTER(PieceFields)),

@@ -19,9 +19,9 @@ from engine.kernels.cpu.native import (
     rows_of,
     segment_table,
 )
-from engine.native.attention import angles
+from engine.native.attention import angles, switching_angles
 from engine.native.chain import Link, chains, describe_chain, filters_natively, link_table
-from engine.native.decoder import Decoder, Way
+from engine.native.decoder import Decoder, Turn, Way
 from engine.native.description import (
     describe_embedding,
     describe_layers,
@@ -65,18 +65,30 @@ class NativeRunner(Runner):
     Belongs to the engine thread.
     """
 
-    def __init__(self, plain: Runner, decoder: Decoder, library: Library, *, rounds: bool = True) -> None:
+    def __init__(
+        self,
+        plain: Runner,
+        decoder: Decoder,
+        library: Library,
+        *,
+        rounds: bool = True,
+        extended: Decoder | None = None,
+    ) -> None:
         """Raises NoShape where a matrix is stored in a way that the step does not read.
 
-        rounds  whether rows may be rounded to bfloat16 to meet weights, keys and values in it, where the processor is
-                faster so
+        rounds    whether rows may be rounded to bfloat16 to meet weights, keys and values in it, where the processor is
+                  faster so
+        extended  the decoder as it turns beyond the original length, if the model's rotary factors change
         """
         super().__init__(plain._model, plain.layers, plain._mla, plain._attend)
+        self.switch, self.extended_layers = plain.switch, plain.extended_layers
         self._decoder, self._library = decoder, library
         self.has_states = True
         self._watched = plain._model.get_decoder()
         ways = [attention.way for attention, _ in decoder.layers]
-        self._turns = tuple(dict.fromkeys(way.turn for way in ways if isinstance(way, Way)))
+        turns = _turns(decoder)
+        self._turns = tuple(dict.fromkeys(turns))
+        self._extended = {} if extended is None else dict(zip(turns, _turns(extended), strict=True))
         layers = describe_layers(decoder, self._turns)
         self._fields = (LayerFields * len(layers))(*layers)
         # Those that store cells, in the order of the cache, and those that keep states.
@@ -84,22 +96,14 @@ class NativeRunner(Runner):
         self._storing = [own for way, own in pairs if isinstance(way, Way)]
         self._recurring = [(way, recurrence_fields(way, own)) for way, own in pairs if not isinstance(way, Way)]
         self._head = describe_linear(decoder.ending.head)
-        # What all steps have in common; each fills in the rest.
-        self._common = StepFields(
-            width=decoder.embedding.shape[1],
-            embedding=describe_embedding(decoder),
-            layers=self._fields,
-            layer_count=len(layers),
-            last=describe_norm(decoder.ending.norm),
-            head=self._head,
-            rounds=rounds,
-        )
+        self._common = self._describe_common(decoder, rounds)
         # Of the cache that was read last: its groups and the first layer of each, and for each way to turn the angles
         # of all positions. Those take less than a hundredth of what the cells of as many tokens do.
         self._settled: tuple[AttentionGroup, ...] | None = None
         self._firsts: list[int] = []
         self._cells = (CellsFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
+        self._places = array("q")
         # The segments of steps of so many spans, by groups.
         self._spans = 0
         self._tables: list[array[int]] = []
@@ -209,6 +213,18 @@ class NativeRunner(Runner):
             return True
         return not self._storing or all(map(rows_of, forward.stored(0)))
 
+    def _describe_common(self, decoder: Decoder, rounds: bool) -> StepFields:
+        """What all steps have in common; each fills in the rest."""
+        return StepFields(
+            width=decoder.embedding.shape[1],
+            embedding=describe_embedding(decoder),
+            layers=self._fields,
+            layer_count=len(self._fields),
+            last=describe_norm(decoder.ending.norm),
+            head=self._head,
+            rounds=rounds,
+        )
+
     def _output(self, wanted: int, kept: int) -> _Output:
         return _Output.of(wanted, kept, self._head.outputs, self._common.width)
 
@@ -253,6 +269,7 @@ class NativeRunner(Runner):
         for at, table in zip(self._firsts, self._tables, strict=True):
             put_segments(table, forward.segments(at))
         step = self._common
+        step.angles = self._place_angles(forward)
         step.rows, step.threads = forward.rows, torch.get_num_threads()
         return step
 
@@ -278,9 +295,23 @@ class NativeRunner(Runner):
         self._spans = 0
         self._common.cells, self._common.cells_count = self._cells, len(self._firsts)
         positions = torch.arange(forward.capacity)
-        self._angles = [angles(turn, positions) for turn in self._turns]
+        self._angles = [self._angles_of(turn, positions) for turn in self._turns]
         self._common.turns = (TurnFields * len(self._turns))(*map(describe_turn, self._turns, self._angles))
         self._settled = forward.groups
+
+    def _angles_of(self, turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
+        extended = self._extended.get(turn)
+        if self.switch is None or extended is None:
+            return angles(turn, positions)
+        return switching_angles(turn, extended, positions, self.switch.original)
+
+    def _place_angles(self, forward: Forward) -> int | None:
+        """The address of the rows' places in the tables of angles; None where these are their positions."""
+        if self.switch is None or not any([span.extended for span in forward.spans]):
+            return None
+        starts = [(span.start + forward.capacity * span.extended, span.length) for span in forward.spans]
+        self._places = array("q", [at for start, length in starts for at in range(start, start + length)])
+        return address(self._places)
 
     def _place(self, forward: Forward, at: int) -> None:
         """Let a layer's fields name its planes."""
@@ -289,6 +320,12 @@ class NativeRunner(Runner):
         fields.key_plane, fields.value_plane = plane_fields(keys), plane_fields(values)
         fields.reach, fields.reach_size = REACHES[reach.kind], reach.size
         self._common.format = FORMATS[keys.numbers.dtype]
+
+
+def _turns(decoder: Decoder) -> list[Turn]:
+    """How the layers that store cells turn, in order."""
+    ways = (attention.way for attention, _ in decoder.layers)
+    return [way.turn for way in ways if isinstance(way, Way)]
 
 
 def _cells(forward: Forward, at: int) -> CellsFields:

@@ -68,11 +68,26 @@ _JAMBA = {
     "expert_layer_offset": 1,
 }
 
+# Rotary factors that change at this length.
+ORIGINAL = 40
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 3.0, 6.0, 12.0],
+    "original_max_position_embeddings": ORIGINAL,
+}
+_RESTARTING = {"rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL}
+_SCALED_ROPE = {"rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma": ("GemmaConfig", {}),
     "phi3": ("Phi3Config", {}),
+    "phi3_long": ("Phi3Config", _RESTARTING),
+    "phimoe_long": ("PhimoeConfig", {**_RESTARTING, **_SCALED_ROPE, "num_local_experts": 4}),
+    "llama_long": ("LlamaConfig", {"rope_parameters": _LONGROPE}),
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
     "olmo2": ("Olmo2Config", {}),
     "gemma2": ("Gemma2Config", {"sliding_window": 8, "query_pre_attn_scalar": 8}),

@@ -32,7 +32,8 @@ class Entry {
                                                      : ((const float *)own.table)[from]);
     }
 
-    int64_t position(int64_t row) const { return positions[row]; }
+    // A row's place in the tables by which heads turn.
+    int64_t angle(int64_t row) const { return step->angles ? step->angles[row] : positions[row]; }
 
   private:
     void find_positions(const Cells &cells) {

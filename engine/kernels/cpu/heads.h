@@ -91,9 +91,9 @@ class Making {
         if (!whole) add_bias(heads, own, head, heads.width);
         if (kind < 2) {
             const Norm &norm = kind == 0 ? layer.of_queries : layer.of_keys;
-            if (layer.turns_first) turn_head(step.turns[layer.turn], entry.position(row), own);
+            if (layer.turns_first) turn_head(step.turns[layer.turn], entry.angle(row), own);
             if (!whole && norm.kind != NO_NORM) normalise(norm, own, own);
-            if (!layer.turns_first) turn_head(step.turns[layer.turn], entry.position(row), own);
+            if (!layer.turns_first) turn_head(step.turns[layer.turn], entry.angle(row), own);
             if (std::is_same_v<Element, int8_t>) transform(own, heads.width);
         }
         if (kind > 0)

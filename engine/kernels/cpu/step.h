@@ -160,6 +160,7 @@ struct Step {
     const Layer *layers;
     int64_t layer_count;
     const Turn *turns;
+    const int64_t *angles;  // [rows], the rows' places in the tables of cosines and sines; null: their positions
     const Cells *cells;
     int64_t cells_count;
     const Piece *pieces;  // where layers have recurrences
