@@ -52,6 +52,7 @@ class EngineConfig:
     embedding_model  that makes the vectors of texts, or scores pairs of them, beside the model; None: the model does it
     kernels      who computes attention and quantised weights; "auto": what is fastest of all that this machine can have
     mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
+    media        whether requests can bring media; if not, models that need them are refused before weights are read
     shelf        folder where remembered content is kept for the next start; None: nowhere
     shelf_bytes  that its files may take together
     shelf_memory_bytes  of host memory for remembered content that has no cells any more; on a CPU cells are host memory
@@ -78,6 +79,7 @@ class EngineConfig:
     kernels: Kernels = "auto"
     mla: MlaMode = "auto"
     checkpoint: int = 1024
+    media: bool = True
     shelf: str | None = None
     shelf_bytes: int = 8 * 2**30
     shelf_memory_bytes: int = 0

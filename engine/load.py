@@ -48,8 +48,12 @@ from engine.tokenizer import Tokenizer
 
 log = logging.getLogger("cellar.engine")
 
-# Of a weight in MXFP4: 32 of them share a scale of 8 bits.
-_MXFP4_BITS = 4.25
+# Formats that nothing here multiplies by, and bits of a weight with its share of scales: in MXFP4, 32 share one of 8.
+_WIDENED = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
+
+
+# What files with a tokenizer are called.
+_TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +108,12 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
     available = max(available_bytes() - promised_bytes, 0)
     torch.set_num_threads(config.threads or threads_for(folder))
+    settings = _inspect(name, folder, config)
+    reading = _start_reading(name, folder, getattr(settings.get_text_config(), "vocab_size", 0))
     on_phase("weights")
-    model, dtype = _read(name, folder, config)
+    model, dtype = _read(name, folder, settings, config)
     text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
-    known = _context(name, text, config)
-    reading = _start_reading(name, folder, text.vocab_size)
+    known = config.context or longest_context(text)
     on_phase("calibrate")
     switch = _switch(name, model)
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -194,11 +199,26 @@ def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
     return torch.bfloat16 if stored == torch.bfloat16 and native and not is_small(folder) else torch.float32
 
 
-def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.dtype]:
+def _inspect(name: str, folder: Path, settings: EngineConfig) -> Any:
+    """The configuration: what it or the names of files rule out is refused before weights are read."""
     if not weight_files(folder):
         raise ModelUnsupported(name, no_weights(folder))
+    if not any(next(folder.glob(kind), None) for kind in _TOKENIZERS):
+        raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except BROKEN as error:
+        raise ModelUnsupported(name, one_line(error)) from error
+    if config.is_encoder_decoder and not settings.media:
+        raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can bring them")
+    longest = longest_context(config.get_text_config())
+    if settings.context is not None and settings.context > longest:
+        raise ModelUnsupported(name, f"it knows contexts of up to {longest} tokens; lower --context")
+    return config
+
+
+def _read(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple[Any, torch.dtype]:
+    try:
         dtype = _dtype(settings, folder, config)
         _widen(name, folder, config, dtype)
         model, report = _kind(config).from_pretrained(
@@ -222,15 +242,17 @@ def _read(name: str, folder: Path, settings: EngineConfig) -> tuple[Any, torch.d
 
 
 def _widen(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Have weights in MXFP4 read as those of a type: nothing here multiplies them as they are."""
+    """Have weights of few bits read as those of a type: nothing here multiplies them as they are."""
     stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") != "mxfp4":
+    if not isinstance(stored, dict) or stored.get("quant_method") not in _WIDENED:
         return
+    kind, bits = _WIDENED[stored["quant_method"]]
     stored["dequantize"] = True
-    size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / _MXFP4_BITS
+    size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
     log.warning(
-        "%s has weights in MXFP4: they are read as %s, which takes about %.1f GiB until --quantize makes them smaller",
+        "%s has weights in %s: they are read as %s, which takes about %.1f GiB until --quantize makes them smaller",
         name,
+        kind,
         str(dtype).removeprefix("torch."),
         size / 2**30,
     )
@@ -306,18 +328,11 @@ def known_context(name: str, folder: Path) -> int:
         raise ModelUnsupported(name, one_line(error)) from error
 
 
-def _context(name: str, text: Any, config: EngineConfig) -> int:
-    """The positions that the model is prepared for. Raises ModelUnsupported where it does not know as many."""
-    longest = longest_context(text)
-    if config.context is not None and config.context > longest:
-        raise ModelUnsupported(name, f"it knows contexts of up to {longest} tokens; lower --context")
-    return config.context or longest
-
-
 def longest_context(text: Any) -> int:
     """The context that a model was trained for, as its text settings say it."""
     names = ("max_position_embeddings", "max_target_positions")
-    return int(next((known for name in names if (known := getattr(text, name, None))), 8192))
+    # A number below 1 stands for no limit.
+    return int(next((known for name in names if (known := getattr(text, name, None) or 0) > 0), 8192))
 
 
 def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype, stored: torch.dtype) -> Sizes:

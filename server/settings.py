@@ -160,6 +160,8 @@ class Settings:
             draft_tokens=self.draft_tokens,
             draft_quantize=self.draft_quantize,
             embedding_model=self.embedding_model,
+            # No route takes any.
+            media=False,
             shelf=self.shelf,
             shelf_bytes=self.shelf_bytes,
             shelf_memory_bytes=self.shelf_memory_bytes,

@@ -15,12 +15,14 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse, JSONResponse
+from transformers import LlamaConfig, XLNetConfig
 
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.folder import fingerprint, resolve, weight_files
-from engine.load import load
+from engine.load import load, longest_context
+from tests.engine import encoders
 from tests.engine.models import CONTEXT
 from tests.engine.play import Job, ask, play
 
@@ -214,6 +216,49 @@ def test_a_model_that_is_no_text_generator_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelUnsupported):
         load_folder(tmp_path)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that nobody may read."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("engine.load._read", refuse)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_missing_tokenizer_is_told_before_the_weights_are_read(copy: Path) -> None:
+    """Reading gigabytes first would help nobody."""
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+
+    with pytest.raises(ModelUnsupported, match=r"its tokenizer cannot be read: the folder has none, such as tokenizer"):
+        load_folder(copy)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_a_model_that_needs_media_is_refused_where_no_request_can_bring_them(tmp_path: Path, family: str) -> None:
+    """A server without a route for media says so at its start, in place of a refusal for every request."""
+    encoders.save_encoder_model(family, tmp_path)
+
+    with pytest.raises(ModelUnsupported, match="its decoder needs audio or a text for its encoder, and no request can"):
+        load_folder(tmp_path, media=False)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_context_beyond_the_models_own_is_told_before_the_weights_are_read(copy: Path) -> None:
+    """The number that it knows is in the message."""
+    with pytest.raises(ModelUnsupported, match=f"knows contexts of up to {CONTEXT} tokens; lower --context"):
+        load_folder(copy, context=CONTEXT + 1)
+
+
+def test_no_limit_is_no_negative_context() -> None:
+    """XLNet writes -1 where there is no limit."""
+    assert 8192 == longest_context(XLNetConfig())
+    assert 128 == longest_context(LlamaConfig(max_position_embeddings=128))
 
 
 def test_more_than_the_memory_is_refused_in_numbers(folder: Folder) -> None:

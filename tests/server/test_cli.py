@@ -231,6 +231,7 @@ def test_the_settings_reach_the_engine() -> None:
 
     assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
     assert 0.02 == Settings(itl_target_ms=20.0).engine_config().itl_target_seconds
+    assert not Settings().engine_config().media
     assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
     assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16", "auto") == (
         config.model,
