@@ -25,6 +25,7 @@ from engine.plan import LayerPlan
 from engine.rope import RopeSwitch
 from engine.sight import Sight
 from engine.telling import Teller
+from engine.ties import TiesInOrder
 from kvcache.forward import Forward
 from kvcache.planes import Stored
 from kvcache.spec import LayerSpec, Span
@@ -151,7 +152,7 @@ class GatheringRunner(Teller):
             "logits_to_keep": wanted,
         }
         extended = None if self.switch is None else self.switch.extended([span])
-        with torch.inference_mode(), rope.extending(extended), self._invariant or nullcontext():
+        with torch.inference_mode(), rope.extending(extended), TiesInOrder(), self._invariant or nullcontext():
             made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
         logits: Tensor = made.logits[0]
         return logits if logits.shape[0] <= len(wanted) else logits[wanted]

@@ -32,6 +32,7 @@ from engine.plan import LayerPlan, plan_layers
 from engine.rope import RopeSwitch
 from engine.runner import Runner
 from engine.sight import Sight
+from engine.ties import TiesInOrder
 from engine.types import MlaMode
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -291,7 +292,7 @@ def _alone(model: Any, case: _Case, ends: list[int]) -> Tensor:
     rows = torch.tensor(ends, device=next(model.parameters()).device) - 1
     known = inspect.signature(type(model).forward).parameters
     kept = {"logits_to_keep": rows} if "logits_to_keep" in known else {}
-    with torch.inference_mode():
+    with torch.inference_mode(), TiesInOrder():
         logits: Tensor = model(**case.inputs, **kept, use_cache=False).logits[0]
     # A model that ignores what to keep returns every row.
     return logits if logits.shape[0] == len(ends) else logits[rows]

@@ -17,16 +17,19 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks, recurrence
+from engine import hooks, recurrence, rope
 from engine.gathering import GatheringRunner
 from engine.runner import Runner
 from engine.selftest import Facts, find_runner
+from engine.ties import TiesInOrder
 from kvcache.cache import Cache
 from kvcache.shelf import ShelfConfig
 from kvcache.spec import Span
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
 LENGTH = 24
+# Where rotary factors change: behind the positions by which a model is planned.
+ORIGINAL = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,10 @@ class Family:
             return list(self.runner.run(forward, tokens, wanted.tolist()))
 
     def alone(self, tokens: tuple[int, ...]) -> Tensor:
-        """The logits after some tokens, by transformers without us."""
+        """The logits after some tokens, by transformers without us; equal scores are selected in order."""
         way = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
-        with torch.inference_mode():
+        with torch.inference_mode(), TiesInOrder():
             logits: Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation(way)
         return logits
@@ -75,19 +78,27 @@ class Family:
         return float((expected - actual).abs().max()) <= 1e-3 * max(1.0, float(expected.abs().max()))
 
 
-def build(name: str) -> Family:
-    """The model of a family. Raises what transformers raises where it cannot be run packed."""
+def build(name: str, **own: Any) -> Family:
+    """The model of a family, some settings changed. Raises what transformers raises where it cannot be run packed."""
     # Tiny layers: a second thread would only be waited for (measured 10 times slower on busy cores).
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **settings(name))
+    config = AutoConfig.for_model(name, **{**settings(name), **own})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    recurrent = recurrence.install(model)
+    plant(model)
+    switch, recurrent = rope.install(model), recurrence.install(model)
     hooks.install_latent(model)
     generator = torch.Generator().manual_seed(1)
     prompt = tuple(torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist())
-    facts = Facts(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32)
+    facts = Facts(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, switch=switch)
     return Family(name, model, find_runner(name, model, facts), recurrent, prompt)
+
+
+def plant(model: Any) -> None:
+    """Let what scales a dynamic mask (Doge) tell positions apart: it begins as zeros, where all are equally likely."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("self_attn.A"):
+            torch.nn.init.normal_(parameter)
 
 
 def batched(family: Family) -> bool:
@@ -194,6 +205,89 @@ def shifted(family: Family) -> str:
     return "recomputed" if family.agrees(cold, row) else "FAIL"
 
 
+def rotated(name: str) -> str:
+    """Whether texts that begin beyond the original length, or cross it, get the logits that `generate` alone computes.
+
+    n/a: the family knows no factors that depend on the length.
+    """
+    own = build_longrope(name)
+    if own is None:
+        return "n/a"
+    return "PASS" if all(_generates(own, start) for start in (ORIGINAL - 3, ORIGINAL + 2)) else "FAIL"
+
+
+def build_longrope(name: str) -> Family | None:
+    """The model of a family with LongRoPE in all layers that rotate; None: it has no such kind."""
+    config = AutoConfig.for_model(name, **settings(name))
+    known = getattr(config, "rope_parameters", None)
+    if not known:
+        return None
+    with torch.device("meta"):
+        modules = list(AutoModelForCausalLM.from_config(config).modules())
+    rotary = next((module for module in modules if hasattr(module, "rope_type")), None)
+    if rotary is None:
+        return None
+    if isinstance(rotary.rope_type, dict):
+        parameters = {kind: _longrope(known[kind], getattr(rotary, f"{kind}_inv_freq")) for kind in rotary.rope_type}
+    else:
+        parameters = _longrope(known, rotary.inv_freq)
+    own = {"original_max_position_embeddings": ORIGINAL} if hasattr(config, "original_max_position_embeddings") else {}
+    try:
+        return build(name, rope_parameters=parameters, **own)
+    except (KeyError, ValueError):
+        return None
+
+
+def _longrope(known: dict[str, Any], frequencies: Tensor) -> dict[str, Any]:
+    pairs = len(frequencies)
+    kept = {key: value for key, value in known.items() if key in ("rope_theta", "partial_rotary_factor")}
+    return {
+        "rope_theta": 10000.0,
+        **kept,
+        "rope_type": "longrope",
+        "short_factor": [1.0 + at / pairs for at in range(pairs)],
+        "long_factor": [1.0 + 8.0 * at / pairs for at in range(pairs)],
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+        "original_max_position_embeddings": ORIGINAL,
+    }
+
+
+def _generates(family: Family, start: int) -> bool:
+    """Whether the tokens that `generate` appends to a prompt of `start` tokens get the same logits here."""
+    prompt = torch.tensor([(*family.prompt, *family.prompt)[:start]])
+    way = family.model.config._attn_implementation
+    family.model.set_attn_implementation("eager")
+    with torch.inference_mode(), TiesInOrder():
+        said = family.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    family.model.set_attn_implementation(way)
+    rows = _replayed(family, said.sequences[0].tolist(), start)
+    return all(family.agrees(expected[0], row) for expected, row in zip(said.logits, rows, strict=True))
+
+
+def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]:
+    """The logits after each token from `start` on, beside a short neighbour; a restarted sequence is computed anew."""
+    cache, switch = family.cache(), family.runner.switch
+    assert switch is not None
+    extended = start > switch.original
+    for length in range(start, len(tokens)):
+        if switch.restarts and not extended and length > switch.original:
+            extended = True
+            cache.clear(0)
+        spans = [Span(0, cache.length(0), length - cache.length(0), extended=extended), Span(1, cache.length(1), 1)]
+        own = [*tokens[spans[0].start : length], 7]
+        with cache.forward(spans) as forward:
+            yield family.runner.run(forward, own, [spans[0].length - 1])[0]
+
+
 CHECKS: dict[str, Callable[[Family], bool]] = {
     "batched": batched,
     "chunked": chunked,
@@ -212,12 +306,12 @@ def row(name: str) -> list[str]:
     kinds |= {"latent"} if any(plan.spec.value_width == 0 for plan in family.runner.layers) else set()
     results = ["PASS" if check(family) else "FAIL" for check in CHECKS.values()]
     way = "packed" if isinstance(family.runner, Runner) else "one by one"
-    return [name, ", ".join(sorted(kinds)), way, *results, shifted(family)]
+    return [name, ", ".join(sorted(kinds)), way, *results, shifted(family), rotated(name)]
 
 
 def table() -> Iterator[str]:
     """The table, line by line."""
-    heads = ["family", "memory", "sequences", *CHECKS, "shift"]
+    heads = ["family", "memory", "sequences", *CHECKS, "shift", "rotation beyond the original length"]
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
     for name in sorted(FAMILIES):

@@ -115,7 +115,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "minimax_m3_vl_text",
             "ctrl",
             "diffllama",
-            "doge",
             "biogpt",
             "gpt_neox_japanese",
         ]
@@ -125,6 +124,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {**_ROUTED, **_LATENT} for name in ("axk1", "dots1")},
     **{name: {**_ROUTED, **_LATENT, **_INDEXED} for name in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")},
     **{name: {**_MOE, **_ROUTED, **_WINDOW, "moe_num_experts": 4} for name in ("hy_v3", "kolibri1", "laguna")},
+    "doge": {"keep_window_size": SHORT},
     "bloom": {"head_dim": None, "n_layer": 3, "n_head": 4},
     "falcon": {"head_dim": None},
     "codegen": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
