@@ -110,7 +110,7 @@ class HeadDrafter:
     def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """The sequence is over: what was computed for it may serve others."""
         self._pasts.pop(sequence_id, None)
-        self._seats.forget(sequence_id)
+        self._seats.forget(sequence_id, said)
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""
@@ -144,8 +144,9 @@ class HeadDrafter:
     def _catch_up(self, want: Want, past: _Past) -> None:
         """Read pairs whose second token is known."""
         known = want.tokens[: past.stop + 1]
-        draw = replace(want.draw, position=want.draw.position - len(want.tokens) + len(known))
-        (pair,), (seat,) = self._seated([replace(want, tokens=known, draw=draw, limit=0)])
+        ahead = len(want.tokens) - len(known)
+        draw = replace(want.draw, position=want.draw.position - ahead)
+        (pair,), (seat,) = self._seated([replace(want, tokens=known, draw=draw, limit=0, said=want.said - ahead)])
         rows = unread([pair], [seat], capacity=self._cache.capacity, most=self._chunk)
         if rows and self._read([seat], [past], rows, {}) is not None:
             past.release(past.base + len(seat.tokens) - 1)

@@ -53,7 +53,7 @@ class ModelDrafter:
 
     def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """The sequence is over: what was computed for it may serve others."""
-        self._seats.forget(sequence_id)
+        self._seats.forget(sequence_id, said)
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""

@@ -27,6 +27,7 @@ class Seat:
     plain    tokens of it at the start that were never shifted, and may serve others; None: all
     dropped  tokens that context shifts had taken from the text when it was wanted last
     checked  leading tokens of the text that were compared then: they are the same until a shift
+    said     tokens of the output that the text had then, its last token among them
     """
 
     slot: int
@@ -36,6 +37,7 @@ class Seat:
     plain: int | None = None
     dropped: int = 0
     checked: int = 0
+    said: int = 0
 
 
 class Seats:
@@ -60,11 +62,19 @@ class Seats:
         """Let others have what a seat holds."""
         self._cache.remember(seat.slot, seat.tokens[: seat.plain], salt=seat.salt)
 
-    def forget(self, sequence_id: str) -> None:
-        """The sequence is over: what was computed for it may serve others."""
-        if sequence_id in self._seats:
-            self.remember(self._seats[sequence_id])
-            self.leave(sequence_id)
+    def forget(self, sequence_id: str, said: Sequence[int] = ()) -> None:
+        """The sequence is over: what was computed of its text may serve others, and of drafts what became output.
+
+        said  its output
+        """
+        seat = self._seats.get(sequence_id)
+        if seat is None:
+            return
+        text = seat.checked + 1
+        later = list(said[seat.said :]) if seat.said >= 0 else []
+        self.rewind(seat, text + common_prefix(seat.tokens[text:], later))
+        self.remember(seat)
+        self.leave(sequence_id)
 
     def leave(self, sequence_id: str) -> None:
         """The sequence gives up its seat, and what that holds serves nobody."""
@@ -80,7 +90,7 @@ class Seats:
         common, dropped = self._common(seat, want), want.draw.position - len(want.tokens) - seat.dropped
         if dropped > 0:
             common = self._shift(seat, want, common, dropped)
-        seat.dropped, seat.checked = seat.dropped + dropped, len(want.tokens) - 1
+        seat.dropped, seat.checked, seat.said = seat.dropped + dropped, len(want.tokens) - 1, want.said
         if common < len(seat.tokens):
             self.rewind(seat, common)
         if len(seat.tokens) + _WORTH_A_LOOK < len(want.tokens) - 1:

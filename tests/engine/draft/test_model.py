@@ -64,6 +64,32 @@ def slowly(one: Want) -> Want:
     return replace(one, draw=replace(one.draw, params=replace(one.draw.params, temperature=0.8, xtc=SLOWLY)))
 
 
+def known(some: Watched, tokens: Sequence[int]) -> int:
+    """Leading tokens that are remembered."""
+    return some._cache.known(list(tokens)).length
+
+
+@pytest.mark.parametrize("accepted", [0, 2, 5])
+def test_guesses_that_were_not_said_are_not_remembered(accepted: int) -> None:
+    """A text ends inside a draft: of the draft only what became output serves others, and no cell holds the rest."""
+    some, start = drafter(), text(1, 20)
+    (draft,) = some.propose([replace(want(0, start, 6), said=3)])
+    output = [*start[-3:], *draft[:accepted], VOCABULARY - 1]
+
+    some.forget("0", output)
+
+    assert 20 + accepted == known(some, [*start, *draft])
+    assert 20 + accepted == some._cache.cells - some._cache.free_cells
+
+
+def test_of_a_sequence_that_loses_its_slot_the_text_is_remembered() -> None:
+    """Nobody knows what becomes of its latest draft."""
+    some, texts = drafter(), [text(slot, 12) for slot in range(5)]
+    drafts = [some.propose([want(name, own)])[0] for name, own in enumerate(texts)]
+
+    assert 12 == known(some, [*texts[0], *drafts[0]])
+
+
 def stands(some: Watched) -> bool:
     """Whether every slot holds what its seat says it holds."""
     seats = some._seats._seats.values()
