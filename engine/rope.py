@@ -51,16 +51,22 @@ _extended: ContextVar[Tensor | None] = ContextVar("engine.rope.extended", defaul
 _ALL = torch.ones(1, dtype=torch.bool)
 
 
+def original_length(model: Any) -> int | None:
+    """The length up to which the short factors hold; None: no factors depend on the length. Raises ValueError."""
+    found = sorted({length for module in model.modules() for length in _originals(module)})
+    if len(found) > 1:
+        raise ValueError(f"its layers change their rotation at different lengths: {found}")
+    return found[0] if found else None
+
+
 def install(model: Any) -> RopeSwitch | None:
     """Let rotary embeddings obey `extending`; None: no factors depend on the length. Raises ValueError."""
-    found = {module: length for module in model.modules() for length in _originals(module)}
-    if not found:
+    original = original_length(model)
+    if original is None:
         return None
-    if len(set(found.values())) > 1:
-        raise ValueError(f"its layers change their rotation at different lengths: {sorted(set(found.values()))}")
-    original = next(iter(found.values()))
-    for module in found:
-        module.forward = _by_row(module.forward, original)
+    for module in model.modules():
+        if any(True for _ in _originals(module)):
+            module.forward = _by_row(module.forward, original)
     return RopeSwitch(original, _restarts(model, original))
 
 

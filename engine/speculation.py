@@ -161,8 +161,8 @@ class Speculation:
         Returns how many of the draft were said.
         """
         accepted = sum(token == guess for token, guess in zip(said, draft.tokens, strict=False))
-        # Where the text ends, what was drafted behind it brings as little as what is wrong.
-        judged = min(len(draft.tokens), accepted + 1)
+        # Behind a wrong token, or the end of the text, nothing was compared.
+        judged = min(len(draft.tokens), len(said))
         self._depth.verified(draft.kind, judged, accepted)
         for at in range(len(draft.tokens)):
             self._drafted[draft.kind][at] += 1

@@ -164,7 +164,8 @@ class Request:
     stop_regex  regular expressions: behind the first match of one the text ends, and the match is part of it
     logprobs    None: no log-probabilities; n: those of the chosen token and of the n likeliest
     overflow    what happens at a full context: end with "length", or shift the context; None: the engine's setting
-    keep        tokens at the start that a shift never drops; None: the leading special tokens and 4 more
+    keep        tokens at the start that a shift never drops, half of the context at most; None: the leading special
+                tokens and 4 more
     protected   token ranges [start, stop) of the prompt that a shift neither drops nor cuts; where nothing else may go
                 the answer ends with "length"
     mutual      token ranges [start, stop) of the prompt, ascending, whose tokens see those behind them in the range too

@@ -110,13 +110,15 @@ class RecurrentStates:
         """Nothing to check: no state is copied."""
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Carry the last state over. It is the only one that stays: the others are not of this past.
+        """Carry the last state over. Those up to `keep` stay, for what they have seen stays; the others go.
 
         Where no token stays the slot begins anew.
         """
         row = self._rows[slot]
         length = row.length - drop
-        self._rows[slot] = _Row(length, {length: row.states[row.length], 0: {}})
+        states = {position: state for position, state in row.states.items() if position <= keep}
+        marks = [mark for mark in row.marks if mark <= keep and mark < length]
+        self._rows[slot] = _Row(length, states | {length: row.states[row.length]} | {0: {}}, marks)
 
     def hold(self, slot: int, start: int, stop: int) -> Marks:
         """The states that the slot has in (start, stop]."""

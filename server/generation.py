@@ -158,6 +158,10 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
         raise invalid("priority", "'service_tier' says who is served first; give one of them")
     if body.keep is not None and body.n_keep is not None and body.keep != body.n_keep:
         raise invalid("n_keep", "it is another name of 'keep' and differs from it")
+    kept = body.n_keep if body.keep is None else body.keep
+    if kept is not None and kept > context // 2 and overflow == "shift":
+        name = "n_keep" if body.keep is None else "keep"
+        raise invalid(name, f"a shift spares half of the context at most, {context // 2} tokens here")
 
 
 def _most(*counts: int | None) -> int | None:

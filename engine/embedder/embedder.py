@@ -19,19 +19,28 @@ class Embedder:
 
     pad      the token that fills a text up
     spread   lengths in a batch may differ by so many tokens
+    original  texts longer than this are rotated by other factors (engine/rope.py), so they share no batch with shorter
+             ones; None: there are none
     threads  to compute with; the model beside it may be better off with another number
     """
 
-    def __init__(self, model: Any, head: Head, *, pad: int, threads: int, spread: int) -> None:
+    def __init__(
+        self, model: Any, head: Head, *, pad: int, threads: int, spread: int, original: int | None = None
+    ) -> None:
         self._model, self._head, self.pad, self._threads = model, head, pad, threads
         self._known = inspect.signature(model.forward).parameters.keys()
-        self.spread = spread
+        self.spread, self._original = spread, original
 
     @property
     def dtype(self) -> torch.dtype:
         """The number format that it computes in."""
         dtype: torch.dtype = self._model.dtype
         return dtype
+
+    def shares(self, lengths: Sequence[int]) -> bool:
+        """Whether texts of these lengths may be computed together."""
+        alike = max(lengths) - min(lengths) <= self.spread
+        return alike and (self._original is None or not min(lengths) <= self._original < max(lengths))
 
     def vectors(self, inputs: Sequence[EmbeddingInput]) -> Tensor:
         """What becomes of each [inputs, dimensions], in float32."""

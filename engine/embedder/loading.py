@@ -35,6 +35,7 @@ from engine.errors import EmbedderTooLarge, ModelUnsupported
 from engine.folder import BROKEN, fingerprint, no_weights, one_line, resolve, threads_for, weight_files
 from engine.memory import available_bytes
 from engine.quantize.surgery import bytes_of
+from engine.rope import original_length
 from engine.status import Embedding, ModelInfo
 from engine.types import EmbeddingInput
 
@@ -75,7 +76,8 @@ def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
     layout = read_layout(name, folder)
     model, head, tokenizer = _read(name, layout, config)
     threads = config.threads or threads_for(layout.folder)
-    embedder = Embedder(model, head, pad=_pad(tokenizer), threads=threads, spread=0)
+    original = original_length(model)
+    embedder = Embedder(model, head, pad=_pad(tokenizer), threads=threads, spread=0, original=original)
     vocabulary = model.get_input_embeddings().num_embeddings
     reader = Reader(tokenizer, layout, vocabulary=vocabulary, longest=_longest(model, tokenizer, layout))
     dimensions = _check(name, embedder, reader)

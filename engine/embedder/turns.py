@@ -115,7 +115,7 @@ class Turns:
         return batch
 
     def _fits(self, lengths: Sequence[int], most: int) -> bool:
-        within = max(lengths) * len(lengths) <= most and max(lengths) - min(lengths) <= self._embedder.spread
+        within = max(lengths) * len(lengths) <= most and self._embedder.shares(lengths)
         return within or len(lengths) == 1
 
     def _told(self, batch: Sequence[tuple[_Work, int]], vectors: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from engine import hooks, recurrence, rope
 from engine.gathering import GatheringRunner
@@ -232,18 +232,20 @@ def build_longrope(name: str) -> Family | None:
     else:
         parameters = _longrope(known, rotary.inv_freq)
     own = {"original_max_position_embeddings": ORIGINAL} if hasattr(config, "original_max_position_embeddings") else {}
+    own["rope_parameters"] = parameters
     try:
-        return build(name, rope_parameters=parameters, **own)
-    except (KeyError, ValueError):
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**settings(name), **own}))
+    except (AttributeError, KeyError, RuntimeError, ValueError):
         return None
+    return build(name, **own)
 
 
 def _longrope(known: dict[str, Any], frequencies: Tensor) -> dict[str, Any]:
     pairs = len(frequencies)
-    kept = {key: value for key, value in known.items() if key in ("rope_theta", "partial_rotary_factor")}
     return {
         "rope_theta": 10000.0,
-        **kept,
+        **known,
         "rope_type": "longrope",
         "short_factor": [1.0 + at / pairs for at in range(pairs)],
         "long_factor": [1.0 + 8.0 * at / pairs for at in range(pairs)],
@@ -262,6 +264,7 @@ def _generates(family: Family, start: int) -> bool:
         said = family.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
+            past_key_values=DynamicCache() if _has_idle_window(family) else None,
             max_new_tokens=8,
             do_sample=False,
             eos_token_id=None,
@@ -271,6 +274,12 @@ def _generates(family: Family, start: int) -> bool:
     family.model.set_attn_implementation(way)
     rows = _replayed(family, said.sequences[0].tolist(), start)
     return all(family.agrees(expected[0], row) for expected, row in zip(said.logits, rows, strict=True))
+
+
+def _has_idle_window(family: Family) -> bool:
+    """Whether the configuration names a window that no layer has: transformers' cache would drop keys all the same."""
+    named = getattr(family.model.config.get_text_config(), "sliding_window", None) is not None
+    return named and all(plan.spec.reach.kind == "full" for plan in family.runner.layers)
 
 
 def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.families import CHECKS, FAMILIES, Family, build, shifted
+from tests.engine.families import CHECKS, FAMILIES, Family, build, rotated, shifted
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One of each mechanism in every run; the others are slow only by their number.
@@ -22,6 +22,7 @@ ALWAYS = {
     "nemotron_h",
     "gemma4_text",
     "mpt",
+    "doge",
 }
 
 family = cache(build)
@@ -45,7 +46,14 @@ def test_a_family_is_what_it_is_alone(name: str) -> None:
 @pytest.mark.parametrize("name", families())
 def test_a_family_shifts_or_is_computed_anew(name: str) -> None:
     """The documented way to shift is the one that happens, and gives finite logits."""
-    assert documented()[name][-1] == shifted(family(name))
+    assert documented()[name]["shift"] == shifted(family(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*families(), "phi3", "falcon"])
+def test_a_family_rotates_as_generate_does_beyond_the_original_length(name: str) -> None:
+    """The documented outcome is the one that happens."""
+    assert documented()[name]["rotation beyond the original length"] == rotated(name)
 
 
 def test_the_page_has_every_family() -> None:
@@ -53,11 +61,11 @@ def test_the_page_has_every_family() -> None:
     rows = documented()
 
     assert sorted(FAMILIES) == sorted(rows)
-    assert not [name for name, cells in rows.items() if "FAIL" in cells]
+    assert not [name for name, cells in rows.items() if "FAIL" in cells.values()]
 
 
-def documented() -> dict[str, list[str]]:
-    """The rows of the page's first table by family."""
+def documented() -> dict[str, dict[str, str]]:
+    """The rows of the page's first table by family, their cells by column."""
     table = PAGE.read_text().split("| family |")[1].split("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    return {cells[0]: cells[1:] for cells in rows}
+    heads, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    return {cells[0]: dict(zip(heads, cells[1:], strict=True)) for cells in rows}

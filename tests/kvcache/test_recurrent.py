@@ -218,7 +218,7 @@ def test_states_shift_by_being_computed_anew() -> None:
 
 
 def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
-    """A carried state has seen what was dropped, stands where the slot does, and is the only one left."""
+    """A carried state has seen what was dropped, and stands where the slot does; none is left of what moved."""
     cache = make()
     for length in (4, 6, 5):
         feed(cache, 0, length)
@@ -228,6 +228,31 @@ def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
     feed(cache, 0, 3)
     assert (14, 18) == (cache.length(0), count(cache, 0))
     assert 0 == cache.rewind(0, 10)
+
+
+def test_checkpoints_before_the_cut_outlive_a_carried_shift() -> None:
+    """What they have seen stays: the slot can go back to them, and they serve who begins alike."""
+    cache = make()
+    for length in (4, 6, 5):
+        feed(cache, 0, length)
+
+    assert 12 == cache.shift(0, 10, 3, states="carry")
+    cache.remember(0, list(range(12)))
+    assert 10 == cache.recall(1, list(range(11)))
+    assert (10, 10) == (cache.rewind(0, 11), count(cache, 0))
+    assert (4, 4) == (cache.rewind(0, 9), count(cache, 0))
+
+
+def test_a_carried_state_is_no_checkpoint_of_what_was_before() -> None:
+    """Where the cut is the end of the slot, the state there has seen what was dropped."""
+    cache = make()
+    for length in (4, 6, 5):
+        feed(cache, 0, length)
+
+    assert 10 == cache.shift(0, 10, 5, states="carry")
+    assert 15 == count(cache, 0)
+    feed(cache, 0, 2)
+    assert 4 == cache.rewind(0, 10)
 
 
 def test_remembered_states_keep_to_their_budget() -> None:

@@ -304,6 +304,9 @@ def test_time_that_ran_out_before_the_first_token_is_a_408(path: str) -> None:
         (CHAT, {"priority": 1, "service_tier": "flex"}, "priority"),
         (CHAT, {"service_tier": "scale"}, "service_tier"),
         (CHAT, {"keep": 1, "n_keep": 2}, "n_keep"),
+        # Half of the context, which is 64, is the most that a shift spares.
+        (CHAT, {"keep": 33, "overflow": "shift"}, "keep"),
+        (TEXT, {"n_keep": 33, "overflow": "shift"}, "n_keep"),
         (CHAT, {"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
         (CHAT, {"return_progress": True}, "return_progress"),
         (CHAT, {"timings_per_token": True}, "timings_per_token"),
@@ -318,3 +321,9 @@ def test_what_contradicts_itself_is_named(path: str, fields: dict[str, Any], par
     answer = post(path, **fields)
 
     assert (400, param) == (answer.status, answer.json["error"]["param"])
+
+
+@pytest.mark.parametrize("fields", [{"keep": 32, "overflow": "shift"}, {"keep": 33}])
+def test_what_a_shift_can_spare_is_accepted(fields: dict[str, Any]) -> None:
+    """Half of the context, and any number where nothing shifts."""
+    assert 200 == post(CHAT, **fields).status

@@ -56,10 +56,11 @@ class Clock:
         return self.now
 
 
-def make(most: int = 12, spread: int = ALL_LENGTHS) -> tuple[Turns, Recorder]:
+def make(most: int = 12, spread: int = ALL_LENGTHS, original: int | None = None) -> tuple[Turns, Recorder]:
     """Turns over a recorder, by a clock of seconds."""
     model = Recorder()
-    return Turns(Embedder(model, First(), pad=0, threads=1, spread=spread), most=most, clock=Clock()), model
+    embedder = Embedder(model, First(), pad=0, threads=1, spread=spread, original=original)
+    return Turns(embedder, most=most, clock=Clock()), model
 
 
 def job(id: str, *texts: tuple[int, int]) -> EmbeddingJob:
@@ -105,6 +106,16 @@ def test_everybody_gets_their_own_and_no_batch_is_long(
         assert len(batch) == 1 or max(batch) - min(batch) <= spread
     counts = turns.counts()
     assert (0, sum(map(len, jobs)), len(model.batches)) == (counts.waiting, counts.texts_total, counts.batches_total)
+
+
+def test_texts_on_both_sides_of_the_original_length_share_no_batch() -> None:
+    """transformers rotates a whole batch by its longest text, where rotary factors depend on the length."""
+    turns, model = make(most=40, original=5)
+    turns.submit(job("one", *((20 + length, length) for length in (3, 4, 5, 6, 7))))
+    events = list(run(turns))
+
+    assert [[7, 6], [5, 4, 3]] == model.batches
+    assert [23.0, 24.0, 25.0, 26.0, 27.0] == vectors(events, "one")
 
 
 def test_a_short_job_waits_for_one_batch_of_each_other() -> None:

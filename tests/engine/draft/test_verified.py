@@ -1,0 +1,44 @@
+"""What is learnt of a draft: how many of its tokens were compared, and how many were right."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cost import StepCost
+from engine.draft.depth import FixedDepth
+from engine.draft.drafter import Draft
+from engine.draft.library import Library
+from engine.draft.lookup import LookupDrafter
+from engine.speculation import Speculation
+
+
+class Noted(FixedDepth):
+    """Notes what it hears of drafts."""
+
+    heard: tuple[str, int, int] | None = None
+
+    def verified(self, kind: str, judged: int, accepted: int) -> None:
+        """A note."""
+        self.heard = kind, judged, accepted
+
+
+@pytest.mark.parametrize(
+    ("said", "judged", "accepted"),
+    [
+        ((9,), 1, 0),
+        ((1, 9), 2, 1),
+        # All right, and one more token behind the draft.
+        ((1, 2, 3, 4, 5), 4, 4),
+        # The second token ends the text: what was drafted behind it was compared with nothing.
+        ((1, 2), 2, 2),
+        # A row without finite logits, behind the first token.
+        ((1,), 1, 1),
+    ],
+)
+def test_what_stands_behind_the_end_is_not_judged(said: tuple[int, ...], judged: int, accepted: int) -> None:
+    """A draft of four tokens, of which the text takes some, up to an end or a token of its own."""
+    depth = Noted(4, StepCost())
+    speculation = Speculation(LookupDrafter(Library(64)), None, depth, lambda: 0.0)
+
+    assert accepted == speculation.verified(Draft("lookup", (1, 2, 3, 4)), said)
+    assert ("lookup", judged, accepted) == depth.heard
