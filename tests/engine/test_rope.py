@@ -5,16 +5,20 @@ length and across it, in any company, and nothing computed by one kind of factor
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from engine.errors import ModelUnsupported
 from engine.gathering import GatheringRunner
 from engine.load import Loaded
 from engine.native.runner import NativeRunner
+from engine.rope import RopeSwitch, original_length
 from engine.types import Finished
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -191,3 +195,33 @@ def test_a_shift_turns_keys_by_the_factors_they_have(loaded: Models, family: str
     moved, fresh = keys(0, [], cache), keys(1, [*tokens[:4], *tokens[12:]], cache)
 
     assert torch.allclose(moved, fresh, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("extended", [True, False])
+def test_the_self_test_compares_with_factors_that_transformers_chooses(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, extended: bool
+) -> None:
+    """A runner that rotates every row by one kind of factors, whichever it is, is refused."""
+
+    def rows(_: RopeSwitch, spans: list[Span]) -> torch.Tensor:
+        return torch.full((sum(span.length for span in spans),), extended)
+
+    monkeypatch.setattr(RopeSwitch, "extended", rows)
+
+    with pytest.raises(ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time .*its logits differ"):
+        load_model(folder(family))
+
+
+def test_layers_that_change_at_different_lengths_are_refused() -> None:
+    """A sequence is on one side of one length."""
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = torch.nn.Module()
+    for at, length in enumerate((4, 8)):
+        part = model.register_module(f"{at}", torch.nn.Module()) or getattr(model, f"{at}")
+        part.rope_type = "longrope"
+        part.config = copy(config)
+        part.config.rope_parameters = {"original_max_position_embeddings": length}
+
+    with pytest.raises(ValueError, match=r"at different lengths: \[4, 8\]"):
+        original_length(model)
