@@ -13,9 +13,12 @@ from engine.dialect.thoughts import Thoughts
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How calls are written by models whose template holds all of these markers, and whose vocabulary this token."""
+    """How calls are written by models whose template holds all of these markers, and whose vocabulary this token.
 
-    frame: Frame
+    frame  None: as nothing here reads them, though the markers of another format are there
+    """
+
+    frame: Frame | None
     markers: tuple[str, ...]
     token: str = ""
 
@@ -83,6 +86,27 @@ _PHI = Frame(ObjectCall(), call=("<|tool_call|>",), ends=("<|/tool_call|>",))
 _PHI_LIST = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]", "<|/tool_call|>"))
 _GRANITE = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]",))
 _HERMES = Frame(ObjectCall(), call=("<tool_call>",), ends=("</tool_call>",))
+_APRIEL = Frame(ObjectCall(), opens=("<tool_calls>", "["), between=",", closes=("]", "</tool_calls>"))
+_MINIMAX_1 = Frame(ObjectCall(), opens=("<tool_calls>",), closes=("</tool_calls>",))
+_NEMOTRON = Frame(ObjectCall(), opens=("<TOOLCALL>", "["), between=",", closes=("]", "</TOOLCALL>"))
+_FIREFUNCTION = Frame(ObjectCall(), opens=("functools", "["), between=",", closes=("]",))
+_GIGACHAT = Frame(ObjectCall(), call=("<|function_call|>",))
+_FUNCTIONARY = Frame(NamedCall(after=(">",)), call=("<function=",), ends=("</function>",))
+_MINICPM = Frame(
+    ParameterCall(name=("", '">'), key=('<param name="', '">'), value=("", "</param>"), close="</function>"),
+    call=('<function name="',),
+)
+_HUNYUAN = Frame(
+    ParameterCall(
+        name=("", "<tool_sep:opensource>"),
+        key=("<arg_key:opensource>", "</arg_key:opensource>"),
+        value=("<arg_value:opensource>", "</arg_value:opensource>"),
+        close="</tool_call:opensource>",
+    ),
+    opens=("<tool_calls:opensource>",),
+    call=("<tool_call:opensource>",),
+    closes=("</tool_calls:opensource>",),
+)
 _LLAMA = Frame(ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), between=";", bare=True)
 
 # The first whose markers are there: so those with more of them stand before those with some of the same.
@@ -94,6 +118,8 @@ FORMATS = (
     # Templates write the token apart from what follows it, and every template names tool_calls.
     Format(_DSML, ("｜DSML｜", "function_calls")),
     Format(_DSML_4, ("｜DSML｜",)),
+    # MiniMax M3 names parameters by tags of their own.
+    Format(None, ("]<]minimax[>[",)),
     Format(_GLM, ("<tool_call>", "<arg_key>")),
     Format(_QWEN_XML, ("<tool_call>", "<function=")),
     Format(_SEED, ("<seed:tool_call>", "<function=")),
@@ -107,7 +133,16 @@ FORMATS = (
     Format(_PHI, ("<|tool_call|>{", "<|/tool_call|>")),
     Format(_PHI_LIST, ("<|tool_call|>", "<|/tool_call|>")),
     Format(_GRANITE, ("<|tool_call|>",)),
+    Format(_APRIEL, ("<tool_calls>[",)),
     Format(_HERMES, ("<tool_call>",)),
+    Format(_MINIMAX_1, ("<tool_calls>",)),
+    # The template writes what its markers end in apart.
+    Format(_HUNYUAN, ("<tool_calls", "':opensource'")),
+    Format(_NEMOTRON, ("<TOOLCALL>",)),
+    Format(_FIREFUNCTION, ("functools[",)),
+    Format(_GIGACHAT, ("<|function_call|>",)),
+    Format(_MINICPM, ('<function name="', '<param name="')),
+    Format(_FUNCTIONARY, ("<function=", "</function>")),
     Format(_LLAMA, ('{"name": ', '"parameters": '), token="<|python_tag|>"),
 )
 

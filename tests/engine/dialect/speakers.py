@@ -153,6 +153,50 @@ def _granite(calls: Calls) -> str:
     return f"<|tool_call|>[{_objects(calls)}]"
 
 
+def _apriel(calls: Calls) -> str:
+    return f"<tool_calls>[{_objects(calls)}]</tool_calls>"
+
+
+def _minimax_1(calls: Calls) -> str:
+    return "<tool_calls>\n" + "".join(f"{_objects([call])}\n" for call in calls) + "</tool_calls>"
+
+
+def _nemotron(calls: Calls) -> str:
+    return f"<TOOLCALL>[{_objects(calls)}]</TOOLCALL>"
+
+
+def _firefunction(calls: Calls) -> str:
+    return f"functools[{_objects(calls)}]"
+
+
+def _gigachat(calls: Calls) -> str:
+    return "".join(f"<|function_call|>{_objects([call])}" for call in calls)
+
+
+def _functionary(calls: Calls) -> str:
+    return "".join(f"<function={name}>{plain(given)}</function>" for name, given in calls)
+
+
+def _minicpm(calls: Calls) -> str:
+    def one(name: str, given: Arguments) -> str:
+        lines = "".join(f'<param name="{key}">{bare(value)}</param>' for key, value in given.items())
+        return f'<function name="{name}">{lines}</function>'
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def _hunyuan(calls: Calls) -> str:
+    def one(name: str, given: Arguments) -> str:
+        lines = "".join(
+            f"<arg_key:opensource>{key}</arg_key:opensource>\n"
+            f"<arg_value:opensource>{bare(value)}</arg_value:opensource>\n"
+            for key, value in given.items()
+        )
+        return f"<tool_call:opensource>{name}<tool_sep:opensource>\n{lines}</tool_call:opensource>\n"
+
+    return f"<tool_calls:opensource>\n{''.join(one(*call) for call in calls)}</tool_calls:opensource>"
+
+
 def _cohere(calls: Calls) -> str:
     return f"<|START_ACTION|>[\n    {_objects(calls, 'tool_name', 'parameters')}\n]<|END_ACTION|>"
 
@@ -243,6 +287,18 @@ SPEAKERS = {
     "phi": Speaker(_THINK + "<|tool_call|>{}<|/tool_call|>", (), _phi),
     "phi list": Speaker(_THINK + "<|tool_call|><|/tool_call|>", (), _phi_list),
     "granite": Speaker(_THINK + "<|tool_call|>", ("<|tool_call|>",), _granite),
+    "apriel": Speaker(_THINK + "<tool_calls>[</tool_calls><tool_call>", (), _apriel),
+    "minimax 1": Speaker(_THINK + "<tool_calls></tool_calls>", (), _minimax_1),
+    "nemotron": Speaker(_THINK + "<TOOLCALL>[]</TOOLCALL>", (), _nemotron),
+    "firefunction": Speaker(_THINK + "functools[]", (), _firefunction),
+    "gigachat": Speaker(_THINK + "<|function_call|>", ("<|function_call|>",), _gigachat),
+    "functionary": Speaker(_THINK + "<function=></function>", (), _functionary),
+    "minicpm": Speaker(_THINK + '<function name="<param name="', (), _minicpm),
+    "hunyuan": Speaker(
+        _THINK + "'<tool_calls' ~ ':opensource'",
+        ("<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>", "</tool_call:opensource>"),
+        _hunyuan,
+    ),
     "cohere": Speaker(
         "<|START_THINKING|><|END_THINKING|><|START_ACTION|>",
         ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>"),
