@@ -123,6 +123,7 @@ FIELDS = (
     "input documents questions text_1 text_2 tokens system chat_template_kwargs response_format guided_json regex "
     "grammar guided_choice allowed_token_ids prediction include reasoning options format unknown query instructions"
 )
+# What large values repeat.
 ITEMS: tuple[Any, ...] = (
     0,
     -1,
@@ -151,8 +152,46 @@ ITEMS: tuple[Any, ...] = (
 )
 
 
+USER = {"role": "user", "content": "ab"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "ab"}] * 64}
+# Valid values: the path, the field, what it repeats, and how often at most.
+VALID: tuple[tuple[str, str, Any, int], ...] = (
+    ("/v1/chat/completions", "messages", [USER], 2048),
+    ("/v1/chat/completions", "messages", [PARTS], 256),
+    ("/v1/chat/completions", "guided_choice", ["ab"], 1024),
+    ("/v1/completions", "prompt", [7], 2**18),
+    ("/v1/completions", "prompt", "some words ", 100_000),
+    ("/v1/responses", "input", [USER], 2048),
+    ("/v1/responses/input_tokens", "input", [USER], 2048),
+    ("/v1/messages", "messages", [USER], 2048),
+    ("/v1/messages/count_tokens", "messages", [PARTS], 256),
+    ("/v1/embeddings", "input", ["ab"], 200),
+    ("/v1/decisions", "questions", [{"type": "predicate", "instructions": "a"}], 100),
+    ("/rerank", "documents", ["ab"], 200),
+    ("/tokenize", "prompt", "some words ", 30_000),
+    ("/tokenize", "messages", [USER], 2048),
+    ("/detokenize", "tokens", [7], 2**18),
+    ("/apply-template", "messages", [PARTS], 256),
+    ("/api/chat", "messages", [USER], 2048),
+    ("/api/generate", "prompt", "some words ", 30_000),
+    ("/api/embed", "input", ["ab"], 200),
+)
+VALID_SHARE = 0.3
+
+
+def valid_body(chance: random.Random) -> Body:
+    """Return a body that follows its schema, with a log-uniform number of items."""
+    path, field, item, most = chance.choice(VALID)
+    count = int(most ** chance.random())
+    rest = {} if path != "/tokenize" or field == "prompt" else {"prompt": None}
+    content = json.dumps({**SEEDS[path], **rest, field: item * count}, separators=(",", ":")).encode()
+    return Body(f"valid {field}: {count} of {json.dumps(item)[:24]}", path, content)
+
+
 def random_body(chance: random.Random, largest: int) -> Body:
-    """Return a body whose size is log-uniform: a small valid one with a large value somewhere in it."""
+    """Return a valid body, or one of log-uniform size: a small valid one with a large value somewhere in it."""
+    if chance.random() < VALID_SHARE:
+        return valid_body(chance)
     path = chance.choice(sorted(SEEDS))
     body = json.loads(json.dumps(SEEDS[path]))
     size = int(SMALLEST_BYTES * (largest / SMALLEST_BYTES) ** chance.random())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
+from engine.types import Request
 from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.labels import Fork, Reading, rounded
@@ -51,19 +52,34 @@ async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
     """The answers to a body; raises ApiError or EngineError for what is wrong with it."""
     model = service.resolve(body.model)
     service.check_ready()
-    forks = await anyio.to_thread.run_sync(_forks, service, body)
-    asked = [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+    forks, asked = await anyio.to_thread.run_sync(_asked, service, body, id)
     outcomes = await run_all(service, [request for requests in asked for request in requests], "decisions")
+    answers = await anyio.to_thread.run_sync(_answers, body.questions, forks, asked, outcomes)
+    return Decision(answers=answers, model=model, usage=_usage(outcomes))
+
+
+def _asked(service: Service, body: DecisionRequest, id: str) -> tuple[list[Fork], list[tuple[Request, ...]]]:
+    """The questions as the model reads them, and what has to be run for each; for a worker thread."""
+    forks = _forks(service, body)
+    return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+
+
+def _answers(
+    questions: Sequence[Question],
+    forks: Sequence[Fork],
+    asked: Sequence[tuple[Request, ...]],
+    outcomes: Sequence[Outcome],
+) -> list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]:
+    """For a worker thread: there may be 100,000 options."""
     told = iter(outcomes)
     readings = [
         fork.read(list(itertools.islice(told, len(requests)))) for fork, requests in zip(forks, asked, strict=True)
     ]
-    answers = [_answer(question, reading) for question, reading in zip(body.questions, readings, strict=True)]
-    return Decision(answers=answers, model=model, usage=_usage(outcomes))
+    return [_answer(question, reading) for question, reading in zip(questions, readings, strict=True)]
 
 
 def _forks(service: Service, body: DecisionRequest) -> list[Fork]:
-    """The questions as the model reads them; for a worker thread."""
+    """The questions as the model reads them."""
     asked = [(_wording(question), _labels(question)) for question in body.questions]
     asker = Asker(service.engine.tokenizer, service.engine.info.context, "questions")
     return asker.forks(_ABOUT, transcript(body.input), asked)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
+from engine.types import Request
 from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.comparing import Pairs, compare, compares
@@ -85,16 +86,28 @@ async def _relevance(
 ) -> tuple[list[float], ScoringUsage]:
     """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
-    forks = await anyio.to_thread.run_sync(_forks, service, pairs, body.instruction or INSTRUCTION, field)
-    asked = [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+    instruction = body.instruction or INSTRUCTION
+    forks, asked = await anyio.to_thread.run_sync(_asked, service, pairs, instruction, field, id)
     outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
+    return await anyio.to_thread.run_sync(_read, forks, asked, outcomes), _usage(outcomes)
+
+
+def _asked(
+    service: Service, pairs: Pairs, instruction: str, field: str, id: str
+) -> tuple[list[Fork], list[tuple[Request, ...]]]:
+    """The questions as the model reads them, and what has to be run for each; for a worker thread."""
+    forks = _forks(service, pairs, instruction, field)
+    return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+
+
+def _read(forks: Sequence[Fork], asked: Sequence[tuple[Request, ...]], outcomes: Sequence[Outcome]) -> list[float]:
+    """The probability of the first answer to each question; for a worker thread."""
     told = iter(outcomes)
-    scores = [fork.read([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
-    return scores, _usage(outcomes)
+    return [fork.read([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
 
 
 def _forks(service: Service, pairs: Pairs, instruction: str, field: str) -> list[Fork]:
-    """The questions as the model reads them; for a worker thread."""
+    """The questions as the model reads them."""
     asker = Asker(service.engine.tokenizer, service.engine.info.context, field)
     return [
         asker.fork(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
