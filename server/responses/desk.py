@@ -252,10 +252,15 @@ class Desk:
             raise
 
     def _check_room(self) -> None:
-        """Responses in the background leave half of the queue to those that somebody waits for."""
-        waiting = sum(run.response["background"] for run in self._running.values())
-        if waiting >= max(self._service.settings.max_waiting // 2, 1):
-            raise Overloaded(waiting, FULL_SECONDS)
+        """Responses in the background leave half of the queue to those that somebody waits for.
+
+        Where that half is full, an owner with less than an even share of it gets in all the same.
+        """
+        waiting = [owner for (owner, _), run in self._running.items() if run.response["background"]]
+        most = max(self._service.settings.max_waiting // 2, 1)
+        share = most // len({*waiting, self._owner})
+        if len(waiting) >= most and waiting.count(self._owner) >= share:
+            raise Overloaded(len(waiting), FULL_SECONDS)
 
     async def _settle(self, given: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
         if not response["store"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from server.app import create_app
 from server.settings import Settings
-from tests.server.fakes import FakeEngine, ask, settings
+from tests.server.fakes import FakeEngine, Gate, ask, call, settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, Any] = {
@@ -87,3 +88,24 @@ def test_a_key_belongs_to_one_organisation() -> None:
     """Settings that leave it open whose a key is are refused."""
     with pytest.raises(ValueError, match="a key of beers and wines twice"):
         Settings(keys=("wines:a", "beers:a"))
+
+
+def test_no_owner_fills_the_background_for_the_others() -> None:
+    """Where one has all the responses in the background that there may be, another gets its share all the same."""
+    gate = Gate()
+    app = create_app(FakeEngine(lambda request: [gate]), settings(keys=("a", "b"), max_waiting=8))  # type: ignore[arg-type]
+
+    async def story() -> list[int]:
+        counts = []
+        for key in ("a", "b", "a"):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"input": "hi", "background": True}
+            statuses = [
+                (await call(app, "POST", "/v1/responses", json_body=body, headers=headers)).status for _ in range(6)
+            ]
+            assert {*statuses} <= {200, 429}
+            counts.append(statuses.count(200))
+        gate.open()
+        return counts
+
+    assert [4, 2, 0] == asyncio.run(story())
