@@ -7,6 +7,7 @@ import errno
 import logging
 import resource
 import socket
+from contextlib import suppress
 from typing import Any
 
 logger = logging.getLogger("cellar.http")
@@ -25,8 +26,11 @@ def affordable(connections: int) -> int:
     wanted = connections + RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        # A sandbox may forbid it.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            soft = more
     return connections if soft == resource.RLIM_INFINITY else min(connections, max(soft - RESERVED, soft // 2))
 
 
