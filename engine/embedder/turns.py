@@ -1,7 +1,8 @@
 """Whose texts the embedding model computes next. On the engine thread: submit, cancel, step.
 
-A step computes one batch of a bounded number of tokens, a single long text aside. Jobs take turns to begin a batch,
-and what it has left goes to those behind them: a long list delays a short one by a batch a job. While others want the
+A step computes one batch of a bounded number of tokens, a single long text aside. Owners take turns to begin a batch,
+and so do the jobs of an owner; what it has left goes to those behind them: a long list delays a short one by a batch a
+job, and the jobs of another owner by a batch. While others want the
 thread, batches are short, as far as is known what a token costs, and behind each the thread is theirs for as long.
 """
 
@@ -12,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -103,7 +105,8 @@ class Turns:
     def _batch(self, most: int) -> list[tuple[_Work, int]]:
         batch: list[tuple[_Work, int]] = []
         lengths: list[int] = []
-        for work in self._works:
+        line = self._line()
+        for work in line:
             while work.left and self._fits([*lengths, len(work.next.tokens)], most):
                 lengths.append(len(work.next.tokens))
                 batch.append((work, work.left.pop()))
@@ -111,8 +114,21 @@ class Turns:
             if work.started is None:
                 work.started = self._clock()
                 self._events.append((work.job.id, Started(work.tokens, 0, 0)))
-        self._works.rotate(-1)
+        self._end_turn(line[0])
         return batch
+
+    def _line(self) -> list[_Work]:
+        """The jobs in the order in which they begin: owners take turns, and so do the jobs of an owner."""
+        owned: dict[str, list[_Work]] = {}
+        for work in self._works:
+            owned.setdefault(work.job.owner, []).append(work)
+        return [work for turn in zip_longest(*owned.values()) for work in turn if work is not None]
+
+    def _end_turn(self, first: _Work) -> None:
+        """The job that began comes last among those of its owner, and these come last of all."""
+        others = [work for work in self._works if work.job.owner != first.job.owner]
+        same = [work for work in self._works if work.job.owner == first.job.owner and work is not first]
+        self._works = deque([*others, *same, first])
 
     def _fits(self, lengths: Sequence[int], most: int) -> bool:
         within = max(lengths) * len(lengths) <= most and self._embedder.shares(lengths)

@@ -130,6 +130,23 @@ def test_a_short_job_waits_for_one_batch_of_each_other() -> None:
     assert [[2, 2], [1, 2]] == model.batches
 
 
+def test_many_jobs_of_one_owner_delay_another_owner_by_one_batch() -> None:
+    """However many jobs wait, and whichever came first; within an owner jobs keep their turns."""
+    turns, _ = make()
+    for number in range(20):
+        turns.submit(replace(job(f"a{number}", (20, 10), (21, 10)), owner="a"))
+    ended = []
+    for step in range(60):
+        if step == 5:
+            turns.submit(replace(job("b0", (30, 10)), owner="b"))
+            turns.submit(replace(job("b1", (31, 10)), owner="b"))
+        ended += [(step, name) for name, event in turns.step(math.inf) if isinstance(event, Finished)]
+
+    assert [6, 8] == [step for step, name in ended if name.startswith("b")]
+    assert [f"a{number}" for number in range(20)] == [name for _, name in ended if name.startswith("a")]
+    assert not turns.busy
+
+
 def test_a_job_that_was_given_up_is_not_computed() -> None:
     """Not even the rest of it, and what nobody knows can be cancelled too."""
     turns, model = make(most=4)
