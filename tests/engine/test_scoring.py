@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.draft.depth import FixedDepth
 from engine.load import Loaded
-from engine.scoring import Ask, Scores, logprobs
+from engine.scoring import Ask, Scores, likeliest, logprobs
 from engine.speculation import Speculation
 from engine.types import Alternative, Failed, Finished, Request, SpeculationParams, TokenLogprob
 from tests.engine.draft import drafters
@@ -260,3 +260,36 @@ def test_a_row_that_is_not_finite_fails_the_one_that_wants_it(loaded: Models) ->
     assert isinstance(answers["scored"].end, Failed)
     assert isinstance(answers["other"].end, Finished)
     assert 0 == play(engine, [Job(ask("again", range(9), 1))])["again"].started[0].cached_tokens
+
+
+@pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 2560, 5003, 12_800])
+@pytest.mark.parametrize("levels", [1, 3, 50, 10**6])
+def test_the_likeliest_are_those_of_a_full_sort(size: int, levels: int) -> None:
+    """Of any length of row, equal values by id, as many as asked for or as there are."""
+    generator = torch.Generator().manual_seed(size + levels)
+    values = torch.randint(0, levels, (size,), generator=generator).float().log()
+
+    for count in (0, 1, 2, 5, 20, size):
+        expected = sorted(enumerate(values.tolist()), key=lambda pair: (-pair[1], pair[0]))[:count]
+        assert expected == likeliest(values, count)
+
+
+def test_a_row_tells_the_same_alone_and_beside_others() -> None:
+    """To the bit, and a row that is not finite tells nothing, wherever the number stands."""
+    logits = 5 * torch.randn(6, 5003, generator=torch.Generator().manual_seed(1))
+    logits[1, 0] = logits[2, 77] = torch.nan
+    logits[3, 5002] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, ::2] = -torch.inf
+    whole = logits.log_softmax(-1)
+    asks = [Ask(row, 7, 5) for row in range(6)]
+    together = list(logprobs(logits, asks, lambda token, value: Alternative(token, "", b"", value)))
+
+    assert [True, False, False, False, False, True] == [entry is not None for entry in together]
+    for row in (0, 5):
+        entry = together[row]
+        assert entry is not None
+        assert whole[row, 7].item() == entry.chosen.logprob
+        assert whole[row].topk(5).values.tolist() == [one.logprob for one in entry.top]
+        alone = logprobs(logits[row : row + 1], [Ask(0, 7, 5)], lambda token, value: Alternative(token, "", b"", value))
+        assert entry == next(alone)
