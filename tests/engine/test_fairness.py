@@ -220,3 +220,20 @@ def test_a_flow_without_sequences_is_forgotten() -> None:
         rounds.leave("one")
 
     assert (0, 0) == (len(rounds._credit), len(rounds._members))
+
+
+def test_a_newcomer_says_its_first_token_soon_beside_long_scored_prompts(loaded: Models) -> None:
+    """A request of many long prompts, whose tokens are all scored, keeps a short one waiting for a few steps only."""
+    engine = core(loaded("llama"), slots=4, chunk=16)
+    for at in range(16):
+        prompt = tuple((at * 31 + 7 * token) % 250 for token in range(100))
+        engine.submit(ask(f"long-{at}", prompt, 20, group="long", score_from=0, logprobs=0, ignore_eos=True))
+    waits = []
+    for number in range(8):
+        for _ in range(3):
+            engine.step()
+        engine.submit(ask(f"new{number}", (number, 5, 7), 1, ignore_eos=True))
+        waits.append(steps_until(engine, Finished, f"new{number}"))
+
+    # Fewer than one of the long prompts takes.
+    assert max(waits) <= 100 // 16
