@@ -2,8 +2,8 @@
 
 Slots are shared max-min: the owner with the fewest slots comes first, then its request with the fewest. Among equals
 decides deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995). So a request of 64 sequences
-has all slots while nobody else wants one, and yields some to requests that come later. Within a request the order is
-that of the queue.
+has all slots while no other request waits, and is preempted for requests that come later. Within a request the order
+is that of the queue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_DEBT = 8 * QUANTUM
 Flow = TypeVar("Flow", bound=Hashable)
 
 
-class Rounds(Generic[Flow]):
+class DeficitRoundRobin(Generic[Flow]):
     """Deficit round robin over flows, each of which has sequences."""
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Fairness:
     """The shares of owners and requests in the slots of one scheduler."""
 
     def __init__(self) -> None:
-        self._owners: Rounds[str] = Rounds()
-        self._requests: Rounds[tuple[str, str]] = Rounds()
+        self._owners: DeficitRoundRobin[str] = DeficitRoundRobin()
+        self._requests: DeficitRoundRobin[tuple[str, str]] = DeficitRoundRobin()
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence was submitted."""
@@ -87,12 +87,12 @@ class Fairness:
         self._owners.charge(sequence.owner, tokens)
         self._requests.charge(sequence.group, tokens)
 
-    def seated(self, sequence: Sequence) -> None:
+    def slot_assigned(self, sequence: Sequence) -> None:
         """A sequence got a slot."""
         self._owners.end_turn(sequence.owner)
         self._requests.end_turn(sequence.group)
 
-    def unseated(self, sequence: Sequence) -> None:
+    def slot_lost(self, sequence: Sequence) -> None:
         """A sequence lost its slot because cells ran out."""
         self._requests.put_first(sequence.group)
 
@@ -104,11 +104,11 @@ class Fairness:
         owner = self._owners.choose(_fewest({one.owner for one in ready}, owners))
         return self._first(owner, ready, requests)
 
-    def exchange(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
-        """A waiting sequence, and the running one that yields its slot to it; None: slots are shared as fairly without.
+    def preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
+        """A waiting sequence, and the running one to preempt for it; None: preemption would make no share fairer.
 
-        The one that yields belongs to an owner that has two slots more than the owner of the other. Where there is no
-        such owner, it belongs to a request of the same owner that has two more. A better rank yields nothing.
+        The victim belongs to an owner that has two slots more than the owner of the waiting sequence. Where there is no
+        such owner, it belongs to a request of the same owner that has two more. A better rank is never preempted.
         """
         ready, (owners, requests) = _ready(waiting), _slots(running)
         for owner in sorted({one.owner: None for one in ready}, key=lambda owner: owners[owner]):
@@ -126,8 +126,8 @@ class Fairness:
         group = self._requests.choose(_fewest({one.group for one in ready if one.owner == owner}, requests))
         return next(one for one in ready if one.group == group)
 
-    def last(self, running: Rows[Sequence]) -> Sequence:
-        """The running sequence that leaves first where cells run out."""
+    def victim(self, running: Rows[Sequence]) -> Sequence:
+        """The running sequence to preempt where cells run out."""
         return _last(running, *_slots(running))
 
 

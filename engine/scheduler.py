@@ -3,7 +3,7 @@ length, and a step grants it a span of what is missing.
 
 Owns the queues. Cells are the only gate: what the cache remembers is evicted for them, then the youngest sequence of
 the last tier goes back to the queue; it resumes later with the same text, for a token depends on nothing but its own
-past (sampling.py). Slots are shared fairly by owner and by request (fairness.py), so a sequence may also have to yield.
+past (sampling.py). Slots are shared fairly by owner and by request, also by preemption (fairness.py).
 Prompts that begin alike are computed once: the younger one waits while an older one computes what it needs.
 How many rows of prompt a step may have is up to its budget (budget.py); of the prompts those go first that are due.
 """
@@ -120,7 +120,7 @@ class Scheduler:
         self._on_start = on_start
         self._slots = Slots(cache)
         self._fairness = Fairness()
-        # Whether nobody is to yield a slot, as far as nobody comes or goes.
+        # Whether preemption would make no share fairer, until a sequence is queued or leaves its slot.
         self._shared = False
         self._leads: dict[Sequence, _Lead] = {}
         # Rows of prompts that were computed so far, and when each of the running sequences came, by that clock.
@@ -183,21 +183,21 @@ class Scheduler:
                 self._slots.computed(sequence, span)
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences: free ones as far as there are cells, then those that others yield."""
+        """Give slots to waiting sequences: free ones as far as there are cells, then by preemption."""
         while self.waiting and (self._slots.free or not self._shared):
             sequence = self._fairness.next(self.waiting, self.running) if self._slots.free else None
-            if sequence is not None and self._seat(sequence):
+            if sequence is not None and self._assign(sequence):
                 continue
-            exchange = self._fairness.exchange(self.waiting, self.running)
-            if exchange is None:
+            preemption = self._fairness.preemption(self.waiting, self.running)
+            if preemption is None:
                 # What is not ready yet may change that without notice.
                 self._shared = all(one.ready for one in self.waiting)
                 return
-            sequence, yielding = exchange
-            self._unseat_for_later(yielding)
-            self._seat(sequence)
+            sequence, victim = preemption
+            self._requeue(victim)
+            self._assign(sequence)
 
-    def _seat(self, sequence: Sequence) -> bool:
+    def _assign(self, sequence: Sequence) -> bool:
         """Give the sequence a slot, unless others would have to leave for its tokens; whether it has one."""
         standing = self._slots.acquire(sequence)
         self.running.append(sequence)
@@ -206,7 +206,7 @@ class Scheduler:
             self._unseat(sequence)
             return False
         self.waiting.remove(sequence)
-        self._fairness.seated(sequence)
+        self._fairness.slot_assigned(sequence)
         self._elect(sequence)
         self._on_start(sequence, standing)
         return True
@@ -334,11 +334,11 @@ class Scheduler:
     def _preempt(self) -> None:
         """Send the sequence that is served last back in line, because cells ran out."""
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        last = self._fairness.last(self.running)
-        self._unseat_for_later(last)
-        self._fairness.unseated(last)
+        last = self._fairness.victim(self.running)
+        self._requeue(last)
+        self._fairness.slot_lost(last)
 
-    def _unseat_for_later(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
         """Send a sequence back in line, before its like.
 
         What it computed is remembered, until somebody needs its cells.

@@ -23,7 +23,7 @@ OWNER = "owner"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom an HTTP request is from.
+    """The client of an HTTP request.
 
     owner    the organisation of its key, or the key; "": all requests belong to one owner
     request  the id of the HTTP request
@@ -33,9 +33,9 @@ class Caller:
     request: str = ""
 
 
-_NOBODY = Caller()
-# What a request's tasks and worker threads inherit, so that no route can forget to pass it on.
-_CALLER: ContextVar[Caller] = ContextVar("caller", default=_NOBODY)
+_ANONYMOUS = Caller()
+# Tasks and worker threads of a request inherit it, so that it reaches the engine from every route.
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
 
 
 class Auth:
@@ -122,5 +122,5 @@ def owner(request: HTTPConnection) -> str:
 
 
 def caller() -> Caller:
-    """Whom the HTTP request at hand is from."""
+    """The client of the current HTTP request."""
     return _CALLER.get()

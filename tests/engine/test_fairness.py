@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core import Core
-from engine.fairness import MOST_DEBT, QUANTUM, Rounds
+from engine.fairness import MOST_DEBT, QUANTUM, DeficitRoundRobin
 from engine.load import Loaded
 from engine.types import Finished, Request, Started, Tier
 from tests.engine.mixes import prompts
@@ -196,7 +196,7 @@ def _fields(request: Request) -> dict[str, Any]:
 
 def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
     """Whatever it used before, others with credit are chosen so often before it, and no oftener."""
-    rounds: Rounds[str] = Rounds()
+    rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
     rounds.enter("heavy")
     rounds.charge("heavy", 10**9)
     chosen = []
@@ -212,7 +212,7 @@ def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
 
 def test_a_flow_without_sequences_is_forgotten() -> None:
     """Nothing is kept of a request that is over."""
-    rounds: Rounds[str] = Rounds()
+    rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
     for _ in range(3):
         rounds.enter("one")
     rounds.charge("one", 5)
