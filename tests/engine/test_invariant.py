@@ -178,7 +178,7 @@ def holds(model: invariance.Quantised) -> dict[str, bool]:
     "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
 )
 def test_a_quantised_family_has_the_bits_it_has_alone(name: str) -> None:
-    """Beside neighbours, in chunks and behind prefix hits, with int8 weights; the load knows."""
+    """Beside neighbours, in chunks and behind prefix hits, as docs/models.md has it; the check at load agrees."""
     model = quantised(name)
     expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
 

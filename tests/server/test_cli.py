@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -315,6 +316,7 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         "FakeForCausalLM, 1.2k parameters, float32",
         "64 tokens a sequence, 4 slots, overflow: length",
         "64 requests may wait",
+        "logits are the same bit for bit beside any requests",
         "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
         "of 1.0 GiB free",
         "drafts    none",
@@ -326,6 +328,15 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
     assert "shelf" not in text
     assert "/kept, 8.0 GiB at most" in banner(
         INFO, MEMORY, Drafting(), Settings(shelf="/kept"), "http://127.0.0.1:8000"
+    )
+
+
+def test_the_first_screen_says_what_other_requests_change() -> None:
+    """Where logits depend on the batch by rounding, it says so."""
+    rounding = dataclasses.replace(INFO, batch_invariant=False)
+
+    assert "logits depend on other requests by rounding" in banner(
+        rounding, MEMORY, Drafting(), Settings(), "http://127.0.0.1:8000"
     )
 
 
