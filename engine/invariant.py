@@ -92,13 +92,18 @@ class _Products:
 
     def matmul(self, input: Tensor, other: Tensor) -> Tensor:
         """torch.matmul."""
-        if min(input.dim(), other.dim()) < 2 or input.shape[-1] == 1 or not input.is_floating_point():
+        if input.dim() < 2 or input.shape[-1] == 1 or not input.is_floating_point():
             return torch.matmul(input, other)
+        if other.dim() == 1:
+            return self.linear(input, other[None])[..., 0]
         rows, columns = input.shape[-2], other.shape[-1]
         if other.dim() == 2:
             return self.linear(input, other.mT)
-        if other.shape[-3] == 1 and input.dim() >= other.dim():
+        if other.dim() == 3 and len(other) == 1:
             # Matrices that share the other one are rows of one product.
+            made = self._product.batch(input.reshape(1, -1, input.shape[-1]), other)
+            return made.view(*input.shape[:-1], columns)
+        if other.shape[-3] == 1 and input.dim() >= other.dim():
             made = self.matmul(input.flatten(-3, -2), other.squeeze(-3))
             return made.view(*made.shape[:-2], -1, rows, columns)
         shape = (input[..., 0, 0] + other[..., 0, 0]).shape
@@ -199,7 +204,7 @@ def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_LIN
 def _laid_out(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a tensor whose numbers lie side by side."""
 
-    def reduced(input: Tensor, *args: Any, **settings: Any) -> Any:
-        return reduce(input.contiguous(), *args, **settings)
+    def reduced(*args: Any, **settings: Any) -> Any:
+        return reduce(*(one.contiguous() if isinstance(one, Tensor) else one for one in args), **settings)
 
     return reduced

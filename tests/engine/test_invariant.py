@@ -211,6 +211,18 @@ def test_no_library_is_needed(name: str) -> None:
     assert {check: True for check in CHECKS} == holds(quantised(name, native=False))
 
 
+@pytest.mark.parametrize("inner", [100, 300, 700])
+def test_zeros_behind_what_heads_share_change_no_bit(product: Product, inner: int) -> None:
+    """Where all heads share values, their sums over positions do not depend on the number of these."""
+    weights, values = random(1, 4, 9, inner), random(1, 1, inner, 12)
+    with RowInvariant(product):
+        whole = weights @ values
+        wider = functional.pad(weights, (0, 400)) @ torch.cat((values, random(1, 1, 400, 12)), 2)
+
+    torch.testing.assert_close(whole, weights @ values, rtol=1e-4, atol=1e-4)
+    assert torch.equal(whole, wider)
+
+
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int8", "kernels": "torch"}, {}])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_the_load_says_what_it_found(family: str, settings: dict[str, str], folder: Callable[[str], Path]) -> None:
