@@ -27,6 +27,8 @@ _CANDIDATES = 4096
 _TOGETHER = 4096
 # Tokens of the prompt that decide how its continuation is decoded.
 _LEFT = 6
+# Tokens that are decoded together with the next one before the first of them are let go: that takes a decoding, too.
+_SHORT = 5
 # Tokens without text that are decoded together with the next one. Spaces are such where ends are stripped.
 _LONGEST = 64
 
@@ -55,6 +57,8 @@ class TokenBytes:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too; numbers that are no tokens have none."""
+        if self._bare:
+            return self._decode(list(tokens))
         return self._decode([token for token in tokens if 0 <= token < self._size])
 
     def raw(self, token: int) -> bytes | None:
@@ -199,16 +203,15 @@ class IncrementalDetokenizer:
     def _resolved(self, text: str) -> str:
         """Text of raw bytes, less the part of it that the prompt ended in."""
         if text and self._shown:
-            text = text[len(commonprefix((text, self._shown))) :]
-            self._shown = ""
+            text, self._shown = _behind(self._shown, text), ""
         return text
 
     def _extend(self, token: int) -> str:
         """The text of a token of whole characters, behind the context."""
         context = (*self._context, token)
         text = self._known.decode(context)
-        released = text[len(commonprefix((text, self._before))) :]
-        if released or len(context) > _LONGEST:
+        released = _behind(self._before, text)
+        if len(context) > (_SHORT if released else _LONGEST):
             self._anchor(token)
         else:
             self._context, self._before = context, text
@@ -227,6 +230,11 @@ class IncrementalDetokenizer:
         anchor = self._known.anchor
         self._context = tokens if anchor is None else (anchor, *tokens)
         self._before = self._known.decode(self._context)
+
+
+def _behind(before: str, text: str) -> str:
+    """What a text has behind the part that it has in common with another."""
+    return text[len(before if text.startswith(before) else commonprefix((before, text))) :]
 
 
 def detokenize(known: TokenBytes, tokens: Sequence[int]) -> str:
