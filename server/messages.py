@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.message import INPUT
 from server.errors import ApiError, invalid, missing
+from server.json_limits import MOST_NODES
 from server.parsing import loads
 from server.schemas.chat import Message
 from server.schemas.content import text_of
@@ -35,12 +36,13 @@ class Conversation:
 def conversation(messages: Sequence[Message]) -> Conversation:
     """The messages of a body; ApiError at one that lacks what its role needs."""
     plain: list[dict[str, object]] = []
+    arguments = _Arguments()
     called = 0
     for place, message in enumerate(messages):
         _check(message, f"messages[{place}]")
         called = place if message.function_call is not None else called
         # Functions had no ids: what one answered belongs to the latest call.
-        plain.append(_plain(message, f"call_{called}"))
+        plain.append(_plain(message, f"call_{called}", arguments))
     latest = deque(_breakpoints(messages), maxlen=MOST_BREAKPOINTS)
     return Conversation(plain, tuple(latest))
 
@@ -62,7 +64,7 @@ def _check(message: Message, place: str) -> None:
         raise missing(f"{place}.{needed}")
 
 
-def _plain(message: Message, legacy_id: str) -> dict[str, object]:
+def _plain(message: Message, legacy_id: str, arguments: _Arguments) -> dict[str, object]:
     plain: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": ""}
     if message.content is not None:
         plain["content"] = text_of(message.content, BETWEEN)
@@ -70,9 +72,9 @@ def _plain(message: Message, legacy_id: str) -> dict[str, object]:
     answered = legacy_id if message.role == "function" else message.tool_call_id
     found = {"name": message.name, "tool_call_id": answered, "reasoning_content": reasoning}
     plain.update({key: value for key, value in found.items() if value is not None})
-    calls = [_call(call.id, *_called(call)) for call in message.tool_calls or ()]
+    calls = [_call(call.id, *_called(call, arguments)) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        calls = [_call(legacy_id, message.function_call.name, _arguments(message.function_call))]
+        calls = [_call(legacy_id, message.function_call.name, arguments.read(message.function_call))]
     if calls:
         plain["tool_calls"] = calls
     return plain
@@ -92,17 +94,29 @@ def _call(id: str, name: str, arguments: object) -> dict[str, object]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _called(call: ToolCall) -> tuple[str, object]:
+def _called(call: ToolCall, arguments: _Arguments) -> tuple[str, object]:
     """What was called, and with what. Templates know functions only: the text of a custom tool is an argument there."""
     if isinstance(call, CustomCall):
         return call.custom.name, {INPUT: call.custom.input}
-    return call.function.name, _arguments(call.function)
+    return call.function.name, arguments.read(call.function)
 
 
-def _arguments(function: CalledFunction) -> object:
-    # Templates print arguments with tojson, which would escape a string a second time. What a model wrote and is no
-    # strict JSON, or so deep that no template prints it, stays text.
-    try:
-        return loads(function.arguments.encode())
-    except ApiError:
-        return function.arguments
+@dataclass(slots=True)
+class _Arguments:
+    """Arguments of calls as templates print them: with tojson, which would escape a string a second time.
+
+    left  values that all calls of a conversation may still have. The caps of a body do not see them inside of strings.
+    """
+
+    left: int = MOST_NODES
+
+    def read(self, function: CalledFunction) -> object:
+        """The object. What is no strict JSON, too deep for a template, or beyond the values left, stays text."""
+        text = function.arguments
+        self.left -= text.count("{") + text.count("[") + text.count('"') // 2 + text.count(",") // 4
+        if self.left < 0:
+            return text
+        try:
+            return loads(text.encode())
+        except ApiError:
+            return text

@@ -268,6 +268,19 @@ def test_a_long_list_in_slices_is_the_same_text(length: int) -> None:
     assert dumps(value) == dumps_sliced(value)
 
 
+def test_arguments_of_all_calls_together_have_a_cap(app: Any) -> None:
+    """They are JSON inside of strings, where the caps of the body see nothing; what is beyond it stays text."""
+    engine = FakeEngine()
+    arguments = json.dumps({"a": [[]] * 10_000})
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}] * 20
+    body = {"messages": [MESSAGE, {"role": "assistant", "content": "", "tool_calls": calls}, MESSAGE]}
+    ask(create_app(engine, settings()), "POST", CHAT, json_body=body)  # type: ignore[arg-type]
+    told = engine.tokenizer.rendered[0]["messages"][1]["tool_calls"]
+
+    kept = [call["function"]["arguments"] for call in told]
+    assert [dict] * 10 + [str] * 10 == [*map(type, kept)]
+
+
 def test_pieces_are_told_up_to_a_cap(app: Any) -> None:
     """Each is an object of its own."""
     answer = ask(app, "POST", "/tokenize", json_body={"prompt": "x" * (2**17 + 1), "with_pieces": True})
