@@ -78,11 +78,14 @@ class History:
                 logits[index] -= cost.to(logits)
 
     def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
-        index, counts = (torch.from_numpy(part).to(logits.device) for part in (seen, self._counts))
-        values, factor = logits[index], params.repetition_penalty
+        index, counts = torch.from_numpy(seen).to(logits.device), self._counts.astype(np.float32)
+        values, factor = logits[index].numpy(force=True), params.repetition_penalty
         if factor != 1.0:
-            values = torch.where(values > 0, values / factor, values * factor)
-        logits[index] = values - (params.frequency_penalty * counts + params.presence_penalty * (counts > 0))
+            values = np.where(values > 0, values / factor, values * factor)
+        values = values - (
+            params.frequency_penalty * counts + params.presence_penalty * (counts > 0).astype(np.float32)
+        )
+        logits[index] = torch.from_numpy(values).to(logits.device)
 
 
 def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
