@@ -113,7 +113,6 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
     on_phase("weights")
     model, dtype = _read(name, folder, settings, config)
     text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
-    known = config.context or longest_context(text)
     on_phase("calibrate")
     switch = _switch(name, model)
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -125,9 +124,8 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
     on_phase("self-test" if checks.known is None else "checked before")
     checks.find_runner(name)
     on_phase("native step" if config.quantize == "none" else "quantize")
-    found = checks.choice()
-    bits = None if found is None else _quantize(config, model, found, f"{weights} {dtype}", available)
-    selection, invariant = checks.select(bits, context=known)
+    bits = _quantize(config, model, checks.choice(), f"{weights} {dtype}", available)
+    selection, invariant = checks.select(bits, context=config.context or longest_context(text))
     runner, computed = selection.runner, torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
@@ -157,10 +155,10 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes:
     return replace(loaded, identity=_identity(folder, loaded))
 
 
-def _quantize(config: EngineConfig, model: Any, found: Choice, identity: str, available: int) -> Bits | None:
-    """Quantise what the survey has found, as far as the settings want it; how many bits a weight got."""
-    bits = bits_for(config.quantize, found, available)
-    if bits is None:
+def _quantize(config: EngineConfig, model: Any, found: Choice | None, identity: str, available: int) -> Bits | None:
+    """Quantise the layers that the survey found; the bits of their weights, or None where the settings ask for none."""
+    bits = None if found is None else bits_for(config.quantize, found, available)
+    if found is None or bits is None:
         return None
     prepare = linear.prepare if config.kernels == "torch" else choice.multiplies()
     try:

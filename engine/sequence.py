@@ -70,7 +70,7 @@ class Sequence:
         self.owner, self.group = request.owner, (request.owner, request.group or request.id)
         self.rank = get_args(Tier).index(request.tier)
         self.deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
-        self._switch = switch
+        self._vocabulary, self._ends, self._switch = vocabulary, ends, switch
         self.extended = switch is not None and self._is_beyond(switch, len(request.prompt))
         self.lineage = Lineage(
             request.prompt,
@@ -89,7 +89,6 @@ class Sequence:
         said = [token for token in request.prompt if token < vocabulary]
         self._history = History(request.sampling, said, vocabulary)
         self._rules = Rules.of(request, said, vocabulary=vocabulary, ends=ends, matcher=matcher)
-        self._vocabulary, self._ends = vocabulary, ends
         self._arrived, self._started, self._first = now, now, now
 
     @property
