@@ -408,3 +408,13 @@ def test_the_bundled_model_loses_little_over_all_held_out_text(quantize: str) ->
     everything = held_out_texts(100_000)
 
     assert perplexity(bundled(quantize), everything) <= ALLOWED[quantize] * perplexity(bundled("none"), everything)
+
+
+def test_what_quantising_would_bring_is_told(folder: Callable[[str], Path]) -> None:
+    """Linear layers of float32 weights would be read as 8.5 or 4.5 bits; a quantised model has no such offer."""
+    plain, quantised = (load_model(folder("llama"), "float32", quantize=kind).info for kind in ("none", "int8"))
+
+    assert plain.quantize_offer is not None
+    assert {"int8": 8.5 / 32, "int4": 4.5 / 32} == dict(plain.quantize_offer.reads)
+    assert plain.quantize_offer.auto is None
+    assert quantised.quantize_offer is None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.status import Drafting, ModelInfo
+from engine.status import Drafting, ModelInfo, QuantizeOffer
 from server import cli
 from server.banner import banner
 from server.settings import Settings
@@ -333,11 +333,29 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
 
 def test_the_first_screen_says_what_other_requests_change() -> None:
     """Where logits depend on the batch by rounding, it says so."""
-    rounding = dataclasses.replace(INFO, batch_invariant=False)
+    rounding = replace(INFO, batch_invariant=False)
 
     assert "logits depend on other requests by rounding" in banner(
         rounding, MEMORY, Drafting(), Settings(), "http://127.0.0.1:8000"
     )
+
+
+def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> None:
+    """Natively or why not, and for each format what is left of the weights to read."""
+    offer = QuantizeOffer((("int8", 0.53), ("int4", 0.28)), "int8")
+    native = replace(INFO, quantize_offer=offer)
+    slow = replace(INFO, torch_reason="it has an encoder", quantize_offer=replace(offer, auto=None))
+    url = "http://127.0.0.1:8000"
+
+    assert (
+        "steps     one native call; weights that a token reads with --quantize, of those now: int8 53% or int4 28%; "
+        "auto takes int8\n"
+    ) in banner(native, MEMORY, Drafting(), Settings(), url)
+    assert "in torch operations, not natively: it has an encoder; weights" in banner(
+        slow, MEMORY, Drafting(), Settings(), url
+    )
+    assert "auto leaves weights as they are\n" in banner(slow, MEMORY, Drafting(), Settings(), url)
+    assert "steps     one native call\n" in banner(INFO, MEMORY, Drafting(), Settings(), url)
 
 
 def test_the_first_screen_says_which_pages_may_call() -> None:
