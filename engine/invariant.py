@@ -99,7 +99,7 @@ class _Products:
         rows, columns = input.shape[-2], other.shape[-1]
         if other.dim() == 2:
             return self.linear(input, other.mT)
-        if other.dim() == 3 and len(other) == 1:
+        if other.dim() == 3 and len(other) == 1 and input.dim() > 2:
             # Matrices that share the other one are rows of one product.
             made = self._product.batch(input.reshape(1, -1, input.shape[-1]), other)
             return made.view(*input.shape[:-1], columns)

@@ -184,8 +184,8 @@ def _mamba1(
     settings |= {"return_last_state": True}
 
     def run(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        cut = [_cut(tensor, 2, start, stop) for tensor in (rows, dt, b, c)]
-        z = None if gate is None else _cut(gate, 2, start, stop)
+        cut = [_cut(tensor, -1, start, stop) for tensor in (rows, dt, b, c)]
+        z = None if gate is None else _cut(gate, -1, start, stop)
         result, final = original(cut[0], cut[1], a, cut[2], cut[3], z=z, **settings)
         if state is None:
             return result, final

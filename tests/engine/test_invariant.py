@@ -211,6 +211,43 @@ def test_no_library_is_needed(name: str) -> None:
     assert {check: True for check in CHECKS} == holds(quantised(name, native=False))
 
 
+SHAPES = {
+    "a weight": ((2, 9, 20), (20, 7)),
+    "a vector": ((2, 9, 20), (20,)),
+    "a matrix before": ((9, 20), (1, 20, 7)),
+    "a matrix before several": ((9, 20), (3, 20, 7)),
+    "one matrix for all": ((3, 9, 20), (1, 20, 7)),
+    "heads": ((1, 4, 9, 20), (1, 4, 20, 7)),
+    "groups of heads": ((2, 4, 9, 20), (2, 1, 20, 7)),
+    "one head for all": ((2, 4, 9, 20), (1, 1, 20, 7)),
+    "both are spread": ((2, 1, 9, 20), (1, 3, 20, 7)),
+    "fewer dimensions": ((4, 9, 20), (2, 1, 20, 7)),
+    "angles": ((1, 8, 1), (1, 1, 9)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_of_modules_have_the_shapes_of_torch(name: str, product: Product) -> None:
+    """Whatever is spread over whatever, and from tensors with any strides."""
+    left, right = (random(*shape) for shape in SHAPES[name])
+    for other in (right, right.mT.contiguous().mT if right.dim() > 1 else right):
+        with RowInvariant(product):
+            made = left @ other
+
+        torch.testing.assert_close(made, left @ right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_and_a_product_at_once_is_that_of_torch(product: Product) -> None:
+    """addmm and baddbmm, with their factors."""
+    bias, left, right = random(7), random(9, 20), random(20, 7)
+    scores, many, others = random(3, 9, 7), random(3, 9, 20), random(3, 20, 7)
+    with RowInvariant(product):
+        made = torch.addmm(bias, left, right), scores.baddbmm(batch1=many, batch2=others, beta=0.5, alpha=2.0)
+
+    torch.testing.assert_close(made[0], bias + left @ right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made[1], 0.5 * scores + 2 * many @ others, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("inner", [100, 300, 700])
 def test_zeros_behind_what_heads_share_change_no_bit(product: Product, inner: int) -> None:
     """Where all heads share values, their sums over positions do not depend on the number of these."""
