@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.native.decoder import Gate, Linear, NoShape, Router, Scoring
 from engine.native.mlp import ACTIVATIONS
-from engine.native.same import ratio, same
+from engine.native.same import difference, ratio, same
 from engine.native.trace import Mixed, Routed
 
 _SCORES: dict[Scoring, Callable[[Tensor], Tensor]] = {
@@ -65,11 +65,10 @@ def find_gate(seen: Mixed) -> Gate:
         told = seen.experts.activate(made)
     except (RuntimeError, TypeError) as error:
         raise NoShape("its experts activate in another way") from error
-    for gate in _gates(own):
-        if same(activate(gate, made), told):
-            if isinstance(seen.inner.weight, Tensor) and not same(_mix(seen), seen.made):
-                break
-            return gate
+    gate = min(_gates(own), key=lambda gate: difference(activate(gate, made), told))
+    whole = isinstance(seen.inner.weight, Tensor)
+    if same(activate(gate, made), told) and (not whole or same(_mix(seen), seen.made)):
+        return gate
     raise NoShape("its experts make something else of their rows")
 
 

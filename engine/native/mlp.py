@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.native.decoder import Activation, Columns, Gated, NoShape
-from engine.native.same import same
+from engine.native.same import difference, same
 from engine.native.trace import Multiplied
 from engine.native.walk import Walk
 
@@ -34,12 +34,16 @@ def find_gated(walk: Walk, rows: Tensor) -> tuple[Gated, Tensor]:
 
 
 def _activation(inner: Sequence[Multiplied], taken: Tensor) -> tuple[Columns, Columns | None, Activation]:
+    """The columns and the activation with the smallest error: next to outliers gelu and its approximation are close."""
+    found: dict[tuple[Columns, Columns | None, Activation], Tensor] = {}
     for gate, up in _places(inner, taken.shape[1]):
         for name, activate in ACTIVATIONS.items():
             made = activate(_columns(inner, gate, taken.shape[1]))
-            if same(made if up is None else made * _columns(inner, up, taken.shape[1]), taken):
-                return gate, up, name
-    raise NoShape("its layers activate in another way")
+            found[gate, up, name] = made if up is None else made * _columns(inner, up, taken.shape[1])
+    best = min(found, key=lambda own: difference(found[own], taken), default=None)
+    if best is None or not same(found[best], taken):
+        raise NoShape("its layers activate in another way")
+    return best
 
 
 def _places(inner: Sequence[Multiplied], width: int) -> Iterator[tuple[Columns, Columns | None]]:

@@ -1,0 +1,25 @@
+"""The activation of a layer is found beside outliers, where several are the same to a tolerance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.native.decoder import Linear
+from engine.native.mlp import ACTIVATIONS, _activation
+from engine.native.trace import Multiplied
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_activation_is_the_one_with_the_smallest_error(name: str, outlier: float) -> None:
+    """One column may be 100,000 times as large as the others."""
+    generator = torch.Generator().manual_seed(0)
+    rows, gates, ups = (torch.randn(6, 64, generator=generator) for _ in range(3))
+    # Where both kinds of gelu are the same.
+    gates[:, 3] = 6.0
+    ups[:, 3] *= outlier
+    inner = [Multiplied(Linear(torch.empty(0), None), rows, made) for made in (gates, ups)]
+    taken = ACTIVATIONS[name](gates) * ups  # type: ignore[index]
+
+    assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(*_activation(inner, taken))
