@@ -209,7 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--smoke", action="store_true", help="one pair of small sizes; without a peer, the bundled model twice")
     add("--pairs", type=int, default=None, metavar="N", help="how often both are measured (default 5)")
     add("--cells", default=",".join(NAMES), metavar="NAME,...", help="default: all four")
-    add("--long", type=int, default=Sizes.long, metavar="N", help="tokens of the prompt of prefill (default 2048)")
+    add("--long", type=int, default=Sizes().long, metavar="N", help="tokens of the prompt of prefill (default 2048)")
     add("--streams", default="8", metavar="N,...", help="streams at once (default 8)")
     add("--goals", choices=sorted(GOALS), default=None, help="default: of --quantize, or of the peer")
     add("--seed", type=int, default=None, help="of the prompts; default: a new one, so that no cache knows them")

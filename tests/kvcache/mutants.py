@@ -20,7 +20,7 @@ SLOTS = {
         "rotary.py", "first.copy_(moved_x)", "first.copy_(moved_x).add_(0.01)"
     ),
     "interleaved as half": Mutant("rotary.py", 'if rotation.layout == "half":', "if True:"),
-    "forgets the offset": Mutant("rotary.py", "begin = rotation.offset", "begin = 0"),
+    "forgets the offset": Mutant("rotary.py", "begin, pairs = rotation.offset, len", "begin, pairs = 0, len"),
     "a drawn cell is not referenced": Mutant("cells.py", "self.references[more] = 1", "pass"),
     "a following cell is taken without asking": Mutant(
         "cells.py", "return int(taken[0]) if len(taken) else len(behind)", "return len(behind)"

@@ -74,11 +74,11 @@ KEPT = {
     "released states still count": Mutant(
         "recurrent.py", '"""Let go of the states."""\n        self._held -= held.bytes', '"""Let go of the states."""'
     ),
-    "a shift leaves states of another past": Mutant(
-        "recurrent.py", "_Row(length, {length:", "_Row(length, {**row.states, length:"
-    ),
+    "a shift leaves states of another past": Mutant("recurrent.py", "if position <= keep}", "if True}"),
     "an emptied slot has a state": Mutant(
-        "recurrent.py", "{length: row.states[row.length], 0: {}}", "{0: {}, length: row.states[row.length]}"
+        "recurrent.py",
+        "states | {length: row.states[row.length]} | {0: {}}",
+        "states | {0: {}} | {length: row.states[row.length]}",
     ),
     "a name is a list": Mutant("recurrent.py", "state[_hashable(json.loads(name))]", "state[json.loads(name)]"),
     "a saved state is the state itself": Mutant("recurrent.py", 'tensor.to("cpu", copy=True)', 'tensor.to("cpu")'),
