@@ -28,8 +28,9 @@ def find_router(seen: Routed) -> Router:
     """How a router chooses. Raises NoShape where it is none that is known."""
     weight, bias = seen.weight.detach().float(), _bias(seen.router, len(seen.weight))
     linear = Linear(weight, bias)
-    columns, size = seen.taken.shape[1], float(seen.taken.square().mean().sqrt())
-    rows = size * torch.randn(_ASKED, columns, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(_ASKED, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    # Such that scores differ: next to outliers, rows as large as those seen may make all of them 1.
+    rows /= float(nn.functional.linear(rows, weight).std().clamp_min(1e-6))
     weights, chosen = seen.ask(rows)
     made = nn.functional.linear(rows, weight, bias)
     dense = torch.zeros_like(made).scatter(1, chosen, weights)

@@ -17,7 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import hooks, recurrence
 from engine.margins import Margin, recording
+from engine.native.decoder import NoShape
+from engine.native.shape import find_decoder
+from engine.native.widening import Widened
 from engine.plan import LayerPlan, plan_layers
+from tests.engine.native.decoders import CONTEXT
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
 # How many times as large an outlier is; Gemma 3 270M has key columns 60 times as large as the median.
@@ -67,6 +71,18 @@ def planned(
     with recording() as margins:
         layers = plan_layers(model_of(name, dtype, outliers=outliers), vocabulary=VOCABULARY)
     return layers, margins.narrowest
+
+
+def native_reason(name: str) -> str | None:
+    """Why the native step cannot run a family's model with outliers, in bfloat16; None: it can."""
+    model = model_of(name, torch.bfloat16)
+    layers = plan_layers(model, vocabulary=VOCABULARY)
+    try:
+        with Widened(model):
+            find_decoder(model, layers, vocabulary=VOCABULARY, context=CONTEXT)
+    except NoShape as error:
+        return error.reason
+    return None
 
 
 def main(names: Sequence[str]) -> None:

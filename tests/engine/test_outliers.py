@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 
-from tests.engine.outliers import planned
+from tests.engine.native.families import NATIVE
+from tests.engine.outliers import native_reason, planned
 from tests.engine.tiny import FAMILIES
 
 # Each layout, partial rotation, latent attention, norms of keys, learned positions; the others are slow by number.
@@ -16,15 +19,14 @@ UNPLANNED = ("axk2", "biogpt", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "
 LEAST_MARGIN = 4.0
 
 
-def families() -> list[object]:
-    """All families that are planned, most of them marked slow."""
-    names = sorted(set(FAMILIES) - set(UNPLANNED))
-    return [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in names]
+def families(names: Collection[str]) -> list[object]:
+    """Families, most of them marked slow."""
+    return [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(names)]
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", families(set(FAMILIES) - set(UNPLANNED)))
 def test_outliers_change_no_plan(name: str) -> None:
     """The plan is that of the model without outliers in float32, and by far."""
     expected, _ = planned(name, torch.float32, outliers=False)
@@ -33,3 +35,11 @@ def test_outliers_change_no_plan(name: str) -> None:
         found, margins = planned(name, dtype)
         assert expected == found
         assert all(margin.factor > LEAST_MARGIN for margin in margins)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", families(NATIVE))
+def test_outliers_change_no_shape(name: str) -> None:
+    """The families that run natively do so with outliers in bfloat16."""
+    assert native_reason(name) is None
