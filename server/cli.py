@@ -70,7 +70,7 @@ class Options:
     max_waiting
         Requests that may wait for a slot; one more is answered 429.
     itl_target_ms
-        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 80, or three
+        Milliseconds from token to token to keep while prompts are computed; 0: prompts first; auto: 60, or three
         times a step without prompts where that is more.
     threads
         Threads to compute with. Default: the processors that affinity and the quota of a container leave.
