@@ -16,7 +16,7 @@ import numpy as np
 from engine.cost import StepCost
 from engine.work import Work
 
-# Without a configured target. 60 ms keep the 99th percentile between tokens of 8 streams below that of llama.cpp on small
+# Without a configured target. 60 ms keep the 99th percentile between tokens of 8 streams below llama.cpp's on small
 # models (Gemma 3 270M with int8 on two threads: 63 ms against 76; with 80 ms 82 against 74) at the throughput of 80 ms
 # (SmolLM2-135M's shape on one thread: 1 % less; with 50 ms 2 %, with 40 ms 3 to 7 %). Slower models get three times a
 # step without prompts: with twice as long the last of 8 prompts is computed 1.1 to 1.4 times as late.
