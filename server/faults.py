@@ -72,6 +72,9 @@ async def _on_validation(request: Request, error: Exception) -> Response:
 def _reason(fault: Fault) -> str:
     if fault["type"] == "union_tag_invalid":
         return f"its {fault['ctx']['discriminator']} should be one of {fault['ctx']['expected_tags']}"
+    if fault["type"] == "model_type":
+        # pydantic names the class.
+        return f"{_EXPECTED}a valid object"
     reason: str = fault["msg"]
     for python, json in _IN_JSON.items():
         reason = reason.replace(python, json)

@@ -38,6 +38,12 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"temperature": "0.5"}, number("temperature", "a valid number")),
     (CHAT, {"temperature": True}, number("temperature", "a valid number")),
     (CHAT, {"temperature": [1]}, number("temperature", "a valid number")),
+    # No name of a class of ours.
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [1, 1]}]},
+        number("messages[0].content[0]", "a valid object"),
+    ),
     (CHAT, {"top_p": 0}, number("top_p", "greater than 0")),
     (CHAT, {"top_p": 1.01}, number("top_p", "less than or equal to 1")),
     (CHAT, {"min_p": -1}, number("min_p", "greater than or equal to 0")),
