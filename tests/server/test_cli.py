@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -211,6 +212,16 @@ def test_a_key_file_that_all_can_read_is_told(
     shown = capsys.readouterr().out
     assert told == (f"can read {keys}; chmod o-r" in shown)
     assert "secret" not in shown
+
+
+def test_garbage_is_collected_again_once_the_engine_is_imported() -> None:
+    """Collections pause for the imports alone: what a load leaves must not stay for good."""
+    cli._engine(Settings())
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+
+    assert gc.isenabled()
+    assert frozen > 0
 
 
 def test_the_settings_reach_the_engine() -> None:
