@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import hooks
 from engine.config import Quantize
 from engine.kernels.choice import chosen, multiplies
-from engine.native.choosing import fastest
+from engine.native.choosing import select
 from engine.native.library import StepFields
 from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
@@ -111,7 +111,7 @@ def load(name: str, layers: int, quantized: Quantize) -> tuple[Runner, NativeRun
     if quantized in ("int8", "int4"):
         with tempfile.TemporaryDirectory() as folder:
             quantize(model, choice, Store(name, 8 if quantized == "int8" else 4, Path(folder)), multiplies())
-    native = fastest(model, plain, facts, context=4096)
+    native = select(model, plain, facts, context=4096).runner
     assert isinstance(plain, Runner)
     assert isinstance(native, NativeRunner), "the native step does not know the model"
     return plain, native

@@ -50,8 +50,6 @@ log = logging.getLogger("cellar.engine")
 
 # Formats that nothing here multiplies by, and bits of a weight with its share of scales: in MXFP4, 32 share one of 8.
 _WIDENED = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
-
-
 # What files with a tokenizer are called.
 _TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 

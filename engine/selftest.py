@@ -113,9 +113,7 @@ def find_runner(name: str, model: Any, facts: Facts) -> Runner | GatheringRunner
 def known_runner(model: Any, facts: Facts, layers: Sequence[LayerPlan], *, has_states: bool) -> Runner:
     """The runner that an earlier `find_runner` found the fastest, without another check."""
     model.set_attn_implementation(hooks.NAME)
-    runner = Runner(
-        model, layers, facts.mla, facts.attend, switch=facts.switch, extended_layers=_extended_layers(model, facts)
-    )
+    runner = _runner(model, facts, layers)
     runner.has_states = has_states
     return runner
 
@@ -186,17 +184,16 @@ def _packed(model: Any, facts: Facts) -> Runner:
     layers = plan_layers(model, vocabulary=facts.vocabulary)
     if not layers and not facts.recurrent:
         raise _Differs("its layers mix along the sequence in no way that can be packed")
-    return Runner(
-        model, layers, facts.mla, facts.attend, switch=facts.switch, extended_layers=_extended_layers(model, facts)
-    )
+    return _runner(model, facts, layers)
 
 
-def _extended_layers(model: Any, facts: Facts) -> tuple[LayerPlan, ...] | None:
-    """The layers as they rotate beyond the original length; None: as within it."""
-    if facts.switch is None:
-        return None
-    with rope.extending():
-        return plan_layers(model, vocabulary=facts.vocabulary)
+def _runner(model: Any, facts: Facts, layers: Sequence[LayerPlan]) -> Runner:
+    """A packed runner; where rotary factors change, the layers are planned beyond the original length too."""
+    extended = None
+    if facts.switch is not None:
+        with rope.extending():
+            extended = plan_layers(model, vocabulary=facts.vocabulary)
+    return Runner(model, layers, facts.mla, facts.attend, switch=facts.switch, extended_layers=extended)
 
 
 def _gathering(model: Any, facts: Facts) -> GatheringRunner:

@@ -39,11 +39,6 @@ class Selection:
     reason: str | None = None
 
 
-def fastest(model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int) -> Runner | GatheringRunner:
-    """The fastest runner of a model, see `select`."""
-    return select(model, plain, facts, context=context).runner
-
-
 def select(
     model: Any, plain: Runner | GatheringRunner, facts: Facts, *, context: int, checked: bool = False
 ) -> Selection:

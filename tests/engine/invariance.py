@@ -87,7 +87,7 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     runner = find_runner(name, model, facts)
     quantize(model, survey.close(), Store(name, bits), choice.multiplies() if native else linear.prepare)
     if native:
-        runner = choosing.fastest(model, runner, facts, context=CONTEXT)
+        runner = choosing.select(model, runner, facts, context=CONTEXT).runner
     if invariant:
         runner.make_invariant(choice.row_invariant() if native else TiledProduct())
     return Quantised(name, runner, facts)

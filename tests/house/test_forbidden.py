@@ -23,7 +23,6 @@ BORDERS = {
     "engine/draft/heads.py": "a head that cannot be read or run packed is refused in words",
     "server/limits.py": "the HTTP border, before the first byte",
     "server/teller.py": "the HTTP border, behind the first byte",
-    "server/responses/session.py": "the border of a WebSocket's requests",
     "server/responses/run.py": "the HTTP border of a task that outlives its request",
 }
 # Where async code may stand in the engine: the rest runs on its thread.

@@ -91,7 +91,7 @@ def of_config(config: Any, weights: Weights = 32) -> Both:
     assert isinstance(plain, Runner)
     if weights == 8 or weights == 4:
         quantize(model, choice, Store(family, weights), linear.prepare)
-    runner = choosing.fastest(model, plain, facts, context=CONTEXT)
+    runner = choosing.select(model, plain, facts, context=CONTEXT).runner
     assert isinstance(runner, Runner)
     return Both(model, plain, runner, recurrent)
 
