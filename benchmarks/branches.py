@@ -32,8 +32,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.speculation import Bench, longest
-from engine.noise import gumbel
-from engine.types import Delta, Request, SamplingParams
+from engine.sample.noise import gumbel
+from engine.types.events import Delta
+from engine.types.request import Request, SamplingParams
 
 # The ranks of texts, place by place, and END behind each text.
 Ranks = NDArray[np.int64]

@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.native import Native
-from engine.resources import processors
+from engine.load.resources import processors
 from kvcache.cells import CellPool
 from kvcache.forward import Segment
 from kvcache.planes import Stored

@@ -24,7 +24,7 @@ from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
 from engine.kernels.packing import Bits, Packed, Room, pack
-from engine.resources import processors
+from engine.load.resources import processors
 
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
 SHAPES = ((6144, 1024), (1024, 3072), (4096, 1024))

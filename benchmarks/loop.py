@@ -23,7 +23,8 @@ from typing import Any
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
-from engine.types import Delta, Event, Request, Started
+from engine.types.events import Delta, Event, Started
+from engine.types.request import Request
 from server.lifecycle import _config
 from server.protocol import StrictProtocol
 from tests.server.fakes import FakeEngine, finished, settings

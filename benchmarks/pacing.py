@@ -22,10 +22,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.load import Loaded, load
-from engine.scheduler import Grant
-from engine.step import Said
-from engine.types import Request, SamplingParams
+from engine.load.load import Loaded, load
+from engine.schedule.scheduler import Grant
+from engine.schedule.step import Said
+from engine.types.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 COLUMNS = ("tokens/s", "first token p50", "p99", "between tokens p50", "p99", "most, ms")

@@ -43,7 +43,7 @@ from benchmarks.duel import plot, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.reading import Reading
-from engine.resources import processors
+from engine.load.resources import processors
 from server.bench.cells import Cell, chat, lone, streams, users
 from server.bench.client import Ask, Server
 from server.bench.launch import cellar, started

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.known import PEERS, Share
 from benchmarks.shapes import write_gguf
-from engine.resources import processors
+from engine.load.resources import processors
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 from server.bench.launch import cellar, started

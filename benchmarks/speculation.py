@@ -49,11 +49,12 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.adaptive import AdaptiveDepth
 from engine.draft.depth import FixedDepth
-from engine.draft.drafter import Want
 from engine.draft.loading import load_draft, make_speculation
-from engine.load import load
-from engine.speculation import Speculation
-from engine.types import Delta, DrafterChoice, Request, SamplingParams
+from engine.draft.speculation import Speculation
+from engine.load.load import load
+from engine.schedule.draft import Want
+from engine.types.events import Delta
+from engine.types.request import DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
 from server.bench.prompts import sentence
 

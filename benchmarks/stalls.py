@@ -33,7 +33,7 @@ import psutil
 
 from benchmarks.bodies import Body, known, random_body
 from engine.engine import Engine
-from engine.types import Request, SamplingParams
+from engine.types.request import Request, SamplingParams
 from server.app import create_app
 from server.bench.launch import cellar
 from server.bench.machine import environment

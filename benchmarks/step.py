@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks
 from engine.config import Quantize
 from engine.kernels.choice import chosen, multiplies
-from engine.native.choosing import select
+from engine.load.native import select
+from engine.load.resources import processors
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks
+from engine.model.runner import Runner
 from engine.native.library import StepFields
 from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
 from engine.quantize.surgery import quantize
 from engine.quantize.survey import Survey
-from engine.resources import processors
-from engine.runner import Runner
-from engine.selftest import Facts, find_runner
 from kvcache.cache import Cache
 from kvcache.spec import Span
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.grammar import Matcher
-from engine.types import EmbeddingJob, Request
+from engine.grammar.matcher import Matcher
+from engine.types.request import EmbeddingJob, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types import LONGEST_DRAFT, DrafterChoice, MlaMode, Overflow
+from engine.types.request import LONGEST_DRAFT, DrafterChoice, MlaMode, Overflow
 
 # What the bundled model is called where nobody gave it another name.
 BUNDLED_NAME = "cellar-tiny"

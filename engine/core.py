@@ -14,22 +14,23 @@ from dataclasses import replace
 
 import torch
 
-from engine.budget import Budget
 from engine.config import EngineConfig
-from engine.cost import StepCost
-from engine.crossing import Crossing
 from engine.draft.depth import FixedDepth
-from engine.grammar import Matcher
-from engine.load import Loaded
-from engine.memory import most_rows
-from engine.scheduler import Grant, Scheduler
-from engine.sequence import Sequence
-from engine.shelf import shelf
-from engine.speculation import Speculation
-from engine.status import Stats
-from engine.step import Said, Stepper
-from engine.types import Delta, Event, Failed, Finished, FinishReason, Progress, Request, Started, TokenLogprob
-from engine.work import Work
+from engine.draft.speculation import Speculation
+from engine.grammar.matcher import Matcher
+from engine.load.disk_cache import shelf
+from engine.load.load import Loaded
+from engine.load.memory import most_rows
+from engine.schedule.encoder_inputs import Crossing
+from engine.schedule.prefill_budget import Budget
+from engine.schedule.scheduler import Grant, Scheduler
+from engine.schedule.sequence import Sequence
+from engine.schedule.step import Said, Stepper
+from engine.schedule.step_cost import StepCost
+from engine.schedule.work import Work
+from engine.types.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, TokenLogprob
+from engine.types.request import Request
+from engine.types.status import Stats
 from kvcache.cache import Cache
 from kvcache.entries import EntryFiles
 

@@ -18,7 +18,6 @@ from engine.commands import Cancel, Command, Embed, Stop, Submit
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.loading import load_draft, make_speculation
-from engine.duties import Duties
 from engine.embedder.loading import LoadedEmbedder, load_embedder
 from engine.embedder.reader import Reader
 from engine.embedder.turns import Turns
@@ -31,15 +30,17 @@ from engine.errors import (
     Loading,
     ModelError,
 )
-from engine.grammars import Grammars
+from engine.grammar.compiler import Grammars
 from engine.liveness import Watchdog
-from engine.load import Loaded, load
-from engine.runner import Runner
-from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
-from engine.stopping import check_expressions
-from engine.stream import RequestStream
-from engine.tokenizer import Tokenizer
-from engine.types import EmbeddingJob, Event, Failed, Request
+from engine.load.load import Loaded, load
+from engine.loop import Duties
+from engine.model.runner import Runner
+from engine.output.stop_regex import check_expressions
+from engine.output.stream import RequestStream
+from engine.text.tokenizer import Tokenizer
+from engine.types.events import Event, Failed
+from engine.types.request import EmbeddingJob, Request
+from engine.types.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
 from engine.validity import check_prompt, check_rules
 from engine.waiting import WaitingRoom
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from engine.errors import InvalidRequest
-from engine.types import Dry, Request, SamplingParams, Thinking, Xtc
+from engine.types.request import Dry, Request, SamplingParams, Thinking, Xtc
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, image: int | None) -> None:

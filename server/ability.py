@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from engine.dialect.dialect import Dialect
+from engine.chat_format.chat_format import Dialect
 from server.errors import ApiError, unsupported
 from server.schemas.chat import ChatRequest
 from server.tools import Offer, offer

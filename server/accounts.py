@@ -7,7 +7,8 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from engine.types import Finished, Progress, Request, Started
+from engine.types.events import Finished, Progress, Started
+from engine.types.request import Request
 from server.schemas.common import Generation, TimingsBody, UsageBody
 from server.schemas.common import Progress as ProgressBody
 from server.usage import Meter, timings, usage

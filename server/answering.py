@@ -10,7 +10,7 @@ from typing import Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from engine.types import Request
+from engine.types.request import Request
 from server.encoding import Json, large_json
 from server.errors import CLIENT_CLOSED
 from server.events import Events

@@ -8,13 +8,13 @@ from dataclasses import field as initial
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong
-from engine.wording import names
+from engine.text.wording import names
 from server.ability import SWITCHES
 from server.errors import invalid
 from server.labels import Fork, Path
 
 if TYPE_CHECKING:
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
 Asked = tuple[str, Sequence[str]]
 

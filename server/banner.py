@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo
+from engine.types.status import Drafting, Embedding, MemoryPlan, ModelInfo
 from server.settings import Settings
 from server.store import place_of
 from server.version import version

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import Overloaded
-from engine.types import Delta, Embedded, Finished, Request, TokenLogprob
+from engine.types.events import Delta, Embedded, Finished, TokenLogprob
+from engine.types.request import Request
 from server.metrics import Endpoint
 from server.service import Service
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from engine.types import Finished
+from engine.types.events import Finished
 from server.chunks import ChatChunks, finish_reason
 from server.diagnostics import diagnose
 from server.events import Events

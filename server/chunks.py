@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from engine.types import Event, Progress, Scored, Started
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.types.events import Event, Progress, Scored, Started
 from server.accounts import Accounts
 from server.diagnostics import diagnose
 from server.encoding import HOLE, Template

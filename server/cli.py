@@ -18,7 +18,7 @@ from cyclopts import App, Parameter
 from cyclopts.config import Env
 
 from engine.config import Dtype, KvDtype, Quantize
-from engine.types import DrafterChoice, MlaMode, Overflow
+from engine.types.request import DrafterChoice, MlaMode, Overflow
 from server.bench.options import BenchOptions
 from server.database import StoreError
 from server.settings import LogLevel, Settings, is_exposed, make_shelf, read_keys, split_keys

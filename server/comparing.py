@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import anyio.to_thread
 
-from engine.status import Similarity
+from engine.types.status import Similarity
 from server.embeddings import Vector, vector
 from server.errors import UNSUPPORTED_PARAMETER, ApiError
 from server.jobs import Made, Reading, run_job

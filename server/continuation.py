@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import anyio.to_thread
 
-from engine.dialect.dialect import Dialect
-from engine.dialect.tagged import Tagged
-from engine.types import Alternative, Rendering, Request, Scored
+from engine.chat_format.chat_format import Dialect
+from engine.chat_format.tagged import Tagged
+from engine.types.events import Alternative, Scored
+from engine.types.request import Rendering, Request
 from server.errors import invalid
 from server.generation import check_room, request, shortened, spread
 from server.grammar import follow

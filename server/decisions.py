@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
-from engine.types import Request
+from engine.types.request import Request
 from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.labels import Fork, Reading, rounded

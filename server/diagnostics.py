@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.types import Finished, Usage
+from engine.types.events import Finished, Usage
 from server.schemas.chat import PromptCacheDiagnostics
 from server.turn import Turn
 

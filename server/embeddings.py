@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from engine.errors import InvalidRequest
-from engine.status import Embedding
-from engine.types import EmbeddingInput, Pooling, Request
+from engine.types.request import EmbeddingInput, Pooling, Request
+from engine.types.status import Embedding
 from server.batch import run_all
 from server.errors import invalid, unsupported
 from server.jobs import Made, Reading, run_job

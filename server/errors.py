@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine import errors as engine_errors
-from engine.types import Finished
+from engine.types.events import Finished
 from server.database import StoreError
 from server.encoding import Json
 

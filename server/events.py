@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 
-from engine.types import Delta, Event
+from engine.types.events import Delta, Event
 
 # Takes a delta of a choice; False: its reader shall.
 Take = Callable[[int, Delta], bool]

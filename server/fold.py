@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from engine.types import Delta, Finished, Scored, TokenLogprob
+from engine.types.events import Delta, Finished, Scored, TokenLogprob
 from server.events import Events
 
 Answer = TypeVar("Answer")

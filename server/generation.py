@@ -13,7 +13,8 @@ from functools import partial
 
 import anyio.to_thread
 
-from engine.types import Event, Overflow, Rendering, Request, SpeculationParams, Tier
+from engine.types.events import Event
+from engine.types.request import Overflow, Rendering, Request, SpeculationParams, Tier
 from server.errors import invalid
 from server.events import Events, Take
 from server.metrics import Endpoint

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import anyio.to_thread
 
-from engine.dialect.dialect import Dialect
+from engine.chat_format.chat_format import Dialect
+from engine.chat_format.message import Body, Tool, ToolChoice
 from engine.errors import InvalidRequest, TooCostly
-from engine.message import Body, Tool, ToolChoice
-from engine.types import Grammar
+from engine.types.request import Grammar
 from server.schemas.common import Generation
 from server.service import Service
 from server.structure import STRUCTURES, structure

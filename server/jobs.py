@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Finished
+from engine.types.events import Embedded, Finished
+from engine.types.request import EmbeddingInput, EmbeddingJob
 from server.errors import invalid, too_long
 from server.metrics import Endpoint
 from server.service import Service

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.types import Request, SamplingParams, SpeculationParams
+from engine.types.request import Request, SamplingParams, SpeculationParams
 from server.batch import Outcome
 from server.logprobs import IMPOSSIBLE
 

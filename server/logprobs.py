@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.types import Alternative, TokenLogprob
+from engine.types.events import Alternative, TokenLogprob
 from server.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
 from server.schemas.common import Generation, PromptLogprob, PromptLogprobs
 from server.schemas.completions import TextLogprobs

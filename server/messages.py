@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.message import INPUT
+from engine.chat_format.message import INPUT
 from server.errors import ApiError, invalid, missing
 from server.json_limits import MOST_NODES
 from server.parsing import loads

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.status import DraftCounts, Stats
-from engine.types import Delta, Event, Failed, Finished, Started
+from engine.types.events import Delta, Event, Failed, Finished, Started
+from engine.types.status import DraftCounts, Stats
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.chat_format.message import Piece, Reasoning, Text
 from engine.errors import EngineError
-from engine.message import Piece, Reasoning, Text
-from engine.types import Event
+from engine.types.events import Event
 from server.arguments import read_arguments
 from server.embeddings import vector
 from server.errors import OLLAMA, ApiError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text, ToolKind
-from engine.types import Scored, TokenLogprob
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text, ToolKind
+from engine.types.events import Scored, TokenLogprob
 from server.errors import check_deadline
 from server.events import Events
 from server.turn import Ended, Said, Turn, said

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import anyio.to_thread
 
-from engine.types import Dry, SamplingParams, Xtc
+from engine.types.request import Dry, SamplingParams, Xtc
 from server.errors import invalid
 from server.schemas.common import Generation
 from server.service import Service

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
-from engine.types import Request
+from engine.types.request import Request
 from server.asking import Asker
 from server.batch import Outcome, run_all
 from server.comparing import Pairs, compare, compares

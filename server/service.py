@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from anyio import CapacityLimiter
 
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
-from engine.status import Embedding
-from engine.types import Delta, EmbeddingJob, Event, Failed, Request
+from engine.types.events import Delta, Event, Failed
+from engine.types.request import EmbeddingJob, Request
+from engine.types.status import Embedding
 from server.auth import caller
 from server.errors import MODEL_NOT_FOUND, ApiError
 from server.events import Events, Take
@@ -25,7 +26,7 @@ from server.version import version
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.stream import RequestStream
+    from engine.output.stream import RequestStream
 
 
 _COMPILING = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtype, Quantize
-from engine.types import DrafterChoice, MlaMode, Overflow
+from engine.types.request import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

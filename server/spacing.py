@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.types import Delta, Event
+from engine.types.events import Delta, Event
 from server.teller import Teller
 
 

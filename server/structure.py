@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.message import Body
+from engine.chat_format.message import Body
 from server.errors import invalid
 from server.parsing import NotStrict, parse
 from server.schemas.common import Generation

@@ -14,7 +14,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 from engine.errors import EngineError
-from engine.types import Delta, Event
+from engine.types.events import Delta, Event
 from server.errors import envelope, internal, translate
 from server.events import Events
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.types import Delta, Event, Finished, Progress, Scored, Started
+from engine.types.events import Delta, Event, Finished, Progress, Scored, Started
 from server.accounts import Accounts
 from server.continuation import Continuation
 from server.encoding import HOLE, Template

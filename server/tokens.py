@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
-from engine.types import Alternative
+from engine.types.events import Alternative
 from server.errors import INVALID_VALUE, ApiError, invalid
 from server.schemas.chat import ChatRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, Piece, Rendered, TokenizeRequest, Tokens

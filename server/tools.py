@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.message import Tool, ToolChoice, custom_tool
+from engine.chat_format.message import Tool, ToolChoice, custom_tool
 from server.errors import invalid
 from server.schemas.chat import ChatRequest
 from server.schemas.tools import (

@@ -15,22 +15,12 @@ from typing import Literal
 
 import anyio.to_thread
 
-from engine.dialect.dialect import Dialect
-from engine.dialect.reader import Reader
-from engine.message import CallOpened, Piece, Reasoning, Text
-from engine.types import (
-    Delta,
-    Event,
-    Finished,
-    Progress,
-    Rendering,
-    Request,
-    Scored,
-    Started,
-    Thinking,
-    TokenLogprob,
-)
-from engine.wording import names
+from engine.chat_format.chat_format import Dialect
+from engine.chat_format.message import CallOpened, Piece, Reasoning, Text
+from engine.chat_format.reader import Reader
+from engine.text.wording import names
+from engine.types.events import Delta, Event, Finished, Progress, Scored, Started, TokenLogprob
+from engine.types.request import Rendering, Request, Thinking
 from server.ability import BUDGETS, Ability, ability
 from server.errors import invalid, unsupported
 from server.events import Events

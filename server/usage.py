@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.types import Finished, Progress, Started, Timings, Usage
+from engine.types.events import Finished, Progress, Started, Timings, Usage
 from server.schemas.common import Progress as ProgressBody
 from server.schemas.common import TimingsBody, UsageBody
 

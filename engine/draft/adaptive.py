@@ -1,6 +1,6 @@
 """How many tokens to draft for each sequence of a step, so that tokens come fastest.
 
-What steps cost (engine/cost.py) and how often drafts are right (acceptance.py) is learnt from what happens, and
+What steps cost (step_cost.py) and how often drafts are right (acceptance.py) is learnt from what happens, and
 offer.py finds the depths that promise most. Nothing here reads a clock or draws a number: equal inputs, equal depths.
 
 Measured by tests/engine/draft/simulate.py, one sequence and 2,000 rounds after 20 to learn, over 198 worlds of eleven
@@ -20,13 +20,13 @@ from itertools import cycle, islice
 from math import log2
 from typing import NamedTuple
 
-from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
 from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
 from engine.draft.offer import Candidate, Choices, Depths
 from engine.draft.plans import LONGEST_REST, Plan, Rest, Savings, Trial
-from engine.work import Work
+from engine.schedule.step_cost import StepCost
+from engine.schedule.work import Work
 
 # Trying what seems not to pay may cost this share of the time: half of it where so many trials changed nothing, a third
 # where twice as many did not. It is saved up for: so many steps' time, or what the next trial takes.
@@ -35,7 +35,7 @@ _CURIOSITY, _SURE, _SAVINGS = 0.003, 2, 1.5
 _THOUGHT, _TRIAL = 0.15, 0.005
 # Steps of a trial of drafts, for the first ones of a size take up to twice as long as later ones: more where they are
 # expected to lose so little that this decides; and of one of no drafts: short where a step is expected to lose much,
-# for then those tell enough (engine/cost.py).
+# for then those tell enough (engine/schedule/step_cost.py).
 _TRY, _CLOSELY, _LITTLE, _PAUSE, _GLANCE, _MUCH = 3, 6, 0.04, 9, 3, 0.1
 # Steps of a size that are taken without drafts before there are any, and steps in all after which it may be close.
 _FIRST, _LEARNER = 6, 500

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.draft.drafter import Want
 from engine.draft.seats import Seat
-from engine.sampling import emit
+from engine.sample.sampler import emit
+from engine.schedule.draft import Want
 
 # Tokens to read next, by the number of the want.
 Rows: TypeAlias = Mapping[int, list[int]]

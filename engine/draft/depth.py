@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.cost import StepCost
 from engine.draft.offer import Candidate
+from engine.schedule.step_cost import StepCost
 
 
 class Depth(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.draft.drafter import Want
+from engine.schedule.draft import Want
 
 
 class ForcedDrafter:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.draft.chain import Rows, chain, unread
-from engine.draft.drafter import Computed, Want
 from engine.draft.heads import HeadRunner, LastStates
 from engine.draft.seats import Seat, Seats
+from engine.schedule.draft import Computed, Want
 from kvcache.cache import Cache
 from kvcache.spec import Span
 

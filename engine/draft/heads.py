@@ -19,12 +19,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
-from engine import hooks
 from engine.errors import ModelUnsupported
-from engine.folder import weight_files
-from engine.load import Loaded
-from engine.plan import LayerPlan, plan_layers
-from engine.runner import Runner
+from engine.load.checkpoint import weight_files
+from engine.load.load import Loaded
+from engine.model import hooks
+from engine.model.layers import LayerPlan, plan_layers
+from engine.model.runner import Runner
 from kvcache.forward import Forward
 
 

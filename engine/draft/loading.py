@@ -18,12 +18,12 @@ from engine.draft.heads import Heads, has_heads, load_heads
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
+from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
-from engine.folder import resolve
-from engine.load import Loaded, known_context, load
-from engine.memory import available_bytes, most_rows
-from engine.shelf import shelf
-from engine.speculation import Speculation
+from engine.load.checkpoint import resolve
+from engine.load.disk_cache import shelf
+from engine.load.load import Loaded, known_context, load
+from engine.load.memory import available_bytes, most_rows
 from kvcache.cache import Cache
 from kvcache.spec import group_layers
 

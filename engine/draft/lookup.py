@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.draft.drafter import Want
 from engine.draft.library import Library
 from engine.draft.passage import LONGEST, SEPARATOR, SHORTEST, Passage, Tokens
+from engine.schedule.draft import Want
 
 # A proposal has at most so many tokens for each token of the match, and ends where it is less likely than this.
 _REACH, _FLOOR = 2.0, 0.1

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.draft.chain import Rows, chain, unread
-from engine.draft.drafter import Want
 from engine.draft.seats import Seat, Seats
-from engine.gathering import GatheringRunner
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
 from engine.native.chain import Link, chains
 from engine.native.runner import NativeRunner
-from engine.runner import Runner
+from engine.schedule.draft import Want
 from kvcache.cache import Cache
 from kvcache.spec import Span
 

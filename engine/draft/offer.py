@@ -14,10 +14,10 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from engine.cost import StepCost
 from engine.draft.acceptance import Acceptance
 from engine.draft.lengths import Lengths
 from engine.draft.levels import DraftCost
+from engine.schedule.step_cost import StepCost
 
 # Drafts that are right as seldom as this are not considered, but for the first of each kind.
 _HOPELESS = 0.005

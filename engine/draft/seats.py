@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.draft.drafter import Want
-from engine.prefix import common_prefix
+from engine.schedule.draft import Want
+from engine.text.prefix import common_prefix
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.embedder.head import Head
-from engine.types import EmbeddingInput
+from engine.types.request import EmbeddingInput
 
 
 class Embedder:
@@ -19,7 +19,7 @@ class Embedder:
 
     pad      the token that fills a text up
     spread   lengths in a batch may differ by so many tokens
-    original  texts longer than this are rotated by other factors (engine/rope.py), so they share no batch with shorter
+    original  texts longer than this are rotated by other factors (rope.py), so they share no batch with shorter
              ones; None: there are none
     threads  to compute with; the model beside it may be better off with another number
     """

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
 from engine.embedder.layout import Dense, Layout, Pooled
-from engine.scoring import exact
-from engine.types import EmbeddingInput
+from engine.sample.logprobs import exact
+from engine.types.request import EmbeddingInput
 
 _ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Mish", "Softplus", "ELU", "LeakyReLU")
 # Where a ranker says what becomes of its logits: the newer place and the older one.

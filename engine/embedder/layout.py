@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from engine.errors import ModelUnsupported
-from engine.status import Similarity
+from engine.types.status import Similarity
 
 Pooled = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 

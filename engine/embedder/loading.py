@@ -32,12 +32,12 @@ from engine.embedder.head import Head, ScoreHead, VectorHead
 from engine.embedder.layout import Layout, read_layout
 from engine.embedder.reader import Reader
 from engine.errors import EmbedderTooLarge, ModelUnsupported
-from engine.folder import BROKEN, fingerprint, no_weights, one_line, resolve, threads_for, weight_files
-from engine.memory import available_bytes
+from engine.load.checkpoint import BROKEN, fingerprint, no_weights, one_line, resolve, threads_for, weight_files
+from engine.load.memory import available_bytes
+from engine.model.rope import original_length
 from engine.quantize.surgery import bytes_of
-from engine.rope import original_length
-from engine.status import Embedding, ModelInfo
-from engine.types import EmbeddingInput
+from engine.types.request import EmbeddingInput
+from engine.types.status import Embedding, ModelInfo
 
 # As for the model, whose context is no longer either unless somebody asks for it.
 _LONGEST = 8192

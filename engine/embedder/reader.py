@@ -10,7 +10,7 @@ from tokenizers.normalizers import Lowercase
 
 from engine.embedder.layout import Layout
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.types import EmbeddingInput
+from engine.types.request import EmbeddingInput
 
 # What a purpose may be called besides, in order: as sentence-transformers, Cohere, Voyage and NVIDIA have it.
 _PURPOSES = {

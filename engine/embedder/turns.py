@@ -18,8 +18,9 @@ from itertools import zip_longest
 from torch import Tensor
 
 from engine.embedder.embedder import Embedder
-from engine.status import EmbeddingCounts
-from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Event, Failed, Finished, Started, Timings, Usage
+from engine.types.events import Embedded, Event, Failed, Finished, Started, Timings, Usage
+from engine.types.request import EmbeddingInput, EmbeddingJob
+from engine.types.status import EmbeddingCounts
 
 log = logging.getLogger("cellar.engine")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.types import MlaMode
+from engine.types.request import MlaMode
 from kvcache.forward import Segment
 from kvcache.planes import Stored
 from kvcache.spec import Reach

@@ -2,7 +2,7 @@
 
 A library chooses its way to a product by its shape, so that rows round differently with their number (measured: float32
 rows differ by 2e-6 between 1 and 8 of them). Here a library only gets tiles of one shape, padded with zeros: the place
-of a row in a tile does not change it (measured; the self-test looks at each start, engine/selftest.py).
+of a row in a tile does not change it (measured; the self-test looks at each start, engine/load/selftest.py).
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine import hooks
+from engine.model import hooks
+from engine.model.layers import LayerPlan
 from engine.native.decoder import NO_NORM, Heads, Norm, NoShape, Turn, Way
 from engine.native.norm import normalise
 from engine.native.same import agree, same
 from engine.native.trace import Multiplied, Normed
-from engine.plan import LayerPlan
 from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
 

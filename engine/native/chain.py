@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.kernels.cpu.native import address
 from engine.native.decoder import Decoder
 from engine.native.library import LINK, ChainFields, StepFields
-from engine.sampling import Draw
+from engine.sample.sampler import Draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from engine.kernels.cpu.native import address
 from engine.native.chain import put_link
 from engine.native.library import LINK, ChoicesFields
-from engine.sampling import Draw
+from engine.sample.sampler import Draw
 
 
 class Drawing:

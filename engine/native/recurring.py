@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from engine import hooks
+from engine.model import hooks
+from engine.model.recurrence import Convolution, GatedDelta, StateSpace
 from engine.native.decoder import NoShape
-from engine.recurrence import Convolution, GatedDelta, StateSpace
 
 
 @dataclass(frozen=True, slots=True)

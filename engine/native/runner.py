@@ -19,6 +19,8 @@ from engine.kernels.cpu.native import (
     rows_of,
     segment_table,
 )
+from engine.model.runner import Runner
+from engine.model.sight import Sight
 from engine.native.attention import angles, switching_angles
 from engine.native.chain import Link, chains, describe_chain, filters_natively, link_table
 from engine.native.decoder import Decoder, Turn, Way
@@ -33,10 +35,8 @@ from engine.native.description import (
 from engine.native.drawing import Drawing
 from engine.native.library import CellsFields, LayerFields, Library, StepFields, TurnFields
 from engine.native.states import States
-from engine.runner import Runner
-from engine.sampling import Draw, emit, shape
-from engine.scoring import exact
-from engine.sight import Sight
+from engine.sample.logprobs import exact
+from engine.sample.sampler import Draw, emit, shape
 from kvcache.attention import AttentionGroup
 from kvcache.forward import Forward
 from kvcache.planes import Stored

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from engine.margins import within
+from engine.model.margins import within
 from engine.native.decoder import NoShape
 
 # Of the largest number: some hundred roundings of float32.

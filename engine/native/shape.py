@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.model.layers import LayerPlan
 from engine.native.attention import find_gates, find_way
 from engine.native.decoder import Attention, Decoder, Ending, Layer, Linear, Norm, NoShape, Recurrence, Way
 from engine.native.half import find_mlp
@@ -19,13 +20,12 @@ from engine.native.recurrence import find_recurrence
 from engine.native.same import agree, ratio, same
 from engine.native.trace import trace
 from engine.native.walk import Walk
-from engine.plan import LayerPlan
 
 
 def find_decoder(model: Any, plans: Sequence[LayerPlan], *, vocabulary: int, context: int) -> Decoder:
     """The model as a decoder of the common shape. Raises NoShape.
 
-    plans    of its layers that store (engine/plan.py)
+    plans    of its layers that store (engine/model/layers.py)
     context  positions that it knows
     """
     if any(plan.readers for plan in plans):

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from engine import hooks
 from engine.kernels.packing import Packed
+from engine.model import hooks
 from engine.native.decoder import Linear, Norm, NoShape, Stack
 from engine.native.norm import find_norm
 from engine.native.recurring import GateNormed, Recurred, Scanned, Selected, watch

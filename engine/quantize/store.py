@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.cache_folder import cache_folder, scratch_folder, trim, use
+from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
 from engine.kernels.packing import Bits, Packed, Room
 
 log = logging.getLogger("cellar.engine")

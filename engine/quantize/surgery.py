@@ -20,7 +20,7 @@ from engine.quantize.layers import QuantizedLinear, Siblings
 from engine.quantize.stacks import Stack, experts_of
 from engine.quantize.store import Store
 from engine.quantize.survey import Choice, Layer, replace
-from engine.status import QuantizeOffer
+from engine.types.status import QuantizeOffer
 
 log = logging.getLogger("cellar.engine")
 

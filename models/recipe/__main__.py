@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.resources import processors
+from engine.load.resources import processors
 from models.recipe import draft, target
 from models.recipe import tokenizer as words
 from models.recipe.answers import Model

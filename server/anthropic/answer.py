@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from engine.types import Event, Finished, Started
+from engine.types.events import Event, Finished, Started
 from server.anthropic.blocks import Blocks
 from server.errors import check_deadline
 from server.events import Events

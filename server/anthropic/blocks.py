@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from server.arguments import read_arguments
 from server.schemas.anthropic_answer import AnsweredBlock, AnsweredTool, AnthropicEvent
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.resources import processors
+from engine.load.resources import processors
 from server.version import version
 
 

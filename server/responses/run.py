@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any
 
 from engine.errors import EngineError
-from engine.types import Finished, Started
+from engine.types.events import Finished, Started
 from server.database import StoreError
 from server.errors import ApiError, check_deadline, internal
 from server.events import Events

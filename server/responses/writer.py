@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from server.responses.items import Growing, GrowingCall, GrowingCustomCall, GrowingMessage, GrowingReasoning, Told
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import (

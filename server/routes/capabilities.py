@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from engine.status import Embedding
-from engine.wording import names
+from engine.text.wording import names
+from engine.types.status import Embedding
 from server import embeddings
 from server.ability import unable, unheeded
 from server.encoding import Json

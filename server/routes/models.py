@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from engine.status import ModelInfo
+from engine.types.status import ModelInfo
 from server.encoding import Json
 from server.routes.documented import RESPONSES
 from server.schemas.models import Model, ModelList, ModelMore

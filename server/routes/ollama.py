@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.errors import EngineError
-from engine.status import Embedding as EmbeddingModel
-from engine.status import ModelInfo
+from engine.types.status import Embedding as EmbeddingModel
+from engine.types.status import ModelInfo
 from server.answering import unless_gone
 from server.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.encoding import Json, large_json

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from engine.types import LONGEST_DRAFT, DrafterChoice, Overflow, RecurrentShift
+from engine.types.request import LONGEST_DRAFT, DrafterChoice, Overflow, RecurrentShift
 from server.schemas import policy
 from server.schemas.content import Content, Strict
 from server.schemas.structure import Choices, Grammar, Regex, ResponseFormat, SchemaOrText, StructuredOutputs

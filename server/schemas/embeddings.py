@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PlainValidator
 from typing_extensions import TypedDict
 
-from engine.types import Pooling
+from engine.types.request import Pooling
 from server.schemas import policy
 from server.schemas.common import Cut, Label
 from server.schemas.completions import read_prompts

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.speculation import Scripted, main
 from benchmarks.turns import Cell, Turn, middle
-from engine.draft.drafter import Want
-from engine.history import History
-from engine.sampling import Draw
-from engine.types import SamplingParams
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw
+from engine.schedule.draft import Want
+from engine.types.request import SamplingParams
 
 
 def want(name: str, position: int, limit: int) -> Want:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.cache_folder import cache_folder
+from engine.kernels.cache_folder import cache_folder
 from server.cli import Options
 from tests.container.dockerfile import ROOT, last, stages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.prefix import common_prefix
+from engine.text.prefix import common_prefix
 from tests.e2e.story import TURNS, Chat, serve
 from tests.engine.models import save_model
 

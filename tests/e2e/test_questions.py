@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.engine import Engine
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from server.asking import Asker
 from server.settings import Settings
 from tests.server.fakes import serve_in_thread

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load import Loaded
+from engine.load.load import Loaded
 from tests.engine.models import Reference, load_model, save_model
 
 

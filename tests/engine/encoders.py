@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from engine.types import Array, Media
+from engine.types.request import Array, Media
 from tests.engine.models import CONTEXT, END, VOCABULARY, save_tokenizer
 
 START = 256

@@ -17,11 +17,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from engine import hooks, recurrence, rope
-from engine.gathering import GatheringRunner
-from engine.runner import Runner
-from engine.selftest import Facts, find_runner
-from engine.ties import TiesInOrder
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks, recurrence, rope
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
+from engine.model.ties import TiesInOrder
 from kvcache.cache import Cache
 from kvcache.shelf import ShelfConfig
 from kvcache.spec import Span

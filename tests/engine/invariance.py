@@ -16,18 +16,18 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks, recurrence
-from engine.gathering import GatheringRunner
 from engine.kernels import choice, linear, reference
 from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
-from engine.native import choosing
+from engine.load import native as choosing
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks, recurrence
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
 from engine.quantize.surgery import quantize
 from engine.quantize.survey import Survey
-from engine.runner import Runner
-from engine.selftest import Facts, find_runner
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings

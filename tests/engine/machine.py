@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core import Core
-from engine.load import Loaded
-from engine.scheduler import Grant
-from engine.step import Said
-from engine.types import Delta, Request
-from engine.work import Work
+from engine.load.load import Loaded
+from engine.schedule.scheduler import Grant
+from engine.schedule.step import Said
+from engine.schedule.work import Work
+from engine.types.events import Delta
+from engine.types.request import Request
 from tests.engine.models import core
 
 Seconds = Callable[[Work], float]

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from engine.core import Core
-from engine.load import Loaded
+from engine.load.load import Loaded
 from tests.engine.models import CONTEXT, VOCABULARY, core
 from tests.engine.play import Job, ask
 

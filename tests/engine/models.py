@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.load import Loaded, load
-from engine.speculation import Speculation
+from engine.draft.speculation import Speculation
+from engine.load.load import Loaded, load
 
 CONTEXT = 128
 END = 257

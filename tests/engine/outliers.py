@@ -15,12 +15,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks, recurrence
-from engine.margins import Margin, recording
+from engine.model import hooks, recurrence
+from engine.model.layers import LayerPlan, plan_layers
+from engine.model.margins import Margin, recording
 from engine.native.decoder import NoShape
 from engine.native.shape import find_decoder
 from engine.native.widening import Widened
-from engine.plan import LayerPlan, plan_layers
 from tests.engine.native.decoders import CONTEXT
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 

@@ -6,18 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core import Core
-from engine.types import (
-    Delta,
-    Embedded,
-    Failed,
-    Finished,
-    Progress,
-    Request,
-    SamplingParams,
-    Scored,
-    Started,
-    TokenLogprob,
-)
+from engine.types.events import Delta, Embedded, Failed, Finished, Progress, Scored, Started, TokenLogprob
+from engine.types.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

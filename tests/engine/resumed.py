@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks, recurrence
-from engine.gathering import GatheringRunner
-from engine.runner import Runner
-from engine.selftest import Facts, find_runner
-from engine.sight import Sight
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks, recurrence
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
+from engine.model.sight import Sight
 from kvcache.cache import Cache
 from kvcache.holes import HOLE
 from kvcache.node import Node

@@ -13,14 +13,14 @@ from functools import cache
 
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.drafter import Drafter
 from engine.draft.forced import ForcedDrafter
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
-from engine.load import Loaded
-from engine.speculation import Speculation
-from engine.types import Grammar, Request, SamplingParams
+from engine.draft.speculation import Speculation
+from engine.load.load import Loaded
+from engine.schedule.draft import Drafter
+from engine.types.request import Grammar, Request, SamplingParams
 from kvcache.cache import Cache
 from tests.engine.draft import drafters
 from tests.engine.models import END, VOCABULARY, core

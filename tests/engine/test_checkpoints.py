@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core import Core
-from engine.load import Loaded
+from engine.load.load import Loaded
 from tests.engine.models import core
 from tests.engine.play import Job, ask, play
 

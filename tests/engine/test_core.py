@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.load import Loaded
-from engine.types import Failed, Finished
+from engine.load.load import Loaded
+from engine.types.events import Failed, Finished
 from tests.engine.models import END, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 

@@ -10,14 +10,15 @@ import torch
 from engine.core import Core
 from engine.draft.adaptive import AdaptiveDepth
 from engine.draft.depth import Depth, FixedDepth
-from engine.draft.drafter import Drafter, Want
 from engine.draft.offer import Candidate
-from engine.load import Loaded
-from engine.scheduler import Grant
-from engine.speculation import Speculation
-from engine.step import Said
-from engine.types import Delta, Failed, Finished, SpeculationParams, TokenLogprob
-from engine.work import Work
+from engine.draft.speculation import Speculation
+from engine.load.load import Loaded
+from engine.schedule.draft import Drafter, Want
+from engine.schedule.scheduler import Grant
+from engine.schedule.step import Said
+from engine.schedule.work import Work
+from engine.types.events import Delta, Failed, Finished, TokenLogprob
+from engine.types.request import SpeculationParams
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play

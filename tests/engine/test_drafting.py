@@ -16,8 +16,9 @@ from engine.config import EngineConfig
 from engine.draft.loading import load_draft, make_speculation
 from engine.engine import Engine
 from engine.errors import DraftTooLarge, InvalidRequest, ModelMissing, ModelUnsupported
-from engine.load import Loaded, load
-from engine.types import Delta, Finished, Request, SamplingParams, SpeculationParams
+from engine.load.load import Loaded, load
+from engine.types.events import Delta, Finished
+from engine.types.request import Request, SamplingParams, SpeculationParams
 from tests.engine.models import CONTEXT, core, save_model, save_tokenizer
 from tests.engine.play import Job, ask, play
 
@@ -130,13 +131,13 @@ def test_a_draft_that_does_not_fit_beside_the_model_is_refused(
     target = loaded("llama")
     promised = target.memory.cache_bytes + target.memory.work_bytes
     asked = config(folder("llama"), folder("llama"))
-    monkeypatch.setattr("engine.load.available_bytes", lambda: promised + 2**18)
+    monkeypatch.setattr("engine.load.load.available_bytes", lambda: promised + 2**18)
 
     with pytest.raises(
         DraftTooLarge, match=r"draft model .*llama' does not fit beside the model: .*--slots.*--drafter lookup"
     ):
         load_draft(asked, target, lambda phase: None)
-    monkeypatch.setattr("engine.load.available_bytes", lambda: promised + 2**30)
+    monkeypatch.setattr("engine.load.load.available_bytes", lambda: promised + 2**30)
     assert load_draft(asked, target, lambda phase: None) is not None
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.encoding import Encoder
-from engine.load import Loaded
-from engine.types import Failed, Finished, Media, Request, SamplingParams
+from engine.load.load import Loaded
+from engine.model.encoder import Encoder
+from engine.types.events import Failed, Finished
+from engine.types.request import Media, Request, SamplingParams
 from kvcache.cache import Cache
 from kvcache.encoder import Entry
 from kvcache.spec import Span

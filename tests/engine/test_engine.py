@@ -22,7 +22,8 @@ from engine.errors import (
     ModelMissing,
     Overloaded,
 )
-from engine.types import Delta, Event, Failed, Finished, Request, SamplingParams, Started
+from engine.types.events import Delta, Event, Failed, Finished, Started
+from engine.types.request import Request, SamplingParams
 from tests.engine.models import CONTEXT, END, VOCABULARY, Reference
 from tests.engine.play import ask
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.load import Loaded, load
+from engine.load.load import Loaded, load
 from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.rotary import rotate
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Loads the checkpoint; without outcomes of earlier starts, or with those of this module."""
     built("step")
-    from engine import outcomes
+    from engine.load import outcomes
 
     kept = tmp_path_factory.mktemp("outcomes")
 

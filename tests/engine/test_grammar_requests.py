@@ -13,14 +13,15 @@ from jsonschema import validate
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.drafter import Drafter
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
+from engine.draft.speculation import Speculation
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.load import Loaded
-from engine.speculation import Speculation
-from engine.types import Dry, Failed, Finished, Grammar, Request, SamplingParams, Thinking, Xtc
+from engine.load.load import Loaded
+from engine.schedule.draft import Drafter
+from engine.types.events import Failed, Finished
+from engine.types.request import Dry, Grammar, Request, SamplingParams, Thinking, Xtc
 from tests.engine.draft import drafters
 from tests.engine.models import CONTEXT, END, VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play
@@ -154,7 +155,7 @@ BUNDLED = (
 
 def test_the_bundled_model_follows_grammars() -> None:
     """Schemas, choices, expressions, and special tokens; in the order of what was asked, all in one batch."""
-    from engine.load import load
+    from engine.load.load import load
 
     config = EngineConfig(context=256, slots=8)
     loaded = load(config, lambda phase: None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
-from engine.load import Loaded, load
+from engine.load.load import Loaded, load
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.mixes import mix, prompts

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.kernels import latent, reference
-from engine.load import Loaded
-from engine.runner import Runner
-from engine.types import MlaMode, Request
+from engine.load.load import Loaded
+from engine.model.runner import Runner
+from engine.types.request import MlaMode, Request
 from kvcache.forward import Segment
 from kvcache.planes import FloatPlane, Stored
 from kvcache.spec import Reach

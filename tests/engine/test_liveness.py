@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.duties import Duties
 from engine.engine import Engine
 from engine.liveness import Watchdog
-from engine.status import Stats
+from engine.loop import Duties
+from engine.types.status import Stats
 
 LIMIT, STRIDE = 120.0, 10.0
 

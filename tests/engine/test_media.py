@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.encoding import Encoder
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.types import Array, Finished, Media, Request
+from engine.model.encoder import Encoder
+from engine.types.events import Finished
+from engine.types.request import Array, Media, Request
 from tests.engine.encoders import KINDS, array, media, prompt, save_encoder_model
 from tests.engine.models import CONTEXT, load_model
 from tests.engine.play import GREEDY

@@ -16,10 +16,11 @@ from engine.core import Core
 from engine.draft.depth import FixedDepth
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
-from engine.gathering import GatheringRunner
-from engine.load import Loaded
-from engine.speculation import Speculation
-from engine.types import Finished, Request
+from engine.draft.speculation import Speculation
+from engine.load.load import Loaded
+from engine.model.sequential_runner import GatheringRunner
+from engine.types.events import Finished
+from engine.types.request import Request
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan
 from kvcache.spec import Span

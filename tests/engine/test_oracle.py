@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load import Loaded
-from engine.types import Finished
+from engine.load.load import Loaded
+from engine.types.events import Finished
 from tests.engine.mixes import LONGEST, Mix, mix, prompts
 from tests.engine.models import END, Reference
 from tests.engine.play import Answer, Job, play

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.core import Core
-from engine.load import Loaded
-from engine.types import Finished, Usage
+from engine.load.load import Loaded
+from engine.types.events import Finished, Usage
 from kvcache.cache import Cache
 from tests.engine.models import Reference, core
 from tests.engine.play import Answer, Job, ask, play, take

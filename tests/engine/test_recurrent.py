@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.load import Loaded
-from engine.types import Request
+from engine.load.load import Loaded
+from engine.types.request import Request
 from tests.engine.models import END, Reference, core
 from tests.engine.play import GREEDY, Job, play
 

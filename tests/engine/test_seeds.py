@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load import Loaded
-from engine.types import Request, SamplingParams
+from engine.load.load import Loaded
+from engine.types.request import Request, SamplingParams
 from tests.engine.mixes import prompts
 from tests.engine.models import CONTEXT, VOCABULARY, core
 from tests.engine.play import Job, ask, play

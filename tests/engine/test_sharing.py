@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.load import Loaded
-from engine.types import Finished, Request
+from engine.load.load import Loaded
+from engine.types.events import Finished
+from engine.types.request import Request
 from tests.engine.models import Reference, core
 from tests.engine.play import GREEDY, Job, play
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.load import Loaded
+from engine.load.load import Loaded
 from tests.engine.speculated import KINDS, Case, covering, differences, every, played
 
 Models = Callable[..., Loaded]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load import Loaded
-from engine.types import Finished
+from engine.load.load import Loaded
+from engine.types.events import Finished
 from kvcache.attention import AttentionGroup
 from tests.engine.models import VOCABULARY, Reference, core
 from tests.engine.play import Answer, Job, ask, play

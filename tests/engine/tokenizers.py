@@ -19,9 +19,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from engine.text import TextStream
-from engine.tokenizer import Tokenizer
-from engine.types import TokenLogprob
+from engine.output.text import TextStream
+from engine.text.tokenizer import Tokenizer
+from engine.types.events import TokenLogprob
 
 BROKEN = "\ufffd"
 SPECIAL = ["<s>", "</s>", "<pad>"]

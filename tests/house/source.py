@@ -64,7 +64,7 @@ def imports(source: Source, *, types: bool) -> Iterator[str]:
 
 
 def _imported(module: str, name: str) -> str:
-    """`from engine import hooks` imports engine.hooks, `from engine.types import Event` imports engine.types."""
+    """`from engine import hooks` imports engine.hooks, `from engine.core import Core` imports engine.core."""
     inside = ROOT / module.replace(".", "/") / name
     return f"{module}.{name}" if inside.is_dir() or inside.with_suffix(".py").is_file() else module
 

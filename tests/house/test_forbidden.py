@@ -15,29 +15,29 @@ everything = pytest.mark.parametrize("source", sources(), ids=lambda source: sou
 BORDERS = {
     "engine/engine.py": "the thread's own end",
     "engine/core.py": "a step that breaks fails its own sequences",
-    "engine/dialect/lark.py": "a grammar that llguidance cannot read is refused in words",
+    "engine/chat_format/lark.py": "a grammar that llguidance cannot read is refused in words",
     "engine/embedder/loading.py": "an embedding model that cannot run is refused in words",
     "engine/embedder/turns.py": "a batch that breaks fails its own jobs",
-    "engine/load.py": "a model that cannot run packed is refused in words",
-    "engine/selftest.py": "a model that fails its self-test is refused in words",
+    "engine/load/load.py": "a model that cannot run packed is refused in words",
+    "engine/load/selftest.py": "a model that fails its self-test is refused in words",
     "engine/draft/heads.py": "a head that cannot be read or run packed is refused in words",
     "server/limits.py": "the HTTP border, before the first byte",
     "server/teller.py": "the HTTP border, behind the first byte",
     "server/responses/run.py": "the HTTP border of a task that outlives its request",
 }
 # Where async code may stand in the engine: the rest runs on its thread.
-LOOP_SIDE = {"engine/engine.py", "engine/stream.py"}
+LOOP_SIDE = {"engine/engine.py", "engine/output/stream.py"}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "subprocess"}
 # The files that start another program.
 STARTS = {
-    "engine/trial.py": "itself, to try what may end a process",
+    "engine/grammar/sandbox.py": "itself, to try what may end a process",
     "engine/kernels/cpu/build.py": "the system's compiler, on our own source",
     "server/bench/launch.py": "the server that is measured, named by who measures it",
 }
 # The files that count processors: what the machine has is not what a process may use.
-COUNTS = {"engine/resources.py", "server/bench/machine.py"}
+COUNTS = {"engine/load/resources.py", "server/bench/machine.py"}
 EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_put_off(source: Source) -> None:
 
 @everything
 def test_processors_are_counted_in_one_place(source: Source) -> None:
-    """Affinity and the quotas of containers count (`engine.resources.processors`), not what the machine has."""
+    """Affinity and the quotas of containers count (`engine.load.resources.processors`), not what the machine has."""
     counted = (call for call in calls(source) if called(call) in ("cpu_count", "sched_getaffinity"))
 
     assert source.label in COUNTS or [] == found(counted)

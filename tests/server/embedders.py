@@ -6,7 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Event, Finished, Started, Timings, Usage
+from engine.types.events import Embedded, Event, Finished, Started, Timings, Usage
+from engine.types.request import EmbeddingInput, EmbeddingJob
 
 
 class FakeReader:

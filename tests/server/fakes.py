@@ -15,24 +15,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.dialect.finding import Lexicon, find_dialect
+from engine.chat_format.detection import Lexicon, find_dialect
 from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading, TooCostly
-from engine.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
-from engine.types import (
-    Alternative,
-    Delta,
-    EmbeddingJob,
-    Event,
-    Failed,
-    Finished,
-    Grammar,
-    Rendering,
-    Request,
-    Started,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from engine.types.events import Alternative, Delta, Event, Failed, Finished, Started, Timings, TokenLogprob, Usage
+from engine.types.request import EmbeddingJob, Grammar, Rendering, Request
+from engine.types.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
 from server.lifecycle import Lifecycle, listen
 from server.settings import Caps, Settings
 from tests.server.embedders import FakeReader, count_letters
@@ -169,7 +156,7 @@ class FakeGrammars:
 
 
 class PlayedStream:
-    """engine.stream.RequestStream, of a script that goes on when its reader waits for more."""
+    """engine.output.stream.RequestStream, of a script that goes on when its reader waits for more."""
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events

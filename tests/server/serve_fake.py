@@ -22,7 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ModelMissing
-from engine.types import Delta, Event, Failed, Request
+from engine.types.events import Delta, Event, Failed
+from engine.types.request import Request
 from server.lifecycle import Lifecycle, listen
 from tests.server.fakes import FakeEngine, finished, settings
 

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from engine.chat_format.message import CallArguments, CallOpened, Text, Tool
 from engine.errors import InvalidRequest
-from engine.message import CallArguments, CallOpened, Text, Tool
-from engine.tokenizer import Tokenizer
-from engine.types import Rendering
+from engine.text.tokenizer import Tokenizer
+from engine.types.request import Rendering
 from server.messages import conversation
 from server.schemas.chat import Message
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from engine.types import Delta, Event, Failed, Request, Started, Usage
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.types.events import Delta, Event, Failed, Started, Usage
+from engine.types.request import Request
 from server.anthropic.blocks import Blocks
 from server.app import create_app
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.status import Drafting
+from engine.types.status import Drafting
 from server.ability import BUDGETS
 from server.app import create_app
 from server.schemas import policy

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types import Delta, Event, Failed, Finished, Request, Started, Usage
+from engine.types.events import Delta, Event, Failed, Finished, Started, Usage
+from engine.types.request import Request
 from server.app import create_app
 from server.schemas.chat import ChatChunk, ChatCompletion
 from tests.server.fakes import WORDS, Answer, FakeEngine, ask, finished, settings

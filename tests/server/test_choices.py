@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.types import Delta, Event, Progress, Request, Scored, Started, Usage
+from engine.types.events import Delta, Event, Progress, Scored, Started, Usage
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, Script, ask, entry, finished, settings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.status import Drafting, ModelInfo, QuantizeOffer
+from engine.types.status import Drafting, ModelInfo, QuantizeOffer
 from server import cli
 from server.banner import banner
 from server.settings import Settings

@@ -9,7 +9,8 @@ import pytest
 from openai.types.responses import CompactedResponse
 from pydantic import TypeAdapter
 
-from engine.types import Delta, Event, Request, Started
+from engine.types.events import Delta, Event, Started
+from engine.types.request import Request
 from server.app import create_app
 from server.responses.history import SUMMARISE
 from server.schemas.response_items import Compaction

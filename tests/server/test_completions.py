@@ -10,7 +10,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.types import Alternative, Delta, Event, Failed, Request, Scored, Started, TokenLogprob, Usage
+from engine.types.events import Alternative, Delta, Event, Failed, Scored, Started, TokenLogprob, Usage
+from engine.types.request import Request
 from server.app import create_app
 from server.schemas.completions import Completion
 from tests.server.fakes import Answer, FakeEngine, Gate, ask, entry, finished, settings

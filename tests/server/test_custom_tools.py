@@ -9,7 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseCustomToolCall
 
-from engine.types import Delta, Event, Request
+from engine.types.events import Delta, Event
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types import Alternative, Delta, Event, Request, Started, TokenLogprob
+from engine.types.events import Alternative, Delta, Event, Started, TokenLogprob
+from engine.types.request import Request
 from server.app import create_app
 from server.labels import Fork
 from server.schemas.decisions import Decision

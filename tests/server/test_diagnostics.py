@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import Started, Usage
+from engine.types.events import Started, Usage
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 

@@ -13,8 +13,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.status import Drafting, Embedding
-from engine.types import Embedded, EmbeddingJob, Event, Failed
+from engine.types.events import Embedded, Event, Failed
+from engine.types.request import EmbeddingJob
+from engine.types.status import Drafting, Embedding
 from server.app import create_app
 from server.banner import banner
 from server.schemas.capabilities import Capabilities

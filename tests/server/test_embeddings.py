@@ -12,7 +12,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.types import Embedded, Event, Failed, Request, Started
+from engine.types.events import Embedded, Event, Failed, Started
+from engine.types.request import Request
 from server.app import create_app
 from server.schemas.embeddings import EmbeddingList
 from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.types import Delta, Event, Request, Started
+from engine.types.events import Delta, Event, Started
+from engine.types.request import Request
 from server import store
 from server.app import create_app
 from server.database import Database, connect

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.status import Stats
+from engine.types.status import Stats
 from server.lifecycle import QUIET_PULSES, Lifecycle, listen
 from tests.server.fakes import FakeEngine, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import Draining, EngineDead, Loading, Overloaded
-from engine.types import Request
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, ask, settings
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.status import DraftCounts, EmbeddingCounts, Stats
-from engine.types import Delta, Failed, Request, Started
+from engine.types.events import Delta, Failed, Started
+from engine.types.request import Request
+from engine.types.status import DraftCounts, EmbeddingCounts, Stats
 from server.app import create_app
 from tests.server.fakes import FakeEngine, ask, finished, settings
 

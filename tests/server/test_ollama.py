@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types import Delta, Embedded, Event, Request, Started
+from engine.types.events import Delta, Embedded, Event, Started
+from engine.types.request import Request
 from server.app import create_app
 from server.schemas.ollama import Line, OllamaErrorBody
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings

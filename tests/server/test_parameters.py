@@ -15,7 +15,8 @@ import pytest
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chat
 
-from engine.types import Delta, Dry, Event, Progress, Request, Scored, Started, Thinking, Xtc
+from engine.types.events import Delta, Event, Progress, Scored, Started
+from engine.types.request import Dry, Request, Thinking, Xtc
 from server.app import create_app
 from server.schemas import policy
 from server.schemas.chat import ChatRequest

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types import Alternative, Delta, Event, Request, TokenLogprob
+from engine.types.events import Alternative, Delta, Event, TokenLogprob
+from engine.types.request import Request
 from server.app import create_app
 from server.schemas.scoring import Ranking, ScoreList
 from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings

@@ -14,7 +14,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import TypeAdapter
 
-from engine.types import Delta, Event, Failed, Request, Started, Usage
+from engine.types.events import Delta, Event, Failed, Started, Usage
+from engine.types.request import Request
 from server.app import create_app
 from server.errors import INVALID_VALUE, ApiError
 from server.responses.archive import LOST, Archive

@@ -15,7 +15,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
 from server.responses.sealed import unseal
 from server.responses.writer import Writer
 from server.schemas.response_items import ResponseBody, ResponseUsage

@@ -13,7 +13,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from engine.types import Delta, Event, Failed, Request, Started
+from engine.types.events import Delta, Event, Failed, Started
+from engine.types.request import Request
 from server.responses import session
 from tests.server.fakes import WORDS, FakeEngine, FakeTokenizer, Gate, finished, serve_in_thread, settings
 from tests.server.wire import exchange as raw

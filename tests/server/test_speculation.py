@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.types import Event, Request, SpeculationParams, Started, Usage
+from engine.types.events import Event, Started, Usage
+from engine.types.request import Request, SpeculationParams
 from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.types import Delta, Event, Failed, Request, Started, TokenLogprob
+from engine.types.events import Delta, Event, Failed, Started, TokenLogprob
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import (
     HERMES,

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from engine.stream import RequestStream
-from engine.types import Delta, Event, Request
+from engine.output.stream import RequestStream
+from engine.types.events import Delta, Event
+from engine.types.request import Request
 from server.encoding import dumps
 from server.generation import generate
 from server.metrics import Metrics

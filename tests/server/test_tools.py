@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.types import Delta, Event, Request
+from engine.types.events import Delta, Event
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 

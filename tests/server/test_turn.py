@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from engine.dialect.finding import Lexicon, find_dialect
-from engine.types import Delta, Event, Request, Started, Usage
+from engine.chat_format.detection import Lexicon, find_dialect
+from engine.types.events import Delta, Event, Started, Usage
+from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask, entry, finished, settings
 

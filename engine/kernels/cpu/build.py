@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from engine.cache_folder import cache_folder, scratch_folder, trim, use
+from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"

@@ -1,4 +1,4 @@
-// The token that is said behind a row: what engine/sampling.py says where nothing but these filters shapes the choice.
+// The token that is said behind a row: what engine/sample/sampler.py says where nothing but these filters shapes the choice.
 //
 //     argmax over the kept tokens of  logit / temperature + noise(seed, position, token)
 #pragma once
@@ -21,7 +21,7 @@ inline Unsigned high(uint32_t factor, Unsigned words) {
     return __builtin_convertvector(__builtin_convertvector(words, Products) * factor >> 32, Unsigned);
 }
 
-// The first word of Philox4x32-10 for (position, token) of some tokens, as engine/noise.py has it.
+// The first word of Philox4x32-10 for (position, token) of some tokens, as engine/sample/noise.py has it.
 inline Unsigned philox(uint64_t seed, uint64_t position, Unsigned tokens) {
     const Unsigned none = {};
     Unsigned a = none + (uint32_t)position, b = none + (uint32_t)(position >> 32), c = tokens, d = none;

@@ -67,7 +67,7 @@ class _Products:
 
     def __call__(self, rows: Tensor) -> list[Tensor]:
         """The products. Raises ValueError for rows of another width."""
-        # A mode that looks at every function of torch (engine/invariant.py) has nothing to see here.
+        # A mode that looks at every function of torch (engine/model/invariant.py) has nothing to see here.
         with torch._C.DisableTorchFunction():
             return self._multiply(rows)
 

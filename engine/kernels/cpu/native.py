@@ -104,7 +104,7 @@ class Native:
             )
         # Who asks in bfloat16 has rounded queries, and gets no more digits back.
         rounds = query.dtype == torch.bfloat16
-        # A mode that looks at every function of torch (engine/invariant.py) has nothing to see here.
+        # A mode that looks at every function of torch (engine/model/invariant.py) has nothing to see here.
         with torch._C.DisableTorchFunction():
             queries, bent = _floats(keys.spread(query)), None if sinks is None else _floats(sinks)
             sums = self.sums(queries, k, v, segments, reach, scale=scale, softcap=softcap, sinks=bent, rounds=rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.draft.drafter import Want
+from engine.schedule.draft import Want
 
 Guess = Callable[[Want], Sequence[int]]
 

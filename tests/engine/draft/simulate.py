@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.draft.depth import Depth
 from engine.draft.offer import Candidate
-from engine.work import Work
+from engine.schedule.work import Work
 
 Cost = Callable[[int], float]
 KIND = "model"

@@ -12,7 +12,7 @@ import pytest
 from engine.draft.adaptive import AdaptiveDepth
 from engine.draft.depth import FixedDepth
 from engine.draft.offer import Candidate
-from engine.work import Work
+from engine.schedule.work import Work
 from tests.engine.draft.simulate import (
     KIND,
     Cost,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.history import History
-from engine.sampling import Draw, emit
-from engine.types import SamplingParams
-from engine.verify import Trial, verify
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw, emit
+from engine.sample.verify import Trial, verify
+from engine.types.request import SamplingParams
 
 WARM = SamplingParams()
 VOCABULARY = 50

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampling import Draw, emit
-from engine.verify import Trial, verify
+from engine.sample.sampler import Draw, emit
+from engine.sample.verify import Trial, verify
 from tests.engine.draft.worlds import Rule, Said, World, coupled, enumerated, error, every, fixed
 
 
@@ -112,7 +112,9 @@ SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in [(3, 3), (4, 2)]]
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world of so many tokens and drafts, whose noise is all that there is."""
     world = World.random(*request.param)
-    monkeypatch.setattr("engine.sampling.gumbel", lambda seeds, places, tokens: world.noise[seeds, places, tokens])
+    monkeypatch.setattr(
+        "engine.sample.sampler.gumbel", lambda seeds, places, tokens: world.noise[seeds, places, tokens]
+    )
     return world
 
 

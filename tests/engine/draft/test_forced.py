@@ -8,9 +8,9 @@ import pytest
 
 from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
-from engine.load import Loaded
-from engine.speculation import Speculation
-from engine.types import Grammar, SamplingParams, SpeculationParams
+from engine.draft.speculation import Speculation
+from engine.load.load import Loaded
+from engine.types.request import Grammar, SamplingParams, SpeculationParams
 from tests.engine.draft import drafters
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Job, ask, play

@@ -14,14 +14,14 @@ from transformers.cache_utils import MtpCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.drafter import Want
 from engine.draft.head import HeadDrafter
 from engine.draft.heads import Heads, load_heads
 from engine.draft.loading import load_draft, make_speculation
+from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
-from engine.load import Loaded
-from engine.speculation import Speculation
-from engine.types import Request, SamplingParams, SpeculationParams
+from engine.load.load import Loaded
+from engine.schedule.draft import Want
+from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
 from tests.engine.draft.headed import KINDS, agree, save_headed
 from tests.engine.models import CONTEXT, core, load_model

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.draft.drafter import Drafter, Want
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
-from engine.history import History
-from engine.sampling import Draw
-from engine.types import SamplingParams
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw
+from engine.schedule.draft import Drafter, Want
+from engine.types.request import SamplingParams
 from tests.engine.draft.drafters import always_right, always_wrong, of_random_length, partly_right, says_the_end
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from engine.draft.chain import Rows
-from engine.draft.drafter import Want
 from engine.draft.model import ModelDrafter
 from engine.draft.seats import Seat
-from engine.history import History
-from engine.runner import Runner
-from engine.sampling import Draw
-from engine.types import SamplingParams, Xtc
+from engine.model.runner import Runner
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw
+from engine.schedule.draft import Want
+from engine.types.request import SamplingParams, Xtc
 from kvcache.cache import Cache
 from tests.engine.native.decoders import CONTEXT, native, token
 from tests.engine.tiny import VOCABULARY

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cost import StepCost
 from engine.draft.depth import FixedDepth
-from engine.draft.drafter import Draft
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
-from engine.speculation import Speculation
+from engine.draft.speculation import Speculation
+from engine.schedule.draft import Draft
+from engine.schedule.step_cost import StepCost
 
 
 class Noted(FixedDepth):

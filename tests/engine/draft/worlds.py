@@ -17,10 +17,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from engine.history import History
-from engine.sampling import Draw, emit
-from engine.types import SamplingParams
-from engine.verify import Trial
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw, emit
+from engine.sample.verify import Trial
+from engine.types.request import SamplingParams
 
 WARM = SamplingParams()
 Text: TypeAlias = tuple[int, ...]

@@ -15,7 +15,8 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import Draining, InvalidRequest, Loading, ModelUnsupported, Overloaded
-from engine.types import Delta, Embedded, EmbeddingInput, EmbeddingJob, Event, Failed, Finished, Request
+from engine.types.events import Delta, Embedded, Event, Failed, Finished
+from engine.types.request import EmbeddingInput, EmbeddingJob, Request
 from tests.engine.embedder.folders import TEXTS, load, states
 from tests.engine.models import CONTEXT, Reference
 from tests.engine.play import ask
@@ -147,7 +148,7 @@ def test_its_memory_is_part_of_the_plan(
     """What it takes for a while is not there for the cache."""
     work = load(embedder_folder("bert")).info.work_bytes
     free = work + 2**30
-    monkeypatch.setattr("engine.load.available_bytes", lambda: free)
+    monkeypatch.setattr("engine.load.load.available_bytes", lambda: free)
     monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda: free)
 
     async def story(engine: Engine) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from engine.embedder.embedder import Embedder
 from engine.embedder.turns import Turns
-from engine.types import Embedded, EmbeddingInput, EmbeddingJob, Event, Failed, Finished, Started
+from engine.types.events import Embedded, Event, Failed, Finished, Started
+from engine.types.request import EmbeddingInput, EmbeddingJob
 
 ALL_LENGTHS = 1000
 

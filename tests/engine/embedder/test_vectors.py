@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, normalize
 
 from engine.errors import EmbedderTooLarge, ModelMissing, ModelUnsupported
-from engine.types import EmbeddingInput
+from engine.types.request import EmbeddingInput
 from tests.engine.embedder.folders import LONGEST, QUERY, TEXTS, WIDTH, lay_out, load, save_embedder, states, write
 
 Folder = Callable[[str], Path]

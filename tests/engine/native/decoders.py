@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import hooks, recurrence
 from engine.kernels import linear
-from engine.native import choosing
+from engine.load import native as choosing
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks, recurrence
+from engine.model.runner import Runner
 from engine.native.runner import NativeRunner
 from engine.quantize.store import Store
 from engine.quantize.surgery import quantize
 from engine.quantize.survey import Survey
-from engine.runner import Runner
-from engine.selftest import Facts, find_runner
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.tiny import VOCABULARY, settings

@@ -10,7 +10,7 @@ import sys
 import torch
 import transformers
 
-from engine.gathering import GatheringRunner
+from engine.model.sequential_runner import GatheringRunner
 from engine.native.decoder import NoShape
 from engine.native.shape import find_decoder
 from tests.engine.families import build

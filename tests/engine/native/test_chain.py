@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.history import History
 from engine.native.chain import Link, chains
 from engine.native.runner import NativeRunner
-from engine.sampling import Draw, emit
-from engine.types import Dry, SamplingParams, Xtc
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw, emit
+from engine.types.request import Dry, SamplingParams, Xtc
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Both, native, of_config, token

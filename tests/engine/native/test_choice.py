@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.history import History
-from engine.rules import Rules
-from engine.sampling import Draw, emit
-from engine.types import Request, SamplingParams
+from engine.sample.constraints import Rules
+from engine.sample.penalties import History
+from engine.sample.sampler import Draw, emit
+from engine.types.request import Request, SamplingParams
 from kvcache.spec import Span
 from tests.engine.native.decoders import native, token
 from tests.engine.native.test_chain import GREEDY, WARM, Talk, draw, runner_of

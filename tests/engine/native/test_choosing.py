@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from engine.native import choosing
+from engine.load import native as choosing
 from engine.native.decoder import Decoder
 from tests.engine.native.decoders import Weights, of_config
 from tests.engine.tiny import settings

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from engine.model.runner import Runner
 from engine.native.decoder import Delta, NoShape
 from engine.native.runner import NativeRunner
 from engine.native.shape import find_decoder
-from engine.runner import Runner
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Both, Steps, native, of_config, token

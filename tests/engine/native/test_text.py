@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.load import Loaded
+from engine.load.load import Loaded
 from engine.native.runner import NativeRunner
 from tests.engine.models import Reference, load_model
 from tests.engine.speculated import Case, differences
@@ -58,7 +58,7 @@ def halves(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         pytest.skip("this processor does not multiply bfloat16: float32 is what it computes in")
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    monkeypatch.setattr("engine.load.is_small", lambda folder: False)
+    monkeypatch.setattr("engine.load.load.is_small", lambda folder: False)
     return tmp_path
 
 

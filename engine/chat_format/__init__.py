@@ -1,0 +1,1 @@
+"""Chat formats: how a model family writes tool calls and reasoning."""

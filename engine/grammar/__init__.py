@@ -1,0 +1,1 @@
+"""Grammars: compiled in a sandbox, matched token by token."""

@@ -1,0 +1,1 @@
+"""Loading: checkpoint, memory plan, self-test and the choice of the native step."""

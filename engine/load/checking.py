@@ -1,0 +1,165 @@
+"""The checks of a model at its load; where an earlier start passed them, its outcome takes their place."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import BUNDLED_NAME, EngineConfig
+from engine.kernels import choice, reference
+from engine.kernels.packing import Bits
+from engine.kernels.products import TiledProduct
+from engine.kernels.reference import Attend
+from engine.load.checkpoint import is_small
+from engine.load.native import Selection, select
+from engine.load.outcomes import Outcome, OutcomeFile
+from engine.load.selftest import Facts, find_runner, is_batch_invariant, known_runner
+from engine.model.encoder import Encoder
+from engine.model.margins import Margin, Margins
+from engine.model.rope import RopeSwitch
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
+from engine.native.runner import NativeRunner
+from engine.quantize.survey import Choice, Survey, choice_of
+
+log = logging.getLogger("cellar.engine")
+
+
+class Checks:
+    """The checks of one model on the way to its runner, called in the order of the methods.
+
+    known  the outcome of an earlier start; None: everything is checked
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, model: Any, weights: tuple[str, torch.dtype, torch.dtype]
+    ) -> None:
+        """Read the earlier outcome; without one, watch the model for layers to quantise from now on.
+
+        weights  their digest, the type of the model, and the type in which keys and values are stored
+        """
+        self._config, self._model = config, model
+        _, self._dtype, self._stored = weights
+        self._attend = _attend(config, self._dtype, self._stored)
+        self._file = _outcome_file(config, folder, weights, self._attend)
+        self.known = None if self._file is None else self._file.read()
+        self._choice: Choice | None = None
+        if self.known is not None and self.known.quantised is not None:
+            self._choice = choice_of(model, self.known.quantised)
+            self.known = None if self._choice is None else self.known
+        surveys = config.quantize != "none" and config.device == "cpu"
+        self._survey = Survey(model) if surveys and self.known is None else None
+
+    def facts(
+        self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
+    ) -> None:
+        """Set what else is known of the model before it runs, see Facts."""
+        self._facts = Facts(
+            vocabulary=vocabulary,
+            recurrent=recurrent,
+            dtype=self._dtype,
+            stored=self._stored,
+            mla=self._config.mla,
+            attend=self._attend,
+            encoder=encoder,
+            switch=switch,
+        )
+
+    def find_runner(self, name: str) -> None:
+        """Find how the model runs over cells. Raises ModelUnsupported."""
+        self._plain: Runner | GatheringRunner
+        if self.known is None:
+            self._plain = find_runner(name, self._model, self._facts)
+        else:
+            layers, has_states = self.known.layers, self.known.has_states
+            self._plain = known_runner(self._model, self._facts, layers, has_states=has_states)
+
+    def choice(self) -> Choice | None:
+        """The layers to quantise; None: the settings ask for none."""
+        if self._survey is not None:
+            self._choice = self._survey.close()
+        return self._choice
+
+    def select(self, bits: Bits | None, *, context: int) -> tuple[Selection, bool]:
+        """The fastest runner, and whether it is batch invariant; the outcome of all checks is kept.
+
+        bits     of a quantised weight
+        context  positions that the model knows
+        """
+        passed = self.known if self.known is not None and self.known.bits == bits else None
+        selection = self._select(context, checked=passed is not None and passed.native)
+        invariant = self._is_batch_invariant(selection.runner, bits, passed)
+        self._keep(bits, selection, batch_invariant=invariant)
+        return selection, invariant
+
+    def _select(self, context: int, *, checked: bool) -> Selection:
+        config, plain = self._config, self._plain
+        # The native step computes in float32 whatever the weights are: not where another format is asked for by name.
+        if config.dtype not in ("auto", "float32"):
+            return Selection(plain, f"--dtype {config.dtype} is computed by torch")
+        if config.kernels == "torch" or config.device != "cpu":
+            return Selection(plain, "C++ kernels are not used")
+        return select(self._model, plain, self._facts, context=context, checked=checked)
+
+    def _is_batch_invariant(self, runner: Runner | GatheringRunner, bits: Bits | None, passed: Outcome | None) -> bool:
+        """See ModelInfo. Quantised models are made so, for they amplify rounding; the outcome is checked."""
+        native = isinstance(runner, NativeRunner)
+        if bits is None or self._dtype == torch.float64:
+            return native
+        runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else choice.row_invariant())
+        if passed is not None and passed.batch_invariant and passed.native == native:
+            return True
+        invariant = is_batch_invariant(runner, self._model, self._facts)
+        if not invariant:
+            log.warning(
+                "%s, quantised, rounds differently in another batch: neighbours, chunks and prefix hits may change "
+                "a text",
+                self._config.model or BUNDLED_NAME,
+            )
+        return invariant
+
+    def _keep(self, bits: Bits | None, selection: Selection, *, batch_invariant: bool) -> None:
+        plain, file = self._plain, self._file
+        if file is None:
+            return
+        # Slower ways may have their reason in the machine, not in the model: they are checked every time.
+        if not isinstance(plain, Runner) or plain.attend is not self._attend:
+            file.discard()
+            return
+        outcome = Outcome(
+            layers=plain.layers,
+            has_states=plain.has_states,
+            quantised=None if self._choice is None else self._choice.names,
+            bits=bits,
+            native=selection.reason is None,
+            batch_invariant=batch_invariant,
+        )
+        if outcome != self.known:
+            file.write(outcome)
+
+
+def report(margins: Margins) -> tuple[Margin, ...]:
+    """Log the margins of the decisions at a load, and return them, the narrowest first."""
+    for margin in margins.narrowest:
+        log.debug("margin: %s", margin)
+    return margins.narrowest
+
+
+def _attend(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> Attend:
+    if config.kernels != "torch" and config.device == "cpu":
+        return choice.fastest(dtype, stored)
+    return reference.attend
+
+
+def _outcome_file(
+    config: EngineConfig, folder: Path, weights: tuple[object, ...], attend: Attend
+) -> OutcomeFile | None:
+    """Where the outcome of the checks is kept; None for small models, which are checked within a second."""
+    if is_small(folder):
+        return None
+    settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)
+    kernel = getattr(attend, "__qualname__", type(attend).__qualname__)
+    return OutcomeFile((weights, (folder / "config.json").read_bytes(), settings, kernel))

@@ -1,0 +1,141 @@
+"""What the checks of a start found, kept in the user's cache folder so that the next start need not repeat them.
+
+An outcome is named by all that it depends on: the checkpoint, this code, torch and transformers, the processor, and the
+settings. Only a model that passed every check is kept: whatever failed is checked again at the next start, as is what
+cannot be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+import kvcache.spec
+from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
+from engine.model.layers import LayerPlan
+from engine.quantize.survey import LayerNames
+from kvcache.spec import LayerSpec, Reach, Rotation
+
+log = logging.getLogger("cellar.engine")
+
+_SOURCES = ("*.py", "*.cpp", "*.h")
+_PROCESSOR = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A model that runs in packed batches with the logits that it has alone.
+
+    layers           what each layer stores
+    has_states       whether the states behind the last layer can be read
+    quantised        the layers to quantise; None: nothing was surveyed
+    bits             of a quantised weight; None: weights are as they were read
+    native           whether the native step runs the model
+    batch_invariant  see ModelInfo
+    """
+
+    layers: tuple[LayerPlan, ...]
+    has_states: bool
+    quantised: LayerNames | None
+    bits: int | None
+    native: bool
+    batch_invariant: bool
+
+
+class OutcomeFile:
+    """The outcome of one model, code, machine and settings."""
+
+    def __init__(self, identity: object, folder: Path | None = None) -> None:
+        """`identity` is that of checkpoint and settings; `folder` is the user's cache folder unless it is named."""
+        key = hashlib.sha256(repr((_software(), _processor(), identity)).encode()).hexdigest()
+        self._name, self._folder = f"{key[:32]}.json", folder
+
+    @property
+    def file(self) -> Path:
+        """Where the outcome is kept. Raises OSError where the user has no home."""
+        return (self._folder or cache_folder("checks")) / self._name
+
+    def read(self) -> Outcome | None:
+        """The outcome; None where there is none that can be read."""
+        try:
+            outcome = _outcome(json.loads(self.file.read_text(encoding="utf-8")))
+            use(self.file)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s is not read, and the model is checked (%s)", self._name, error)
+            return None
+        return outcome
+
+    def discard(self) -> None:
+        """Have the next start check the model."""
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)
+
+    def write(self, outcome: Outcome) -> None:
+        """Keep the outcome for the next start; a failure is a line in the log."""
+        try:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with scratch_folder(self.file.parent) as folder:
+                made = folder / self._name
+                made.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+                os.replace(made, self.file)
+        except OSError as error:
+            log.info("the checks are repeated at the next start: %s", error)
+            return
+        trim()
+
+
+def _outcome(content: dict[str, Any]) -> Outcome:
+    quantised = content["quantised"]
+    return Outcome(
+        layers=tuple(map(_layer, content["layers"])),
+        has_states=bool(content["has_states"]),
+        quantised=None if quantised is None else _names(quantised),
+        bits=content["bits"],
+        native=bool(content["native"]),
+        batch_invariant=bool(content["batch_invariant"]),
+    )
+
+
+def _names(content: dict[str, Any]) -> LayerNames:
+    return LayerNames(tuple(map(tuple, content["groups"])), dict(content["stay"]), tuple(content["experts"]))
+
+
+def _layer(content: dict[str, Any]) -> LayerPlan:
+    spec = dict(content["spec"])
+    rotation = spec["rotation"]
+    if rotation is not None:
+        rotation = Rotation(**rotation | {"inverse_frequency": tuple(rotation["inverse_frequency"])})
+    spec |= {"reach": Reach(**spec["reach"]), "rotation": rotation}
+    return LayerPlan(int(content["layer"]), LayerSpec(**spec), tuple(content["readers"]))
+
+
+@cache
+def _software() -> tuple[str, ...]:
+    """Versions, and a digest of the code that runs models."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).resolve().parents[1], Path(kvcache.spec.__file__).resolve().parent):
+        for file in sorted(found for kind in _SOURCES for found in folder.rglob(kind)):
+            digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
+            digest.update(file.read_bytes())
+    return (torch.__version__, transformers.__version__, tokenizers.__version__, digest.hexdigest())
+
+
+def _processor() -> tuple[str, ...]:
+    """What decides which instructions kernels use."""
+    lines = _PROCESSOR.read_text().splitlines() if _PROCESSOR.is_file() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return (platform.machine(), torch.backends.cpu.get_cpu_capability(), flags)

@@ -1,0 +1,1 @@
+"""The model on packed batches: hooks into transformers, layer specifications and runners."""

@@ -1,0 +1,224 @@
+"""Recurrent layers in packed batches: the operations that mix along the sequence, made aware of where each begins.
+
+transformers' mixers run unmodified: their projections, norms and gates see the whole packed row at once. Only the
+operations that look along the sequence, which every family calls by the same few names in its module, are replaced by
+versions that cut the row by sequence, start from each one's state and hand back the state after it. Without a listener
+(hooks.py) the originals run. This also gives Mamba-1 what transformers lacks, a scan that starts from a state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from engine.model import hooks
+
+Operation: TypeAlias = Callable[..., Any]
+
+
+def install(model: Any) -> bool:
+    """Replace the operations in the modules of a model's code, once a process; whether there were any."""
+    found = False
+    for name in {type(module).__module__ for module in model.modules()}:
+        namespace = sys.modules[name]
+        for operation, packed in _PACKED.items():
+            original = getattr(namespace, operation, None)
+            if original is None:
+                continue
+            found = True
+            if not hasattr(original, "unpacked"):
+                setattr(namespace, operation, _replace(original, packed, namespace))
+    return found
+
+
+def _replace(original: Operation, packed: Operation, namespace: ModuleType) -> Operation:
+    @wraps(original)
+    def operation(*args: Any, **settings: Any) -> Any:
+        if not hooks.is_listening():
+            return original(*args, **settings)
+        return packed(original, namespace, *args, **settings)
+
+    operation.unpacked = original  # type: ignore[attr-defined]
+    return operation
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A causal depthwise convolution (hooks.Run) of rows [1, channels, length]; its state are the last inputs.
+
+    weight  [channels, kernel]
+    bias    [channels], or None
+    """
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
+
+    def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) behind a state [channels, kernel - 1]; and the state behind them."""
+        channels, kernel = self.weight.shape
+        before = self.rows.new_zeros(channels, kernel - 1) if state is None else state
+        whole = torch.cat((before, _cut(self.rows[0], 1, start, stop)), -1)
+        result = functional.conv1d(whole[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
+        if self.activation is not None:
+            result = ACT2FN[self.activation](result)
+        # A copy, or the state would keep the whole chunk alive.
+        return result.to(self.rows.dtype), whole[:, whole.shape[-1] - kernel + 1 :].clone()
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """The gated delta rule, or KDA (hooks.Run), over query, key and value [1, length, heads, width].
+
+    gates   by name, [1, length, heads, ...]
+    single  the form that takes rows one by one; the other, `chunked`, pads one row to a chunk of 64
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gates: Mapping[str, Tensor]
+    settings: Mapping[str, Any]
+    chunked: Operation
+    single: Operation
+
+    def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) behind a state [1, heads, key_width, value_width]; and the state behind them."""
+        cut = {name: _cut(gate, 1, start, stop) for name, gate in self.gates.items()}
+        form = self.single if stop - start == 1 else self.chunked
+        parts = (_cut(tensor, 1, start, stop) for tensor in (self.query, self.key, self.value))
+        result, final = form(*parts, **cut, **self.settings, initial_state=state)
+        return result, final
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Mamba-2 (hooks.Run): rows [1, length, heads, width], dt [1, length, heads], a [heads], b and c
+    [1, length, groups, state].
+    """
+
+    rows: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    chunk_size: int
+    settings: Mapping[str, Any]
+    form: Operation
+
+    def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) behind a state [1, heads, width, state]; and the state behind them."""
+        rows, dt, b, c = (_cut(tensor, 1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
+        # Rows are padded to whole chunks; a chunk longer than what there is would be work for nothing.
+        size = min(self.chunk_size, stop - start)
+        result, final = self.form(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
+        return result, final
+
+
+def _convolve(
+    original: Operation,
+    namespace: ModuleType,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    return torch.cat(hooks.recur("convolution", Convolution(rows, weight, bias, activation)), -1)
+
+
+def _gated_delta(
+    original: Operation, namespace: ModuleType, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    gates: dict[str, Tensor] = {name: settings.pop(name) for name in ("g", "beta") if name in settings}
+    settings |= {"output_final_state": True, "cu_seqlens": None}
+    settings.pop("initial_state", None)
+    single = getattr(namespace, _ROW_BY_ROW[original.__name__], original)
+    run = GatedDelta(query, key, value, gates, settings, original, single)
+    return torch.cat(hooks.recur("scan", run), 1), _taken(query)
+
+
+def _mamba2(
+    original: Operation,
+    namespace: ModuleType,
+    rows: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    settings |= {"return_final_states": True}
+    settings.pop("initial_states", None)
+    run = StateSpace(rows, dt, a, b, c, chunk_size, settings, original)
+    return torch.cat(hooks.recur("scan", run), 1), _taken(rows)
+
+
+def _mamba1(
+    original: Operation,
+    namespace: ModuleType,
+    rows: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    **settings: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-1: rows, dt and gate z [1, channels, length], a [channels, state], b and c [1, state, length].
+
+    The original can only start from zeros. The scan is linear in its state, so what an initial state adds is known:
+    exp(a * sum of dt so far) * state, seen through c and the gate.
+    """
+    gate, bias = settings.pop("z", None), settings.get("delta_bias")
+    settings |= {"return_last_state": True}
+
+    def run(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        cut = [_cut(tensor, -1, start, stop) for tensor in (rows, dt, b, c)]
+        z = None if gate is None else _cut(gate, -1, start, stop)
+        result, final = original(cut[0], cut[1], a, cut[2], cut[3], z=z, **settings)
+        if state is None:
+            return result, final
+        step = cut[1] if bias is None else cut[1] + bias.to(cut[1].dtype)[..., None]
+        elapsed = (functional.softplus(step) if settings.get("delta_softplus") else step).cumsum(-1)
+        carried = torch.exp(a[None, :, :, None] * elapsed[:, :, None]) * state[..., None]
+        seen = torch.einsum("bdst,bst->bdt", carried, cut[3].to(carried.dtype))
+        seen = seen if z is None else seen * functional.silu(z)
+        return result + seen.to(result.dtype), final + carried[..., -1].to(final.dtype)
+
+    return torch.cat(hooks.recur("scan", run), -1), _taken(rows)
+
+
+def _cut(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
+    """Rows [start, stop). One alone gets the strides that it has in a batch of its own: products depend on them."""
+    some = tensor.narrow(dimension, start, stop - start)
+    return some.clone(memory_format=torch.contiguous_format) if stop - start == 1 else some
+
+
+def _taken(like: Tensor) -> Tensor:
+    """In place of the last state, which the listener has: mixers hand it to the cache, and that is the facade."""
+    return like.new_empty(0)
+
+
+_PACKED: dict[str, Operation] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+    "chunk_kimi_delta_attention": _gated_delta,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
+}
+
+_ROW_BY_ROW = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}

@@ -1,0 +1,141 @@
+"""Rotary embeddings whose frequencies depend on the length of the sequence (LongRoPE): short factors within the model's
+original length, long factors beyond.
+
+transformers chooses the factors of a whole forward by its longest position. In a packed batch one long sequence would
+rotate all others, and a prompt in chunks would be rotated by both. So each row gets the factors that it has where
+transformers runs its sequence alone. Outside of `extending` the model computes as transformers wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.cache_utils import DynamicCache
+
+from kvcache.spec import Span
+
+_KIND = "longrope"
+
+# Cosines and sines [batch, rows, width], or both as complex numbers [batch, rows, pairs].
+_Angles: TypeAlias = tuple[Tensor, ...] | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSwitch:
+    """When the rotary factors of a model change.
+
+    original  positions from here on are rotated by the long factors
+    restarts  whether `generate` recomputes a sequence by the long factors once it is longer (Phi-3); else keys computed
+              before keep the short factors. A prompt longer than `original` has the long factors from its start.
+    """
+
+    original: int
+    restarts: bool
+
+    def extended(self, spans: Sequence[Span]) -> Tensor:
+        """[rows], whether each row of a batch is rotated by the long factors."""
+        rows = [span.extended or position >= self.original for span in spans for position in _positions(span)]
+        return torch.tensor(rows)
+
+
+# Which rows are rotated by the long factors, [rows] or [1]; None: transformers chooses.
+_extended: ContextVar[Tensor | None] = ContextVar("engine.model.rope.extended", default=None)
+_ALL = torch.ones(1, dtype=torch.bool)
+
+
+def original_length(model: Any) -> int | None:
+    """The length up to which the short factors hold; None: no factors depend on the length. Raises ValueError."""
+    found = sorted({length for module in model.modules() for length in _originals(module)})
+    if len(found) > 1:
+        raise ValueError(f"its layers change their rotation at different lengths: {found}")
+    return found[0] if found else None
+
+
+def install(model: Any) -> RopeSwitch | None:
+    """Let rotary embeddings obey `extending`; None: no factors depend on the length. Raises ValueError."""
+    original = original_length(model)
+    if original is None:
+        return None
+    for module in model.modules():
+        if any(True for _ in _originals(module)):
+            module.forward = _by_row(module.forward, original)
+    return RopeSwitch(original, _restarts(model, original))
+
+
+@contextmanager
+def extending(rows: Tensor | None = _ALL) -> Iterator[None]:
+    """Inside the block, these rows [rows] of a forward are rotated by the long factors, the others by the short ones.
+
+    Without `rows`, all are; None leaves the choice to transformers. A row by the short factors is within the original
+    length.
+    """
+    token = _extended.set(rows)
+    try:
+        yield
+    finally:
+        _extended.reset(token)
+
+
+def _positions(span: Span) -> range:
+    return range(span.start, span.stop)
+
+
+def _originals(module: nn.Module) -> Iterator[int]:
+    """The lengths at which a module changes its factors, one for each type of layers."""
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    if config is None or not isinstance(kinds, str | dict):
+        return
+    by_layer = {None: kinds} if isinstance(kinds, str) else kinds
+    for layer_type, kind in by_layer.items():
+        if kind == _KIND:
+            settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+            yield int(settings["original_max_position_embeddings"])
+
+
+def _by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..., _Angles]:
+    """The forward of a rotary embedding, with the factors that each row is to have."""
+
+    @wraps(rotate)
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **settings: Any) -> _Angles:
+        rows = _extended.get()
+        if rows is None or not rows.any():
+            return rotate(x, position_ids, *args, **settings)
+        # One more row behind the original length gives all of them the long factors.
+        extended = rotate(x, pad(position_ids, (0, 1), value=original), *args, **settings)
+        if rows.all():
+            return _each(lambda angles: angles[..., :-1, :], extended)
+        rows = rows.to(position_ids.device)[:, None]
+        within = rotate(x, position_ids.masked_fill(rows[:, 0], 0), *args, **settings)
+        return _each(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), extended, within)
+
+    return forward
+
+
+def _each(change: Callable[..., Tensor], *angles: _Angles) -> _Angles:
+    """What a function makes of angles, or of each part of them."""
+    if isinstance(angles[0], Tensor):
+        return change(*angles)
+    return tuple(change(*parts) for parts in zip(*angles, strict=True))
+
+
+def _restarts(model: Any, original: int) -> bool:
+    """Whether `generate` gives the model all tokens again where one would do, just behind the original length."""
+    memory, tokens = DynamicCache(), torch.zeros(1, original + 1, dtype=torch.long)
+    rows = torch.zeros(1, 1, original, 1)
+    memory.update(rows, rows, 0)
+    inputs = model.prepare_inputs_for_generation(
+        tokens,
+        past_key_values=memory,
+        attention_mask=torch.ones_like(tokens),
+        use_cache=True,
+        next_sequence_length=1,
+    )
+    return bool(inputs["input_ids"].shape[1] > 1)

@@ -1,0 +1,201 @@
+"""Runs the model over the spans of one forward, every layer attending to its own sequence's cells."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import crossing, latent, reference
+from engine.kernels.products import Product
+from engine.kernels.reference import Attend
+from engine.model import hooks, rope
+from engine.model.invariant import RowInvariant
+from engine.model.layers import LayerPlan
+from engine.model.rope import RopeSwitch
+from engine.model.sight import Sight
+from engine.model.telling import Teller
+from engine.types.request import MlaMode
+from kvcache.forward import Forward
+
+
+class Runner(Teller):
+    """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
+
+    layers      what it stores, for the cache
+    extended_layers  the same, with the rotation of sequences beyond the original length; equal where there is no switch
+    switch      when the rotary factors change; None: never
+    has_states  whether `run_with_states` can be called: the self-test has seen that it can
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerPlan],
+        mla: MlaMode = "auto",
+        attend: Attend = reference.attend,
+        *,
+        switch: RopeSwitch | None = None,
+        extended_layers: Sequence[LayerPlan] | None = None,
+    ) -> None:
+        """`attend` computes attention over cells, but for latent and for cross attention."""
+        self._model = model
+        self.layers, self.switch = tuple(layers), switch
+        self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
+        self._device = next(model.parameters()).device
+        self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
+        self._readers = frozenset(layer for plan in layers for layer in plan.readers)
+        self._mla, self._attend = mla, attend
+        self._invariant: RowInvariant | None = None
+        self.has_states = False
+
+    def make_invariant(self, product: Product) -> None:
+        """From now on compute each row alike whatever is beside it, where torch computes: see invariant.py.
+
+        All latents are absorbed, and recurrences take rows one by one: other forms would depend on the chunk.
+        """
+        self._invariant = RowInvariant(product)
+        self._mla = "absorb" if self._mla == "auto" else self._mla
+        if self._attend is reference.attend:
+            self._attend = reference.attend_aligned
+
+    @property
+    def attend(self) -> Attend:
+        """Computes attention over cells."""
+        return self._attend
+
+    def run(
+        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+    ) -> Tensor:
+        """Logits [wanted, vocabulary] after an open forward's rows.
+
+        tokens  of all spans, one after the other
+        wanted  the rows of the packed batch to know the logits of, in order
+        sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
+        """
+        return self._run(forward, tokens, self._tensor(wanted), sights)
+
+    def run_with_states(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        pooled: Sequence[int],
+        sights: Sequence[Sight | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
+        with hooks.tapped(self._model, self._tensor(wanted), self._tensor(pooled)) as tap:
+            logits = self._run(forward, tokens, tap.kept, sights)
+        return logits, tap.states
+
+    def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
+        positions = [position for span in forward.spans for position in range(span.start, span.stop)]
+        rows = (self._tensor(tokens), self._tensor(positions), wanted)
+        arithmetic = self._invariant or nullcontext()
+        extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
+        with torch.inference_mode(), hooks.listening(self._step(forward, sights)), extended, arithmetic:
+            return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
+
+    def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:
+        by_rows = self._invariant is not None
+        return _Step(forward, self._homes, self._readers, self._mla, self._attend, sights, by_rows)
+
+    def _looking(self, forward: Forward, sights: Sequence[Sight | None]) -> Tensor | None:
+        """Which rows look at an encoder entry; None where no sequence of the batch has one."""
+        if not any(sights):
+            return None
+        pairs = zip(forward.spans, sights, strict=True)
+        blind = torch.zeros(forward.rows, dtype=torch.bool)
+        parts = [
+            blind[: span.length] if sight is None else sight.looking(span.start, span.stop) for span, sight in pairs
+        ]
+        return torch.cat(parts).to(self._device)
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self._device)
+
+
+class _Step:
+    """A listener (hooks.Listener) for one forward: stores each layer's rows, then attends to the whole sequence."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        homes: Mapping[int, int],
+        readers: Container[int],
+        mla: MlaMode,
+        attend: Attend,
+        sights: Sequence[Sight | None],
+        by_rows: bool,
+    ) -> None:
+        self._forward, self._sights, self._by_rows = forward, sights, by_rows
+        self._homes, self._readers, self._mla, self._attend = homes, readers, mla, attend
+
+    def attend(self, call: hooks.Call) -> Tensor:
+        """The attention output of one layer, [rows, heads, value_width]."""
+        if call.crosses:
+            return self._cross(call)
+        layer = self._homes[call.layer]
+        if call.layer not in self._readers:
+            self._forward.write(layer, call.key, call.value)
+        keys, values = self._forward.stored(layer)
+        segments, reach = self._forward.segments(layer), self._forward.reach(layer)
+        if call.latent is not None:
+            return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale, mode=self._mla)
+        return self._attend(
+            call.query,
+            keys,
+            values,
+            segments,
+            reach,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            bias=call.bias,
+        )
+
+    def _cross(self, call: hooks.Call) -> Tensor:
+        """Each sequence's rows attend to what an encoder made for it; rows without such get zeros."""
+        output, row = torch.zeros_like(call.query).transpose(0, 1), 0
+        for span, sight in zip(self._forward.spans, self._sights, strict=True):
+            rows = slice(row, row + span.length)
+            if sight is not None:
+                keys, values = sight.entry.layers[call.layer]
+                mask = sight.mask(span.start, span.stop, keys.shape[1])
+                mask = None if mask is None else mask.to(keys.device)
+                output[rows] = crossing.attend(call.query[:, rows], keys, values, mask, scale=call.scale)
+            row = rows.stop
+        return output
+
+    def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
+        """Run a recurrent operation for each piece of a span, from the slot's state to its next one."""
+        outputs, row = [], 0
+        for span in self._forward.spans:
+            for start, stop in span.pieces:
+                state, length = self._forward.state(span.slot, start, name), stop - start
+                own, after = (_row_by_row if self._by_rows else _at_once)(run, row, row + length, state)
+                self._forward.put_state(span.slot, stop, name, after)
+                outputs += own
+                row += length
+        return outputs
+
+
+def _at_once(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """The output of rows [start, stop) behind a state, and the state behind them."""
+    output, after = run(start, stop, state)
+    return [output], after
+
+
+def _row_by_row(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """The same of each row alone: calls of one shape, whose bits no chunk changes and no other arithmetic has to."""
+    outputs = []
+    with torch._C.DisableTorchFunction():
+        for row in range(start, stop):
+            output, after = run(row, row + 1, state)
+            state = after.contiguous()
+            outputs.append(output)
+    assert state is not None, "a piece of a span has rows"
+    return outputs, state

@@ -1,0 +1,188 @@
+"""The way for models that cannot be led to our cells: transformers' own cache, filled from them, a sequence at a time.
+
+For such a model every span is a forward of its own: a cache of transformers is filled with what the slot holds, the
+model runs as it is, with its own attention, masks and positions, and what it added to the cache is stored. That is
+right for every model whose memory is keys and values by layer. It is slower, for cells are copied and rows of different
+sequences do not share a matrix product, and its keys are never turned: a shift computes anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from engine.kernels.products import Product
+from engine.model import hooks, rope
+from engine.model.invariant import RowInvariant
+from engine.model.layers import LayerPlan
+from engine.model.rope import RopeSwitch
+from engine.model.sight import Sight
+from engine.model.telling import Teller
+from engine.model.ties import TiesInOrder
+from kvcache.forward import Forward
+from kvcache.planes import Stored
+from kvcache.spec import LayerSpec, Span
+
+Memory: TypeAlias = Any  # a cache of transformers
+
+# Masks cut windows out, so a layer that would forget what they hide may keep it.
+_KEEPING = {
+    DynamicLayer: DynamicLayer,
+    DynamicSlidingWindowLayer: DynamicLayer,
+    DynamicIndexedLayer: DynamicIndexedLayer,
+}
+
+
+class NothingToGather(Exception):
+    """The model keeps something else than keys and values by layer, or keeps it elsewhere than in its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One layer of transformers' cache: its class, and the columns of its values; an indexer's keys stand behind."""
+
+    kind: type[DynamicLayer]
+    values: int
+
+
+class GatheringRunner(Teller):
+    """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
+
+    layers      what it stores, for the cache: found by running two tokens
+    extended_layers, switch  as at Runner; none of the layers turns
+    has_states  whether `run_with_states` can be called with rows to pool: the self-test has seen that it can
+    """
+
+    def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
+        """Raises NothingToGather, or whatever the model raises."""
+        self._model, self.switch = model, switch
+        self._invariant: RowInvariant | None = None
+        self.has_states = False
+        self._device = next(model.parameters()).device
+        self._known = frozenset(inspect.signature(type(model).forward).parameters)
+        memory = DynamicCache(config=model.config)
+        self._run(memory, Span(0, 0, 2), [0, 1], self._tensor([1]))
+        stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
+        self._kept = {at: _kept(layer) for at, layer in stored.items()}
+        self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
+        self.extended_layers = self.layers
+        if not self.layers:
+            raise NothingToGather("it keeps nothing in its cache")
+
+    def make_invariant(self, product: Product) -> None:
+        """From now on compute each row alike whatever chunk it is in: see engine/model/invariant.py."""
+        self._invariant = RowInvariant(product)
+
+    def run(
+        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+    ) -> Tensor:
+        """Logits [wanted, vocabulary] after an open forward's rows.
+
+        tokens  of all spans, one after the other
+        wanted  the rows of the batch to know the logits of, ascending
+        sights  as at Runner; models with encoders are not run this way
+        """
+        return self.run_with_states(forward, tokens, wanted, (), sights)[0]
+
+    def run_with_states(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        pooled: Sequence[int],
+        sights: Sequence[Sight | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
+        if any(span.mutual for span in forward.spans):
+            raise ValueError("the masks are the model's own: no ranges of tokens see each other")
+        logits, states, memories, row = [], [], [], 0
+        for number, span in enumerate(forward.spans):
+            stop = row + span.length
+            memory = self._filled(forward, number)
+            own, others = ([at - row for at in rows if row <= at < stop] for rows in (wanted, pooled))
+            if others:
+                with hooks.tapped(self._model, self._tensor(own), self._tensor(others)) as tap:
+                    logits.append(self._run(memory, span, tokens[row:stop], tap.kept))
+                states.append(tap.states)
+            else:
+                logits.append(self._run(memory, span, tokens[row:stop], self._tensor(own)))
+            memories.append(memory)
+            row = stop
+        for index, plan in enumerate(self.layers):
+            added = [
+                _read(memory.layers[plan.layer], span.start)
+                for memory, span in zip(memories, forward.spans, strict=True)
+            ]
+            forward.write(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
+        return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
+
+    def _filled(self, forward: Forward, number: int) -> Memory:
+        """A cache of transformers that holds what the slot of the span `number` holds before it."""
+        memory = DynamicCache()
+        kinds = [self._kept[at].kind if at in self._kept else DynamicLayer for at in range(max(self._kept) + 1)]
+        memory.layers = [kind() for kind in kinds]
+        before = forward.spans[number].start
+        if before == 0:
+            return memory
+        for index, plan in enumerate(self.layers):
+            cells = forward.segments(index)[number].cells
+            keys, values = (
+                _rows(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.stored(index)
+            )
+            layer, width = memory.layers[plan.layer], self._kept[plan.layer].values
+            layer.update(keys, values[..., :width])
+            if isinstance(layer, DynamicIndexedLayer):
+                layer.update_indexer(values[:, 0, :, width:])
+        return memory
+
+    def _run(self, memory: Memory, span: Span, tokens: Sequence[int], wanted: Tensor) -> Tensor:
+        inputs = {
+            "input_ids": self._tensor(tokens)[None],
+            "position_ids": torch.arange(span.start, span.stop, device=self._device)[None],
+            "attention_mask": torch.ones(1, span.stop, dtype=torch.long, device=self._device),
+            "past_key_values": memory,
+            "use_cache": True,
+            "logits_to_keep": wanted,
+        }
+        extended = None if self.switch is None else self.switch.extended([span])
+        with torch.inference_mode(), rope.extending(extended), TiesInOrder(), self._invariant or nullcontext():
+            made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
+        logits: Tensor = made.logits[0]
+        return logits if logits.shape[0] <= len(wanted) else logits[wanted]
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self._device)
+
+
+def _kept(layer: Any) -> _Kept:
+    kind = _KEEPING.get(type(layer))
+    if getattr(layer, "indexer_keys", None) is None and kind is not None:
+        kind = DynamicLayer
+    if kind is None or layer.keys.dim() != 4 or layer.keys.shape[2] != 2:
+        raise NothingToGather(f"its cache has layers of the kind {type(layer).__name__}")
+    return _Kept(kind, layer.values.shape[-1])
+
+
+def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
+    """What a layer holds from a position on, as cells: keys and values [heads, positions, width]."""
+    keys, values = layer.keys[0, :, start:], layer.values[0, :, start:]
+    if getattr(layer, "indexer_keys", None) is not None:
+        values = torch.cat((values, layer.indexer_keys[:, start:]), -1)
+    return keys, values
+
+
+def _rows(stored: Stored, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    """What cells hold, as it was written."""
+    return stored.spread(stored.read(cells, dtype))
+
+
+def _spec(keys: Tensor, values: Tensor) -> LayerSpec:
+    """A layer whose keys are not known to turn by any rule."""
+    return LayerSpec(keys.shape[0], keys.shape[-1], values.shape[-1], rotation=None)

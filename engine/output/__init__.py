@@ -1,0 +1,1 @@
+"""Output text: incremental decoding, stop strings and the stream of a request."""

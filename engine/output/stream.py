@@ -1,0 +1,65 @@
+"""The client's end of a request: its events as an async iterator on the event loop.
+
+The engine never waits for a client: events pile up here, and a slow reader gets the text of many steps in one delta.
+A fast one need not even be woken: its shortcut takes deltas right where they are delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from engine.types.events import Delta, Event, Failed, Finished
+
+
+class RequestStream:
+    """Yields Started, then deltas, then exactly one Finished or Failed. Belongs to the event loop's thread.
+
+    shortcut  takes deltas that come while the reader waits, and never raises; what it answers False to, the reader gets
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.id = request_id
+        self.over = False
+        self.shortcut: Callable[[Delta], bool] | None = None
+        self._events: deque[Event] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def deliver(self, event: Event) -> None:
+        """Take an event from the engine; after the last one, further ones are dropped."""
+        if self.over:
+            return
+        if self._waiting is None or self._waiting.done():
+            self._queue(event)
+        elif self.shortcut is None or not isinstance(event, Delta) or not self.shortcut(event):
+            self._queue(event)
+            self._waiting.set_result(None)
+
+    def _queue(self, event: Event) -> None:
+        self.over = isinstance(event, Finished | Failed)
+        self._events.append(event)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self.over:
+                raise StopAsyncIteration
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        event = self._events.popleft()
+        return self._merged(event) if isinstance(event, Delta) else event
+
+    def _merged(self, delta: Delta) -> Delta:
+        """The delta and all that directly follow it, as one."""
+        deltas = [delta]
+        while self._events and isinstance(following := self._events[0], Delta):
+            self._events.popleft()
+            deltas.append(following)
+        if len(deltas) == 1:
+            return delta
+        tokens = tuple(token for part in deltas for token in part.tokens)
+        entries = tuple(entry for part in deltas for entry in part.logprobs)
+        return Delta("".join(part.text for part in deltas), tokens, entries)

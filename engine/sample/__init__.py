@@ -1,0 +1,1 @@
+"""Sampling: from logits to tokens, with filters, penalties, constraints and logprobs."""

@@ -1,0 +1,110 @@
+"""What was said before, as far as it makes tokens less likely: penalties for repetition. Costs nothing without any."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.types.request import Dry, SamplingParams
+
+# A repetition that is longer than allowed by so many tokens costs no more: at the usual base no logit is left by then,
+# and text that is one repetition stays cheap.
+_LONGEST = 64
+
+
+class History:
+    """What the penalties of one sequence look at: the tokens of the prompt, and those of the output."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocabulary: int) -> None:
+        # Each token of the text once, and how often it is in the output.
+        self._seen: NDArray[np.int64] | None = None
+        self._counts = np.empty(0, np.int32)
+        self._tokens: list[int] | None = None
+        if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0:
+            self._seen = np.unique(np.asarray(prompt, np.int64))
+            self._counts = np.zeros(len(self._seen), np.int32)
+        if params.dry is not None and params.dry.multiplier > 0.0:
+            self._tokens = list(prompt)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was said makes any token less likely."""
+        return self._seen is None and self._tokens is None
+
+    def append(self, token: int) -> None:
+        """Count a token of the output."""
+        if self._seen is not None:
+            self._count(self._seen, token)
+        if self._tokens is not None:
+            self._tokens.append(token)
+
+    def _count(self, seen: NDArray[np.int64], token: int) -> None:
+        places = np.flatnonzero(seen == token)
+        if not len(places):
+            self._seen, self._counts = np.append(seen, token), np.append(self._counts, np.int32(1))
+        else:
+            self._counts[places] += 1
+
+    def after(self, tokens: Sequence[int]) -> History:
+        """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
+        if not tokens or self.idle:
+            return self
+        longer = copy.copy(self)
+        longer._counts = self._counts.copy()
+        longer._tokens = None if self._tokens is None else list(self._tokens)
+        for token in tokens:
+            longer.append(token)
+        return longer
+
+    def penalise(self, logits: Tensor, params: SamplingParams) -> None:
+        """Change one row of logits [vocabulary] in place.
+
+        Repetition as in transformers (prompt and output), frequency and presence as in OpenAI's API (output only),
+        repeated sequences as in llama.cpp (prompt and output).
+        """
+        if self._seen is not None:
+            self._penalise_tokens(logits, params, self._seen)
+        if self._tokens is not None and params.dry is not None:
+            lengths = repetitions(self._tokens, params.dry)
+            if lengths:
+                index = torch.tensor(list(lengths), device=logits.device)
+                excess = torch.tensor(list(lengths.values()), dtype=torch.float64) - params.dry.allowed_length
+                cost = params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
+                logits[index] -= cost.to(logits)
+
+    def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
+        index, counts = torch.from_numpy(seen).to(logits.device), self._counts.astype(np.float32)
+        values, factor = logits[index].numpy(force=True), params.repetition_penalty
+        if factor != 1.0:
+            values = np.where(values > 0, values / factor, values * factor)
+        values = values - (
+            params.frequency_penalty * counts + params.presence_penalty * (counts > 0).astype(np.float32)
+        )
+        logits[index] = torch.from_numpy(values).to(logits.device)
+
+
+def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
+    """For each token that would go on with a repetition of what was said: how many tokens are repeated before it.
+
+    Only those of the allowed length and more. A repetition has no breaker in it.
+    """
+    some = np.asarray(tokens if dry.last < 0 else tokens[max(len(tokens) - dry.last, 0) :], np.int64)
+    end = len(some) - 1
+    breakers = np.flatnonzero(np.isin(some, dry.breakers))
+    longest = min(end - int(breakers[-1]) if len(breakers) else end, dry.allowed_length + _LONGEST)
+    found: dict[int, int] = {}
+    # Places where the last `length` tokens have been said before: those where the last one of them was.
+    places = np.flatnonzero(some[:-1] == some[-1:]) if end > 0 else np.empty(0, np.int64)
+    for length in range(1, longest + 1):
+        if not len(places):
+            break
+        if length >= dry.allowed_length:
+            found.update(dict.fromkeys(some[places + 1].tolist(), length))
+        places = places[places >= length]
+        places = places[some[places - length] == some[end - length]]
+    return found

@@ -1,0 +1,1 @@
+"""Scheduling: which tokens of which sequences each step computes."""

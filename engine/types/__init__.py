@@ -1,0 +1,1 @@
+"""Values that cross the border of the engine: requests in, events and status out."""

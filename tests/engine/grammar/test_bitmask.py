@@ -1,0 +1,52 @@
+"""Sets of tokens as bits: the same tokens stay as with masks of booleans, to the bit, in any size of vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.grammar.bitmask import bits_of, contains, count, limited, unpacked
+
+SIZES = (1, 7, 8, 9, 64, 1000, 5003)
+
+
+@given(size=st.sampled_from(SIZES), seed=st.integers(0, 2**32), longer=st.integers(0, 9))
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+def test_bits_hold_the_set(size: int, seed: int, longer: int) -> None:
+    """Also where there are bits behind the vocabulary, as llguidance has them: they count for nothing."""
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < (seed % 10) / 9
+    tokens = mask.nonzero()[:, 0].tolist()
+    bits = bits_of((*tokens, *range(size, size + longer)), size + longer)
+
+    assert mask.tolist() == unpacked(bits, size).tolist()
+    assert len(tokens) == count(bits, size)
+    assert mask.tolist() == [contains(bits, token) for token in range(size)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_are_limited_as_a_mask_would(size: int, dtype: torch.dtype) -> None:
+    """Bit for bit, with infinities, zeros of both signs and numbers too small to be normal; the input stays."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(size, generator=generator, dtype=dtype)
+    for at, value in enumerate((torch.inf, -torch.inf, 0.0, -0.0, 1e-40, torch.nan)):
+        logits[at % size :: 11] = value
+    mask = torch.rand(size, generator=generator) < 0.5
+    mask &= ~logits.isnan()
+    before = logits.clone()
+
+    result = limited(logits, bits_of(mask.nonzero()[:, 0].tolist(), size))
+
+    expected = logits.masked_fill(~mask, -torch.inf)
+    integers = torch.int32 if dtype == torch.float32 else torch.int64
+    assert torch.equal(expected.view(integers), result.view(integers))
+    assert torch.equal(before.view(integers), logits.view(integers))
+
+
+def test_an_allowed_token_that_is_no_number_stays_without_a_finite_value() -> None:
+    """The row is broken with or without the set."""
+    result = limited(torch.tensor([torch.nan, 1.0]), bits_of((0,), 2))
+
+    assert not result[0].isfinite()

@@ -1,0 +1,441 @@
+"""Grammars: what they allow along a text with guesses, and that none takes the process, the time or the memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from llguidance import LLParserLimits
+from transformers import AutoTokenizer
+
+from engine.errors import InvalidRequest
+from engine.grammar import compiler as grammars
+from engine.grammar.compiler import Grammars, nesting
+from engine.grammar.matcher import Matcher
+from engine.text.tokenizer import Tokenizer
+from engine.types.request import Grammar
+from tests.engine.models import END, VOCABULARY, save_tokenizer
+from tests.engine.tokenizers import ADDED, KINDS, SIZE, SPECIAL, served, streamed, vocabulary
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def of_schema(schema: object) -> Grammar:
+    """The grammar of the JSON texts that follow a schema."""
+    return Grammar(f"start: json\njson: %json {schema if isinstance(schema, str) else json.dumps(schema)}")
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """The grammars of the tiny models' tokenizer, with more tokens than it has."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return grammars_of(folder)
+
+
+def grammars_of(folder: Path) -> Grammars:
+    """Those of a tokenizer on disk."""
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary=VOCABULARY, context=4096)
+    return Grammars(tokenizer, size=VOCABULARY, ends={END})
+
+
+def test_what_is_prepared_is_what_requests_use(tmp_path: Path) -> None:
+    """A request that comes meanwhile waits for it, and nothing is built twice; a model without an end has none."""
+    save_tokenizer(tmp_path)
+    early = grammars_of(tmp_path)
+    with early._compiling:
+        preparing = threading.Thread(target=early.prepare)
+        preparing.start()
+        assert early._vocabulary is None
+    preparing.join()
+    vocabulary = early._vocabulary
+
+    early.compile(Grammar('start: "a"'))
+    assert vocabulary is not None
+    assert vocabulary is early._vocabulary
+    Grammars(early._tokenizer, size=VOCABULARY, ends=()).prepare()
+
+
+def letter(known: Grammars, text: str) -> int:
+    """The token of a letter."""
+    return next(token for token in range(256) if known._tokenizer.alternative(token, 0.0).text == text)
+
+
+def allowed(matcher: Matcher, guessed: list[int]) -> list[int] | None:
+    """The tokens that may come next."""
+    mask = matcher.allowed(guessed)
+    return None if mask is None else mask.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("source", ['start: "a" | "ab" /[0-9]{1,3}/', of_schema(RECORD).source])
+def test_guesses_leave_no_trace(known: Grammars, source: str) -> None:
+    """Along random texts with right and wrong guesses, masks are those of a matcher that was told the text alone."""
+    chance = random.Random(1)
+    for _ in range(6):
+        matcher, text = known.matcher(Grammar(source)), list[int]()
+        while (tokens := allowed(matcher, [])) != [END] and len(text) < 40:
+            guessed: list[int] = []
+            for _ in range(chance.randint(0, 4)):
+                there = allowed(matcher, guessed)
+                assert there is not None
+                if there == [END]:
+                    break
+                guessed.append(chance.choice([token for token in there if token != END]))
+            plain = known.matcher(Grammar(source))
+            for token in [*text, *guessed]:
+                plain.append(token)
+            assert allowed(plain, []) == allowed(matcher, guessed)
+            forbidden = [token for token in range(VOCABULARY) if token not in set(tokens or ())]
+            assert allowed(matcher, [chance.choice(forbidden), 3]) is None
+            token = chance.choice([*(tokens or ()), *guessed[:1]])
+            text.append(token)
+            matcher.append(token)
+            if token == END:
+                break
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_guess_that_ends_alike_is_another(known: Grammars, told: bool) -> None:
+    """What may follow tells apart what came before, guessed or said, where the same letters are read behind it."""
+    matcher = known.matcher(Grammar('start: "a" /b*/ "x" | "c" /b*/ "y"'))
+    a, b, c, x, y = (letter(known, text) for text in "abcxy")
+
+    assert [b, x] == allowed(matcher, [a, b])
+    if told:
+        matcher.append(c)
+        matcher.append(b)
+    assert [b, y] == allowed(matcher, [] if told else [c, b])
+
+
+def test_only_ends_follow_a_complete_text(known: Grammars) -> None:
+    """And what the tokenizer does not know, or has no text, is never allowed."""
+    matcher = known.matcher(Grammar('start: "ab"'))
+    matcher.append(letter(known, "a"))
+
+    assert [letter(known, "b")] == allowed(matcher, [])
+    assert [END] == allowed(matcher, [letter(known, "b")])
+    free = known.matcher(Grammar("start: /(.|\\n)*/")).allowed([])
+    assert free is not None
+    assert VOCABULARY == len(free)
+    assert not free[[256, *range(262, VOCABULARY)]].any()
+    assert bool(free[END])
+
+
+def test_one_text_cannot_use_up_the_limits_of_another(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of the lexer are shared and limited: who meets the limit because of others begins anew."""
+    monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
+    grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}b(.|\\n)*/")
+    letters = [letter(known, "a"), letter(known, "b")]
+    for seed in range(12):
+        matcher, chance = known.matcher(grammar), random.Random(seed)
+        for _ in range(100):
+            mask = matcher.allowed([])
+            assert mask is not None
+            assert mask.any(), matcher.error
+            matcher.append(chance.choice(letters))
+
+
+def limited(states: int) -> LLParserLimits:
+    """Limits that are soon met."""
+    return LLParserLimits(max_lexer_states=states, verbose_errors=False)
+
+
+def test_a_limit_is_met_in_words(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is allowed then, and the matcher says why; behind another guess it goes on."""
+    monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(40))
+    matcher = known.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
+    chance, guess = random.Random(0), [letter(known, "c")]
+    while (mask := matcher.allowed(guess)) is not None and mask.any():
+        guess.append(letter(known, chance.choice("ab")))
+
+    assert mask is not None
+    assert "too many states" in matcher.error
+    assert [END] == allowed(matcher, [letter(known, "b")])
+    assert "" == matcher.error
+
+
+def nested(levels: int) -> str:
+    """A schema with so many objects inside each other."""
+    return '{"type":"object","properties":{"a":' * levels + '{"type":"string"}' + "}}" * levels
+
+
+REFUSED = {
+    "nested 190": (of_schema(nested(190)).source, "levels deep"),
+    "nested 3,000": (of_schema(nested(3000)).source, "levels deep"),
+    "lists": (of_schema("[" * 100_000).source, "levels deep"),
+    "parentheses": ("start: " + "(" * 20_000 + '"a"' + ")" * 20_000, "levels deep"),
+    "some parentheses": ("start: " + "(" * 100 + '"a"' + ")" * 100, "nested"),
+    "groups": ("start: /" + "(" * 10_000 + "a" + ")" * 10_000 + "/", "nest"),
+    "groups in a pattern": (of_schema({"type": "string", "pattern": "(" * 9000 + ")" * 9000}).source, "nest"),
+    "a circle": (of_schema({"$ref": "#"}).source, "no text follows"),
+    "a circle of two": (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}).source, "no text follows"),
+    "a rule alone": ("start: start", "no text follows"),
+    "far away": (of_schema({"$ref": "http://127.0.0.1:9/x.json"}).source, "registry"),
+    "a wrong type": (of_schema({"type": "stsring"}).source, "Invalid type: stsring"),
+    "not enforced": (of_schema({"type": "array", "uniqueItems": True}).source, 'Unimplemented keys: ["uniqueItems"]'),
+    "look-around": ("start: /(?=a)b/", "look-around"),
+    "a bomb": (
+        of_schema(
+            {"allOf": [{"anyOf": [{"properties": {f"{a}{b}": {}}} for b in range(4)]} for a in range(10)]}
+        ).source,
+        "too large",
+    ),
+    "half a character": ('start: "\ud800"', "surrogate"),
+    "nothing": ("", "no start rule"),
+    "half a group": ("start: (", "Expected token"),
+    "long": (of_schema({"enum": [f"number {at}" for at in range(50_000)]}).source, "bytes"),
+    "a row too wide": (
+        of_schema({"type": "object", "properties": {f"p{at}": {} for at in range(2000)}}).source,
+        "row has",
+    ),
+}
+COMPILED = {
+    "names": of_schema({"enum": [f"n{at}" for at in range(20_000)]}).source,
+    "optional": of_schema({"type": "object", "properties": {f"p{at}": {} for at in range(400)}}).source,
+    "many": of_schema({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}).source,
+    "long": of_schema({"type": "string", "maxLength": 10**9}).source,
+    "recursive": of_schema({"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}}).source,
+    "groups": "start: /" + "(" * 200 + "a" + ")" * 200 + "/",
+    "repeated": "start: /" + "(" * 20 + "a" + "{1,1000})" * 20 + "/",
+    "evil": "start: /(x+x+)+y(a|a?)+(.*a){30}/",
+    "exponential": "start: /(.|\\n)*a(.|\\n){30}b/",
+    "ambiguous": 'start: s\ns: s s s | s s | "a" | ""',
+    "rules": "start: r0\n" + "\n".join(f"r{at}: r{at + 1} r{at + 1}" for at in range(60)) + '\nr60: "a"',
+    "nested repetitions": 'start: (((("a"{0,50}){0,50}){0,50}){0,50}){0,50}',
+    "brackets in strings": 'start: "' + "([{" * 500 + '" | /[(][(]{3}/ // ' + "(" * 500,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_in_words(known: Grammars, name: str) -> None:
+    """In a second, with a reason of one line."""
+    source, reason = REFUSED[name]
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match=r".") as refusal:
+        known.compile(Grammar(source))
+
+    assert reason in refusal.value.reason
+    assert "\n" not in refusal.value.reason
+    # Lines are those of a grammar that was built around what the client sent.
+    assert not re.match(r"(at )?\d+\(", refusal.value.reason)
+    assert len(refusal.value.reason) <= 500
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_is_large_compiles_within_limits(known: Grammars, name: str) -> None:
+    """In two seconds at most, and twenty tokens of it take less than two more; or a limit ends it in words."""
+    began, chance = time.process_time(), random.Random(0)
+    matcher = known.matcher(Grammar(COMPILED[name]))
+    for _ in range(20):
+        tokens = allowed(matcher, [])
+        assert tokens or "Too many items" in matcher.error or "row has" in matcher.error
+        if not tokens or tokens == [END]:
+            break
+        matcher.append(chance.choice(tokens))
+
+    assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("text", ['\\"', "\\/", "/ ", '"\\'])
+def test_to_count_brackets_is_linear(text: str) -> None:
+    """Strings and expressions that are never closed are read once: Python's expressions hold up all threads."""
+    began = time.thread_time()
+    nesting(text * 2**17)
+
+    assert time.thread_time() - began < 1
+
+
+def test_no_step_of_a_text_takes_long(known: Grammars) -> None:
+    """What becomes ambiguous token by token meets a limit before it holds up the other texts."""
+    matcher, longest = known.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
+    for _ in range(40):
+        began = time.thread_time()
+        mask = matcher.allowed([])
+        matcher.append(letter(known, "a"))
+        longest = max(longest, time.thread_time() - began)
+        if mask is None or not mask.any():
+            break
+
+    assert longest < 0.5
+    assert "row has" in matcher.error
+
+
+ENDLESS = [
+    'start: ("a" | "b") /a+/ "a"',
+    '%llguidance {"no_forcing": false}\nstart: ("a" | "b") /(aa)+/ "aa"',
+    'start: inner\ninner: %lark {\n%llguidance {"no_forcing": false}\nstart: ("a" | "b") /a+/ "a"\n}',
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_text_that_never_ends_is_followed_token_by_token(known: Grammars, source: str) -> None:
+    """llguidance would compute all of what such a grammar forces, for one mask, on the engine's thread."""
+    matcher = known.matcher(Grammar(source))
+    for _ in range(4):
+        matcher.append(letter(known, "a"))
+
+    assert [letter(known, "a")] == allowed(matcher, [])
+
+
+@pytest.mark.parametrize("source", ['start: /(aa)+/ "aa"', 'start: x | /b(a)+/ "a"\nx: "a" x', 'start: "a"{1000000}'])
+def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: Grammars, source: str) -> None:
+    """A terminal that must go on for ever is no trap; the texts that tokens make are letters here."""
+    matcher = known.matcher(Grammar(source))
+    matcher.append(letter(known, "b" if "b" in source else "a"))
+    forced = matcher.forced(16)
+
+    assert len(forced) <= 16
+    assert {"a"} == set(known._tokenizer.decode(forced))
+
+
+def test_what_is_forced_ends_where_there_is_a_choice(known: Grammars) -> None:
+    """And where the text may end."""
+    matcher = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+
+    assert [] == matcher.forced(16)
+    matcher.append(letter(known, "a"))
+    assert "bc" == known._tokenizer.decode(matcher.forced(16))
+    assert "b" == known._tokenizer.decode(matcher.forced(1))
+    assert "f" == known._tokenizer.decode(_behind(known, matcher, "bcd").forced(16))
+    ended = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+    assert [] == _behind(known, ended, "x").forced(16)
+
+
+def _behind(known: Grammars, matcher: Matcher, text: str) -> Matcher:
+    for each in text:
+        matcher.append(letter(known, each))
+    return matcher
+
+
+def test_a_slow_text_is_given_up(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose steps took too long together is followed no further, and says so."""
+    matcher = known.matcher(of_schema(RECORD))
+    monkeypatch.setattr("engine.grammar.matcher._STEP_SECONDS", 0.0)
+    monkeypatch.setattr("engine.grammar.matcher._EXCESS_SECONDS", 0.0)
+    matcher.allowed([])
+
+    assert [] == allowed(matcher, [])
+    assert [] == matcher.forced(16)
+    assert "too long" in matcher.error
+
+
+def test_what_compiles_slowly_is_not_compiled_while_others_wait(
+    known: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that meets a limit because of others ends there; who comes next gets the grammar compiled again."""
+    monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
+    monkeypatch.setattr("engine.grammar.matcher._RENEWED_SECONDS", 0.0)
+    grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}c(.|\\n)*/")
+    compiled, letters = known.compile(grammar), [letter(known, "a"), letter(known, "c")]
+    for seed in range(12):
+        matcher, chance = Matcher(compiled, VOCABULARY), random.Random(seed)
+        for _ in range(100):
+            if not allowed(matcher, []):
+                break
+            matcher.append(chance.choice(letters))
+
+    assert compiled.spent
+    assert not known.compile(grammar).spent
+
+
+def test_grammars_are_kept_and_let_go(known: Grammars) -> None:
+    """The same source is compiled once; of thousands a few are kept, by number and by bytes."""
+    first = known.compile(Grammar('start: "kept"'))
+    assert first is known.compile(Grammar('start: "kept"'))
+    for at in range(200):
+        known.compile(Grammar(f'start: "number {at}"'))
+    assert grammars._KEPT == len(known._kept)
+    for at in range(8):
+        known.compile(Grammar(f'start: "{at}" // {"x" * 200_000}'))
+
+    assert sum(len(one.source) for one in known._kept.values()) <= grammars._KEPT_BYTES
+    assert first is not known.compile(Grammar('start: "kept"'))
+
+
+def test_threads_may_compile_at_once(known: Grammars) -> None:
+    """What several ask for at the same time is compiled once, and each gets a matcher of its own."""
+    found: list[Matcher] = []
+    grammar = of_schema({**RECORD, "title": "for threads"})
+    threads = [threading.Thread(target=lambda: found.append(known.matcher(grammar))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    masks = [matcher.allowed([]) for matcher in found]
+
+    assert 8 == len({id(matcher) for matcher in found})
+    assert all(mask is not None and masks[0] is not None and mask.equal(masks[0]) for mask in masks)
+    assert 1 == len({id(matcher._compiled) for matcher in found})
+
+
+# CTC drops a token that is repeated, and joined pieces leave no text without spaces.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("CTC", "Python, joined")])
+def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
+    """Along random allowed tokens the text behind a prompt is JSON of the schema, and markers are no part of it."""
+    tokenizer, chance = served(kind), random.Random(0)
+    end, markers = vocabulary(kind)["</s>"], {vocabulary(kind).get(piece) for piece in (*SPECIAL, *ADDED)}
+    start = vocabulary(kind)["##a" if kind.startswith("WordPiece") else "a"]
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    grammars = Grammars(tokenizer, size=SIZE, ends=[end])
+    for _ in range(8):
+        matcher, text = grammars.matcher(of_schema(schema)), list[int]()
+        while (tokens := allowed(matcher, [])) != [end]:
+            assert tokens
+            assert not markers & {*tokens} - {end}
+            enough = [token for token in tokens if '"' in tokenizer.alternative(token, 0.0).text or token == end]
+            text.append(chance.choice(enough if enough and len(text) > 20 else tokens))
+            if text[-1] == end:
+                break
+            matcher.append(text[-1])
+        said = "".join(streamed(kind, [start], [token for token in text if token != end], special=True))
+
+        assert {*json.loads(said)} in ({"a"}, {"a", "b"})
+        assert tokenizer.decode([start, *matcher._compiled.spelt(text[:6])]) == tokenizer.decode([start, *text[:6]])
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma"])
+def test_what_a_grammar_forces_is_spelt_as_the_model_would(kind: str) -> None:
+    """In whole pieces, and not as if a text began there."""
+    matcher = Grammars(served(kind), size=SIZE, ends=[1]).matcher(Grammar('start: "世a"'))
+
+    assert "世a" == served(kind).decode([vocabulary(kind)["a"], *matcher.forced(9)])[1:]
+    assert served(kind).spell("世a") in ([], matcher.forced(9))
+
+
+def test_what_the_first_grammar_needs_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
+    grammars = Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[1])
+    grammars.prepare()
+    Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[]).prepare()
+    monkeypatch.setattr(grammars._tokenizer, "token_bytes", None)
+
+    assert grammars.compile(Grammar('start: "a"'))
+
+
+def test_a_model_without_an_end_takes_no_grammar(known: Grammars) -> None:
+    """Its texts could not end where the grammar does."""
+    endless = Grammars(known._tokenizer, size=VOCABULARY, ends=())
+    with pytest.raises(InvalidRequest, match="ends a text"):
+        endless.compile(Grammar('start: "a"'))
+
+
+def test_nesting_counts_brackets_that_nest() -> None:
+    """Not those of strings, expressions and comments."""
+    assert 3 == nesting('start: ([("a" | "((((\\"((("]) | /[(((]\\/((/ // ((((((\n# ((((((\n{{}}')
+    assert 0 == nesting("))]]")

@@ -1,0 +1,170 @@
+"""The cache folder of the user: where it is, how much it holds, and what a killed process leaves in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import cache_folder
+from engine.kernels.cpu import build
+from engine.kernels.packing import Packed, pack
+from engine.quantize import store
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache that XDG_CACHE_HOME names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kvcellar"
+
+
+def written(root: Path, name: str, *, size: int, age_seconds: int) -> Path:
+    """A file of this size whose last use was so long ago."""
+    file = root / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(bytes(size))
+    os.utime(file, (1_700_000_000 - age_seconds,) * 2)
+    return file
+
+
+@pytest.mark.parametrize(("named", "expected"), [("/elsewhere", "/elsewhere"), ("", "{home}"), ("relative", "{home}")])
+def test_the_folder_is_where_xdg_says(
+    named: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An absolute XDG_CACHE_HOME is obeyed; without one it is ~/.cache."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+
+    assert Path(expected.format(home=tmp_path / ".cache"), "kvcellar", "x") == cache_folder.cache_folder("x")
+
+
+def test_kernels_and_weights_are_kept_there(root: Path) -> None:
+    """Both users of the cache take the same root."""
+    assert root / "kernels" == build._users_cache()
+    assert root / "weights" == store.Store("model", 8).file.parent
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder, as in a container, is served all the same."""
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(store, "LEAST_BYTES", 0)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    kept = store.Store("model", 8)
+
+    kept.write(layers())
+    assert kept.read({"layer": (64, 64)}) is None
+    with pytest.raises(build.NoLibrary, match="no home folder"):
+        build._users_cache()
+
+
+def test_the_least_recently_used_go_first(root: Path) -> None:
+    """Files of all kinds share one bound."""
+    files = [written(root, f"{kind}/{age}", size=100, age_seconds=age) for age, kind in ((3, "a"), (2, "b"), (1, "a"))]
+
+    cache_folder.trim(most_bytes=250)
+
+    assert [False, True, True] == [file.exists() for file in files]
+
+
+def test_a_use_is_a_time(root: Path) -> None:
+    """A file that is used stays, though it was written first."""
+    old, new = (written(root, f"a/{age}", size=100, age_seconds=age) for age in (9, 1))
+    cache_folder.use(old)
+
+    cache_folder.trim(most_bytes=100)
+
+    assert (True, False) == (old.exists(), new.exists())
+
+
+def test_a_file_in_use_is_never_removed(root: Path) -> None:
+    """Neither one that this process uses, nor one of another process, as long as that lives."""
+    own, others, free = (written(root, f"a/{name}", size=100, age_seconds=9) for name in ("own", "others", "free"))
+    cache_folder.use(own)
+    code = (
+        "import sys, pathlib; from engine.cache_folder import use; use(pathlib.Path(sys.argv[1]));"
+        " print(flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(others)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    cache_folder.trim(most_bytes=0)
+    assert [True, True, False] == [file.exists() for file in (own, others, free)]
+
+    process.communicate(b"\n")
+    cache_folder.trim(most_bytes=0)
+    assert [True, False] == [file.exists() for file in (own, others)]
+
+
+def test_kept_weights_are_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing one model's weights removes those of the model that was used longest ago."""
+    monkeypatch.setattr(store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(store, "trim", lambda: cache_folder.trim(most_bytes=1))
+    old = written(root, "weights/int8-old.safetensors", size=100, age_seconds=9)
+    kept = store.Store("model", 8)
+
+    kept.write(layers())
+
+    assert (False, True) == (old.exists(), kept.file.exists())
+
+
+def layers() -> dict[str, Packed]:
+    """One small quantised layer."""
+    import torch
+
+    return {"layer": pack(torch.ones(64, 64), 8)}
+
+
+# Stands for a compiler that does not end.
+STUCK = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1; exit 0; fi
+echo half >"$TMPDIR/half.s"
+echo $$ >"{pid}"
+exec sleep 60
+"""
+
+
+def test_a_kill_while_compiling_leaves_nothing_for_good(root: Path, tmp_path: Path) -> None:
+    """The next build removes what a killed one left: its scratch folder with the compiler's own files."""
+    cache, path, pid = root / "kernels", tmp_path / "bin", tmp_path / "pid"
+    path.mkdir()
+    (path / "g++").write_text(STUCK.format(pid=pid))
+    (path / "g++").chmod(0o755)
+    code = (
+        "import sys; from pathlib import Path; from engine.kernels.cpu import build;"
+        " build.library('attention', 'generic', prebuilt=Path('none'), path=sys.argv[1])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        os.sched_yield()
+    process.kill()
+    process.wait()
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+    left = list(cache.iterdir())
+    assert ["half.s"] == [file.name for folder in left for file in folder.iterdir()]
+
+    finished = "while [ $# -gt 1 ] && [ $1 != -o ]; do shift; done; echo >${2:-/dev/null}"
+    (path / "g++").write_text(f"#!/bin/sh\n{finished}\n")
+    library = build.library("attention", "generic", prebuilt=tmp_path / "none", path=str(path))
+
+    assert [library] == list(cache.iterdir())
+
+
+def test_a_scratch_folder_in_use_stays(root: Path) -> None:
+    """Several processes, or threads, may write at once."""
+    root.mkdir(parents=True)
+    with cache_folder.scratch_folder(root) as first, cache_folder.scratch_folder(root) as second:
+        assert first.is_dir()
+        assert second.is_dir()
+
+    assert [] == list(root.iterdir())

@@ -1,0 +1,126 @@
+"""The memory plan: what layers of each reach take, and what is refused in which words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import PlanTooLarge
+from engine.load.memory import Sizes, most_context, most_rows, plan_memory
+from kvcache.cache import Cache
+from kvcache.spec import LayerSpec, Reach
+
+WINDOW = LayerSpec(2, 64, 64, Reach("window", 512))
+FULL = LayerSpec(2, 64, 64)
+CELL = 2 * (64 + 64) * 2
+
+
+def sizes(*layers: LayerSpec, longest: int = 32768) -> Sizes:
+    """A model of these layers in bfloat16, with weights of 1000 bytes."""
+    return Sizes(weights_bytes=1000, layers=layers, stored=torch.bfloat16, row_bytes=10, longest=longest)
+
+
+def test_the_plan_is_what_the_cache_takes() -> None:
+    """Bytes are those of the pools, group by group, for the same slots and rows."""
+    config = EngineConfig(context=4096, slots=4, chunk=100)
+    layers = (FULL, WINDOW, WINDOW, LayerSpec(1, 8, 8, Reach("chunk", 1024)))
+    plan, context, slots = plan_memory(config, sizes(*layers), 2**40)
+    cache = Cache(layers, slots=slots, capacity=context, cells=plan.cells, rows=most_rows(config, slots))
+
+    assert plan.cache_bytes == sum(group.pool.cells * group.spec.cell_bytes(torch.bfloat16) for group in cache.groups)
+    assert plan.cells * plan.cell_bytes == 4 * 4096 * CELL
+    assert plan.cache_bytes == plan.cells * plan.cell_bytes + plan.window_bytes
+
+
+def test_layers_that_see_a_window_take_memory_for_the_window() -> None:
+    """Twice what the slots see and a step brings, however long the context is; all, where the window is as long."""
+    plans = [
+        plan_memory(EngineConfig(context=n, slots=4, chunk=96), sizes(WINDOW), 2**40)[0] for n in (512, 4096, 8192)
+    ]
+
+    assert [4 * 512 * CELL, 2 * (4 * 511 + 100) * CELL, 2 * (4 * 511 + 100) * CELL] == [
+        plan.cache_bytes for plan in plans
+    ]
+    assert [CELL, 0, 0] == [plan.cell_bytes for plan in plans]
+
+
+def test_windows_leave_memory_for_longer_contexts() -> None:
+    """Five layers of six with a window: the same memory holds a context, or slots, that full layers would not."""
+    config = EngineConfig(chunk=256)
+    available = 200 * 2**20
+    _, full_context, full_slots = plan_memory(config, sizes(*[FULL] * 6, longest=8192), available)
+    _, context, slots = plan_memory(config, sizes(*[WINDOW] * 5, FULL, longest=8192), available)
+
+    assert (8192, 4) == (full_context, full_slots)
+    assert (8192, 8) == (context, slots)
+
+
+def test_what_does_not_fit_is_refused_with_what_takes_the_memory() -> None:
+    """The error names the settings to lower and every part of the sum."""
+    config = EngineConfig(context=2**20, slots=8)
+    with pytest.raises(PlanTooLarge) as refusal:
+        plan_memory(config, sizes(FULL, WINDOW, longest=2**20), 2**30)
+
+    assert "lower --context (1048576) or --slots (8)" in str(refusal.value)
+    assert "4.0 GiB for 8388608 tokens, 0.0 GiB for the windows of 8 slots" in str(refusal.value)
+    assert refusal.value.needed_bytes > refusal.value.available_bytes == 2**30 + 1000
+
+
+# What the cache may take by default, in tokens, and the context and slots that follow.
+DEFAULTS = [
+    (2**30, 131072, 8, 131072),
+    (131072, 131072, 8, 131072),
+    (100_000, 99_328, 8, 99_328),
+    (65_536, 65_536, 8, 65_536),
+    (65_000, 64_512, 4, 64_512),
+    (32_767, 31_744, 2, 31_744),
+    (16_384, 16_384, 2, 16_384),
+    (10_000, 4_096, 2, 8_192),
+    (2_048, 1_024, 2, 2_048),
+    (2_000, 1_024, 1, 1_024),
+]
+
+
+@pytest.mark.parametrize(("fits", "context", "slots", "cells"), DEFAULTS)
+def test_the_context_is_what_fits_up_to_the_models_length(fits: int, context: int, slots: int, cells: int) -> None:
+    """Slots share the cells: eight, four or two of 8192 tokens, and one sequence may have what all have together."""
+    plan, *found = plan_memory(EngineConfig(chunk=1), sizes(FULL, longest=131072), available=int(fits * CELL / 0.6) + 2)
+
+    assert [context, slots] == found
+    assert cells == plan.cells
+
+
+@pytest.mark.parametrize("longest", [100, 1024, 2048, 5000, 8192, 20000])
+def test_a_short_model_has_all_of_its_context(longest: int) -> None:
+    """In every slot, up to 8192 tokens each: no more cells than eight contexts could use."""
+    plan, context, slots = plan_memory(EngineConfig(), sizes(FULL, longest=longest), 2**40)
+
+    assert (longest, 8, max(longest, 8 * min(longest, 8192))) == (context, slots, plan.cells)
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    """A context that was asked for is there for every slot; slots that were asked for shorten the context alone."""
+    asked, *rest = plan_memory(EngineConfig(context=20_000), sizes(FULL), 2**40)
+    _, context, slots = plan_memory(EngineConfig(slots=8, chunk=1), sizes(FULL), int(8 * 3000 * CELL / 0.6))
+
+    assert (160_000, [20_000, 8]) == (asked.cells, rest)
+    assert (2048, 8) == (context, slots)
+
+
+def test_a_draft_model_finds_room_beside_a_long_context() -> None:
+    """It needs as many cells of its own, so half of the share stays free; what every slot has is not halved."""
+    long, plans = sizes(FULL, longest=131072), []
+    for fits in (100_000, 200_000, 300_000):
+        available = int(fits * CELL / 0.6)
+        plans += [plan_memory(EngineConfig(draft_model=name), long, available)[1:] for name in (None, "d")]
+
+    assert [(99_328, 8), (65_536, 8), (131_072, 8), (99_328, 8), (131_072, 8), (131_072, 8)] == plans
+
+
+def test_the_longest_context_counts_the_whole_memory() -> None:
+    """What could be had with --context, with all that is free and one slot."""
+    long = sizes(FULL, longest=131072)
+
+    assert 2**20 // CELL // 1024 * 1024 == most_context(EngineConfig(context=8, slots=4, chunk=1), long, 2**20 + 20)
+    assert 131072 == most_context(EngineConfig(), long, 2**40)

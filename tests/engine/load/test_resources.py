@@ -1,0 +1,140 @@
+"""What a process may use: its affinity, and the limits of its control groups in both versions of their files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.load import memory
+from engine.load.resources import memory_left, processors
+
+NO_LIMIT = "9223372036854771712"
+
+
+@pytest.fixture
+def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 64 processors, of which 16 are open to this process."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    """A root folder with these files."""
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 16),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, 16),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "400000 100000"}, 4),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "6400000 100000"}, 16),
+        # A quota of a group above counts too; so does one below it.
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/cellar.service",
+                "sys/fs/cgroup/system.slice/cpu.max": "300000 100000",
+                "sys/fs/cgroup/system.slice/cellar.service/cpu.max": "500000 100000",
+            },
+            3,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpuset:/\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu:/",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            16,
+        ),
+        # Both versions at once: the second is mounted beside the first.
+        (
+            {
+                "proc/self/cgroup": "2:memory:/a\n0::/b",
+                "sys/fs/cgroup/unified/b/cpu.max": "600000 100000",
+                "sys/fs/cgroup/memory/cpu.max": "100000 100000",
+            },
+            6,
+        ),
+        ({"proc/self/cgroup": "0::/../..", "sys/fs/cgroup/cpu.max": "500000 100000"}, 5),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": ""}, 16),
+    ],
+)
+@pytest.mark.usefixtures("sixteen")
+def test_threads_follow_affinity_and_quotas(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    """The tightest of all of them, at least one."""
+    assert expected == processors(system(tmp_path, files))
+
+
+@pytest.mark.usefixtures("sixteen")
+def test_a_system_without_affinity_has_all_its_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+
+    assert 64 == processors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "100"}, None),
+        ({"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "300"}, 700),
+        ({"sys/fs/cgroup/memory.max": "1000", "sys/fs/cgroup/memory.current": "1300"}, 0),
+        (
+            {
+                "sys/fs/cgroup/memory.max": "1000",
+                "sys/fs/cgroup/memory.current": "900",
+                "sys/fs/cgroup/memory.stat": "anon 100\ninactive_file 500\nactive_file 300",
+            },
+            600,
+        ),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "800",
+                "sys/fs/cgroup/memory/memory.stat": "inactive_file 50\ntotal_inactive_file 100",
+            },
+            300,
+        ),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT,
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "800",
+                "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": "5000",
+                "sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes": "800",
+            },
+            4200,
+        ),
+    ],
+)
+def test_memory_follows_the_limits_of_containers(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    """What is left until the tightest limit; pages of files that nobody used lately are given back when needed."""
+    groups = "3:memory:/docker/abc\n0::/"
+
+    assert expected == memory_left(system(tmp_path, {"proc/self/cgroup": groups, **files}))
+
+
+def test_the_plan_counts_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more is planned than the container may take."""
+    monkeypatch.setattr(memory, "memory_left", lambda: 12345)
+    assert 12345 == memory.available_bytes()
+
+    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    assert 12345 < memory.available_bytes()

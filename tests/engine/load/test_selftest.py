@@ -1,0 +1,148 @@
+"""The check at load refuses what is wrong, also where it is wrong only far into a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.errors import ModelUnsupported
+from engine.kernels import reference
+from engine.load import selftest
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks, recurrence
+from engine.model.layers import LayerPlan, plan_layers
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner
+from kvcache.spec import Reach
+from tests.engine import tiny
+from tests.engine.models import VOCABULARY, load_model
+
+FACTS = Facts(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
+
+
+def plan_with(change: Callable[[Reach], Reach]) -> Callable[..., tuple[LayerPlan, ...]]:
+    """The plan of a model whose layers see something else than they should."""
+
+    def plan(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:
+        plans = plan_layers(model, vocabulary=vocabulary)
+        return tuple(replace(each, spec=replace(each.spec, reach=change(each.spec.reach))) for each in plans)
+
+    return plan
+
+
+WRONG = {
+    "a cell more": ("mistral", lambda reach: Reach("window", reach.size + 1)),
+    "a cell less": ("mistral", lambda reach: Reach("window", reach.size - 1)),
+    "no window": ("gemma3", lambda reach: Reach()),
+    "no chunks": ("llama4", lambda reach: Reach()),
+    "a window for a chunk": ("llama4", lambda reach: Reach("window", 8)),
+}
+
+
+@pytest.fixture
+def own(folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A family's tiny model for one test: the check leaves a model as it is to be run, right or wrong."""
+    return lambda family: load_model(folder(family)).model
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_mask_is_not_served(
+    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    """A window that is off by one is seen, though it is far longer than a few tokens; the right way is taken, aloud."""
+    family, change = WRONG[wrong]
+    monkeypatch.setattr(selftest, "plan_layers", plan_with(change))
+
+    with caplog.at_level(logging.WARNING):
+        runner = find_runner(family, own(family), FACTS)
+
+    assert isinstance(runner, GatheringRunner)
+    assert "its logits differ" in caplog.text
+
+
+def test_a_wrong_mask_without_another_way_is_refused(
+    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no way is right the model is refused, with what differs."""
+    monkeypatch.setattr(selftest, "plan_layers", plan_with(lambda reach: Reach("window", reach.size + 1)))
+    run = GatheringRunner.run
+    monkeypatch.setattr(GatheringRunner, "run", lambda *args: 1.1 * run(*args))
+
+    with pytest.raises(
+        ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time \(_Differs: its logits"
+    ):
+        find_runner("mistral", own("mistral"), FACTS)
+
+
+@pytest.mark.parametrize("error", [1e-5, 1e-2])
+def test_what_transformers_computes_in_float32_is_compared_so(
+    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, error: float
+) -> None:
+    """Roundings of float32 are no reason to refuse a model in float64; a wrong mask changes far more."""
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", lambda *args: (1 + error) * run(*args))
+
+    assert isinstance(find_runner("llama", own("llama"), FACTS), Runner if error < 1e-3 else GatheringRunner)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
+def test_recurrences_in_float32_are_served_in_float64(name: str) -> None:
+    """Of such families one in three was refused for the roundings of another seed."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(name, **tiny.settings(name))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+        model.set_experts_implementation("eager")
+        recurrent = recurrence.install(model)
+        hooks.install_latent(model)
+        facts = Facts(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
+
+        assert isinstance(find_runner(name, model, facts), Runner)
+
+
+def test_a_wrong_kernel_is_not_used(own: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A kernel that sees no more than a dozen cells gives way to the one that does not."""
+
+    def forgetful(query: Tensor, keys: Any, values: Any, segments: Any, reach: Reach, **others: Any) -> Tensor:
+        shorter = Reach("window", 12) if reach.kind == "full" else reach
+        return reference.attend(query, keys, values, segments, shorter, **others)
+
+    with caplog.at_level(logging.WARNING):
+        runner = find_runner("gemma3", own("gemma3"), replace(FACTS, attend=forgetful))
+
+    assert isinstance(runner, Runner)
+    assert "attends in torch operations" in caplog.text
+
+
+@pytest.mark.parametrize(("weights", "length"), [(10**6, 2 * 128 + 9), (10**8, 2 * 128 + 9), (10**9, 9)])
+def test_the_prompt_is_as_long_as_is_cheap(weights: int, length: int) -> None:
+    """Twice a window where the model is small, a few tokens where it is large."""
+
+    class Model:
+        """A model by its size and its settings alone."""
+
+        class config:
+            """A window of 128, and a selection that is too long for any check."""
+
+            sliding_window, index_topk, max_position_embeddings = 128, 2048, 4096
+
+            @classmethod
+            def get_text_config(cls) -> type:
+                """Itself."""
+                return cls
+
+        @staticmethod
+        def parameters() -> list[Tensor]:
+            """Weights that take no memory."""
+            return [torch.empty(weights, device="meta")]
+
+    assert length == selftest._length(Model)

@@ -1,0 +1,222 @@
+"""The C++ attention kernel in service: chosen, checked at load, given up where it is wrong, and as right as torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.kernels import choice, reference
+from engine.kernels.cpu import build
+from engine.kernels.reference import Attend
+from engine.load.load import Loaded
+from engine.model.runner import Runner
+from kvcache.cache import Cache
+from kvcache.spec import LayerSpec, Reach, Span
+from tests.engine.mixes import mix, prompts
+from tests.engine.models import END, VOCABULARY, Reference, core, load_model, save_tokenizer
+from tests.engine.play import Job, ask, play
+from tests.engine.test_oracle import run
+
+REACHES = (Reach(), Reach("window", 9), Reach("chunk", 12))
+Folder = Callable[[str], Path]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nobody has chosen a kernel yet, and nobody will remember this choice."""
+    choice.chosen.cache_clear()
+    yield
+    choice.chosen.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def native() -> Attend:
+    """The kernel of this machine."""
+    try:
+        return choice.native()
+    except build.NoLibrary as error:
+        pytest.skip(error.reason)
+
+
+@pytest.fixture(scope="session")
+def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a sink a head, and every other layer with a window."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    config = transformers.GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        sliding_window=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+        bos_token_id=256,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    model.generation_config.eos_token_id = END
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def attending(loaded: Loaded) -> Attend:
+    """What a model's layers attend with."""
+    assert isinstance(loaded.runner, Runner)
+    return loaded.runner._attend
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt_oss"])
+def test_any_mix_says_what_generate_says_alone(family: str, folder: Folder, sinks: Path, native: Attend) -> None:
+    """Windows, softcaps and sinks too: in float32, tokens differ from transformers' own at ties only."""
+    place = sinks if family == "gpt_oss" else folder(family)
+    models = cache(lambda _, dtype: load_model(place, dtype))
+    references = cache(lambda _, dtype: Reference(place, getattr(torch, dtype)))
+
+    assert attending(models(family, "float32")) is not reference.attend
+    assert 100 < run(models, references, family, range(3000, 3005), "float32")
+    assert 20 < run(models, references, family, range(3010, 3012), "float32", scarce=True)
+
+
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_other_formats_say_what_torch_says(family: str, stored: str, folder: Folder, native: Attend) -> None:
+    """Over cells in int8 or bfloat16 each answer is torch's, up to the first place where two tokens are near a tie."""
+    settings = {"dtype": "float32", "kv_dtype": stored}
+    ours, torchs = (load_model(folder(family), **settings, kernels=kernels) for kernels in ("auto", "torch"))
+    some = mix(1, prompts(5))
+    jobs = [Job(job.request, job.arrives) for job in some.jobs]
+
+    said, expected = play(some.core(ours), jobs), play(some.core(torchs), jobs)
+
+    assert attending(torchs) is reference.attend is not attending(ours)
+    equal = [said[name].tokens == expected[name].tokens for name in said]
+    assert len(equal) - 1 <= sum(equal)
+
+
+class Rows:
+    """One layer's rows of a text, and what they make when they are computed through a cache in some way."""
+
+    def __init__(self, attend: Attend, reach: Reach, stored: torch.dtype, length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        self.query, self.key, self.value = (torch.randn(heads, length, 16, generator=generator) for heads in (6, 2, 2))
+        self.length, self._attend, self._reach, self._stored = length, attend, reach, stored
+
+    def cache(self) -> Cache:
+        """An empty one."""
+        spec = LayerSpec(2, 16, 16, self._reach)
+        return Cache([spec], slots=3, capacity=self.length, cells=4 * self.length, dtype=self._stored)
+
+    def compute(self, cache: Cache, *ends: tuple[int, int]) -> list[Tensor]:
+        """In one forward, continue each slot up to an end: the outputs, [rows, heads, width] a slot."""
+        spans = [Span(slot, cache.length(slot), end - cache.length(slot)) for slot, end in ends]
+        query, key, value = (
+            torch.cat([whole[:, span.start : span.stop] for span in spans], 1)
+            for whole in (self.query, self.key, self.value)
+        )
+        with cache.forward(spans) as forward:
+            forward.write(0, key, value)
+            made = self._attend(query, *forward.stored(0), forward.segments(0), forward.reach(0), scale=0.25)
+        return list(made.split([span.length for span in spans]))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.kind)
+def test_a_row_is_the_same_bit_for_bit(reach: Reach, stored: torch.dtype, native: Attend) -> None:
+    """Computed at once, in chunks, beside others in cells all over the pool, or behind a prefix that another made."""
+    rows = Rows(native, reach, stored, 90)
+    (whole,) = rows.compute(rows.cache(), (0, 90))
+
+    crowded = rows.cache()
+    parts = [rows.compute(crowded, (0, end), (1, end + 1)) for end in (1, 2, 30, 31, 64)]
+    standing = crowded.copy_prefix(0, 2, 64)
+    parts += [rows.compute(crowded, (0, end), (1, end + 1)) for end in (70, 89)]
+    (behind,) = rows.compute(crowded, (2, 90))
+
+    assert 64 == standing
+    assert torch.equal(whole[:89], torch.cat([first for first, _ in parts]))
+    assert torch.equal(whole, torch.cat([second for _, second in parts]))
+    assert torch.equal(whole[64:], behind)
+
+
+def test_a_wrong_kernel_is_given_up(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the self-test finds wrong does not serve: torch does, in batches, and the log says so."""
+
+    def wrong(*inputs: object, **bend: object) -> Tensor:
+        return reference.attend(*inputs, **bend) * 1.1  # type: ignore[arg-type]
+
+    monkeypatch.setattr(choice, "chosen", lambda: wrong)
+    with caplog.at_level(logging.WARNING, "cellar.engine"):
+        loaded = load_model(folder("llama"), "float32")
+
+    assert attending(loaded) is reference.attend
+    assert ["attends in torch operations, for the C++ kernel changes it" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_torch_serves(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bare machine answers all the same, and one line tells why it is slower, however many models are loaded."""
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "variants", lambda kernel: ("avx2", "generic"))
+    with caplog.at_level(logging.WARNING, "cellar.engine"):
+        loaded = [load_model(folder("llama"), "float32") for _ in range(2)][-1]
+
+    assert attending(loaded) is reference.attend
+    assert 3 == len(play(core(loaded), [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
+    assert ["no C++ compiler on the PATH" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("variants", "library", "reason"),
+    [
+        (("generic",), b"", "needs AVX2 or AVX-512"),
+        (("avx2", "generic"), b"no library", "cannot be loaded"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_not_used(
+    variants: tuple[str, ...], library: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor without wide vectors, and a file that the system refuses."""
+    file = tmp_path / "library.so"
+    file.write_bytes(library)
+    monkeypatch.setattr(build, "variants", lambda kernel: variants)
+    monkeypatch.setattr(build, "library", lambda kernel, variant: file)
+
+    with pytest.raises(build.NoLibrary, match=reason):
+        choice.native()
+    assert choice.chosen() is reference.attend
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_what_the_kernel_does_not_know_needs_no_library(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is built for a model whose every call would be torch's."""
+    monkeypatch.setattr(choice, "chosen", lambda: pytest.fail("nobody needs it"))
+
+    assert choice.fastest(dtype, dtype) is reference.attend

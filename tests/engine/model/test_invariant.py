@@ -1,0 +1,300 @@
+"""Row-invariant products and functions: quantised models give a sequence the same bits in any batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from engine.kernels import reference
+from engine.kernels.cpu import build
+from engine.kernels.cpu.products import NativeProduct
+from engine.kernels.packing import Bits
+from engine.kernels.products import POSITIONS, Product, TiledProduct
+from engine.load.selftest import is_batch_invariant
+from engine.model.invariant import RowInvariant
+from engine.native.runner import NativeRunner
+from kvcache.forward import Segment
+from kvcache.planes import FloatPlane, Stored
+from kvcache.spec import Reach
+from tests.engine import invariance
+from tests.engine.invariance import CHECKS
+from tests.engine.mixes import mix, prompts
+from tests.engine.models import core, load_model
+from tests.engine.play import Job, play
+from tests.engine.tiny import FAMILIES
+from tests.libraries import built
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Latent attention, layers that share cells, one by one, attention beside a state space, a scan of its own, experts that
+# are routed by groups.
+ALWAYS = ("deepseek_v3", "gemma4_text", "opt", "falcon_h1", "falcon_mamba", "mpt")
+# Its bias on scores counts from the end of a chunk.
+EXCEPTIONS = {"mpt": {"batched = alone": True, "chunks": False, "prefix hit": False}}
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+VECTORS = [name for name in build.variants("linear") if name != "generic"]
+ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
+
+
+@pytest.fixture(params=["torch", *VECTORS])
+def product(request: pytest.FixtureRequest) -> Product:
+    """Every way to row-invariant products."""
+    return TiledProduct() if request.param == "torch" else NativeProduct(built("linear", request.param))
+
+
+def random(*shape: int) -> Tensor:
+    """Random numbers, other ones for each shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("columns", "outputs"), [(33, 17), (64, 64), (576, 130), (1000, 5), (7, 1)])
+def test_a_row_times_a_weight_is_what_it_is_alone(product: Product, columns: int, outputs: int, threads: int) -> None:
+    """Whatever rows stand before and behind it, and right to rounding."""
+    torch.set_num_threads(threads)
+    rows, weight = random(70, columns), random(outputs, columns)
+    whole = product.linear(rows, weight)
+
+    torch.testing.assert_close(whole, rows @ weight.T, rtol=1e-5, atol=1e-5 * columns**0.5)
+    for count in ROWS:
+        assert torch.equal(whole[7 : 7 + count], product.linear(rows[7 : 7 + count], weight))
+
+
+@pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 40, 64, 90), (6, 33, 20, 70), (3, 20, 100, 33)])
+def test_products_of_batches_do_not_depend_on_shapes(
+    product: Product, batch: int, rows: int, inner: int, columns: int
+) -> None:
+    """Neither rows, nor columns, nor matrices, nor zeros behind the inner columns change a bit."""
+    left, right = random(batch, rows, inner), random(batch, inner, columns)
+    whole = product.batch(left, right)
+
+    torch.testing.assert_close(whole, left @ right, rtol=1e-5, atol=1e-4)
+    for count in ROWS:
+        assert torch.equal(whole[:, 3 : 3 + count], product.batch(left[:, 3 : 3 + count], right))
+        assert torch.equal(whole[:1, :, :count], product.batch(left[:1], right[:1, :, :count]))
+    for more in (1, 24, 64, 100):
+        wider = functional.pad(left, (0, more)), torch.cat((right, random(batch, more, columns)), 1)
+        assert torch.equal(whole, product.batch(*wider))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda rows: functional.gelu(rows, approximate="tanh"),
+    "softplus": functional.softplus,
+    "elu": functional.elu,
+    "mish": functional.mish,
+    "sum": lambda rows: rows.sum(-1, keepdim=True),
+    "mean": lambda rows: torch.mean(rows, -1, keepdim=True),
+    "normalize": lambda rows: functional.normalize(rows, dim=-1),
+    "rms_norm": lambda rows: functional.rms_norm(rows, rows.shape[-1:]),
+    "softmax": lambda rows: rows.softmax(-1),
+    "scaled_dot_product_attention": lambda rows: functional.scaled_dot_product_attention(
+        rows[:, None], rows[:, None], rows[:, None]
+    )[:, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_rows_is_the_same_of_some(name: str, dtype: torch.dtype) -> None:
+    """Torch's own differ with the place in a tensor and its strides; ours are the same function, and do not."""
+    function, invariant = FUNCTIONS[name], RowInvariant(TiledProduct())
+    for width in (7, 48, 100):
+        rows = (4 * random(23, width)).to(dtype)
+        others = (rows, rows.T.contiguous().T, torch.cat((rows, rows), 1)[:, width:])
+        with invariant:
+            whole = function(rows)
+            parts = [
+                torch.cat((function(own[:count]), function(own[count:])))
+                for own in others
+                for count in ROWS
+                if count < 23
+            ]
+
+        torch.testing.assert_close(whole, function(rows), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        for part in parts:
+            assert torch.equal(whole, part)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_modules_is_what_torch_computes(causal: bool) -> None:
+    """Groups of heads, masks of both kinds and rows that see nothing."""
+    query, key, value = random(1, 4, 9, 16), random(1, 2, 9, 16), random(1, 2, 9, 12)
+    some = torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) < 0.4
+    some[3] = False
+    masks = [None] if causal else [None, some, torch.zeros(9, 9).masked_fill(~some, -1e9)]
+    for mask in masks:
+        settings = {"attn_mask": mask, "is_causal": causal, "scale": 0.3, "enable_gqa": True}
+        expected = functional.scaled_dot_product_attention(query, key, value, **settings)  # type: ignore[arg-type]
+        with RowInvariant(TiledProduct()):
+            actual = functional.scaled_dot_product_attention(query, key, value, **settings)  # type: ignore[arg-type]
+
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach("window", 20), Reach("chunk", 32)])
+def test_aligned_attention_is_the_reference(reach: Reach) -> None:
+    """The same attention, from sums that begin at multiples of POSITIONS: no chunk changes a bit."""
+    keys, values = (Stored(FloatPlane(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
+    keys, query = Stored(FloatPlane(random(1, 2, 200, 8)), 0), random(4, 200, 8)
+
+    def attend(start: int, stop: int, form: reference.Attend) -> Tensor:
+        first = reach.oldest(start)
+        segment = Segment(slice(0, stop - start), start, slice(first, stop), first)
+        return form(query[:, start:stop], keys, values, [segment], reach, scale=0.4)
+
+    with RowInvariant(TiledProduct()):
+        whole = attend(0, 200, reference.attend_aligned)
+        cuts = (0, 1, 8, 63, 70, POSITIONS * 2, 129, 200)
+        parts = [attend(*pair, reference.attend_aligned) for pair in zip(cuts, cuts[1:], strict=False)]
+
+    torch.testing.assert_close(whole, attend(0, 200, reference.attend), rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole, torch.cat(parts))
+
+
+@cache
+def quantised(name: str, bits: Bits = 8, native: bool = True) -> invariance.Quantised:
+    """A family's quantised model."""
+    return invariance.build(name, bits, native=native)
+
+
+def holds(model: invariance.Quantised) -> dict[str, bool]:
+    """What holds for it."""
+    return {name: check(model) for name, check in CHECKS.items()}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
+)
+def test_a_quantised_family_has_the_bits_it_has_alone(name: str) -> None:
+    """Beside neighbours, in chunks and behind prefix hits, as docs/models.md has it; the check at load agrees."""
+    model = quantised(name)
+    expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
+
+    assert expected == holds(model)
+    assert all(expected.values()) == is_batch_invariant(model.runner, model.runner._model, model.facts)
+
+
+def test_the_page_has_every_family() -> None:
+    """docs/models.md has a row for each family, and what does not hold is an exception that it explains."""
+    table = PAGE.read_text().split("| family | int8, computed |")[1].split("\n\n")[0]
+    rows = {cells[0]: cells[2:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
+
+    assert sorted(FAMILIES) == sorted(rows)
+    for name, cells in rows.items():
+        expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
+        assert expected == dict(zip(CHECKS, (cell == "PASS" for cell in cells), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ALWAYS)
+def test_so_has_one_in_int4(name: str) -> None:
+    """The same with int4 weights."""
+    assert {check: True for check in CHECKS} == holds(quantised(name, 4))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_no_library_is_needed(name: str) -> None:
+    """In torch alone: products, attention and quantised products."""
+    assert {check: True for check in CHECKS} == holds(quantised(name, native=False))
+
+
+SHAPES = {
+    "a weight": ((2, 9, 20), (20, 7)),
+    "a vector": ((2, 9, 20), (20,)),
+    "a matrix before": ((9, 20), (1, 20, 7)),
+    "a matrix before several": ((9, 20), (3, 20, 7)),
+    "one matrix for all": ((3, 9, 20), (1, 20, 7)),
+    "heads": ((1, 4, 9, 20), (1, 4, 20, 7)),
+    "groups of heads": ((2, 4, 9, 20), (2, 1, 20, 7)),
+    "one head for all": ((2, 4, 9, 20), (1, 1, 20, 7)),
+    "both are spread": ((2, 1, 9, 20), (1, 3, 20, 7)),
+    "fewer dimensions": ((4, 9, 20), (2, 1, 20, 7)),
+    "angles": ((1, 8, 1), (1, 1, 9)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_of_modules_have_the_shapes_of_torch(name: str, product: Product) -> None:
+    """Whatever is spread over whatever, and from tensors with any strides."""
+    left, right = (random(*shape) for shape in SHAPES[name])
+    for other in (right, right.mT.contiguous().mT if right.dim() > 1 else right):
+        with RowInvariant(product):
+            made = left @ other
+
+        torch.testing.assert_close(made, left @ right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_and_a_product_at_once_is_that_of_torch(product: Product) -> None:
+    """addmm and baddbmm, with their factors."""
+    bias, left, right = random(7), random(9, 20), random(20, 7)
+    scores, many, others = random(3, 9, 7), random(3, 9, 20), random(3, 20, 7)
+    with RowInvariant(product):
+        made = torch.addmm(bias, left, right), scores.baddbmm(batch1=many, batch2=others, beta=0.5, alpha=2.0)
+
+    torch.testing.assert_close(made[0], bias + left @ right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made[1], 0.5 * scores + 2 * many @ others, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [100, 300, 700])
+def test_zeros_behind_what_heads_share_change_no_bit(product: Product, inner: int) -> None:
+    """Where all heads share values, their sums over positions do not depend on the number of these."""
+    weights, values = random(1, 4, 9, inner), random(1, 1, inner, 12)
+    with RowInvariant(product):
+        whole = weights @ values
+        wider = functional.pad(weights, (0, 400)) @ torch.cat((values, random(1, 1, 400, 12)), 2)
+
+    torch.testing.assert_close(whole, weights @ values, rtol=1e-4, atol=1e-4)
+    assert torch.equal(whole, wider)
+
+
+@pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int8", "kernels": "torch"}, {}])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_the_load_says_what_it_found(family: str, settings: dict[str, str], folder: Callable[[str], Path]) -> None:
+    """Bits are the same in any batch by the native step and for whatever is quantised; other modules round."""
+    loaded = load_model(folder(family), "float32", **settings)
+
+    assert loaded.info.batch_invariant == (bool(settings) or isinstance(loaded.runner, NativeRunner))
+
+
+def _replace_nothing(mode: RowInvariant, product: Product) -> None:
+    """A constructor after which torch computes as ever."""
+    TorchFunctionMode.__init__(mode)
+    mode._functions = {}
+
+
+def test_a_model_that_cannot_be_made_invariant_is_named(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check at load sees products that depend on the batch: one line in the log, and what capabilities tell."""
+    monkeypatch.setattr(RowInvariant, "__init__", _replace_nothing)
+    with caplog.at_level(logging.WARNING, "cellar.engine"):
+        loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels="torch")
+
+    assert not loaded.info.batch_invariant
+    assert 1 == sum("rounds differently in another batch" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_mix_without_the_native_step_says_what_each_says_alone(kernels: str, folder: Callable[[str], Path]) -> None:
+    """Greedy texts of int8 models that run by modules, through the whole engine."""
+    loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels=kernels)
+    some = mix(1, prompts(5))
+    answers = play(some.core(loaded), some.jobs)
+
+    for job in some.jobs:
+        alone = play(core(loaded, slots=1, chunk=256), [Job(job.request)])[job.request.id].tokens
+        said = answers[job.request.id].tokens
+        assert said == (alone if job.leaves is None else alone[: len(said)])

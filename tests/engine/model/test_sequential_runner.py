@@ -1,0 +1,181 @@
+"""Models that run by themselves over our cells, layers that share cells, and layers that would mask by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+
+from engine.model import hooks
+from engine.model.layers import Watcher, plan_layers
+from engine.model.runner import Runner
+from engine.model.sequential_runner import GatheringRunner, NothingToGather
+from kvcache.cache import Cache
+from kvcache.spec import Span
+from tests.engine import tiny
+from tests.engine.families import CHECKS, VOCABULARY, build
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "doge"])
+def test_a_selection_among_equals_is_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where many positions score the same, chunks and resumed prompts change nothing.
+
+    Both heads of an indexer score nothing for many positions; a dynamic mask that was never trained tells none apart.
+    """
+    monkeypatch.setitem(tiny.FAMILIES, name, {**tiny.FAMILIES[name], "index_n_heads": 2})
+    monkeypatch.setattr("tests.engine.families.plant", lambda model: None)
+    family = build(name)
+
+    assert isinstance(family.runner, GatheringRunner)
+    assert {check: True for check in CHECKS} == {name: check(family) for name, check in CHECKS.items()}
+
+
+def alone(model: Any, tokens: list[int]) -> Tensor:
+    """The logits [positions, vocabulary] of a model by itself."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def cache(runner: GatheringRunner | Runner) -> Cache:
+    """Room for three sequences of twenty tokens."""
+    return Cache([plan.spec for plan in runner.layers], slots=3, capacity=20, cells=60)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["mpt", "glm_moe_dsa", "gpt_neo"])
+def test_rows_come_in_the_order_of_the_batch(name: str) -> None:
+    """The wanted rows of several spans, none of one and two of another, are those of each sequence alone."""
+    family = build(name)
+    prompts = [list(family.prompt[at : at + 12]) for at in (0, 3, 6)]
+    memory = cache(family.runner)
+    with memory.forward([Span(0, 0, 5), Span(1, 0, 3)]) as forward:
+        family.runner.run(forward, [*prompts[0][:5], *prompts[1][:3]], [7])
+    with memory.forward([Span(2, 0, 4), Span(0, 5, 7), Span(1, 3, 2)]) as forward:
+        rows = family.runner.run(forward, [*prompts[2][:4], *prompts[0][5:12], *prompts[1][3:5]], [5, 10, 12])
+
+    family.model.set_attn_implementation("eager")
+    first, second = alone(family.model, prompts[0]), alone(family.model, prompts[1])
+    assert torch.allclose(torch.stack((first[6], first[11], second[4])), rows, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_indexer_keeps_its_keys_in_the_cells() -> None:
+    """A layer that selects stores the keys to select by as further columns of its values."""
+    model = build("glm_moe_dsa").model
+    model.set_attn_implementation("eager")
+    memory = DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([[1, 2]]), past_key_values=memory)
+
+    widths = {layer.values.shape[-1] + layer.indexer_keys.shape[-1] for layer in memory.layers}
+
+    assert widths == {plan.spec.value_width for plan in GatheringRunner(model).layers}
+
+
+class Keeping(nn.Module):
+    """A model that keeps something else than keys and values, or nothing."""
+
+    def __init__(self, kind: type | None) -> None:
+        super().__init__()
+        self.weight, self._kind, self.config, self.dtype = nn.Parameter(torch.zeros(1)), kind, None, torch.float32
+
+    def forward(self, input_ids: Tensor, past_key_values: Any, logits_to_keep: Tensor) -> Any:
+        """No logits to speak of."""
+        if self._kind is not None:
+            past_key_values.layers = [self._kind()]
+            past_key_values.layers[0].update_conv_state(torch.zeros(1, 4, 4))
+            past_key_values.layers[0].is_initialized = True
+        return type("Output", (), {"logits": torch.zeros(1, len(logits_to_keep), 4)})
+
+
+@pytest.mark.parametrize("kind", [None, LinearAttentionLayer])
+def test_a_model_that_keeps_something_else_is_not_gathered(kind: type | None) -> None:
+    """A state, or nothing at all, is no memory that cells could hold."""
+    with pytest.raises(NothingToGather):
+        GatheringRunner(Keeping(kind))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_cells_store_nothing(name: str) -> None:
+    """The last layer of each type is read by those that follow it without keys of their own; every layer is there."""
+    family = build(name)
+    types = family.model.config.get_text_config().layer_types
+    readers = {plan.layer: plan.readers for plan in family.runner.layers}
+
+    assert {0: (), 1: (), 2: (4,), 3: (5,)} == readers
+    assert all(types[layer] == types[reader] for layer, own in readers.items() for reader in own)
+
+
+def call(layer: int, key: Tensor, value: Tensor, window: int | None = None) -> hooks.Call:
+    """One layer's call."""
+    return hooks.Call(layer, key, key, value, 1.0, window, None, None)
+
+
+def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes with the very same keys and values reads them; equal ones, or another window, are stored anew."""
+    key, value = torch.ones(1, 2, 4), torch.ones(1, 2, 4)
+    calls = [
+        call(0, key, value),
+        call(1, key.clone(), value),
+        call(2, key, value, window=8),
+        call(3, key, value),
+        call(4, key, value, window=8),
+    ]
+
+    def run(model: Any, *rows: Tensor) -> None:
+        for each in calls:
+            hooks._current.get().listener.attend(each)
+
+    monkeypatch.setattr(hooks, "forward", run)
+
+    class Bare(nn.Linear):
+        """A model without layers."""
+
+        class config:
+            """Nothing set."""
+
+            @classmethod
+            def get_text_config(cls) -> type:
+                """Itself."""
+                return cls
+
+    plans = plan_layers(Bare(1, 1), vocabulary=VOCABULARY)
+
+    assert {0: (3,), 1: (), 2: (4,)} == {plan.layer: plan.readers for plan in plans}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"attention_mask": torch.zeros(1, 1, 2, 2)},
+        {"indices": torch.zeros(1, 2, 1, dtype=torch.int32)},
+        {"block_indices": torch.zeros(1, 2, 1, dtype=torch.int32)},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_a_layer_that_chooses_what_it_sees_is_not_run_packed(own: dict[str, Tensor]) -> None:
+    """A mask or a selection of a layer's own would be ignored by our cells, so that it is refused while one listens."""
+    module = nn.Module()
+    module.layer_idx, module.is_causal, module.training = 0, True, False  # type: ignore[assignment]
+    rows = torch.ones(1, 1, 2, 4)
+    mask = own.get("attention_mask")
+    others = {name: value for name, value in own.items() if name != "attention_mask"}
+
+    with hooks.listening(Watcher()):
+        hooks._attention(module, rows, rows, rows, None, indices=None)
+        with pytest.raises(NotImplementedError, match=next(iter(own))):
+            hooks._attention(module, rows, rows, rows, mask, **others)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_with_a_selection_of_its_own_runs_by_itself() -> None:
+    """An indexer picks what its layers see: packed, that would be lost."""
+    model = build("glm_moe_dsa").model
+    model.set_attn_implementation(hooks.NAME)
+    with pytest.raises(TypeError):  # it adds its selection to the mask that it would get from others
+        plan_layers(model, vocabulary=VOCABULARY)

@@ -1,0 +1,89 @@
+"""Penalties for repeated sequences, against llama.cpp's definition by brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine.sample.penalties import History, repetitions
+from engine.types.request import Dry, SamplingParams
+
+
+def brute(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
+    """For every earlier place how many tokens before it are the last ones again; the most of each token there."""
+    some = list(tokens if dry.last < 0 else tokens[max(len(tokens) - dry.last, 0) :])
+    found: dict[int, int] = {}
+    for at in range(1, len(some)):
+        length = 0
+        while length < at and some[at - 1 - length] == some[-1 - length] and some[-1 - length] not in dry.breakers:
+            length += 1
+        if length >= dry.allowed_length:
+            found[some[at]] = max(found.get(some[at], 0), length)
+    return found
+
+
+CASES = [Dry(0.8), Dry(0.8, allowed_length=1), Dry(1.0, 2.0, 4, last=20), Dry(1.0, breakers=(0, 3)), Dry(1.0, last=0)]
+
+
+@pytest.mark.parametrize("dry", CASES, ids=str)
+def test_repetitions_are_found(dry: Dry) -> None:
+    """In random texts of few letters, and in such that repeat themselves."""
+    chance = random.Random(5)
+    for letters in (2, 3, 5):
+        for length in (0, 1, 2, 3, 10, 45, 60):
+            text = [chance.randrange(letters) for _ in range(length)]
+            text += text[: length // 3] + text[-7:]
+
+            assert brute(text, dry) == repetitions(text, dry)
+
+
+def test_a_long_repetition_costs_as_much_as_an_endless_one() -> None:
+    """Beyond 64 tokens more than allowed the length is counted no further."""
+    assert {1: 66} == repetitions([1] * 500, Dry(1.0))
+
+
+def test_the_penalty_grows_with_what_is_repeated() -> None:
+    """multiplier x base^(n - allowed length), of prompt and output together; other tokens keep their logits."""
+    dry = Dry(0.5, base=2.0, allowed_length=2)
+    params = SamplingParams(dry=dry)
+    history = History(params, (1, 2, 3, 4, 9, 2, 3, 5, 7, 1), 10)
+    for token in (2, 3):
+        history.append(token)
+    logits = torch.zeros(10)
+    history.penalise(logits, params)
+
+    assert [0, 0, 0, 0, -0.5 * 2, -0.5, 0, 0, 0, 0] == logits.tolist()
+
+
+def test_a_history_is_the_same_however_it_came() -> None:
+    """What stands behind guesses is what would stand there if they were said; the history itself stays."""
+    params = SamplingParams(dry=Dry(1.0, allowed_length=1), frequency_penalty=0.3)
+    chance = random.Random(2)
+    prompt, said = [[chance.randrange(6) for _ in range(20)] for _ in range(2)]
+    history = History(params, prompt, 6)
+    for at, token in enumerate(said):
+        there, guessed, before = torch.zeros(6), torch.zeros(6), torch.zeros(6)
+        grown = History(params, prompt, 6)
+        for earlier in said:
+            grown.append(earlier)
+        grown.penalise(there, params)
+        history.after(said[at:]).penalise(guessed, params)
+        history.penalise(before, params)
+        assert there.equal(guessed)
+
+        again = torch.zeros(6)
+        history.penalise(again, params)
+        assert before.equal(again)
+        history.append(token)
+
+
+def test_a_huge_base_forbids() -> None:
+    """What overflows leaves no chance, and no error."""
+    params = SamplingParams(dry=Dry(1.0, base=1e30, allowed_length=1))
+    logits = torch.zeros(3)
+    History(params, [1] * 80, 3).penalise(logits, params)
+
+    assert [0.0, -torch.inf, 0.0] == logits.tolist()

@@ -1,0 +1,210 @@
+"""A prompt as one vector is what the model alone makes of it, whatever is cached, chunked or runs beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from engine.load.load import Loaded
+from engine.load.selftest import Facts, find_runner
+from engine.model import hooks
+from engine.sample.pooling import Pool
+from engine.types.events import Failed, Finished
+from engine.types.request import Pooling, Request
+from kvcache.spec import Span
+from tests.engine.families import build
+from tests.engine.mixes import prompts
+from tests.engine.models import CONTEXT, Reference, core
+from tests.engine.play import Answer, Job, ask, play
+from tests.engine.tiny import settings
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+
+def vector(answer: Answer) -> torch.Tensor:
+    """What one client got, which must be all that it got."""
+    assert isinstance(answer.end, Finished), answer.end
+    assert ("length", None, [], "") == (answer.end.reason, answer.end.stop, answer.tokens, answer.text)
+    (embedded,) = answer.embedded
+    return torch.from_numpy(np.frombuffer(embedded.vector, "<f4").copy())
+
+
+def expected(reference: Reference, request: Request) -> torch.Tensor:
+    """The last layer's states of transformers alone, behind the last norm."""
+    with torch.inference_mode():
+        inputs = torch.tensor([request.prompt])
+        states: torch.Tensor = reference.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[0]
+    return (states[-1] if request.pooling == "last" else states.mean(0)).float()
+
+
+def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
+    """Vectors of both kinds, and requests that generate, of prompts that share beginnings."""
+    chance = random.Random(seed)
+    jobs = []
+    for number in range(chance.randint(3, 9)):
+        fields: dict[str, object] = {"pooling": chance.choice(("last", "mean", None))}
+        if chance.random() < 0.3:
+            fields |= {"score_from": 1}
+        request = ask(f"{seed}-{number}", chance.choice(pool), 4, ignore_eos=True, **fields)
+        jobs.append(Job(request, chance.choice((0, chance.randint(0, 12)))))
+    return jobs
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "minicpm3", "jamba", "gpt2"])
+def test_vectors_in_any_mix_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
+    """Chunks, prefix hits, few cells and neighbours change nothing that float32 shows."""
+    judged, pool = 0, prompts(len(family))
+    for seed in range(4):
+        chance = random.Random(seed)
+        cells = CONTEXT + 30 if seed % 2 == 0 else 4 * CONTEXT
+        engine = core(loaded(family), slots=chance.choice((1, 2, 4)), chunk=chance.choice((3, 16, 256)), cells=cells)
+        jobs = traffic(seed, pool)
+        answers = play(engine, jobs)
+        for job in jobs:
+            answer = answers[job.request.id]
+            if job.request.pooling is None:
+                assert (4, []) == (len(answer.tokens), answer.embedded)
+                continue
+            # MiniCPM divides by a constant on the way to the vocabulary: the direction is what is meant.
+            right, found = (normalize(one, dim=0) for one in (expected(reference(family), job.request), vector(answer)))
+            assert torch.allclose(right, found, rtol=1e-6, atol=1e-6)
+            judged += 1
+
+    assert 8 < judged
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "jamba", "gpt2"])
+def test_a_prompt_that_fills_the_context_is_computed_whole(loaded: Models, reference: References, family: str) -> None:
+    """With no cell to spare, and more than once: what says nothing needs no room for it."""
+    prompt = [3 + at * 7 % 250 for at in range(CONTEXT)]
+    engine = core(loaded(family), slots=2, chunk=16, cells=CONTEXT)
+    jobs = [Job(ask(f"{kind}-{at}", prompt, pooling=kind)) for at in range(2) for kind in ("last", "mean")]
+    scored = Job(ask("scored", prompt, 0, score_from=0))
+    answers = play(engine, [*jobs, scored])
+
+    for job in jobs:
+        right, found = expected(reference(family), job.request), vector(answers[job.request.id])
+        assert torch.allclose(normalize(right, dim=0), normalize(found, dim=0), rtol=1e-6, atol=1e-6)
+    (scores,) = answers["scored"].scored
+    assert CONTEXT == len(scores.tokens)
+
+
+@pytest.mark.parametrize(("kind", "cached"), [("last", 39), ("mean", 0)])
+def test_a_mean_needs_every_row_and_the_last_state_needs_one(loaded: Models, kind: Pooling, cached: int) -> None:
+    """What is remembered of the prompt spares its rows where only the last one counts, and serves others."""
+    engine = core(loaded("llama"))
+    play(engine, [Job(ask("before", range(40), 4))])
+    answer = play(engine, [Job(ask("vector", range(40), pooling=kind))])["vector"]
+
+    assert cached == answer.started[0].cached_tokens
+    assert 39 == play(engine, [Job(ask("after", range(40), 1))])["after"].started[0].cached_tokens
+
+
+def test_states_cost_no_logits(loaded: Models) -> None:
+    """Rows that only a vector needs never meet the vocabulary."""
+    model, engine, rows = loaded("llama").model, core(loaded("llama")), []
+    hook = model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(output.shape[1]))
+    play(engine, [Job(ask("vector", range(40), pooling="mean")), Job(ask("text", (9, 8, 7), 1))])
+    hook.remove()
+
+    assert [1] == rows
+
+
+def test_a_state_that_is_not_finite_fails(loaded: Models) -> None:
+    """No vector of NaN is handed out, and nothing of it is remembered."""
+    model, engine = loaded("llama").model, core(loaded("llama"))
+    hook = model.model.norm.register_forward_hook(lambda _, inputs, output: output * torch.nan)
+    answer = play(engine, [Job(ask("vector", range(9), pooling="last"))])["vector"]
+    hook.remove()
+
+    assert isinstance(answer.end, Failed)
+    assert 0 == play(engine, [Job(ask("again", range(9), 1))])["again"].started[0].cached_tokens
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
+@pytest.mark.parametrize("name", ["mpt", "gpt_neo", "qwen3"])
+def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
+    """One by one or packed, of several spans: the states and the logits of the rows that were named."""
+    family = build(name)
+    assert family.runner.has_states
+    cache, (first, second) = family.cache(), (family.prompt[:7], family.prompt[5:9])
+    with cache.forward([Span(0, 0, 7), Span(1, 0, 4)]) as forward:
+        logits, states = family.runner.run_with_states(forward, [*first, *second], [6, 8], [3, 6, 9])
+
+    family.model.set_attn_implementation("eager")
+    for tokens, rows in ((first, ((3, 0), (6, 1))), (second, ((2, 2),))):
+        alone = family.model.base_model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        for position, row in rows:
+            assert torch.allclose(alone[position], states[row], atol=1e-3)
+    assert torch.allclose(family.alone(first), logits[0], atol=1e-3)
+    assert torch.allclose(family.alone(second[:2]), logits[1], atol=1e-3)
+
+
+class Quiet(LlamaForCausalLM):  # type: ignore[misc]
+    """Makes its logits without a call of its output layer."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> CausalLMOutputWithPast:
+        """The logits of every row."""
+        own = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        states = self.model(input_ids=input_ids, **own).last_hidden_state
+        return CausalLMOutputWithPast(logits=nn.functional.linear(states, self.lm_head.weight))
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(Quiet, False), (LlamaForCausalLM, True)])
+def test_what_a_model_does_not_show_is_known_at_load(kind: type[Any], shown: bool) -> None:
+    """A model whose output layer is never called has no states that could be told: its requests are refused early."""
+    config = AutoConfig.for_model("llama", **settings("llama"))
+    model = kind(config).eval().requires_grad_(False)
+    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
+
+    assert shown == find_runner("quiet", model, facts).has_states
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
+    """Whether or not it honours what is kept, the logits are those wanted and the states those pooled."""
+    layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
+    model = SimpleNamespace(get_output_embeddings=lambda: layer)
+    with hooks.tapped(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
+        logits = layer((rows[tap.kept] if kept else rows)[None])
+
+    assert torch.equal(layer(rows)[[2, 3]], logits[0])
+    assert torch.equal(rows[[0, 3, 5]], tap.states)
+
+
+def test_a_model_that_goes_around_its_output_layer_is_told() -> None:
+    """Rather than to hand out a vector of nothing."""
+    model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
+
+    with pytest.raises(NotImplementedError), hooks.tapped(model, torch.tensor([0]), torch.tensor([0])):
+        pass
+
+
+def test_a_pool_takes_what_it_needs_in_any_pieces() -> None:
+    """A mean needs all rows once, in order; the last state needs one."""
+    states = torch.arange(12.0).view(6, 2)
+    mean, last = Pool("mean", 6), Pool("last", 6)
+    for start, stop in ((0, 2), (2, 3), (3, 6)):
+        for pool in (mean, last):
+            rows = pool.rows(start, stop)
+            pool.take(states[rows.start : max(rows.start, rows.stop)])
+
+    assert [5.0, 6.0] == np.frombuffer(mean.event().vector, "<f4").tolist()
+    assert [10.0, 11.0] == np.frombuffer(last.event().vector, "<f4").tolist()

@@ -1,0 +1,229 @@
+"""What a context shift drops, and that it changes nothing who else is there: shifted text survives preemption."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load.load import Loaded
+from engine.schedule.context import Cut, Lineage
+from engine.types.events import Event, Finished
+from engine.types.request import Request
+from tests.engine.models import core
+from tests.engine.play import Job, ask, play
+
+CONTEXT = 24
+# Family, and what a shift makes of recurrent states.
+JUDGED = [
+    ("llama", "rebuild"),
+    ("gemma3", "rebuild"),
+    ("deepseek_v3", "rebuild"),
+    ("lfm2", "rebuild"),
+    ("lfm2", "carry"),
+]
+KINDS = [
+    *JUDGED,
+    ("mistral", "rebuild"),
+    ("gpt2", "rebuild"),
+    ("qwen3_next", "rebuild"),
+    ("qwen3_next", "carry"),
+    ("mamba2", "carry"),
+]
+
+
+def lineage(**fields: object) -> Lineage:
+    """A lineage of a prompt of ten in a context of twenty, two kept."""
+    return Lineage(range(10), **{"capacity": 20, "keep": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("protected", "expected"),
+    [
+        ((), Cut(2, 9)),
+        # The last message of the user: what is older goes first, and where that is little, what is newer.
+        (((8, 12),), Cut(2, 6)),
+        (((4, 10),), Cut(10, 5)),
+        (((0, 6),), Cut(6, 7)),
+        # Nothing gives half of what is wanted: the most that is to be had.
+        (((5, 12), (13, 18)), Cut(2, 3)),
+        (((2, 18),), Cut(18, 1)),
+        # An image is not cut in two: what is before it goes, or what is behind.
+        (((6, 14),), Cut(2, 4)),
+        (((3, 9), (14, 16)), Cut(9, 5)),
+        # The newest token always stays.
+        (((2, 19),), None),
+        (((0, 20),), None),
+    ],
+)
+def test_a_shift_drops_the_older_half_but_nothing_protected(
+    protected: tuple[tuple[int, int], ...], expected: Cut | None
+) -> None:
+    """Behind what is kept goes the oldest stretch that gives enough, or the one that gives most."""
+    assert expected == lineage(protected=protected).cut()
+
+
+def test_protected_ranges_move_along() -> None:
+    """After a shift they are where their tokens are."""
+    own = lineage(protected=((12, 15),))
+    own.tokens[:] = range(21)
+    cut = own.cut()
+    assert cut == Cut(2, 9)
+
+    own.shift(cut, 11)
+    assert [0, 1, *range(11, 21)] == own.tokens
+    assert Cut(6, 7) == own.cut()
+
+
+def test_the_way_back_is_the_way_there() -> None:
+    """A lineage that goes back has its text again, and shifts at the same places to the same salts."""
+    own = lineage(keep=3)
+    past = []
+    for _ in range(4):
+        own.tokens += range(100, 121 - len(own.tokens) + 100)
+        past.append((list(own.tokens), own.salt, own.floor))
+        cut = own.cut()
+        assert cut is not None
+        own.shift(cut, 20 - cut.drop)
+    text = (own.farthest, own.dropped)
+    deepest = list(own.tokens)
+    while own.shifts:
+        own.back()
+        tokens, salt, floor = past[own.shifts]
+        assert (tokens, salt, floor) == (own.tokens[: len(tokens)], own.salt, own.floor)
+    for _ in range(4):
+        cut = own.cut()
+        assert cut is not None
+        own.shift(cut, 20 - cut.drop)
+
+    assert deepest == own.tokens
+    assert text == (own.farthest, own.dropped)
+
+
+def test_another_past_is_another_salt() -> None:
+    """Who dropped other tokens, elsewhere, or did other things to its states, shares nothing."""
+    salts = set()
+    for fields in ({}, {"keep": 3}, {"salt": b"x"}, {"states": "carry"}, {"capacity": 22}):
+        for first in (0, 50):
+            own = lineage(**fields)
+            own.tokens[:] = range(first, first + 24)
+            cut = own.cut()
+            assert cut is not None
+            own.shift(cut, 11)
+            salts.add(own.salt)
+
+    assert 10 == len(salts)
+
+
+def test_what_is_computed_anew_is_plain() -> None:
+    """Where nothing could be moved, what follows is found by anyone who has its tokens."""
+    own = lineage(salt=b"x")
+    own.tokens[:] = range(21)
+    own.shift(Cut(2, 9), 2)
+
+    assert (b"x", 0) == (own.salt, own.floor)
+
+
+def traffic(seed: int, states: str) -> list[Job]:
+    """Prompts with common beginnings whose answers shift several times, and some that leave."""
+    chance = random.Random(seed)
+    stem = [chance.randrange(250) for _ in range(CONTEXT)]
+    jobs = []
+    for number in range(chance.randint(2, 5)):
+        prompt = (*stem[: chance.randint(1, 16)], *(chance.randrange(250) for _ in range(chance.randint(0, 6))))
+        keep = chance.choice((0, 2, 5, None))
+        arrives = chance.choice((0, chance.randint(0, 20)))
+        leaves = arrives + chance.randint(5, 60) if chance.random() < 0.2 else None
+        start = chance.randrange(len(prompt))
+        protected = ((start, chance.randint(start + 1, len(prompt))),) if chance.random() < 0.5 else ()
+        fields = {"keep": keep, "protected": protected, "recurrent_shift": states, "ignore_eos": True}
+        request: Request = ask(str(number), prompt, chance.randint(20, 70), overflow="shift", **fields)
+        jobs.append(Job(request, arrives, leaves))
+    return jobs
+
+
+def disturbed(engine: Core, chance: random.Random) -> Core:
+    """The engine, whose youngest sequence loses its slot at random steps, and at times what it had computed too."""
+    step = engine.step
+
+    def shaken() -> list[tuple[str, Event]]:
+        if len(engine._scheduler.running) > 1 and chance.random() < 0.1:
+            engine._scheduler._preempt()
+        if chance.random() < 0.05:
+            engine.cache.forget()
+        return step()
+
+    engine.step = shaken  # type: ignore[method-assign]
+    return engine
+
+
+def judge(loaded: Loaded, states: str, seeds: range) -> int:
+    """Play each mix with room and in peace, and with neither; the preemptions, of which there must be some."""
+    preemptions = 0
+    for seed in seeds:
+        chance, jobs = random.Random(seed), traffic(seed, states)
+        roomy = play(core(loaded, slots=5, context=CONTEXT, chunk=64), [Job(job.request) for job in jobs])
+        settings = {"cells": CONTEXT + chance.choice((1, 5, 20)), "chunk": chance.choice((1, 3, 7, 64))}
+        settings["shelf_memory_bytes"] = chance.choice((0, 10_000, 10**7))
+        crowded = disturbed(core(loaded, slots=4, context=CONTEXT, **settings), chance)
+        answers = play(crowded, jobs, most_steps=20_000)
+        for job in jobs:
+            expected, answer = roomy[job.request.id], answers[job.request.id]
+            assert expected.tokens[: len(answer.tokens)] == answer.tokens, (seed, job)
+            if answer.end is not None:
+                assert isinstance(expected.end, Finished)
+                assert isinstance(answer.end, Finished)
+                assert expected.tokens == answer.tokens, (seed, job)
+                assert shifts(expected.end) == shifts(answer.end)
+        preemptions += crowded.stats().preemptions_total
+        crowded.cache.evict(crowded.cache.cells)
+        assert crowded.cache.cells == crowded.cache.free_cells, seed
+    return preemptions
+
+
+def shifts(end: Finished) -> tuple[str, int, int]:
+    """What must be the same for all, besides the text."""
+    return end.reason, end.usage.context_shifts, end.usage.shifted_tokens
+
+
+@pytest.mark.parametrize(("family", "states"), [("llama", "rebuild"), ("gpt2", "rebuild"), ("lfm2", "carry")])
+def test_who_comes_back_finds_what_was_shifted(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+    """With cells to spare, a sequence that lost its slot between two shifts computes no token twice."""
+    fields = {"overflow": "shift", "recurrent_shift": states, "ignore_eos": True}
+    jobs = [Job(ask(name, prompt, 60, **fields)) for name, prompt in (("one", range(9)), ("two", range(20, 27)))]
+    calm = core(loaded(family), slots=2, context=CONTEXT, cells=8 * CONTEXT)
+    expected = play(calm, jobs)
+    engine = core(loaded(family), slots=2, context=CONTEXT, cells=8 * CONTEXT)
+    step, count = engine.step, 0
+
+    def shaken() -> list[tuple[str, Event]]:
+        nonlocal count
+        count += 1
+        if count in (10, 23, 41, 42):
+            engine._scheduler._preempt()
+        return step()
+
+    engine.step = shaken  # type: ignore[method-assign]
+    answers = play(engine, jobs)
+
+    assert {name: answer.tokens for name, answer in expected.items()} == {
+        name: answer.tokens for name, answer in answers.items()
+    }
+    assert 4 == engine.stats().preemptions_total
+    assert calm.stats().rows_total == engine.stats().rows_total
+
+
+@pytest.mark.parametrize(("family", "states"), JUDGED)
+def test_shifted_text_survives_preemption(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+    """With too few cells, sequences leave in the middle of their shifts, come back, and say the same."""
+    assert judge(loaded(family), states, range(2)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("family", "states"), KINDS)
+def test_a_hundred_shifting_mixes(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+    """The same law over a hundred mixes more."""
+    assert judge(loaded(family), states, range(1000, 1100)) > 100

@@ -1,0 +1,240 @@
+"""Whose sequences get slots: owners are even, then their requests, and no text depends on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from engine.core import Core
+from engine.load.load import Loaded
+from engine.schedule.fairness import MOST_DEBT, QUANTUM, DeficitRoundRobin
+from engine.types.events import Finished, Started
+from engine.types.request import Request, Tier
+from tests.engine.mixes import prompts
+from tests.engine.models import Reference, core
+from tests.engine.play import Job, ask, play
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+
+def choices(name: str, number: int, tokens: int = 40, **fields: Any) -> list[Request]:
+    """A request of so many sequences with one prompt."""
+    fields = {"owner": "", "group": name, "ignore_eos": True, **fields}
+    return [ask(f"{name}-{at}", (len(name), 5, 7), tokens, **fields) for at in range(number)]
+
+
+def submit(engine: Core, requests: Iterable[Request]) -> None:
+    for request in requests:
+        engine.submit(request)
+
+
+def slots(engine: Core) -> Counter[str]:
+    """The slots of each request."""
+    return Counter(sequence.request.group for sequence in engine._scheduler.running)
+
+
+def steps_until(engine: Core, event: type[Started | Finished], name: str) -> int:
+    """Step until something is told of a sequence; how many steps that took."""
+    for count in range(1, 10_000):
+        if any(of == name and isinstance(what, event) for of, what in engine.step()):
+            return count
+    raise AssertionError(f"{name} never got there")
+
+
+def test_a_newcomer_gets_a_slot_at_once(loaded: Models) -> None:
+    """A request of 64 sequences has all slots until another request comes, which gets one in the next step."""
+    engine = core(loaded("llama"), slots=4)
+    submit(engine, choices("many", 64))
+    for _ in range(5):
+        engine.step()
+    assert {"many": 4} == slots(engine)
+
+    submit(engine, choices("one", 1))
+
+    assert 1 == steps_until(engine, Started, "one-0")
+    assert {"many": 3, "one": 1} == slots(engine)
+    # The prompt in one step, a token in each.
+    assert 39 == steps_until(engine, Finished, "one-0")
+
+
+def test_slots_are_even_between_requests(loaded: Models) -> None:
+    """Two requests of many sequences have half of the slots each, whichever came first, for as long as both last."""
+    engine = core(loaded("llama"), slots=4)
+    submit(engine, choices("first", 20, tokens=7))
+    engine.step()
+    submit(engine, choices("second", 20, tokens=7))
+    engine.step()
+    shares = []
+    for _ in range(40):
+        # What ended in a step leaves its slot to the next one.
+        shares.append(slots(engine))
+        engine.step()
+
+    assert {2} == {max(share[name] for share in shares) for name in ("first", "second")}
+    assert 20 < sum(share == {"first": 2, "second": 2} for share in shares)
+    # Two to make room for the second request, and none afterwards.
+    assert 2 == engine.stats().preemptions_total
+
+
+def test_owners_are_even_whatever_their_requests(loaded: Models) -> None:
+    """Twenty requests of one owner have no more slots than one request of another owner."""
+    engine = core(loaded("llama"), slots=4)
+    for at in range(20):
+        submit(engine, choices(f"a{at}", 1, owner="a"))
+    engine.step()
+    submit(engine, choices("b", 20, owner="b"))
+    engine.step()
+
+    owners = Counter(sequence.owner for sequence in engine._scheduler.running)
+    assert {"a": 2, "b": 2} == owners
+
+
+def test_requests_of_one_sequence_come_in_their_order(loaded: Models) -> None:
+    """Where nobody has more than others, first come is first served, and nobody yields."""
+    engine = core(loaded("llama"), slots=2)
+    names = [f"r{at}" for at in range(12)]
+    for at, name in enumerate(names):
+        submit(engine, choices(name, 1, tokens=2 + at * 5 % 7))
+    order = []
+    while engine.busy:
+        order += [of.removesuffix("-0") for of, what in engine.step() if isinstance(what, Started)]
+
+    assert names == order
+    assert 0 == engine.stats().preemptions_total
+
+
+def test_sequences_of_a_request_come_in_their_order(loaded: Models) -> None:
+    """Also beside others, and also where some had to yield."""
+    engine = core(loaded("llama"), slots=3)
+    submit(engine, choices("many", 12, tokens=6))
+    order = []
+    for number in range(200):
+        if number % 5 == 2 and number < 30:
+            submit(engine, choices(f"one{number}", 1, tokens=6))
+        order += [of for of, what in engine.step() if isinstance(what, Started) and of.startswith("many")]
+
+    assert [f"many-{at}" for at in range(12)] == order
+
+
+def test_a_steady_stream_of_newcomers_starves_nobody(loaded: Models) -> None:
+    """A request of many sequences ends though requests of others alone would fill all slots."""
+    engine = core(loaded("llama"), slots=2)
+    submit(engine, choices("many", 6, tokens=12))
+    ended: set[str] = set()
+    for number in range(400):
+        if number % 3 == 0:
+            submit(engine, choices(f"new{number}", 1, tokens=6))
+        ended |= {of for of, what in engine.step() if isinstance(what, Finished) and of.startswith("many")}
+
+    assert {f"many-{at}" for at in range(6)} == ended
+
+
+def test_an_owner_shares_its_own_slots_though_another_one_waits(loaded: Models) -> None:
+    """Where owners are even, a newcomer of one of them gets a slot of its own owner, and the other keeps its slots."""
+    engine = core(loaded("llama"), slots=4)
+    submit(engine, choices("a", 20, owner="a"))
+    submit(engine, choices("b", 20, owner="b"))
+    engine.step()
+    submit(engine, choices("new", 1, owner="b"))
+    engine.step()
+
+    assert {"a": 2, "b": 1, "new": 1} == slots(engine)
+
+
+@pytest.mark.parametrize(("tier", "slots_of_one"), [("default", 2), ("priority", 0)])
+def test_a_better_tier_yields_nothing(loaded: Models, tier: Tier, slots_of_one: int) -> None:
+    """A newcomer of the default tier takes slots of its own tier, and none of the one above."""
+    engine = core(loaded("llama"), slots=4)
+    submit(engine, choices("many", 8, tier=tier))
+    engine.step()
+    submit(engine, choices("one", 4))
+    engine.step()
+
+    assert slots_of_one == slots(engine)["one"]
+
+
+def test_whoever_yields_says_the_same(loaded: Models, reference: References) -> None:
+    """Requests of several owners come and go, with few cells: sequences yield, and every text is that alone."""
+    pool = prompts(3)
+    yielded = 0
+    for seed in range(6):
+        engine = core(loaded("llama"), slots=3, cells=130 if seed % 2 else None, chunk=8)
+        jobs = []
+        for at in range(14):
+            prompt = pool[(seed * 5 + at // 5) % 9 + 20]
+            owner, group = "ab"[at % 5 == 4], f"{at // 5}" if at % 5 < 4 else f"one{at}"
+            jobs.append(Job(ask(str(at), prompt, 10, ignore_eos=True, owner=owner, group=group), at))
+        answers = play(engine, jobs)
+        for job in jobs:
+            expected = reference("llama").greedy(job.request.prompt, 10)
+            assert list(expected) == answers[job.request.id].tokens[: len(expected)]
+        yielded += engine.stats().preemptions_total
+
+    assert 6 < yielded
+
+
+def test_scores_and_log_probabilities_are_charged(loaded: Models) -> None:
+    """A prompt whose tokens are all scored costs twice as much as one that is only read."""
+    engine = core(loaded("llama"), slots=2)
+    plain, scored = (ask(name, tuple(range(30)), 1, group=name) for name in ("plain", "scored"))
+    costs = []
+    for request in (plain, Request(**{**_fields(scored), "score_from": 0, "logprobs": 0})):
+        engine.submit(request)
+        (grant,) = engine._scheduler.plan()
+        costs.append(grant.cost)
+        engine.cancel(request.id)
+
+    assert [30, 30 + 29 + 1] == costs
+
+
+def _fields(request: Request) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in Request.__slots__}
+
+
+def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
+    """Whatever it used before, others with credit are chosen so often before it, and no oftener."""
+    rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
+    rounds.enter("heavy")
+    rounds.charge("heavy", 10**9)
+    chosen = []
+    for number in range(100):
+        rounds.enter(f"new{number}")
+        flow = rounds.choose({"heavy", f"new{number}"})
+        chosen.append(flow)
+        rounds.end_turn(flow)
+        rounds.leave(f"new{number}")
+
+    assert chosen.index("heavy") <= MOST_DEBT // QUANTUM + 1
+
+
+def test_a_flow_without_sequences_is_forgotten() -> None:
+    """Nothing is kept of a request that is over."""
+    rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
+    for _ in range(3):
+        rounds.enter("one")
+    rounds.charge("one", 5)
+    for _ in range(3):
+        rounds.leave("one")
+
+    assert (0, 0) == (len(rounds._credit), len(rounds._members))
+
+
+def test_a_newcomer_says_its_first_token_soon_beside_long_scored_prompts(loaded: Models) -> None:
+    """A request of many long prompts, whose tokens are all scored, keeps a short one waiting for a few steps only."""
+    engine = core(loaded("llama"), slots=4, chunk=16)
+    for at in range(16):
+        prompt = tuple((at * 31 + 7 * token) % 250 for token in range(100))
+        engine.submit(ask(f"long-{at}", prompt, 20, group="long", score_from=0, logprobs=0, ignore_eos=True))
+    waits = []
+    for number in range(8):
+        for _ in range(3):
+            engine.step()
+        engine.submit(ask(f"new{number}", (number, 5, 7), 1, ignore_eos=True))
+        waits.append(steps_until(engine, Finished, f"new{number}"))
+
+    # Fewer than one of the long prompts takes.
+    assert max(waits) <= 100 // 16

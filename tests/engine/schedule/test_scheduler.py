@@ -1,0 +1,136 @@
+"""Who is served first, who gives way, and what a deadline and a long prompt tell: by hand, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.core import Core
+from engine.load.load import Loaded
+from engine.types.events import Delta, Finished, Progress, Started
+from engine.types.request import Tier
+from tests.engine.mixes import prompts
+from tests.engine.models import Reference, core
+from tests.engine.play import Answer, Job, ask, play
+
+Models = Callable[..., Loaded]
+References = Callable[..., Reference]
+
+PROMPT = tuple(range(40))
+
+
+def started(engine: Core) -> list[str]:
+    """Step to the end; the requests in the order in which they got a slot."""
+    names = []
+    while engine.busy:
+        names += [name for name, event in engine.step() if isinstance(event, Started)]
+    return names
+
+
+def test_tiers_are_served_one_after_the_other(loaded: Models) -> None:
+    """Of those who wait all of a tier go first, each tier by arrival; who runs already is not interrupted."""
+    engine = core(loaded("llama"), slots=1)
+    tiers: list[Tier] = ["flex", "flex", "default", "priority", "default", "priority"]
+    engine.submit(ask("runs", (7, 8), 3, tier="flex"))
+    engine.step()
+    for number, tier in enumerate(tiers):
+        engine.submit(ask(f"{tier} {number}", (number, 9), 3, tier=tier))
+
+    assert ["priority 3", "priority 5", "default 2", "default 4", "flex 0", "flex 1"] == started(engine)
+    assert 0 == engine.stats().preemptions_total
+
+
+def test_the_last_tier_gives_way_first(loaded: Models) -> None:
+    """Where cells run out the youngest of the last tier goes back to the queue, however old it is."""
+    engine = core(loaded("llama"), slots=4, cells=128, chunk=256)
+    tiers: dict[str, Tier] = {"a flex": "flex", "old": "default", "another flex": "flex", "young": "default"}
+    for name, tier in tiers.items():
+        engine.submit(ask(name, [len(name), *range(26)], 24, ignore_eos=True, tier=tier))
+    gone: list[list[str]] = []
+    while engine.busy:
+        engine.step()
+        waiting = [sequence.request.id for sequence in engine._scheduler.waiting]
+        if engine.stats().preemptions_total > len(gone):
+            gone.append(waiting)
+
+    assert [["another flex"], ["a flex", "another flex"]] == gone[:2]
+
+
+def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: References) -> None:
+    """A sequence that gives way comes back behind those that waited for it: they go on, and it waits for them."""
+    engine, prompt = core(loaded("llama"), chunk=8), tuple((7 * at + 3) % 250 for at in range(60))
+    requests = [ask(tier, (*prompt, at), 8, ignore_eos=True, tier=tier) for at, tier in enumerate(("flex", "default"))]
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    engine.step()
+    engine._scheduler._preempt()
+    assert ["flex"] == [sequence.request.id for sequence in engine._scheduler.waiting]
+
+    heard: dict[str, list[int]] = {"flex": [], "default": []}
+    for _ in range(40):
+        for name, event in engine.step():
+            heard[name] += event.tokens if isinstance(event, Delta) else ()
+    for request in requests:
+        assert list(reference("llama").greedy(request.prompt, 8)) == heard[request.id]
+    assert 62 + 2 * 7 == engine.stats().rows_total
+
+
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_tiers_change_no_text(loaded: Models, reference: References, chunk: int) -> None:
+    """With too few cells, and old sequences that give way to those that wait for them, everybody says the same."""
+    tiers: list[Tier] = ["flex", "default", "priority"]
+    pool = prompts(3)
+    preempted = 0
+    for seed in range(9):
+        engine = core(loaded("llama"), slots=4, cells=130, chunk=chunk)
+        asked = [pool[(seed * 7 + at) % 9 + 20] for at in range(8)]
+        jobs = [
+            Job(ask(str(at), prompt, 12, ignore_eos=True, tier=tiers[at % 3]), at) for at, prompt in enumerate(asked)
+        ]
+        answers = play(engine, jobs)
+        for at, prompt in enumerate(asked):
+            expected = reference("llama").greedy(prompt, 12)
+            assert list(expected) == answers[str(at)].tokens[: len(expected)]
+        preempted += engine.stats().preemptions_total
+
+    assert 5 < preempted
+
+
+def test_a_deadline_ends_an_answer_wherever_it_is(loaded: Models) -> None:
+    """One runs, one waits, one has time: the first keeps what it said, the second never started."""
+    engine, now = core(loaded("llama"), slots=1), [0.0]
+    engine._clock = lambda: now[0]
+    engine.submit(ask("runs", PROMPT, 50, ignore_eos=True, timeout_seconds=5.0))
+    engine.submit(ask("waits", PROMPT, 50, ignore_eos=True, timeout_seconds=4.0))
+    engine.submit(ask("lasts", (9, 8), 3, ignore_eos=True, timeout_seconds=500.0))
+    answers = {name: Answer() for name in ("runs", "waits", "lasts")}
+    for step in range(20):
+        now[0] = float(step)
+        for name, event in engine.step():
+            if isinstance(event, Finished):
+                answers[name].end = event
+            elif isinstance(event, Started):
+                answers[name].started.append(event)
+
+    ends = {name: answer.end for name, answer in answers.items()}
+    assert all(isinstance(end, Finished) for end in ends.values())
+    told = {name: (end.reason, end.stop, end.usage.completion_tokens) for name, end in ends.items() if end}
+    assert {"runs": ("length", "deadline", 5), "waits": ("length", "deadline", 0), "lasts": ("length", None, 3)} == told
+    assert [] == answers["waits"].started
+    assert ends["waits"].timings.queue_seconds == 4.0
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+
+
+def test_progress_tells_how_far_a_prompt_is(loaded: Models) -> None:
+    """Once a step while the prompt is computed, reused tokens counted; nothing for those who did not ask.
+
+    Of the first 16 rows 3 go to the short prompt, which is due earlier.
+    """
+    engine = core(loaded("llama"), chunk=16)
+    play(engine, [Job(ask("before", PROMPT[:11], 1))])
+    answers = play(engine, [Job(ask("tells", PROMPT, 3, progress=True)), Job(ask("silent", (9, 8, 7), 3))])
+
+    assert [Progress(24, 40), Progress(40, 40)] == answers["tells"].progress
+    assert [] == answers["silent"].progress

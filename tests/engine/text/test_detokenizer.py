@@ -1,0 +1,162 @@
+"""Streams of every kind of tokenizer: token by token they are the text of all tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from engine.load.load import Loaded
+from engine.output.text import TextStream
+from engine.text.tokenizer import Tokenizer
+from engine.types.events import TokenLogprob
+from engine.types.request import SamplingParams
+from tests.engine.models import VOCABULARY, core
+from tests.engine.play import Job, ask, play
+from tests.engine.tokenizers import (
+    BYTES,
+    KINDS,
+    expected,
+    faults,
+    random_stream,
+    served,
+    streamed,
+    tokenizer_of,
+    vocabulary,
+    whole,
+)
+
+FALLBACK = [kind for kind in KINDS if "fallback" in kind]
+
+
+def numbers(kind: str, *pieces: str) -> list[int]:
+    """The tokens that these pieces are."""
+    return [vocabulary(kind)[piece] for piece in pieces]
+
+
+def in_bytes(kind: str, text: str | bytes) -> list[int]:
+    """A text in byte tokens."""
+    return numbers(kind, *(BYTES[byte] for byte in (text.encode() if isinstance(text, str) else text)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_are_the_text_of_all_tokens(kind: str) -> None:
+    """Pieces, bytes, broken bytes and special tokens behind any prompt, and stop strings in them."""
+    assert [] == [fault for seed in range(100) for fault in faults(kind, seed)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_streams_are_the_text_of_all_tokens(kind: str) -> None:
+    """The same, 10^5 over all kinds."""
+    assert [] == [fault for seed in range(10**5 // len(KINDS) + 1) for fault in faults(kind, seed)]
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_characters_in_bytes_come_one_by_one(kind: str) -> None:
+    """Each with its last byte, however many follow each other."""
+    parts = streamed(kind, [], in_bytes(kind, "世🦙🦙é"), special=False)
+
+    assert ["", "", "世", "", "", "", "🦙", "", "", "", "🦙", "", "é", ""] == parts
+
+
+@pytest.mark.parametrize("kind", FALLBACK)
+def test_a_broken_byte_spoils_no_neighbour(kind: str) -> None:
+    """It is one U+FFFD, and the characters around it are whole."""
+    tokens = in_bytes(kind, b"\xe4\xb8\x96\xff\xe4\xb8\xe7\x95\x8c")
+
+    assert "世\ufffd\ufffd\ufffd界" == "".join(streamed(kind, [], tokens, special=False))
+    assert "世\ufffd\ufffd\ufffd界" == served(kind).decode(tokens)
+
+
+@pytest.mark.parametrize("kind", ["byte fallback, Llama 2", "byte-level BPE"])
+def test_a_character_that_the_prompt_begins_is_shown_whole(kind: str) -> None:
+    """With the token that ends it; where nothing ends it, what the prompt showed is not shown again."""
+    tokens = in_bytes(kind, "世") if "fallback" in kind else served(kind).encode("世")
+    tokens = tokens if "fallback" in kind else numbers(kind, *"ä¸ĸ")
+    text = numbers(kind, "a")
+
+    assert ["", "世", ""] == streamed(kind, tokens[:1], tokens[1:], special=False)
+    assert ["a", ""] == streamed(kind, tokens[:1], text, special=False)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("byte", "Unigram", "Replace"))])
+def test_a_special_token_that_is_hidden_strips_no_space(kind: str) -> None:
+    """The piece behind it is not the first of the text."""
+    space = "Ġa" if kind.startswith("byte-level") else "\u2581a"
+    tokens = numbers(kind, "a", "</s>", "<s>", space)
+
+    assert "a a" == "".join(streamed(kind, [], tokens, special=False))
+    assert " a" == "".join(streamed(kind, tokens[:3] + tokens[1:3] * 4, tokens[3:], special=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work for a token is bounded, also where no character ever ends, or nothing is ever shown."""
+    tokenizer = Tokenizer(tokenizer_of(kind), vocabulary=400, context=1000)
+    known = vocabulary(kind)
+    piece = next(piece for piece in (BYTES[0x80], "Ģ", "\u2581", "<pad>") if piece in known)
+    decoder = tokenizer.decoder([], special=False)
+    decoded: list[int] = []
+    decode = decoder._known.decode  # type: ignore[attr-defined]
+    monkeypatch.setattr(decoder._known, "decode", lambda some: decoded.append(len(some)) or decode(some))  # type: ignore[attr-defined]
+    for _ in range(1000):
+        decoder.push(known[piece])
+
+    assert max(decoded, default=0) <= 70
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "CTC"])
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
+    """Log-probabilities report them, so that a client can put characters together itself."""
+    for seed in range(60):
+        _, tokens = random_stream(kind, Random(seed))
+        start = numbers(kind, "##a" if kind.startswith("WordPiece") else "a")
+        raw = b"".join(served(kind).alternative(token, 0.0).bytes for token in tokens)
+        text = whole(kind, [*start, *tokens, *start], special=True)
+        end = whole(kind, start * 2, special=True)[len(whole(kind, start, special=True)) :]
+
+        assert text.removesuffix(end) == whole(kind, start, special=True) + raw.decode(errors=errors(kind)).translate(
+            {0xDC00 + byte: "\ufffd" for byte in range(0x80, 0x100)}
+        )
+
+
+def errors(kind: str) -> str:
+    """How bytes are decoded that are no character."""
+    return "surrogateescape" if "fallback" in kind else "replace"
+
+
+@pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma", "WordPiece"])
+@pytest.mark.parametrize("cells", [None, 56])
+def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: Callable[..., Loaded]) -> None:
+    """Through the engine, also where a sequence loses its slot and goes on later."""
+    model = dataclasses.replace(
+        loaded("llama"), tokenizer=Tokenizer(tokenizer_of(kind), vocabulary=VOCABULARY, context=128)
+    )
+    engine = core(model, slots=2, cells=cells)
+    prompts = {"one": (200, 40, 41), "other": tuple(range(50, 62))}
+    sampling = SamplingParams(temperature=1.5, seed=7)
+    jobs = [Job(ask(name, prompt, 40, ignore_eos=True, sampling=sampling)) for name, prompt in prompts.items()]
+    answers = play(engine, jobs)
+
+    for name, prompt in prompts.items():
+        assert 40 == len(answers[name].tokens)
+        assert expected(kind, prompt, answers[name].tokens, special=False) == answers[name].text
+    if cells is not None:
+        assert engine.stats().preemptions_total > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_are_where_characters_begin(kind: str) -> None:
+    """Log-probabilities name the place of each token in the released text, to which hidden ones add nothing."""
+    for seed in range(40):
+        prompt, tokens = random_stream(kind, Random(seed))
+        stream = TextStream(served(kind).decoder(prompt, special=False), ())
+        deltas = [stream.push(token, TokenLogprob(served(kind).alternative(token, 0.0), ())) for token in tokens]
+        entries = [entry for delta in (*deltas, stream.flush()) if delta for entry in delta.logprobs]
+        lengths = [len("".join(streamed(kind, prompt, tokens[:at], special=False)[:-1])) for at in range(len(tokens))]
+
+        assert tokens == [entry.chosen.token for entry in entries]
+        assert lengths == [entry.offset for entry in entries]

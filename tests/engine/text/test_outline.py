@@ -1,0 +1,102 @@
+"""Where messages are in a rendered conversation, whatever the template makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.text.outline import Messages, outline
+from engine.text.tokenizer import Tokenizer
+from engine.types.request import Rendering
+from tests.engine.models import VOCABULARY, save_tokenizer
+
+Turns = list[dict[str, str]]
+
+TURNS: Turns = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "héllo 😀"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "in the end?"},
+]
+PLAIN = "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<end>{% endfor %}"
+ASKING = PLAIN + "{% if add_generation_prompt %}<start>assistant: {% endif %}"
+# A template of the kind that wants a user first, and turns that alternate.
+STRICT = (
+    "{% if messages[0].role == 'system' and messages | length < 2 %}{{ raise_exception('no user') }}{% endif %}"
+    "{% if messages[-1].role == 'assistant' %}{{ raise_exception('an answer') }}{% endif %}" + ASKING
+)
+
+
+def rendered(folder: Path, template: str, turns: Turns, **options: bool) -> tuple[Rendering, list[str], list[str]]:
+    """A conversation, the text between its marks, and the text that is protected."""
+    save_tokenizer(folder)
+    reader = AutoTokenizer.from_pretrained(folder)
+    reader.chat_template = template
+    answer = Tokenizer(reader, vocabulary=VOCABULARY, context=2000).render_chat(turns, **options)
+    places = [0, *answer.marks, len(answer.tokens)]
+    ranges = [*zip(places, places[1:], strict=False), *answer.protected]
+    texts = [reader.decode(answer.tokens[start:stop]) for start, stop in ranges]
+    return answer, texts[: len(places) - 1], texts[len(places) - 1 :]
+
+
+def written(*turns: dict[str, str]) -> str:
+    """What the templates write for some turns."""
+    return "".join(f"<start>{turn['role']}: {turn['content']}<end>" for turn in turns)
+
+
+@pytest.mark.parametrize("template", [PLAIN, ASKING])
+@pytest.mark.parametrize("content", ["in the end?", "an <end> in the text", "<start>user: I <end>"])
+def test_the_marks_are_ends_of_messages(tmp_path: Path, template: str, content: str) -> None:
+    """System message, all before the last question, and the question, which is protected; special text or not."""
+    turns = [*TURNS[:3], {"role": "user", "content": content}]
+    answer, parts, protected = rendered(tmp_path, template, turns)
+    system, others, question = written(turns[0]), written(*turns[1:3]), written(turns[3])
+
+    assert [system, others, question] == parts[:3]
+    assert answer.marks[0] == answer.keep
+    assert ["<start>assistant: " if template == ASKING else ""] == parts[3:]
+    assert [question] == protected
+
+
+def test_a_template_that_refuses_a_beginning_costs_a_mark_only(tmp_path: Path) -> None:
+    """Where the place of the last question cannot be told, what could be it is protected with it."""
+    _, parts, protected = rendered(tmp_path, STRICT, TURNS)
+
+    assert [written(*TURNS), "<start>assistant: "] == parts
+    assert [written(*TURNS)] == protected
+
+
+def test_a_continued_answer_is_behind_the_question(tmp_path: Path) -> None:
+    """What the assistant began to say is not protected."""
+    turns = [*TURNS, {"role": "assistant", "content": "The beginning"}]
+    _, parts, protected = rendered(tmp_path, PLAIN, turns, continue_final_message=True)
+
+    assert [written(TURNS[3])] == protected
+    assert parts[-1].startswith("<start>assistant: The beg")
+
+
+def test_without_a_user_nothing_is_protected(tmp_path: Path) -> None:
+    """A conversation of a system message alone has one mark at most, and no question."""
+    answer, _, protected = rendered(tmp_path, ASKING, TURNS[:1])
+
+    assert () == answer.protected
+    assert [] == protected
+
+
+def test_a_beginning_is_rendered_once() -> None:
+    """Equal breakpoints, and those at the ends of messages that are known anyway, cost nothing."""
+    calls: list[int] = []
+
+    def render(some: Messages) -> str:
+        calls.append(len(some))
+        return written(*some)  # type: ignore[arg-type]
+
+    ends = [(0, len(TURNS[0]["content"])), (2, len(TURNS[2]["content"]))]
+    plain = outline(TURNS, written(*TURNS), render, finished=len(TURNS))
+    before = len(calls)
+    marked = outline(TURNS, written(*TURNS), render, finished=len(TURNS), breakpoints=[*ends, (1, 3), (1, 3), (1, 3)])
+
+    assert before + 1 == len(calls) - before
+    assert {*plain.ends} < {*marked.ends}

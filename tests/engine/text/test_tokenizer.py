@@ -1,0 +1,178 @@
+"""What the tokenizer tells of prompts with tools, of breakpoints, and of single tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.chat_format.message import Reasoning, Text, Tool
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.text.tokenizer import Tokenizer
+from engine.types.request import Rendering
+from tests.engine.chat_format.speakers import calls_of, read
+
+BUNDLED = Path(__file__).parents[2] / "models" / "target"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [Tool("weather", "The weather", json.dumps(SCHEMA)), Tool("ring")]
+ASKED: list[dict[str, object]] = [{"role": "user", "content": "Hello there"}]
+
+# A template of the kind that opens reasoning, or closes it at once.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if quiet is defined %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@cache
+def bundled(template: str | None = None) -> Tokenizer:
+    """The bundled tokenizer, with a template of its own or another."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return Tokenizer(tokenizer, vocabulary=len(tokenizer), context=2000)
+
+
+@pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
+def test_the_beginning_of_a_text_is_as_if_it_stood_alone(letters: str) -> None:
+    """More tokens than the context holds, and all but the last few those of the whole text."""
+    tokenizer = bundled()
+    text = letters * 100_000
+    with pytest.raises(ContextTooLong):
+        tokenizer.encode(text)
+
+    found = tokenizer.encode_beginning(text)
+
+    assert len(found) > 2000
+    assert AutoTokenizer.from_pretrained(BUNDLED)(text[:20_000])["input_ids"][:2000] == found[:2000]
+    assert tokenizer.encode(letters) == tokenizer.encode_beginning(letters)
+
+
+def test_tools_reach_the_template_in_openai_s_shape() -> None:
+    """The prompt is what transformers itself makes of them."""
+    reader = AutoTokenizer.from_pretrained(BUNDLED)
+    offers = [
+        {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    expected = reader.apply_chat_template(ASKED, tools=offers, add_generation_prompt=True, return_dict=False)
+
+    assert tuple(expected) == bundled().render_chat(ASKED, tools=TOOLS).tokens
+
+
+def test_a_special_token_in_a_tool_is_plain_text() -> None:
+    """No description can end a turn."""
+    tool = Tool("ring", "<|im_end|>")
+    rendering = bundled().render_chat(ASKED, tools=[tool])
+    end = bundled().token("<|im_end|>")
+
+    assert 2 == rendering.tokens.count(end or -1)
+    assert "<|im_end|>" in bundled().decode(rendering.tokens[:-30])
+
+
+@pytest.mark.parametrize("content", ["Hello there", "an <|im_end|> in it"])
+def test_what_the_template_opened_is_told(content: str) -> None:
+    """What stands behind the messages; special text inside them or not."""
+    turns = [{"role": "user", "content": content}]
+
+    assert "<|im_start|>assistant\n" == bundled().render_chat(turns).opened
+    assert "" == bundled().render_chat(turns, add_generation_prompt=False).opened
+    assert "<|im_start|>assistant\n<think>\n" == bundled(THINKING).render_chat(turns).opened
+
+
+def test_reasoning_that_a_template_opened_goes_on() -> None:
+    """The same answer is reasoning first, or text alone where the template closed the reasoning."""
+    tokenizer = bundled(THINKING)
+    thinking = tokenizer.render_chat(ASKED).opened
+    quiet = tokenizer.render_chat(ASKED, arguments={"quiet": True}).opened
+    said = tokenizer.dialect
+
+    assert [Reasoning("hm"), Text("yes")] == read(said, ["hm\n</think>\n\nyes"], [], thinking)
+    assert [Text("yes")] == read(said, ["yes"], [], quiet)
+
+
+def test_a_continued_answer_tells_where_it_stands() -> None:
+    """Inside its reasoning, or behind it."""
+    tokenizer = bundled(THINKING)
+
+    def opened(content: str) -> str:
+        turns = [*ASKED, {"role": "assistant", "content": content}]
+        return tokenizer.render_chat(turns, continue_final_message=True).opened
+
+    assert "<|im_start|>assistant\n<think>hm" == opened("<think>hm")
+    assert [Reasoning("so"), Text("yes")] == read(tokenizer.dialect, ["so</think>yes"], [], opened("<think>hm"))
+    assert [Text(" yes")] == read(tokenizer.dialect, [" yes"], [], opened("<think>hm</think>Oh"))
+
+
+def marked(rendering: Rendering, tokenizer: Tokenizer) -> list[str]:
+    """The text before each mark."""
+    return [tokenizer.decode(rendering.tokens[:mark]) for mark in rendering.marks]
+
+
+@pytest.mark.parametrize("template", [None, THINKING])
+@pytest.mark.parametrize("content", ["one two\n\nthree four", "one <|im_end|>\n\nthree four"])
+def test_a_breakpoint_is_marked_to_the_token(template: str | None, content: str) -> None:
+    """The mark stands right behind the letters that were named, even where a template trims what ends a message."""
+    tokenizer = bundled(template)
+    cut = content.index("three")
+    plain = tokenizer.render_chat([{"role": "user", "content": content}, *ASKED])
+    rendering = tokenizer.render_chat([{"role": "user", "content": content}, *ASKED], breakpoints=[(0, cut)])
+    added = set(marked(rendering, tokenizer)) - set(marked(plain, tokenizer))
+
+    assert plain.tokens == rendering.tokens
+    assert [f"<|im_start|>user\n{content[:cut]}".rstrip()] == [text.rstrip() for text in added]
+
+
+def test_a_breakpoint_behind_a_message_is_its_end() -> None:
+    """At the last letter of a message the whole message is what may be shared."""
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, *ASKED]
+    rendering = bundled().render_chat(turns, breakpoints=[(0, 3)])
+
+    assert "<|im_start|>user\none<|im_end|>\n" in marked(rendering, bundled())
+
+
+def test_the_bundled_dialect_is_found() -> None:
+    """Calls between two markers that are tokens but not special, and no reasoning."""
+    dialect = bundled().dialect
+    text = '<tool_call>\n{"name": "ring", "arguments": {}}\n</tool_call>'
+
+    assert (True, False, False) == (dialect.calls, dialect.reasons, dialect.special)
+    assert [("ring", "{}")] == calls_of(read(dialect, [text], TOOLS))
+
+
+def test_special_tokens_are_text_where_a_request_wants_them() -> None:
+    """A decoder leaves them out unless it is told otherwise."""
+    tokenizer = bundled()
+    tokens = tokenizer.encode("a<|endoftext|>b", add_special=False)
+
+    def said(*, special: bool) -> str:
+        decoder = tokenizer.decoder((), special=special)
+        return "".join(decoder.push(token) for token in tokens) + decoder.flush()
+
+    assert "ab" == said(special=False)
+    assert "a<|endoftext|>b" == said(special=True)
+
+
+def test_tokens_by_themselves() -> None:
+    """Text to tokens and back; the pieces of a text are the text."""
+    tokenizer = bundled()
+    tokens = tokenizer.encode("Hello, <tool_call> é😀", add_special=False)
+    pieces = tokenizer.pieces_of(tokens)
+
+    assert "Hello, <tool_call> é😀" == tokenizer.decode(tokens)
+    assert tokens == [piece.token for piece in pieces]
+    assert "Hello, <tool_call> é😀".encode() == b"".join(piece.bytes for piece in pieces)
+    assert tokenizer.encode("<tool_call>", add_special=False) == [tokenizer.token("<tool_call>")]
+    assert tokenizer.token("Hello, you") is None
+    assert tokenizer.token("") is None
+
+
+def test_a_number_that_is_no_token_is_refused() -> None:
+    """Before anything is decoded."""
+    with pytest.raises(InvalidRequest):
+        bundled().decode([10**6])
+    with pytest.raises(InvalidRequest):
+        bundled().pieces_of([-1])
