@@ -1,1 +1,1 @@
-"""What developers measure: peers beside ours, and the parts alone. Users have `cellar bench` (server/bench)."""
+"""What developers measure: peers beside ours, and the parts alone. Users have `cellar bench` (bench/)."""

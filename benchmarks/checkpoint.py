@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.launch import CELLAR, PORT, started
+from bench.machine import environment
+from bench.report import write_json
+from bench.target import Unusable
 from benchmarks import peers
 from benchmarks.checkout import commit
 from benchmarks.gemma import gguf_file, write_folder
 from benchmarks.known import PEERS, Share
-from server.bench.launch import CELLAR, PORT, started
-from server.bench.machine import environment
-from server.bench.report import write_json
-from server.bench.target import Unusable
 
 FORMATS = {"default": "none", "int8": "int8"}
 # Tokens of the prompt whose first token is timed.

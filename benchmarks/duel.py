@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.cells import FASTER
+from bench.report import digits
+from bench.session import Measured
 from benchmarks.goals import Goals
-from server.bench.cells import FASTER
-from server.bench.report import digits
-from server.bench.session import Measured
 
 
 @dataclass(frozen=True, slots=True)

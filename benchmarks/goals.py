@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from server.bench.cells import COLD, DECODE, FASTER, PREFILL, RATE, Cell
+from bench.cells import COLD, DECODE, FASTER, PREFILL, RATE, Cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

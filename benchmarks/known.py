@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.bench.options import Kind
-from server.bench.target import Unusable
+from bench.options import Kind
+from bench.target import Unusable
 
 OPENVINO = str(Path(__file__).with_name("openvino_server.py"))
 

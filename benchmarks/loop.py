@@ -25,8 +25,8 @@ from uvicorn.server import ServerState
 
 from engine.types.events import Delta, Event, Started
 from engine.types.request import Request
+from server.http.protocol import StrictProtocol
 from server.lifecycle import _config
-from server.protocol import StrictProtocol
 from tests.server.fakes import FakeEngine, finished, settings
 from tests.server.wire import post
 

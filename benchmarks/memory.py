@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from server.bench.client import Ask, Server, send
-from server.bench.launch import cellar
-from server.bench.prompts import Ids
-from server.bench.samples import OK
-from server.bench.target import Unusable, find
+from bench.client import Ask, Server, send
+from bench.launch import cellar
+from bench.prompts import Ids
+from bench.samples import OK
+from bench.target import Unusable, find
 
 GOAL = 1.15
 ANSWERED = 8

@@ -37,6 +37,16 @@ from statistics import median
 
 from rich.console import Console
 
+from bench.cells import Cell, chat, lone, streams, users
+from bench.client import Ask, Server
+from bench.launch import cellar, started
+from bench.machine import environment
+from bench.plan import read_counts
+from bench.plots import MISSING
+from bench.report import document, write_json
+from bench.samples import OK
+from bench.session import Measured, Session
+from bench.target import Unusable, check_url, find
 from benchmarks.checkout import commit
 from benchmarks.duel import document as pairs
 from benchmarks.duel import plot, rows, table
@@ -44,16 +54,6 @@ from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.reading import Reading
 from engine.load.resources import processors
-from server.bench.cells import Cell, chat, lone, streams, users
-from server.bench.client import Ask, Server
-from server.bench.launch import cellar, started
-from server.bench.machine import environment
-from server.bench.plan import read_counts
-from server.bench.plots import MISSING
-from server.bench.report import document, write_json
-from server.bench.samples import OK
-from server.bench.session import Measured, Session
-from server.bench.target import Unusable, check_url, find
 
 NAMES = ("alone", "prefill", "streams", "reuse")
 # Tokens of a sequence: enough for the first questions, and a multiple that pages and blocks of both sides like.

@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.launch import cellar, started
+from bench.machine import environment
+from bench.report import write_json
+from bench.target import Unusable
 from benchmarks.known import PEERS, Share
 from benchmarks.shapes import write_gguf
 from engine.load.resources import processors
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
-from server.bench.launch import cellar, started
-from server.bench.machine import environment
-from server.bench.report import write_json
-from server.bench.target import Unusable
 
 # A power of two moves no bit of a bfloat16 weight but its exponent.
 TIMES, SHARE = 32.0, 0.01

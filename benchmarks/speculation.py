@@ -44,6 +44,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.prompts import sentence
 from benchmarks.turns import Cell, Turn
 from engine.config import EngineConfig
 from engine.core import Core
@@ -56,7 +57,6 @@ from engine.schedule.draft import Want
 from engine.types.events import Delta
 from engine.types.request import DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
-from server.bench.prompts import sentence
 
 CONTEXT = 1024
 # Who drafts: this, or how often a script is right.

@@ -31,12 +31,12 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from bench.launch import cellar
+from bench.machine import environment
 from benchmarks.bodies import Body, known, random_body
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
-from server.bench.launch import cellar
-from server.bench.machine import environment
 from server.lifecycle import SWITCH_SECONDS, freeze
 from server.settings import Settings
 

@@ -23,11 +23,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.report import write_json
 from kvcache.components import Components
 from kvcache.node import Tokens
 from kvcache.prefix import PrefixTree
 from kvcache.shelf import ShelfConfig
-from server.bench.report import write_json
 
 EDGE = 32
 SYSTEM_PROMPTS, TURNS = 32, 4

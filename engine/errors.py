@@ -1,4 +1,4 @@
-"""What can go wrong in the engine. Errors carry data; server/errors.py alone turns them into status codes.
+"""What can go wrong in the engine. Errors carry data; server/http/errors.py alone turns them into status codes.
 
 EngineError
 ├── ModelError            the model cannot be served

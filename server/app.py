@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server import errors, faults
-from server.auth import Auth
-from server.lenient import LenientRoute
-from server.limits import BodyLimit, Border
+from server.http import errors, faults
+from server.http.auth import Auth
+from server.http.lenient import LenientRoute
+from server.http.limits import BodyLimit, Border
+from server.http.origins import Origins
+from server.http.parsing import StrictRoute, large_bodies
+from server.http.paths import Paths
+from server.http.version import version
 from server.metrics import Metrics
-from server.origins import Origins
-from server.parsing import StrictRoute, large_bodies
-from server.paths import Paths
 from server.routes import (
     anthropic,
     capabilities,
@@ -35,7 +36,6 @@ from server.routes import (
 )
 from server.service import Service
 from server.settings import Settings
-from server.version import version
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.types.status import Drafting, Embedding, MemoryPlan, ModelInfo
+from server.http.version import version
 from server.settings import Settings
-from server.store import place_of
-from server.version import version
+from server.store.store import place_of
 
 GIB = 2**30
 

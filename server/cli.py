@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 from cyclopts.config import Env
 
+from bench.options import BenchOptions
 from engine.config import Dtype, KvDtype, Quantize
 from engine.types.request import DrafterChoice, MlaMode, Overflow
-from server.bench.options import BenchOptions
-from server.database import StoreError
+from server.http.version import version
 from server.settings import LogLevel, Settings, is_exposed, make_shelf, read_keys, split_keys
-from server.store import check_store
-from server.version import version
+from server.store.database import StoreError
+from server.store.store import check_store
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -262,7 +262,7 @@ def bench(
     model
         As for `cellar serve`; with --base-url, what requests call the model there. Default: the first that it names.
     """
-    from server.bench.command import Serving, measured
+    from bench.command import Serving, measured
 
     given, asked = options or Options(), bench_options or BenchOptions()
     try:

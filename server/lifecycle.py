@@ -25,8 +25,8 @@ import uvicorn
 from engine.errors import EngineError, ModelError
 from server.app import create_app
 from server.banner import banner
-from server.descriptors import Listening, affordable, tell_exhaustion
-from server.protocol import strict_protocol, strict_socket
+from server.http.descriptors import Listening, affordable, tell_exhaustion
+from server.http.protocol import strict_protocol, strict_socket
 from server.settings import Settings
 
 if TYPE_CHECKING:

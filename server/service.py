@@ -17,12 +17,12 @@ from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatis
 from engine.types.events import Delta, Event, Failed
 from engine.types.request import EmbeddingJob, Request
 from engine.types.status import Embedding
-from server.auth import caller
-from server.errors import MODEL_NOT_FOUND, ApiError
-from server.events import Events, Take
+from server.http.auth import caller
+from server.http.errors import MODEL_NOT_FOUND, ApiError
+from server.http.events import Events, Take
+from server.http.version import version
 from server.metrics import Endpoint, Metrics, Watch
 from server.settings import Settings
-from server.version import version
 
 if TYPE_CHECKING:
     from engine.engine import Engine

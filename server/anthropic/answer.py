@@ -8,13 +8,13 @@ from functools import partial
 
 from engine.types.events import Event, Finished, Started
 from server.anthropic.blocks import Blocks
-from server.errors import check_deadline
-from server.events import Events
+from server.generation.turn import Ended, Heard, Said, Turn, Voice, said
+from server.generation.usage import written
+from server.http.errors import check_deadline
+from server.http.events import Events
+from server.http.sse import named_frame
+from server.http.stream_encoder import Teller
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
-from server.sse import named_frame
-from server.teller import Teller
-from server.turn import Ended, Heard, Said, Turn, Voice, said
-from server.usage import written
 
 
 @dataclass(frozen=True, slots=True)

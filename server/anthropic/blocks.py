@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from server.arguments import read_arguments
+from server.generation.arguments import read_arguments
 from server.schemas.anthropic_answer import AnsweredBlock, AnsweredTool, AnthropicEvent
 
 Kind = Literal["text", "thinking", "tool_use"]

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.ability import SWITCHES
-from server.errors import MESSAGES, ApiError, invalid
-from server.renaming import renamed
+from server.generation.ability import SWITCHES
+from server.generation.renaming import renamed
+from server.http.errors import MESSAGES, ApiError, invalid
 from server.schemas.anthropic import (
     AnthropicMessage,
     AnthropicTool,

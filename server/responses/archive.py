@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from server.encoding import dumps
-from server.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid
+from server.http.encoding import dumps
+from server.http.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid
 from server.responses.items import new_id
 from server.schemas.response_input import Input, InputItem, ReferenceInput
 from server.schemas.response_items import ResponseBody
 from server.schemas.responses import plain
-from server.store import Record, Store
+from server.store.store import Record, Store
 
 Item = dict[str, Any]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from server.errors import GENERATION_FAILED, ApiError
-from server.reply import Reply
+from server.generation.reply import Reply
+from server.generation.turn import Turn
+from server.http.errors import GENERATION_FAILED, ApiError
 from server.responses.history import SUMMARISE
 from server.responses.items import new_id
 from server.responses.run import response_usage
@@ -18,7 +19,6 @@ from server.responses.sealed import seal
 from server.responses.truncation import SYSTEM
 from server.schemas.response_items import Compaction, CompactionItem
 from server.schemas.responses import CompactRequest, ResponseRequest
-from server.turn import Turn
 
 # The part of the context that a summary may take.
 SHARE = 4

@@ -11,10 +11,10 @@ from functools import partial
 import anyio.to_thread
 
 from engine.errors import EngineError, Overloaded
-from server.database import StoreError
-from server.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid, missing
-from server.generation import generate
-from server.reply import gather
+from server.generation.generation import generate
+from server.generation.reply import gather
+from server.generation.turn import Turn, chat_turn
+from server.http.errors import INVALID_VALUE, RESPONSE_NOT_FOUND, UNSUPPORTED_VALUE, ApiError, invalid, missing
 from server.responses.archive import (
     UNKEPT,
     Archive,
@@ -39,8 +39,8 @@ from server.schemas.response_input import MOST_ITEMS, ReferenceInput
 from server.schemas.response_items import Compaction, ResponseBody
 from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
 from server.service import Service
-from server.store import LEASE_SECONDS, Store
-from server.turn import Turn, chat_turn
+from server.store.database import StoreError
+from server.store.store import LEASE_SECONDS, Store
 
 logger = logging.getLogger("cellar.http")
 

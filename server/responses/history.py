@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.errors import invalid
+from server.http.errors import invalid
 from server.responses.sealed import unseal
 from server.schemas.chat import Message
 from server.schemas.content import TextPart

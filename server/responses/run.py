@@ -14,18 +14,18 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.types.events import Finished, Started
-from server.database import StoreError
-from server.errors import ApiError, check_deadline, internal
-from server.events import Events
-from server.logprobs import chat_logprobs
+from server.generation.logprobs import chat_logprobs
+from server.generation.turn import Ended, Said, Turn, said
+from server.generation.usage import written
+from server.http.errors import ApiError, check_deadline, internal
+from server.http.events import Events
+from server.http.sse import named_frame
 from server.responses.archive import UNKEPT
 from server.responses.translation import reworded
 from server.responses.writer import Writer
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import CacheDiagnostics, ResponseBody, ResponseEvent, ResponseUsage
-from server.sse import named_frame
-from server.turn import Ended, Said, Turn, said
-from server.usage import written
+from server.store.database import StoreError
 
 logger = logging.getLogger("cellar.http")
 

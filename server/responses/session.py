@@ -15,9 +15,9 @@ from anyio import CapacityLimiter
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from engine.errors import EngineError
-from server.encoding import dumps
-from server.errors import CONNECTION_LIMIT, ApiError, invalid, translate
-from server.parsing import LARGE_BODY_BYTES, loads, validated
+from server.http.encoding import dumps
+from server.http.errors import CONNECTION_LIMIT, ApiError, invalid, translate
+from server.http.parsing import LARGE_BODY_BYTES, loads, validated
 from server.responses.desk import Desk
 from server.responses.history import Recent
 from server.responses.run import Run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from server.generation import tier
+from server.generation.generation import tier
+from server.generation.turn import Turn
 from server.schemas.response_items import ResponseBody
 from server.schemas.responses import CustomTool, FunctionTool, Prompted, ResponseRequest, plain
-from server.turn import Turn
 
 
 def snapshot(body: ResponseRequest, turn: Turn, *, stored: bool) -> ResponseBody:

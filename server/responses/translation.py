@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.errors import ApiError, invalid, missing
-from server.renaming import renamed
+from server.generation.renaming import renamed
+from server.http.errors import ApiError, invalid, missing
 from server.responses.history import messages
 from server.schemas.chat import ChatRequest
 from server.schemas.response_input import InputItem

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.errors import ContextTooLong
+from server.generation.turn import Turn, chat_turn
 from server.schemas.chat import ChatRequest
 from server.service import Service
-from server.turn import Turn, chat_turn
 
 SYSTEM = ("system", "developer")
 

@@ -9,19 +9,19 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from engine.errors import EngineError
-from server.answering import unless_gone
 from server.anthropic.answer import AnthropicAnswer
 from server.anthropic.translation import breaks, chat_request, reworded
-from server.encoding import Json
-from server.errors import MESSAGES, ApiError
-from server.generation import generate
-from server.parsing import off_loop
+from server.generation.answering import unless_gone
+from server.generation.generation import generate
+from server.generation.turn import Turn, chat_turn
+from server.http.encoding import Json
+from server.http.errors import MESSAGES, ApiError
+from server.http.parsing import off_loop
+from server.http.sse import EventStream, named_frame
 from server.routes.documented import streamed
 from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
 from server.service import Service
-from server.sse import EventStream, named_frame
-from server.turn import Turn, chat_turn
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": AnthropicErrorBody, "description": "The request cannot be served as it is, or not now."},

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from engine.text.wording import names
 from engine.types.status import Embedding
-from server import embeddings
-from server.ability import unable, unheeded
-from server.encoding import Json
+from server.generation.ability import unable, unheeded
+from server.http.encoding import Json
+from server.openai import embeddings
 from server.routes.documented import RESPONSES
 from server.schemas import policy
 from server.schemas.capabilities import Capabilities, EmbeddingCapabilities, Endpoint, ModelCapabilities, Parameter

@@ -7,13 +7,13 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.answering import answer
-from server.chat import ChatAnswer
-from server.lenient import warnings
+from server.generation.answering import answer
+from server.generation.turn import chat_turn
+from server.http.lenient import warnings
+from server.openai.chat import ChatAnswer
 from server.routes.documented import RESPONSES, streamed
 from server.schemas.chat import ChatChunk, ChatCompletion, ChatRequest
 from server.service import Service
-from server.turn import chat_turn
 
 
 def add(app: FastAPI, service: Service) -> None:

@@ -7,10 +7,10 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.answering import answer
-from server.completions import CompletionAnswer
-from server.continuation import continuation
-from server.lenient import warnings
+from server.generation.answering import answer
+from server.http.lenient import warnings
+from server.openai.completions import CompletionAnswer
+from server.openai.continuation import continuation
 from server.routes.documented import RESPONSES, streamed
 from server.schemas.completions import Completion, CompletionRequest
 from server.service import Service

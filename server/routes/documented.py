@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.parsing import StrictRoute
+from server.http.parsing import StrictRoute
 from server.schemas.anthropic_answer import AnthropicEvent
 from server.schemas.chat import ChatChunk
 from server.schemas.completions import Completion

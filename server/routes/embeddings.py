@@ -7,9 +7,9 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.answering import unless_gone
-from server.embeddings import embeddings
-from server.encoding import large_json
+from server.generation.answering import unless_gone
+from server.http.encoding import large_json
+from server.openai.embeddings import embeddings
 from server.routes.documented import RESPONSES
 from server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from server.service import Service

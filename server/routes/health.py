@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from server.encoding import Json
+from server.http.encoding import Json
 from server.routes.documented import RESPONSES
 from server.service import Service
 

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from engine.types.status import ModelInfo
-from server.encoding import Json
+from server.http.encoding import Json
 from server.routes.documented import RESPONSES
 from server.schemas.models import Model, ModelList, ModelMore
 from server.service import Service

@@ -15,15 +15,17 @@ from starlette.responses import PlainTextResponse, Response
 from engine.errors import EngineError
 from engine.types.status import Embedding as EmbeddingModel
 from engine.types.status import ModelInfo
-from server.answering import unless_gone
-from server.embeddings import Wish, answering, check_dimensions, embed, vector
-from server.encoding import Json, large_json
-from server.errors import OLLAMA, ApiError, invalid, missing, unsupported
-from server.generation import generate
-from server.ndjson import LineStream
-from server.ollama import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
-from server.parsing import off_loop
-from server.renaming import renamed
+from server.generation.answering import unless_gone
+from server.generation.generation import generate
+from server.generation.renaming import renamed
+from server.generation.turn import chat_turn
+from server.http.encoding import Json, large_json
+from server.http.errors import OLLAMA, ApiError, invalid, missing, unsupported
+from server.http.ndjson import LineStream
+from server.http.parsing import off_loop
+from server.http.version import version
+from server.ollama.translation import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
+from server.openai.embeddings import Wish, answering, check_dimensions, embed, vector
 from server.routes.documented import lined
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
@@ -40,8 +42,6 @@ from server.schemas.ollama import (
     Version,
 )
 from server.service import Service
-from server.turn import chat_turn
-from server.version import version
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OllamaErrorBody, "description": "The request cannot be served as it is, or not now."},

@@ -7,11 +7,11 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.answering import unless_gone
-from server.encoding import Json
+from server.generation.answering import unless_gone
+from server.http.encoding import Json
 from server.routes.documented import RESPONSES
 from server.schemas.scoring import Ranking, RerankRequest
-from server.scoring import rerank
+from server.scoring.scoring import rerank
 from server.service import Service
 
 

@@ -9,11 +9,12 @@ from fastapi import FastAPI, Query, Request, WebSocket
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.answering import unless_gone
-from server.auth import owner
-from server.encoding import Json
-from server.errors import invalid
-from server.lenient import warnings
+from server.generation.answering import unless_gone
+from server.http.auth import owner
+from server.http.encoding import Json
+from server.http.errors import invalid
+from server.http.lenient import warnings
+from server.http.sse import send_frames
 from server.responses.archive import Item
 from server.responses.desk import Desk
 from server.responses.run import Run
@@ -30,8 +31,7 @@ from server.schemas.response_items import (
 from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
 from server.service import Service
 from server.settings import Caps
-from server.sse import send_frames
-from server.store import open_store
+from server.store.store import open_store
 
 PATH = "/v1/responses"
 WHOLE = {**RESPONSES, **streamed(ResponseBody, ResponseEvent)}

@@ -7,12 +7,12 @@ import uuid
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from server.encoding import Json, large_json
+from server.http.encoding import Json, large_json
+from server.openai.tokens import detokenize, prompt_of, render, tokenize
 from server.routes.documented import RESPONSES
 from server.schemas.chat import ChatRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, InputTokens, Rendered, TokenizeRequest, Tokens
 from server.service import Service
-from server.tokens import detokenize, prompt_of, render, tokenize
 
 
 def add(app: FastAPI, service: Service) -> None:

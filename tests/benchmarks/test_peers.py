@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, Result
+from bench.session import Measured
 from benchmarks.duel import Row, document, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.peers import Sizes, main
 from benchmarks.shapes import SHAPES, gguf_tensors, pair_columns, write_folder
-from server.bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, Result
-from server.bench.session import Measured
 from tests.server.peer import Peer
 
 TINY = SHAPES["qwen3-0.6b"] | {

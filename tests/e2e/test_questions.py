@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.engine import Engine
 from engine.text.tokenizer import Tokenizer
-from server.asking import Asker
+from server.scoring.asking import Asker
 from server.settings import Settings
 from tests.server.fakes import serve_in_thread
 

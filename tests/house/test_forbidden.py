@@ -21,8 +21,8 @@ BORDERS = {
     "engine/load/load.py": "a model that cannot run packed is refused in words",
     "engine/load/selftest.py": "a model that fails its self-test is refused in words",
     "engine/draft/heads.py": "a head that cannot be read or run packed is refused in words",
-    "server/limits.py": "the HTTP border, before the first byte",
-    "server/teller.py": "the HTTP border, behind the first byte",
+    "server/http/limits.py": "the HTTP border, before the first byte",
+    "server/http/stream_encoder.py": "the HTTP border, behind the first byte",
     "server/responses/run.py": "the HTTP border of a task that outlives its request",
 }
 # Where async code may stand in the engine: the rest runs on its thread.
@@ -34,10 +34,10 @@ UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"
 STARTS = {
     "engine/grammar/sandbox.py": "itself, to try what may end a process",
     "engine/kernels/cpu/build.py": "the system's compiler, on our own source",
-    "server/bench/launch.py": "the server that is measured, named by who measures it",
+    "bench/launch.py": "the server that is measured, named by who measures it",
 }
 # The files that count processors: what the machine has is not what a process may use.
-COUNTS = {"engine/load/resources.py", "server/bench/machine.py"}
+COUNTS = {"engine/load/resources.py", "bench/machine.py"}
 EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
 
 

@@ -22,7 +22,7 @@ from engine.chat_format.message import CallArguments, CallOpened, Text, Tool
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Rendering
-from server.messages import conversation
+from server.generation.messages import conversation
 from server.schemas.chat import Message
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}

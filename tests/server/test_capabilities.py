@@ -8,8 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.types.status import Drafting
-from server.ability import BUDGETS
 from server.app import create_app
+from server.generation.ability import BUDGETS
 from server.schemas import policy
 from server.schemas.capabilities import Capabilities
 from server.schemas.chat import ChatRequest

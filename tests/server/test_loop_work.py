@@ -11,8 +11,9 @@ import anyio.to_thread
 import fastapi.routing
 import pytest
 
-from server import service, version
+from server import service
 from server.app import create_app
+from server.http import version
 from tests.server.fakes import FakeEngine, ask, call, settings
 
 REQUESTS: list[tuple[str, dict[str, Any], int]] = [

@@ -10,8 +10,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from server.app import create_app
-from server.errors import MESSAGES, OLLAMA
-from server.parsing import StrictRoute
+from server.http.errors import MESSAGES, OLLAMA
+from server.http.parsing import StrictRoute
 from server.schemas.models import Model, ModelList
 from server.settings import Settings
 from tests.server.fakes import FakeEngine, ask, settings

@@ -1,0 +1,76 @@
+"""Starts a server to be measured, as a program of its own: here it would share an interpreter with the client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from bench.target import Unusable
+
+CELLAR = (sys.executable, "-c", "from server.cli import main; main()", "serve")
+PORT = "{port}"
+# Weights may have to come from the hub first.
+READY_SECONDS, END_SECONDS = 3600.0, 60.0
+TOLD_LINES = 5
+
+
+@contextmanager
+def cellar(arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Start `cellar serve` with these arguments; yield its base URL when it is ready, end it after."""
+    command = (*CELLAR, *arguments, "--host", "127.0.0.1", "--port", PORT)
+    with started(command, ready="/ready", log=log, environment=environment) as url:
+        yield url
+
+
+@contextmanager
+def started(
+    command: Sequence[str], *, ready: str, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Start any server, with a free port for {port}; yield its base URL once `ready` answers 200, end it after.
+
+    Within the block SIGTERM is a KeyboardInterrupt: the server must not outlive this process. For the main thread only.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [word.replace(PORT, str(port)) for word in command]
+    with log.open("wb") as out:
+        try:
+            server = subprocess.Popen(words, stdout=out, stderr=out, env={**os.environ, **(environment or {})})
+        except OSError as error:
+            raise Unusable(f"{words[0]} cannot be started: {error}") from error
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        wait_until_ready(server, f"http://127.0.0.1:{port}{ready}", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.terminate()
+        try:
+            server.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Wait until the server is ready; Unusable if it ends before that or takes an hour."""
+    give_up = time.monotonic() + READY_SECONDS
+    while server.poll() is None and time.monotonic() < give_up:
+        try:
+            if httpx.get(url, trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    said = "\n".join(log.read_text(errors="replace").splitlines()[-TOLD_LINES:])
+    raise Unusable(f"the server did not get ready; all it said is in {log}, which ends:\n{said}")

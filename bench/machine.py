@@ -1,0 +1,36 @@
+"""What a reader must know of a machine to judge figures taken on it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from engine.load.resources import processors
+from server.http.version import version
+
+
+def environment() -> dict[str, Any]:
+    """Processor, memory, load and versions, as JSON can hold them."""
+    return {
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "usable_threads": processors(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": psutil.getloadavg(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "httpx": httpx.__version__,
+        "cellar": version(),
+    }
+
+
+def cpu_model() -> str:
+    """The name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

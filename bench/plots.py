@@ -1,0 +1,54 @@
+"""Draws one picture a scenario: a panel a figure, a line a server, bars from the lowest to the highest round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from bench.report import series
+from bench.session import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = 3
+MISSING = "no plots: matplotlib is not installed (pip install 'kvcellar[bench]')"
+
+
+def draw(path: Path, measured: Sequence[Measured], title: str) -> None:
+    """Write one scenario's picture; ImportError without matplotlib."""
+    from matplotlib.figure import Figure  # half a second of import, and only needed here
+
+    names = series(measured)
+    labels = list(dict.fromkeys(one.cell.label for one in measured))
+    down = -(-max(1, len(names)) // COLUMNS)
+    figure = Figure(figsize=(4 * COLUMNS, 3.5 * down), layout="constrained")
+    panels = figure.subplots(down, COLUMNS, squeeze=False).flatten()
+    for panel in panels[len(names) :]:
+        panel.set_axis_off()
+    for panel, name in zip(panels, names, strict=False):
+        for number, server in enumerate(dict.fromkeys(one.server for one in measured)):
+            own = [one for one in measured if one.server == server and one.values(name)]
+            line(
+                panel, [labels.index(one.cell.label) for one in own], [one.values(name) for one in own], server, number
+            )
+        panel.set_title(name)
+        panel.set_xticks(range(len(labels)), labels, rotation=20, ha="right", fontsize="small")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    if names:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=110)
+
+
+def line(panel: Axes, places: list[int], rounds: list[list[float]], server: str, number: int) -> None:
+    """Draw one server: medians joined by a line, and the range of the rounds."""
+    if not rounds:
+        return
+    middles = [median(values) for values in rounds]
+    low = [middle - min(values) for middle, values in zip(middles, rounds, strict=True)]
+    high = [max(values) - middle for middle, values in zip(middles, rounds, strict=True)]
+    panel.errorbar(places, middles, yerr=[low, high], fmt="o-", capsize=4, color=f"C{number}", label=server)

@@ -1,0 +1,109 @@
+"""Turns what was measured into tables for people and JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from bench.client import Server
+from bench.samples import Run
+from bench.session import Measured
+
+TITLES = {
+    "latency": "Latency: one stream, by the length of its prompt",
+    "throughput": "Throughput: many streams",
+    "reuse": "Reuse: prompts whose beginning is known",
+    "long": "Long context: one stream, by how full the context is",
+}
+
+
+def by_scenario(measured: Iterable[Measured]) -> list[tuple[str, list[Measured]]]:
+    """All of them, as they share a table and a plot."""
+    return [(name, list(group)) for name, group in groupby(measured, key=lambda one: one.cell.scenario)]
+
+
+def series(measured: Iterable[Measured]) -> list[str]:
+    """The names of all their figures."""
+    return list(dict.fromkeys(name for one in measured for name in one.series))
+
+
+def table(scenario: str, measured: Sequence[Measured]) -> Table:
+    """The printed table of one scenario: a row a cell and server."""
+    names = series(measured)
+    result = Table(title=TITLES[scenario], title_justify="left")
+    for name in ("server", "", "requests"):
+        result.add_column(name, no_wrap=True)
+    for name in names:
+        result.add_column(name, justify="right")
+    for one in measured:
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in one.outcomes.items())
+        result.add_row(one.server, one.cell.label, ended, *(spread(one.values(name)) for name in names))
+    return result
+
+
+def spread(values: list[float]) -> str:
+    """The median, and where there are several values the lowest and the highest."""
+    if not values:
+        return "-"
+    middle = digits(median(values))
+    return middle if len(values) == 1 else f"{middle} ({digits(min(values))} to {digits(max(values))})"
+
+
+def digits(value: float) -> str:
+    """A number with three digits, as far as it has them."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def document(
+    measured: Sequence[Measured],
+    *,
+    servers: Sequence[Server],
+    environment: dict[str, Any],
+    options: dict[str, Any],
+    left_out: Sequence[str],
+) -> dict[str, Any]:
+    """Everything that was measured, as JSON can hold it; keys of servers are not in it."""
+    return {
+        "format": 2,
+        "environment": environment,
+        "options": options,
+        "servers": [{"name": one.name, "url": one.url, "model": one.model, "context": one.context} for one in servers],
+        "left_out": list(left_out),
+        "cells": [entry(one) for one in measured],
+    }
+
+
+def entry(measured: Measured) -> dict[str, Any]:
+    """One cell: its figures round by round, and every request."""
+    return {
+        "server": measured.server,
+        "scenario": measured.cell.scenario,
+        "label": measured.cell.label,
+        "at": measured.cell.at,
+        "outcomes": measured.outcomes,
+        "problems": measured.problems,
+        "figures": {
+            name: {"median": measured.middle(name), "rounds": measured.values(name)} for name in measured.series
+        },
+        "runs": [written(run) for result in measured.results for run in result.runs],
+    }
+
+
+def written(run: Run) -> dict[str, Any]:
+    """A run without the texts of its answers."""
+    content = dataclasses.asdict(run)
+    for sample in content["samples"]:
+        del sample["text"]
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write the document."""
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""From a validated request to events of the engine: what all APIs share."""

@@ -1,0 +1,122 @@
+"""A conversation as templates expect it: what OpenAI's messages become before they are rendered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.chat_format.message import INPUT
+from server.http.errors import ApiError, invalid, missing
+from server.http.json_limits import MOST_NODES
+from server.http.parsing import loads
+from server.schemas.chat import Message
+from server.schemas.content import text_of
+from server.schemas.tools import CalledFunction, CustomCall, ToolCall
+
+# No template here knows the name that OpenAI gave the system role later, nor the first one of the tool role.
+ROLES = {"developer": "system", "function": "tool"}
+# What joins the parts of a content.
+BETWEEN = "\n"
+# Of one body; of more the latest count, as at OpenAI. Each costs a rendering of the messages before it.
+MOST_BREAKPOINTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages with the keys that are there, and the places in them that are worth keeping.
+
+    breakpoints  (message, letters of its content before the place); MOST_BREAKPOINTS at most
+    """
+
+    messages: list[dict[str, object]] = field(default_factory=list)
+    breakpoints: tuple[tuple[int, int], ...] = ()
+
+
+def conversation(messages: Sequence[Message]) -> Conversation:
+    """The messages of a body; ApiError at one that lacks what its role needs."""
+    plain: list[dict[str, object]] = []
+    arguments = _Arguments()
+    called = 0
+    for place, message in enumerate(messages):
+        _check(message, f"messages[{place}]")
+        called = place if message.function_call is not None else called
+        # Functions had no ids: what one answered belongs to the latest call.
+        plain.append(_plain(message, f"call_{called}", arguments))
+    latest = deque(_breakpoints(messages), maxlen=MOST_BREAKPOINTS)
+    return Conversation(plain, tuple(latest))
+
+
+def has_breakpoints(messages: Sequence[Message]) -> bool:
+    """Whether a client says where prompts are worth keeping."""
+    return any(True for _ in _breakpoints(messages))
+
+
+def _check(message: Message, place: str) -> None:
+    called = message.tool_calls or message.function_call
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{place}.content", f"a message of the role '{message.role}' needs it")
+    if message.role != "assistant" and called:
+        field = "tool_calls" if message.tool_calls else "function_call"
+        raise invalid(f"{place}.{field}", "only the assistant calls tools")
+    needed = {"tool": "tool_call_id", "function": "name"}.get(message.role)
+    if needed and getattr(message, needed) is None:
+        raise missing(f"{place}.{needed}")
+
+
+def _plain(message: Message, legacy_id: str, arguments: _Arguments) -> dict[str, object]:
+    plain: dict[str, object] = {"role": ROLES.get(message.role, message.role), "content": ""}
+    if message.content is not None:
+        plain["content"] = text_of(message.content, BETWEEN)
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    answered = legacy_id if message.role == "function" else message.tool_call_id
+    found = {"name": message.name, "tool_call_id": answered, "reasoning_content": reasoning}
+    plain.update({key: value for key, value in found.items() if value is not None})
+    calls = [_call(call.id, *_called(call, arguments)) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls = [_call(legacy_id, message.function_call.name, arguments.read(message.function_call))]
+    if calls:
+        plain["tool_calls"] = calls
+    return plain
+
+
+def _breakpoints(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+    for place, message in enumerate(messages):
+        letters = 0
+        for part in message.content if isinstance(message.content, list) else ():
+            letters += len(part.text)
+            if part.prompt_cache_breakpoint is not None:
+                yield place, letters
+            letters += len(BETWEEN)
+
+
+def _call(id: str, name: str, arguments: object) -> dict[str, object]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _called(call: ToolCall, arguments: _Arguments) -> tuple[str, object]:
+    """What was called, and with what. Templates know functions only: the text of a custom tool is an argument there."""
+    if isinstance(call, CustomCall):
+        return call.custom.name, {INPUT: call.custom.input}
+    return call.function.name, arguments.read(call.function)
+
+
+@dataclass(slots=True)
+class _Arguments:
+    """Arguments of calls as templates print them: with tojson, which would escape a string a second time.
+
+    left  values that all calls of a conversation may still have. The caps of a body do not see them inside of strings.
+    """
+
+    left: int = MOST_NODES
+
+    def read(self, function: CalledFunction) -> object:
+        """The object. What is no strict JSON, too deep for a template, or beyond the values left, stays text."""
+        text = function.arguments
+        self.left -= text.count("{") + text.count("[") + text.count('"') // 2 + text.count(",") // 4
+        if self.left < 0:
+            return text
+        try:
+            return loads(text.encode())
+        except ApiError:
+            return text

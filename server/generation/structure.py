@@ -1,0 +1,103 @@
+"""What an answer must be made of: one `Body` from the names that OpenAI, vLLM, SGLang and llama.cpp have for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.chat_format.message import Body
+from server.http.errors import invalid
+from server.http.parsing import NotStrict, parse
+from server.schemas.common import Generation
+from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from server.schemas.tools import Schema
+
+# The fields that ask for structure.
+STRUCTURES = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "json_schema",
+        "guided_regex",
+        "regex",
+        "guided_choice",
+        "guided_grammar",
+        "grammar",
+        "ebnf",
+    }
+)
+
+
+def structure(body: Generation) -> tuple[str, Body] | None:
+    """The field that asks for structure, and what it asks for; ApiError where two do."""
+    found = [(field, asked) for field, asked in _asked(body) if asked is not None]
+    if len(found) > 1:
+        (first, _), (second, _) = found[:2]
+        raise invalid(second, f"an answer can follow one structure, and there is '{first}' already")
+    return found[0] if found else None
+
+
+def _asked(body: Generation) -> Iterator[tuple[str, Body | None]]:
+    yield _format(body)
+    yield from _structured(body.structured_outputs or StructuredOutputs())
+    yield "guided_json", _schema("guided_json", body.guided_json)
+    yield "json_schema", _schema("json_schema", body.json_schema)
+    yield "guided_regex", _regex(body.guided_regex)
+    yield "regex", _regex(body.regex)
+    yield "guided_choice", _choices(body.guided_choice)
+    yield "guided_grammar", _grammar(body.guided_grammar)
+    yield "grammar", _grammar(body.grammar)
+    yield "ebnf", _grammar(body.ebnf)
+
+
+def _format(body: Generation) -> tuple[str, Body | None]:
+    match body.response_format:
+        case JsonSchemaFormat(json_schema=named):
+            # A name without a schema asks for JSON and leaves the rest open, as OpenAI has it.
+            place = "response_format.json_schema.schema"
+            wanted = _schema(place, named.schema_) or Body("json_object")
+            return place, replace(wanted, strict=named.strict is not False)
+        case JsonObjectFormat(schema_=schema):
+            return "response_format", _schema("response_format.schema", schema) or Body("json_object")
+        case _:
+            return "response_format", None
+
+
+def _structured(asked: StructuredOutputs) -> Iterator[tuple[str, Body | None]]:
+    yield "structured_outputs.json", _schema("structured_outputs.json", asked.json_)
+    yield "structured_outputs.regex", _regex(asked.regex)
+    yield "structured_outputs.choice", _choices(asked.choice)
+    yield "structured_outputs.grammar", _grammar(asked.grammar)
+    yield "structured_outputs.json_object", Body("json_object") if asked.json_object else None
+
+
+def _schema(field: str, schema: Schema | str | None) -> Body | None:
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        schema = _parsed(field, schema)
+    return Body("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def _parsed(field: str, text: str) -> Schema:
+    try:
+        schema = parse(text)
+    except NotStrict as error:
+        raise invalid(field, f"it is no strict JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise invalid(field, "it is no JSON object")
+    return schema
+
+
+def _regex(text: str | None) -> Body | None:
+    return None if text is None else Body("regex", text)
+
+
+def _grammar(text: str | None) -> Body | None:
+    return None if text is None else Body("grammar", text)
+
+
+def _choices(choices: list[str] | None) -> Body | None:
+    return None if choices is None else Body("choices", choices=tuple(choices))

@@ -1,0 +1,1 @@
+"""HTTP: protocol, limits, authentication, parsing, errors and event streams."""

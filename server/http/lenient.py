@@ -1,0 +1,71 @@
+"""With --lenient, a field that is not honoured is left out and told in the answer, where it is else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.http.faults import invalid_field
+from server.http.parsing import StrictRequest, StrictRoute, loads
+from server.schemas.content import Unhonoured
+
+# The routes whose answers have a list of warnings; the others refuse even so.
+TELLING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+MOST_WARNINGS = 32
+
+Step = int | str
+
+
+class LenientRequest(StrictRequest):
+    """A request whose body is read without the fields that nobody honours."""
+
+    def read(self, body: bytes) -> object:
+        """The validated body; what was left out of it becomes the warnings of the request."""
+        parsed, context = loads(body), Unhonoured()
+        value = self.validate(parsed, context)
+        self.state.warnings = list(_warnings(parsed, context))
+        return value
+
+
+class LenientRoute(StrictRoute):
+    """A route that leaves out the fields that nobody honours."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As for `StrictRoute`."""
+        if self.path not in TELLING:
+            return super().get_route_handler()
+        return self.handler(LenientRequest)
+
+
+def warnings(request: Request) -> tuple[str, ...]:
+    """What was left out of the body of this request, in words."""
+    return tuple(getattr(request.state, "warnings", ()))
+
+
+def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
+    told = context.left_out[:MOST_WARNINGS]
+    places = _places(body, {id(holder) for holder, _ in told}) if told else {}
+    for holder, name in told:
+        # A validator may have copied the object: then its place is unknown.
+        path = ("body", *places.get(id(holder), ()), name)
+        yield invalid_field({"type": "extra_forbidden", "loc": path}, body).message
+
+
+def _places(body: object, wanted: set[int]) -> dict[int, tuple[Step, ...]]:
+    """Where in a body the objects of some identities stand."""
+    found: dict[int, tuple[Step, ...]] = {}
+    pending: list[tuple[object, tuple[Step, ...]]] = [(body, ())]
+    while pending and len(found) < len(wanted):
+        value, path = pending.pop()
+        if id(value) in wanted:
+            found[id(value)] = path
+        inner: Sequence[tuple[Step, object]] = ()
+        if isinstance(value, dict):
+            inner = list(value.items())
+        elif isinstance(value, list):
+            inner = list(enumerate(value))
+        pending.extend((item, (*path, step)) for step, item in inner if isinstance(item, dict | list))
+    return found

@@ -1,0 +1,234 @@
+"""Strict JSON, before pydantic sees anything.
+
+Python's parser takes NaN, turns 1e999 into infinity, keeps the last of two equal keys, guesses UTF-16 and recurses as
+deep as the body says. Each of these has been a hole in some server, so each is refused here, as code invalid_json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from fastapi.routing import APIRoute
+from fastapi.utils import create_model_field
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.http.errors import INVALID_JSON, INVALID_VALUE, ApiError
+from server.http.faults import first_fault
+from server.http.json_limits import exceeded
+
+LONGEST_INTEGER = 19
+# Larger bodies are parsed, validated and translated in a worker thread.
+LARGE_BODY_BYTES = 16 * 1024
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
+
+_surrogate = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class StrictRequest(Request):
+    """A request whose body must be strict JSON, an object, and valid for `model`; None: any object."""
+
+    def __init__(self, http: Request, model: type[BaseModel] | None) -> None:
+        super().__init__(http.scope, http.receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        """The validated body; ApiError says what is wrong with it. FastAPI takes a validated model as it is."""
+        body = await self.body()
+        if not body:
+            raise ApiError(INVALID_VALUE, "The request needs a body.")
+        if len(body) <= LARGE_BODY_BYTES:
+            return self.read(body)
+        # One at a time: each takes the interpreter and several times the memory of its text.
+        return await anyio.to_thread.run_sync(self.read, body, limiter=self.app.state.large_bodies)
+
+    def read(self, body: bytes) -> object:
+        """The validated body."""
+        return self.validate(loads(body))
+
+    def validate(self, value: object, context: object = None) -> object:
+        """The value as a model; ApiError at its first fault."""
+        return value if self._model is None else validated(self._model, value, context)
+
+
+class StrictRoute(APIRoute):
+    """A route that reads its body through `StrictRequest`.
+
+    responses  as FastAPI takes them, but that their types are looked at by `describe` alone: no request needs them, and
+               they take far more time than all the rest of an app
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        responses: dict[int | str, dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, endpoint, **options)
+        self.responses = responses or {}
+
+    def describe(self) -> None:
+        """Get ready for /openapi.json."""
+        self.response_fields = {
+            status: create_model_field(f"Response_{status}_{self.unique_id}", response["model"], mode="serialization")
+            for status, response in self.responses.items()
+            if "model" in response
+        }
+
+    @property
+    def body_model(self) -> type[BaseModel] | None:
+        """The model of the body, if the endpoint reads one."""
+        annotation = None if self.body_field is None else self.body_field.field_info.annotation
+        return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's documented place to put another request class."""
+        return self.handler(StrictRequest)
+
+    def handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """A handler that reads requests as `kind`. An endpoint of a body alone needs no parameters solved."""
+        model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
+        others = (wanted.path_params, wanted.query_params, wanted.header_params, wanted.cookie_params)
+        if model is None or any(others) or wanted.dependencies:
+            return self._solved(kind)
+        body, http = wanted.body_params[0].name, wanted.request_param_name
+
+        async def direct(request: Request) -> Response:
+            reading = kind(request, model)
+            values = {body: await reading.json(), **({} if http is None else {http: reading})}
+            answer: Response = await endpoint(**values)
+            return answer
+
+        return direct
+
+    def _solved(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        solving, model = super().get_route_handler(), self.body_model
+
+        async def solved(request: Request) -> Response:
+            return await solving(kind(request, model))
+
+        return solved
+
+
+async def off_loop(
+    http: Request, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """What `work` returns, in a worker thread where the body of the request is large."""
+    if len(await http.body()) <= LARGE_BODY_BYTES:
+        return work(*args, **kwargs)
+    return await anyio.to_thread.run_sync(lambda: work(*args, **kwargs))
+
+
+def large_bodies() -> CapacityLimiter:
+    """How many large bodies of an app are read at a time."""
+    return CapacityLimiter(1)
+
+
+def validated(model: type[Model], value: object, context: object = None) -> Model:
+    """The value as a model; ApiError at its first fault."""
+    try:
+        return model.model_validate(value, context=context)
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
+        raise first_fault(faults, value) from error
+
+
+class NotStrict(ValueError):
+    """Why a text is no strict JSON, and, where the parser knows it, the place."""
+
+
+def loads(body: bytes) -> dict[str, object]:
+    """Parse the body of a request; ApiError says what is wrong with it."""
+    try:
+        value = parse(_decode(body))
+    except NotStrict as error:
+        raise ApiError(INVALID_JSON, f"We could not parse the JSON body of your request: {error}.") from error
+    if not isinstance(value, dict):
+        raise ApiError(INVALID_VALUE, "Invalid body: it must be a JSON object.")
+    return value
+
+
+def parse(text: str) -> object:
+    """Parse any JSON value; raises NotStrict."""
+    excess = exceeded(text)
+    if excess:
+        _refuse(excess)
+    try:
+        value: object = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_float=_float,
+            parse_int=_integer,
+        )
+    except json.JSONDecodeError as error:
+        _refuse(f"{error.msg} (line {error.lineno}, column {error.colno})")
+    if _surrogate.search(text):
+        _check_surrogates(value)
+    return value
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise NotStrict(reason)
+
+
+def _decode(body: bytes) -> str:
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse(f"not UTF-8 at byte {error.start}")
+    if text.startswith("\ufeff"):
+        _refuse("it starts with a byte order mark")
+    return text
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        _refuse(f"the key '{_twice(pairs)[:64]}' is there twice")
+    return value
+
+
+def _twice(pairs: list[tuple[str, object]]) -> str:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            break
+        seen.add(name)
+    return name
+
+
+def _constant(name: str) -> NoReturn:
+    _refuse(f"{name} is not a JSON number")
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        _refuse("a number is too large")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > LONGEST_INTEGER:
+        _refuse(f"an integer has more than {LONGEST_INTEGER} digits")
+    return int(digits)
+
+
+def _check_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        _refuse("a string holds half of a surrogate pair")

@@ -1,0 +1,301 @@
+"""HTTP/1.1 as strict as this server needs it: uvicorn's h11 protocol with deadlines and without the doubtful forms.
+
+h11 accepts Content-Length beside Transfer-Encoding and serves the smuggled request behind it, folded headers, bare line
+feeds and any number of headers, and uvicorn waits for ever for the rest of a request. Each of these ends here with an
+answer in the error envelope and a closed connection. A reader that stands still is cut, whatever is being sent to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import uuid
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+
+from server.http.encoding import dumps
+from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
+from server.http.paths import SOCKETS
+from server.http.stream_encoder import CONNECTION
+from server.settings import Caps
+
+logger = logging.getLogger("cellar.http")
+
+HEAD_END = b"\r\n\r\n"
+CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
+INVALID_MESSAGE = "This is not a valid HTTP/1.1 request."
+TOO_LARGE_MESSAGE = "The request line and headers are too large."
+
+
+class StrictConnection(h11.Connection):
+    """h11 with a look at the raw head of every request before it is parsed."""
+
+    def __init__(self, caps: Caps) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=caps.head_bytes)
+        self._caps = caps
+        self.fault: ApiError | None = None
+        # Whether a body is on its way that goes out in chunks.
+        self.chunking = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """The bytes of an event. A piece of a chunked body changes no state, so h11's machine need not turn for it."""
+        if self.chunking and isinstance(event, h11.Data):
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        data = super().send(event)
+        self.chunking = isinstance(event, h11.Response) and data is not None and CHUNKED in data.lower()
+        return data
+
+    def next_event(self) -> Any:
+        """The next event. At a fault, `fault` says what to answer."""
+        try:
+            if self.their_state is h11.IDLE:
+                _check_head(self.trailing_data[0], self._caps)
+            event = super().next_event()
+            return _in_origin_form(event) if isinstance(event, h11.Request) else event
+        except h11.RemoteProtocolError as error:
+            too_large = error.error_status_hint == HEADERS_TOO_LARGE.status
+            kind = HEADERS_TOO_LARGE if too_large else INVALID_HTTP
+            self.fault = ApiError(kind, TOO_LARGE_MESSAGE if too_large else INVALID_MESSAGE)
+            raise
+
+
+class StrictProtocol(H11Protocol):
+    """One connection. At most one deadline runs: for the head, the body, or a reader that takes nothing.
+
+    idle  of all connections those without a request, the longest idle first
+    """
+
+    def __init__(
+        self,
+        caps: Caps,
+        idle: dict[StrictProtocol, None],
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
+        self.conn = self._strict = StrictConnection(caps)
+        self._caps, self._idle = caps, idle
+        self.fluent, self._upgraded = True, False
+        self._reading = _Deadline(self.loop, self._too_slow)
+        self._writing = _Deadline(self.loop, self._cut)
+
+    @property
+    def chunking(self) -> bool:
+        """Whether an answer is on its way whose pieces `write` takes."""
+        return self._strict.chunking
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the answer: the short way, where `send` goes through all of ASGI."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection; of too many the one that has been idle for longest goes, or this one if none is."""
+        super().connection_made(transport)
+        if len(self.connections) > self._caps.connections:
+            crowded = next(iter(self._idle), self)
+            crowded.transport.abort()
+            self._idle.pop(crowded, None)
+            if crowded is self:
+                return
+        self._await_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        self._idle.pop(self, None)
+        self._reading.stop()
+        self._writing.stop()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Handle what has come, and start the clock for what has not."""
+        super().handle_events()
+        self._await_client()
+
+    def _should_upgrade(self) -> bool:
+        return self.scope["path"] in SOCKETS and super()._should_upgrade()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Hand the connection on to the protocol of WebSockets, which has its own clocks."""
+        super().handle_websocket_upgrade(event)
+        self._upgraded = True
+
+    def pause_writing(self) -> None:
+        """The reader takes nothing: give it a while."""
+        super().pause_writing()
+        self.fluent = False
+        self._writing.start("write", self._caps.write_seconds)
+
+    def resume_writing(self) -> None:
+        """The reader goes on."""
+        self._writing.stop()
+        self.fluent = True
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer the fault that the connection found (uvicorn calls this for every one) and close."""
+        self._refuse(self._strict.fault or ApiError(INVALID_HTTP, INVALID_MESSAGE))
+
+    def _await_client(self) -> None:
+        state = self.conn.their_state
+        self._idle.pop(self, None)
+        if self._upgraded or self.transport.is_closing():
+            self._reading.stop()
+            return
+        if state is h11.IDLE:
+            self._idle[self] = None
+        if state is h11.SEND_BODY:
+            self._reading.start("body", self._caps.body_seconds)
+        elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
+            self._reading.start("head", self._caps.head_seconds)
+        else:
+            # Between two requests uvicorn's keep-alive clock runs; during an answer the client need not say anything.
+            self._reading.stop()
+
+    def _too_slow(self) -> None:
+        if self.scope is None and not self.conn.trailing_data[0]:
+            self.transport.close()
+        else:
+            self._refuse(ApiError(REQUEST_TIMEOUT, "The request took too long to arrive."))
+
+    def _cut(self) -> None:
+        state = {} if self.scope is None else self.scope["state"]
+        logger.info("%s reader stood still, connection cut", state.get("request_id"))
+        # close() would wait for the buffer to empty, which it never does.
+        self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send(error)
+        self.transport.close()
+
+    def _send(self, error: ApiError) -> None:
+        body = dumps(error.body)
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+            ("x-request-id", f"req_{uuid.uuid4().hex}"),
+        ]
+        reason = HTTPStatus(error.kind.status).phrase
+        response = h11.Response(status_code=error.kind.status, headers=headers, reason=reason)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+class StrictSocket(WebSocketsSansIOProtocol):
+    """One WebSocket connection: uvicorn's, with the deadline of `StrictProtocol` for a reader that stands still."""
+
+    def __init__(
+        self,
+        caps: Caps,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._caps = caps
+        # close() would wait for the buffer to empty, which it never does.
+        self._writing = _Deadline(self.loop, lambda: self.transport.abort())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._writing.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give a reader that takes nothing a while."""
+        super().pause_writing()
+        self._writing.start("write", self._caps.write_seconds)
+
+    def resume_writing(self) -> None:
+        """Go on with a reader that goes on."""
+        self._writing.stop()
+        super().resume_writing()
+
+
+class _Deadline:
+    """A clock that is started for a named wait; starting it again for the same one does not reset it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[], None]) -> None:
+        self._loop, self._expire = loop, expire
+        self._wait: str | None = None
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, wait: str, seconds: float) -> None:
+        if wait != self._wait:
+            self.stop()
+            self._wait, self._handle = wait, self._loop.call_later(seconds, self._expire)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._wait = self._handle = None
+
+
+def strict_protocol(caps: Caps) -> type[asyncio.Protocol]:
+    """What uvicorn's `http` setting takes: a protocol class, of which it only ever makes instances."""
+    return functools.partial(StrictProtocol, caps, {})  # type: ignore[return-value]
+
+
+def strict_socket(caps: Caps) -> type[asyncio.Protocol]:
+    """The same for uvicorn's `ws` setting."""
+    return functools.partial(StrictSocket, caps)  # type: ignore[return-value]
+
+
+def _check_head(data: bytes, caps: Caps) -> None:
+    """Refuse a request line with headers that is too large, or that two parsers might read differently."""
+    end = data.find(HEAD_END)
+    head = data if end < 0 else data[:end]
+    if len(head) > caps.head_bytes:
+        raise h11.RemoteProtocolError("head too large", HEADERS_TOO_LARGE.status)
+    lines = head.split(b"\r\n")
+    if any(b"\n" in line or b"\r" in line[:-1] for line in lines):
+        raise h11.RemoteProtocolError("bare line end")
+    if any(line.startswith((b" ", b"\t")) for line in lines[1:]):
+        raise h11.RemoteProtocolError("folded header")
+    if len(lines) - 1 > caps.headers:
+        raise h11.RemoteProtocolError("too many headers", HEADERS_TOO_LARGE.status)
+    if end >= 0 and not lines[0].endswith(VERSIONS):
+        raise h11.RemoteProtocolError("another version")
+    _check_framing(lines[1:], chunks=not lines[0].endswith(b" HTTP/1.0"))
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with a path for its target, where that is the whole URL of the host it is for (RFC 9112, 3.2.2)."""
+    if request.target.startswith(b"/"):
+        return request
+    scheme, _, url = request.target.partition(b"://")
+    host, _, path = url.partition(b"/")
+    if scheme.lower() not in (b"http", b"https") or (b"host", host) not in request.headers:
+        return request
+    return h11.Request(
+        method=request.method,
+        target=b"/" + path,
+        headers=request.headers.raw_items(),
+        http_version=request.http_version,
+    )
+
+
+def _check_framing(lines: list[bytes], *, chunks: bool) -> None:
+    """One length, said once and in one way that the version has."""
+    framing = [line.lower() for line in lines if line.lower().startswith((b"content-length:", b"transfer-encoding:"))]
+    if len(framing) > 1 or any(b"," in line for line in framing):
+        raise h11.RemoteProtocolError("more than one length")
+    # RFC 9112, 6.1: HTTP/1.0 has no chunks, and a proxy of that version reads another body.
+    if not chunks and any(line.startswith(b"transfer-encoding:") for line in framing):
+        raise h11.RemoteProtocolError("chunks in HTTP/1.0")

@@ -1,0 +1,254 @@
+"""Ollama's chat and generate: its bodies become a chat turn like any other, and pieces become its lines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from engine.chat_format.message import Piece, Reasoning, Text
+from engine.errors import EngineError
+from engine.types.events import Event
+from server.generation.arguments import read_arguments
+from server.generation.jobs import Made
+from server.generation.renaming import renamed
+from server.generation.reply import Call as MadeCall
+from server.generation.reply import Growing, gather
+from server.generation.turn import Ended, Heard, Said, Turn, Voice
+from server.http.errors import OLLAMA, ApiError
+from server.http.events import Events
+from server.http.ndjson import line
+from server.http.parsing import validated
+from server.http.stream_encoder import Teller
+from server.openai.embeddings import vector
+from server.schemas.chat import ChatRequest
+from server.schemas.ollama import (
+    AnswerMessage,
+    Asking,
+    Call,
+    Embeddings,
+    GenerateRequest,
+    Line,
+    Message,
+    OllamaChatRequest,
+    Options,
+)
+
+_NANOSECONDS = 10**9
+# Names of options whose meaning is that of a field of ours.
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
+# Messages and tools have the same names in both bodies.
+_NAMES = {
+    r"max_tokens": "options.num_predict",
+    r"keep": "options.num_keep",
+    r"repetition_penalty": "options.repeat_penalty",
+    rf"({'|'.join(_SAME)})(.*)": r"options.\1\2",
+    r"response_format.*": "format",
+    r"reasoning_effort|chat_template_kwargs.*": "think",
+}
+
+
+def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
+    """The chat that the body asks for, under the name that its answer shall have; ApiError at what no chat can hold."""
+    fields: dict[str, Any] = {"model": model, "messages": list(_messages(body.messages)), **_common(body)}
+    if body.tools:
+        fields["tools"] = body.tools
+    return _chat(fields)
+
+
+def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
+    """A prompt as a chat of one message, behind the system's."""
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    return _chat({"model": model, "messages": messages, **_common(body)})
+
+
+def reworded(error: ApiError | EngineError) -> ApiError:
+    """An error of the chat, with the names that Ollama's client used."""
+    return renamed(error, OLLAMA, _NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaAnswer:
+    """The answer to a chat or, with `plain`, to a prompt, in one piece or line by line."""
+
+    turn: Turn
+    plain: bool
+    begun: float = field(default_factory=time.monotonic)
+
+    async def whole(self, events: Events) -> Line:
+        """All of it at once."""
+        [reply] = await gather(self.turn, events)
+        return self._say(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
+
+    def teller(self) -> Teller:
+        """Tells it line by line."""
+        return _Lines(self)
+
+    def said(self, said: Said) -> Iterator[Line]:
+        """More of it."""
+        text, thinking = (_joined(said.pieces, kind) for kind in (Text, Reasoning))
+        if text or thinking:
+            yield self._say(self._line(), text, thinking)
+
+    def ended(self, ended: Ended, growing: Growing) -> Iterator[Line]:
+        """Calls when they are complete, then the costs."""
+        if growing.opened:
+            yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
+        yield self._last(ended)
+
+    def _line(self) -> Line:
+        return Line(model=self.turn.model, created_at=now(), done=False)
+
+    def _last(self, ended: Ended) -> Line:
+        usage, times = ended.finished.usage, ended.finished.timings
+        line = Line(
+            model=self.turn.model,
+            created_at=now(),
+            done=True,
+            done_reason="length" if ended.reason == "length" else "stop",
+            total_duration=_duration(time.monotonic() - self.begun),
+            load_duration=0,
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=_duration(times.prompt_seconds),
+            eval_count=usage.completion_tokens,
+            eval_duration=_duration(times.generation_seconds),
+        )
+        return self._say(line, "", "")
+
+    def _say(self, line: Line, text: str, thinking: str, calls: Sequence[MadeCall] = ()) -> Line:
+        """The line with what is said in it, where clients of its kind look."""
+        line = line.copy()
+        if self.plain:
+            line["response"] = text
+            if thinking:
+                line["thinking"] = thinking
+            return line
+        message = line["message"] = AnswerMessage(role="assistant", content=text)
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = [_told(at, call) for at, call in enumerate(calls)]
+        return line
+
+
+class _Lines:
+    def __init__(self, answer: OllamaAnswer) -> None:
+        self._answer, self._voice, self._growing = answer, Voice(answer.turn), Growing()
+
+    def tell(self, choice: int, event: Event) -> bytes:
+        """Text as it comes, and the end."""
+        return b"".join([line(each) for heard in self._voice.hear(event) for each in self._lines(heard)])
+
+    async def close(self) -> bytes:
+        """Nothing follows."""
+        return b""
+
+    def _lines(self, heard: Heard) -> Iterator[Line]:
+        if isinstance(heard, Said):
+            self._growing.take(heard)
+            yield from self._answer.said(heard)
+        elif isinstance(heard, Ended):
+            yield from self._answer.ended(heard, self._growing)
+
+
+def embedded(model: str, made: Made, dimensions: int | None, begun: float) -> Embeddings:
+    """The answer to a list of texts."""
+    return Embeddings(
+        model=model,
+        embeddings=[list(vector(data, dimensions)) for data in made.vectors],
+        total_duration=_duration(time.monotonic() - begun),
+        load_duration=0,
+        prompt_eval_count=made.tokens,
+    )
+
+
+def _joined(pieces: Sequence[Piece], kind: type[Text | Reasoning]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+
+
+def _told(at: int, call: MadeCall) -> Call:
+    return Call(id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)})
+
+
+def _chat(fields: dict[str, Any]) -> ChatRequest:
+    try:
+        return validated(ChatRequest, fields)
+    except ApiError as error:
+        raise reworded(error) from error
+
+
+def _common(body: Asking) -> dict[str, Any]:
+    fields: dict[str, Any] = {"stream": body.stream is not False, **_options(body.options or Options())}
+    match body.format:
+        case None | "":
+            pass
+        case "json":
+            fields["response_format"] = {"type": "json_object"}
+        case schema:
+            named = {"name": "format", "schema": schema, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": named}
+    match body.think:
+        case None:
+            pass
+        case bool():
+            fields["chat_template_kwargs"] = {"enable_thinking": body.think}
+        case effort:
+            fields["reasoning_effort"] = effort
+    return fields
+
+
+def _options(options: Options) -> dict[str, Any]:
+    fields = {name: getattr(options, name) for name in _SAME}
+    fields["repetition_penalty"] = options.repeat_penalty
+    # -1 is as many as the context leaves, -2 as many as fill it.
+    fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
+    fields["keep"] = None if options.num_keep == -1 else options.num_keep
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Messages as OpenAI writes them. Ollama's calls need no ids: a result belongs to the next call that has none."""
+    open_calls: list[str] = []
+    for place, message in enumerate(messages):
+        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [call.id or f"call_{place}_{at}" for at, call in enumerate(message.tool_calls)]
+            open_calls += ids
+            plain["tool_calls"] = [
+                {"id": id, "type": "function", "function": _written(call.function.name, call.function.arguments)}
+                for id, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        if message.role == "tool":
+            plain["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else f"call_{place}")
+            if message.tool_name:
+                plain["name"] = message.tool_name
+        yield plain
+
+
+def _written(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+
+
+def _duration(seconds: float) -> int:
+    return round(seconds * _NANOSECONDS)
+
+
+def now() -> str:
+    """The time as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

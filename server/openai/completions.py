@@ -1,0 +1,110 @@
+"""Text completions: the choices of a continuation as one answer, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from engine.types.events import Finished
+from server.generation.fold import Choice, assembled, fold
+from server.generation.generation import tier
+from server.generation.logprobs import joined, prompt_logprobs, text_logprobs
+from server.generation.spacing import spaced
+from server.generation.usage import timings, usage
+from server.http.errors import check_deadline
+from server.http.events import Events
+from server.http.stream_encoder import Teller
+from server.openai.continuation import Continuation
+from server.openai.text_chunks import TextChunks, stop_text
+from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAnswer:
+    """The answer to one request, in one piece or as chunks.
+
+    warnings  of what the body asked for in vain
+    """
+
+    work: Continuation
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def body(self) -> CompletionRequest:
+        """What was asked for."""
+        return self.work.body
+
+    async def whole(self, events: Events) -> Completion:
+        """All events as one answer."""
+        choices = await fold(events, len(self.work.requests))
+        finished = [choice.finished for choice in choices]
+        check_deadline(finished)
+        return await assembled(sum(choice.scores for choice in choices), partial(self._answer, choices, finished))
+
+    def _answer(self, choices: Sequence[Choice], finished: Sequence[Finished]) -> Completion:
+        width = self.work.width
+        answer = Completion(
+            id=self.work.id,
+            object="text_completion",
+            created=self.work.created,
+            model=self.work.model,
+            system_fingerprint=self.work.fingerprint,
+            service_tier=tier(self.body),
+            choices=[self._choice(at, index, choices) for at, index in enumerate(self._best(choices))],
+            usage=usage([finished[start : start + width] for start in range(0, len(finished), width)]),
+        )
+        self._add(answer, finished)
+        return answer
+
+    def teller(self) -> Teller:
+        """The events as the chunks of a stream."""
+        return spaced(TextChunks(self.work, self.warnings), self.body.stream_interval)
+
+    def _best(self, choices: Sequence[Choice]) -> list[int]:
+        """Of each prompt those that are shown, the likeliest first where there are more."""
+        best: list[int] = []
+        for start in range(0, len(choices), self.work.width):
+            group = list(range(start, start + self.work.width))
+            if self.work.width > self.work.shown:
+                group.sort(key=lambda index: -choices[index].likelihood)
+            best.extend(group[: self.work.shown])
+        return best
+
+    def _choice(self, at: int, index: int, choices: Sequence[Choice]) -> TextChoice:
+        choice, body = choices[index], self.body
+        # The first choice of a prompt is the one that scored it.
+        scored = choices[index - index % self.work.width].scored
+        prompt = self.work.prompt(index)
+        answer = TextChoice(
+            index=at,
+            text=(prompt.text if prompt else "") + choice.text + stop_text(body, choice.finished),
+            logprobs=self._logprobs(index, choices),
+            finish_reason=choice.finished.reason,
+            stop_reason=choice.finished.stop,
+        )
+        if body.return_token_ids:
+            answer["token_ids"] = [*choice.tokens, *choice.finished.tokens]
+            answer["prompt_token_ids"] = list(self.work.requests[index].prompt)
+        if scored is not None and body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(scored.entries, body.prompt_logprobs)
+        return answer
+
+    def _logprobs(self, index: int, choices: Sequence[Choice]) -> TextLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        prompt, scored = self.work.prompt(index), choices[index - index % self.work.width].scored
+        offset = len(prompt.text) if prompt else 0
+        said = text_logprobs(choices[index].logprobs, offset, self.work.wording)
+        if prompt is None or scored is None:
+            return said
+        return joined(prompt.logprobs(scored, self.work.wording), said)
+
+    def _add(self, answer: Completion, finished: Sequence[Finished]) -> None:
+        # The times of several choices overlap and add up to nothing that was ever measured.
+        if len(finished) == 1:
+            answer["timings"] = timings(finished[0])
+        if self.body.metadata is not None:
+            answer["metadata"] = self.body.metadata
+        if self.warnings:
+            answer["warnings"] = list(self.warnings)

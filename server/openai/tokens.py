@@ -1,0 +1,95 @@
+"""Text as the model reads it, without running it: tokens, their texts, and what a template makes of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio.to_thread
+
+from engine.types.events import Alternative
+from server.generation.turn import chat_turn
+from server.http.errors import INVALID_VALUE, ApiError, invalid
+from server.schemas.chat import ChatRequest
+from server.schemas.tokens import Detokenized, DetokenizeRequest, Piece, Rendered, TokenizeRequest, Tokens
+from server.service import Service
+
+MOST_PIECES = 2**17
+PIECES_SLICE = 1024
+
+
+async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
+    """The tokens of a text or a conversation; raises ApiError or EngineError for what is wrong with it."""
+    service.resolve(body.model)
+    service.check_ready()
+    tokens = await _tokens(service, body, id)
+    answer = Tokens(tokens=tokens, count=len(tokens), max_model_len=service.engine.info.context)
+    if body.return_token_strs or body.with_pieces:
+        await anyio.to_thread.run_sync(_add_pieces, service, body, answer, tokens)
+    return answer
+
+
+async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
+    """The text of tokens, special ones too."""
+    service.resolve(body.model)
+    service.check_ready()
+    text = await anyio.to_thread.run_sync(service.engine.tokenizer.decode, body.tokens)
+    return Detokenized(prompt=text, content=text)
+
+
+async def render(service: Service, body: ChatRequest, id: str) -> Rendered:
+    """What a chat would make of its messages."""
+    tokens = await prompt_of(service, body, id)
+    text = await anyio.to_thread.run_sync(service.engine.tokenizer.decode, tokens)
+    return Rendered(prompt=text, tokens=tokens, count=len(tokens))
+
+
+async def prompt_of(service: Service, body: ChatRequest, id: str) -> list[int]:
+    """The tokens that a chat would send to the model."""
+    turn = await chat_turn(service, body, id)
+    return list(turn.requests[0].prompt)
+
+
+async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]:
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        message = "Give one of 'prompt', 'content' and 'messages'."
+        raise ApiError(INVALID_VALUE, message, param=given[1] if given else "prompt")
+    special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+    if body.messages is not None:
+        _refuse(("add_special_tokens", "add_special"), body, "the chat template writes special tokens itself")
+        fields = {name: getattr(body, name) for name in _OF_CHATS}
+        return await prompt_of(service, ChatRequest(model=body.model, messages=body.messages, **fields), id)
+    _refuse(_OF_CHATS, body, "it needs 'messages'")
+    text = body.content if body.prompt is None else body.prompt
+    assert text is not None, "one of the three is given"
+    added = body.prompt is not None if special is None else special
+    return await anyio.to_thread.run_sync(lambda: service.engine.tokenizer.encode(text, add_special=added))
+
+
+def _add_pieces(service: Service, body: TokenizeRequest, answer: Tokens, tokens: list[int]) -> None:
+    """For a worker thread."""
+    field = "with_pieces" if body.with_pieces else "return_token_strs"
+    if len(tokens) > MOST_PIECES:
+        raise invalid(field, f"the text has {len(tokens)} tokens, and {MOST_PIECES} may be told one by one")
+    # In slices, between which others may use the tokenizer.
+    starts = range(0, len(tokens), PIECES_SLICE)
+    read = service.engine.tokenizer.pieces_of
+    pieces = [piece for start in starts for piece in read(tokens[start : start + PIECES_SLICE])]
+    if body.with_pieces:
+        answer["tokens"] = [Piece(id=piece.token, piece=_written(piece)) for piece in pieces]
+    if body.return_token_strs:
+        answer["token_strs"] = [piece.text for piece in pieces]
+
+
+_OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+def _refuse(names: Sequence[str], body: TokenizeRequest, reason: str) -> None:
+    for name in names:
+        if getattr(body, name):
+            raise invalid(name, reason)
+
+
+def _written(piece: Alternative) -> str | list[int]:
+    """Part of a character is bytes."""
+    return piece.text if piece.text.encode() == piece.bytes else list(piece.bytes)

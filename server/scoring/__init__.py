@@ -1,0 +1,1 @@
+"""Scoring: rerank, score and classification."""

@@ -1,0 +1,121 @@
+"""How well texts answer a query: the model is asked, and its log-odds of "yes" against "no" are read.
+
+This takes any model that follows instructions, and the words are those that rerankers made from such models were
+trained with (Qwen3-Reranker, arXiv 2506.05176). All texts of one query begin with it, so it is computed once.
+Where the embedding model is meant, it is asked instead (comparing.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import anyio.to_thread
+
+from engine.types.request import Request
+from server.generation.batch import Outcome, run_all
+from server.http.errors import invalid, unsupported
+from server.metrics import Endpoint
+from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
+from server.scoring.asking import Asker
+from server.scoring.comparing import Pairs, compare, compares
+from server.scoring.labels import Fork
+from server.service import Service
+
+# The one that Qwen3-Reranker was trained with for a query without another.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_QUESTION = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".\n\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+)
+_ANSWERS = ("yes", "no")
+
+
+async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
+    """The documents of a body, best first; raises ApiError or EngineError for what is wrong with it."""
+    service.check_ready()
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    pairs = [(body.query, text) for text in texts]
+    model, scores, usage = await _scores(service, body, pairs, id, "rerank")
+    order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
+    results = [Ranked(index=at, relevance_score=scores[at]) for at in order]
+    if body.return_documents is not False:
+        for ranked in results:
+            ranked["document"] = {"text": texts[ranked["index"]]}
+    return Ranking(id=id, model=model, results=results, usage=usage)
+
+
+async def score(service: Service, body: ScoreRequest, id: str) -> ScoreList:
+    """The scores of a body's pairs; raises ApiError or EngineError for what is wrong with it."""
+    service.check_ready()
+    model, scores, usage = await _scores(service, body, _pairs(body), id, "score")
+    return ScoreList(
+        id=id,
+        object="list",
+        created=int(time.time()),
+        model=model,
+        data=[{"index": at, "object": "score", "score": value} for at, value in enumerate(scores)],
+        usage=usage,
+    )
+
+
+def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid("text_1", f"{len(first)} texts cannot be paired with {len(second)}")
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+async def _scores(
+    service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
+) -> tuple[str, list[float], ScoringUsage]:
+    """Who answers, the scores of the pairs, and what they cost."""
+    if service.settings.embedding_name is None or not compares(service, body.model):
+        model = service.resolve(body.model)
+        if body.truncate_prompt_tokens is not None:
+            raise unsupported("truncate_prompt_tokens", "it is no embedding model")
+        return model, *await _relevance(service, pairs, body, id, endpoint)
+    scores, tokens = await compare(service, pairs, body, id, endpoint)
+    return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
+
+
+async def _relevance(
+    service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
+) -> tuple[list[float], ScoringUsage]:
+    """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
+    field = "documents" if isinstance(body, RerankRequest) else "text_2"
+    instruction = body.instruction or INSTRUCTION
+    forks, asked = await anyio.to_thread.run_sync(_asked, service, pairs, instruction, field, id)
+    outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
+    return await anyio.to_thread.run_sync(_read, forks, asked, outcomes), _usage(outcomes)
+
+
+def _asked(
+    service: Service, pairs: Pairs, instruction: str, field: str, id: str
+) -> tuple[list[Fork], list[tuple[Request, ...]]]:
+    """The questions as the model reads them, and what has to be run for each; for a worker thread."""
+    forks = _forks(service, pairs, instruction, field)
+    return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+
+
+def _read(forks: Sequence[Fork], asked: Sequence[tuple[Request, ...]], outcomes: Sequence[Outcome]) -> list[float]:
+    """The probability of the first answer to each question; for a worker thread."""
+    told = iter(outcomes)
+    return [fork.read([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
+
+
+def _forks(service: Service, pairs: Pairs, instruction: str, field: str) -> list[Fork]:
+    """The questions as the model reads them."""
+    asker = Asker(service.engine.tokenizer, service.engine.info.context, field)
+    return [
+        asker.fork(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
+        for query, document in pairs
+    ]
+
+
+def _usage(outcomes: Sequence[Outcome]) -> ScoringUsage:
+    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
+    said = sum(outcome.finished.usage.completion_tokens for outcome in outcomes)
+    return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + said)

@@ -1,0 +1,272 @@
+"""Responses that outlive their request: rows behind one worker thread, bounded by count, bytes and age.
+
+What was not read for longest goes first. Who works on a response renews its lease; where the worker died, the lease
+runs out and the response counts as lost. What stands in a row, only server/responses knows: here it is bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
+
+LEASE_SECONDS = 30.0
+MEMORY_BYTES = 64 * 2**20
+# Longer conversations must be sent anew; so no request can make the server read without end.
+LONGEST_CHAIN = 1000
+
+_SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS responses (
+        id TEXT PRIMARY KEY,
+        previous TEXT,
+        settled INTEGER NOT NULL,
+        lease DOUBLE PRECISION NOT NULL,
+        created DOUBLE PRECISION NOT NULL,
+        used DOUBLE PRECISION NOT NULL,
+        bytes BIGINT NOT NULL,
+        body BLOB NOT NULL,
+        input BLOB NOT NULL,
+        events BLOB NOT NULL,
+        owner TEXT NOT NULL DEFAULT ''
+    )""",
+    "CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used, bytes)",
+    "CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created)",
+    """CREATE TABLE IF NOT EXISTS items (
+        id TEXT NOT NULL,
+        response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+        PRIMARY KEY (id, response)
+    )""",
+    "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
+)
+# Databases that an earlier version made have no owners.
+_OWNED = "SELECT owner FROM responses LIMIT 1"
+_OWN = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
+_PUT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
+        bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
+    WHERE responses.settled = 0"""
+# What has no owner is everybody's: it was made while there was one key, or none.
+_MINE = "id = ? AND owner IN (?, '')"
+_READ = f"UPDATE responses SET used = ? WHERE {_MINE} RETURNING id, previous, owner, settled, lease, body, input"
+_LOOK = f"SELECT id, previous, owner, settled, lease, body, input FROM responses WHERE {_MINE}"
+_CHAIN = """WITH RECURSIVE chain (id, previous, depth) AS (
+        SELECT id, previous, 0 FROM responses WHERE id = ?
+        UNION ALL
+        SELECT older.id, older.previous, chain.depth + 1 FROM responses AS older
+        JOIN chain ON older.id = chain.previous WHERE chain.depth < ?
+    ) SELECT id FROM chain ORDER BY depth DESC"""
+_HOLDER = "SELECT response FROM items WHERE id = ? ORDER BY response LIMIT 1"
+_EVICT = """DELETE FROM responses WHERE id IN (
+        SELECT id FROM (
+            SELECT id, ROW_NUMBER() OVER newest AS place, SUM(bytes) OVER newest AS total
+            FROM responses WINDOW newest AS (ORDER BY used DESC, id)
+        ) AS ranked WHERE place > ? OR (total > ? AND place > 1)
+    )"""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is kept at most: rows, bytes of all rows, and seconds since a response was made."""
+
+    rows: int = 100_000
+    bytes: int = 2**30
+    seconds: float = 30 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One response.
+
+    previous  the response that it goes on from
+    settled   it will not change any more
+    body, input  of server/responses
+    items     names of the items in body and input, by which the response can be found too; given to `put` only
+    lost      it is not settled, and whoever worked on it is gone
+    owner     who alone may read it; "": everybody
+    """
+
+    id: str
+    previous: str | None
+    settled: bool
+    body: bytes
+    input: bytes
+    items: tuple[str, ...] = ()
+    lost: bool = False
+    owner: str = ""
+
+
+@dataclass(slots=True)
+class Store:
+    """Records in a database that is opened at the first use. All methods may be called from the event loop."""
+
+    place: str = MEMORY
+    limits: Limits = field(default_factory=Limits)
+    clock: Callable[[], float] = time.time
+    _database: Database | None = None
+    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
+
+    async def put(self, record: Record, events: bytes = b"") -> None:
+        """Keep a record, in place of one with its id that was not settled, and make room for it."""
+        await self._in_worker(lambda database: self._put(database, record, events))
+
+    async def get(self, id: str, owner: str = "") -> Record | None:
+        """The record, if its owner asks; from now on it was read last."""
+        return await self._in_worker(lambda database: self._get(database, id, owner))
+
+    async def events(self, id: str, owner: str = "") -> bytes:
+        """What was put beside the record."""
+        statement = f"SELECT events FROM responses WHERE {_MINE}"
+        rows = await self._in_worker(lambda database: database.run(statement, [id, owner]))
+        return zlib.decompress(rows[0][0]) if rows else b""
+
+    async def chain(self, id: str, owner: str = "") -> list[Record]:
+        """The record and all that it goes on from, oldest first; whoever is missing ends it. Empty: there is none."""
+
+        def read(database: Database) -> list[Record]:
+            ids = [row[0] for row in database.run(_CHAIN, [id, LONGEST_CHAIN])]
+            return [record for each in ids if (record := self._get(database, each, owner)) is not None]
+
+        return await self._in_worker(read)
+
+    async def holders(self, items: Sequence[str], owner: str = "") -> list[Record]:
+        """The records that these items stand in."""
+
+        def read(database: Database) -> list[Record]:
+            found = {row[0] for item in items for row in database.run(_HOLDER, [item])}
+            return [record for each in sorted(found) if (record := self._get(database, each, owner)) is not None]
+
+        return await self._in_worker(read)
+
+    async def delete(self, id: str, owner: str = "") -> bool:
+        """Forget a record; False: there was none."""
+        statement = f"DELETE FROM responses WHERE {_MINE} RETURNING id"
+        return bool(await self._in_worker(lambda database: database.run(statement, [id, owner])))
+
+    async def renew(self, ids: Sequence[str]) -> set[str]:
+        """Say that these are still being made. Those that somebody else settled or deleted are not in the answer."""
+        statement = "UPDATE responses SET lease = ? WHERE id = ? AND settled = 0 RETURNING id"
+
+        def write(database: Database) -> set[str]:
+            lease = self.clock() + LEASE_SECONDS
+            return {row[0] for id in ids for row in database.run(statement, [lease, id])}
+
+        return await self._in_worker(write)
+
+    async def open(self) -> None:
+        """Open the database now, to see whether it can be. All methods raise StoreError where it is out of reach."""
+        await self._in_worker(lambda database: None)
+
+    def close(self) -> None:
+        """Finish what was begun and end the connection."""
+        self._worker.shutdown()
+        if self._database is not None:
+            self._database.close()
+
+    async def _in_worker(self, work: Callable[[Database], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: work(self._opened()))
+
+    def _opened(self) -> Database:
+        if self._database is None:
+            database = connect(self.place)
+            for statement in _SCHEMA:
+                database.run(statement)
+            _add_owners(database)
+            self._database = database
+        return self._database
+
+    def _put(self, database: Database, record: Record, events: bytes) -> None:
+        parts = [zlib.compress(part) for part in (record.body, record.input, events)]
+        now, size = self.clock(), sum(len(part) for part in parts)
+        state: list[Value] = [int(record.settled), now + LEASE_SECONDS, now, now, size]
+        with database.transaction():
+            database.run(_PUT, [record.id, record.previous, record.owner, *state, *parts])
+            for item in record.items:
+                database.run("INSERT INTO items VALUES (?, ?) ON CONFLICT DO NOTHING", [item, record.id])
+            database.run("DELETE FROM responses WHERE created < ?", [now - self.limits.seconds])
+            ((rows, total),) = database.run("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM responses")
+            if rows > self.limits.rows or total > self.limits.bytes:
+                database.run(_EVICT, [self.limits.rows, self.limits.bytes])
+
+    def _get(self, database: Database, id: str, owner: str) -> Record | None:
+        try:
+            rows = database.run(_READ, [self.clock(), id, owner])
+        except StoreError:
+            # A disk that is full or read-only can be read: what is lost is when that was.
+            rows = database.run(_LOOK, [id, owner])
+        return self._record(rows[0]) if rows else None
+
+    def _record(self, row: Row) -> Record:
+        id, previous, owner, settled, lease, body, input = row
+        return Record(
+            id=id,
+            previous=previous,
+            owner=owner,
+            settled=bool(settled),
+            body=zlib.decompress(body),
+            input=zlib.decompress(input),
+            lost=not settled and lease < self.clock(),
+        )
+
+
+def _add_owners(database: Database) -> None:
+    try:
+        database.run(_OWNED)
+    except StoreError:
+        database.run(_OWN)
+
+
+def open_store(setting: str | None) -> Store | None:
+    """The store that `--store` names: a file, a URL of PostgreSQL, "memory" or "none"; None takes the default file.
+
+    Nothing is opened yet. Where the default file cannot be, in a read-only image say, it is memory.
+    """
+    if setting == "none":
+        return None
+    place = default_place() if setting is None else MEMORY if setting == "memory" else setting
+    if place == MEMORY:
+        return Store(MEMORY, Limits(bytes=MEMORY_BYTES))
+    return Store(place if is_url(place) else str(Path(place).expanduser()))
+
+
+def check_store(setting: str | None) -> None:
+    """Raise StoreError if the place that the user named cannot be. The default one is made when it is needed."""
+    store = open_store(setting)
+    if setting is None or store is None:
+        return
+    try:
+        database = connect(store.place)
+        database.run("SELECT 1")
+    except StoreError as error:
+        raise StoreError(f"--store: responses cannot be kept {place_of(setting)}: {error}") from error
+    database.close()
+
+
+def place_of(setting: str | None) -> str:
+    """Where responses are kept, for people to read. No password is in it."""
+    store = open_store(setting)
+    if store is None:
+        return "not kept"
+    return {MEMORY: "in memory"}.get(store.place, "in PostgreSQL" if is_url(store.place) else f"in {store.place}")
+
+
+def default_place() -> str:
+    """A file in the user's folder for data, by the rules of XDG; memory where it cannot be written."""
+    data = Path(os.environ.get("XDG_DATA_HOME", ""))
+    try:
+        # A relative path is ignored, as the specification has it.
+        folder = (data if data.is_absolute() else Path.home() / ".local" / "share") / "cellar"
+    except RuntimeError:  # no home folder
+        return MEMORY
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return str(folder / "responses.sqlite") if os.access(there, os.W_OK | os.X_OK) else MEMORY

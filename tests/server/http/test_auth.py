@@ -1,0 +1,200 @@
+"""Who may come in: every route but two needs a key, whatever the request looks like."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from server.app import create_app
+from server.http.auth import OPEN_PATHS, Auth
+from server.settings import Settings, is_loopback, read_keys, split_keys
+from tests.server.fakes import FakeEngine, ask, settings
+
+KEYS = ("first-key", "second-key")
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return create_app(FakeEngine(), settings(keys=KEYS, allowed_hosts=("*",)))  # type: ignore[arg-type]
+
+
+def routes(app: Any) -> list[tuple[str, str]]:
+    return [
+        (method, route.path.replace("{model:path}", "fake"))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+    ]
+
+
+def test_every_route_but_two_needs_a_key(app: Any) -> None:
+    """The list is read from the app: a new route is closed until somebody decides otherwise here."""
+    refused = {path for method, path in routes(app) if ask(app, method, path, json_body=BODY).status == 401}
+    known = {path for _, path in routes(app)}
+
+    assert {"/health", "/ready"} == known - refused
+    assert {"/health", "/ready"} == OPEN_PATHS
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/v1",
+        "/v1/models/",
+        "//v1/models",
+        "/v1/../health",
+        "/health/",
+        "/health/../v1/models",
+        "/Health",
+        "/health;x",
+        "/health%2e",
+        "/ready?x=/v1",
+        "http://x/health",
+        "*",
+        "/health\n",
+        "/v1/models?/health",
+    ],
+)
+def test_paths_that_only_look_open_are_closed(app: Any, path: str) -> None:
+    """The exemption is by the exact path of the scope."""
+    assert 401 == ask(app, "GET", path).status
+
+
+@pytest.mark.parametrize("host", ["x/health", "x?", "x#", "a@b", "x\\y", "x y", "localhost/health", "", "éx"])
+def test_no_host_header_opens_a_path(app: Any, host: str) -> None:
+    """Nothing is decided on a URL that is put together from the Host header (CVE-2026-48710)."""
+    assert 401 == ask(app, "GET", "/v1/models", headers={"host": host}).status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer first-key"},
+        {"Authorization": "bearer second-key"},
+        {"x-api-key": "first-key"},
+        {"Authorization": "Bearer  first-key "},
+    ],
+)
+def test_any_key_opens_by_either_header(app: Any, headers: dict[str, str]) -> None:
+    """OpenAI's clients send Authorization, Anthropic's x-api-key."""
+    assert 200 == ask(app, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer first-ke"},
+        {"Authorization": "Bearer first-keyy"},
+        {"Authorization": "Bearer FIRST-KEY"},
+        {"Authorization": "Basic first-key"},
+        {"Authorization": "first-key"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer first-key,second-key"},
+        {"x-api-key": ""},
+        {"x-api-key": "nein"},
+        {"Authorization": "Bearer first-key", "x-api-key": "first-key"},
+        {"Authorization": "Bearer " + "k" * 10_000},
+        {"X-Forwarded-For": "127.0.0.1", "X-Original-URL": "/health"},
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused(app: Any, headers: dict[str, str]) -> None:
+    """A wrong key, a wrong scheme, or two credentials at once."""
+    assert 401 == ask(app, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
+
+
+def test_the_refusal_is_openais(app: Any) -> None:
+    """The envelope, the code, and the scheme to use."""
+    answer = ask(app, "GET", "/v1/models", headers={"Authorization": "Bearer wrong"})
+
+    assert "Bearer" == answer.headers["www-authenticate"]
+    assert {
+        "error": {
+            "message": "Incorrect API key provided.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+    } == answer.json
+    assert "You didn't provide an API key." == ask(app, "GET", "/v1/models").json["error"]["message"]
+
+
+@pytest.mark.parametrize("keys", [(), ("first-key",), KEYS])
+def test_the_route_is_in_log_and_metrics_whatever_the_keys(
+    keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The outermost layer reads the route, and so the layers inside hand on the scope itself."""
+    served = create_app(FakeEngine(), settings(keys=keys))  # type: ignore[arg-type]
+    headers = {"Authorization": "Bearer first-key"}
+
+    with caplog.at_level(logging.INFO, "cellar.http"):
+        assert 200 == ask(served, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
+
+    assert [True] == [" POST /v1/chat/completions 200 " in line for line in caplog.messages]
+    told = ask(served, "GET", "/metrics", headers=headers).body.decode()
+    assert 'cellar_http_responses_total{route="/v1/chat/completions",status="200"} 1.0' in told
+
+
+def test_without_keys_everything_is_open() -> None:
+    """No key configured, none asked for."""
+    app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
+
+    assert 200 == ask(app, "GET", "/v1/models").status
+
+
+def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request compares digests of one length, as often as there are keys, also after a match."""
+    compared: list[tuple[int, int]] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((len(left), len(right)))
+        return left == right
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    auth = Auth(None, KEYS)  # type: ignore[arg-type]
+
+    assert auth._knows(b"first-key")
+    assert [(hashlib.sha256().digest_size,) * 2] * 2 == compared
+
+
+def test_keys_are_split_at_commas_and_lines(tmp_path: Path) -> None:
+    """A file of keys may hold one a line; spaces and empty pieces do not count."""
+    path = tmp_path / "keys"
+    path.write_text("a, b\n\nc\n")
+
+    assert ("a", "b", "c") == read_keys(path)
+    assert () == split_keys(" , ")
+
+
+def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
+    """A secret that was mounted but never filled must not open the server."""
+    path = tmp_path / "keys"
+    path.write_text("\n")
+
+    with pytest.raises(ValueError, match="no API key in"):
+        read_keys(path)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "127.0.0.1.example.org"])
+def test_a_reachable_address_needs_a_key(host: str) -> None:
+    """Others can reach it: a key, or the flag that says so."""
+    with pytest.raises(ValueError, match="--api-key"):
+        Settings(host=host)
+
+    assert host == Settings(host=host, keys=("k",)).host
+    assert host == Settings(host=host, insecure_no_auth=True).host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    """Only this machine can reach it."""
+    assert is_loopback(host)
+    assert host == Settings(host=host).host

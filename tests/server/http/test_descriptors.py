@@ -1,0 +1,110 @@
+"""A server that runs out of file descriptors: by connections, which it bounds, or by what else the process opens."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from server.http.descriptors import RESERVED, affordable
+from tests.server.wire import connected, exchange, get, read_until, status
+
+ROOT = Path(__file__).parents[2]
+DESCRIPTORS = 200
+PATIENCE_SECONDS = 30
+
+
+@contextmanager
+def process(play: str, flag: Path, log: Path) -> Iterator[int]:
+    """A server process that may open few files, and its port."""
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.server.serve_fake", play, str(flag)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
+        ) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            yield int(server.stdout.readline())
+        finally:
+            server.kill()
+
+
+def answers(port: int) -> int:
+    """The status of /health."""
+    return status(exchange(port, get("/health", "Connection: close")))
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_health_is_answered_however_many_connections_stand_open(tmp_path: Path) -> None:
+    """More idle connections than there are descriptors: the longest idle go, and nothing is logged."""
+    log = tmp_path / "log"
+    with process("talk", tmp_path / "flag", log) as port, ExitStack() as open_ones:
+        found = [answers(port)]
+        for _ in range(3):
+            for _ in range(DESCRIPTORS):
+                open_ones.enter_context(socket.create_connection(("127.0.0.1", port)))
+            found.append(answers(port))
+
+        assert [200] * 4 == found
+    assert "" == log.read_text()
+
+
+def test_without_descriptors_the_server_waits_and_says_so(tmp_path: Path) -> None:
+    """A line a second and no traceback; with descriptors again those that waited are served."""
+    flag, log = tmp_path / "flag", tmp_path / "log"
+    with process("eat", flag, log) as port:
+        assert 200 == answers(port)
+        flag.touch()
+        wait_for(flag.with_suffix(".eaten"))
+        begun = time.monotonic()
+        with ExitStack() as stack:
+            clients = [stack.enter_context(connected(port)) for _ in range(20)]
+            for client in clients:
+                client.sendall(get("/health"))
+            while len(log.read_text().splitlines()) < 3:
+                assert time.monotonic() - begun < PATIENCE_SECONDS
+                time.sleep(0.05)
+            seconds = time.monotonic() - begun
+            flag.unlink()
+            served = [status(read_until(client, b"}")) for client in clients]
+
+        lines = log.read_text().splitlines()
+        assert [200] * 20 == served
+        assert {"no connection can be taken, next try in a second: Too many open files"} == {*lines}
+        # The first at once, and another behind each second.
+        assert len(lines) <= 3 + seconds + 2
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(256, 256), (64, 64), (300, 100_000)])
+def test_connections_leave_descriptors_for_the_rest(soft: int, hard: int) -> None:
+    """Of few descriptors a reserve or half is left; where more may be had, all connections are affordable."""
+    code = (
+        "import resource as r; from server.descriptors import affordable;"
+        f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, min({hard}, r.getrlimit(r.RLIMIT_NOFILE)[1])));"
+        "print(affordable(500), r.getrlimit(r.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    connections, limit = map(int, done.stdout.split())
+
+    assert connections == min(500, max(limit - RESERVED, limit // 2))
+    assert limit == (soft if hard == soft else 500 + RESERVED)
+    assert affordable(1) == 1

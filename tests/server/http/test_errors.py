@@ -1,0 +1,102 @@
+"""The error table: every code is documented, and nothing but server/http/errors.py knows a status."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from engine import errors as engine_errors
+from server.http import errors
+from server.http.errors import ApiError, Kind
+
+ROOT = Path(__file__).parents[2]
+KINDS = [value for value in vars(errors).values() if isinstance(value, Kind)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
+def test_every_code_is_a_row_of_the_page(kind: Kind) -> None:
+    """docs/errors.md has status, code and type of each."""
+    page = (ROOT / "docs" / "errors.md").read_text()
+
+    assert f"| {kind.status} | `{kind.code}` | `{kind.type}` |" in page
+
+
+def test_the_page_has_no_other_rows() -> None:
+    """A code that is gone is gone from the page too."""
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
+
+    assert {kind.code for kind in KINDS} == {row.split("`")[1] for row in rows}
+    assert len(KINDS) == len(rows)
+
+
+def test_codes_are_unique() -> None:
+    """A client can tell every case by its code."""
+    assert len(KINDS) == len({kind.code for kind in KINDS})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        engine_errors.InvalidRequest("seed", "no"),
+        engine_errors.ContextTooLong(10, 5),
+        engine_errors.Loading("x"),
+        engine_errors.Overloaded(1, 1.0),
+        engine_errors.Draining(),
+        engine_errors.EngineDead("x"),
+        engine_errors.SequenceFailed("x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_error_of_the_engine_means_something(error: engine_errors.EngineError) -> None:
+    """None that a request can meet is an unexplained 500, and what can be tried again says when."""
+    answer = errors.translate(error, "/v1/chat/completions")
+
+    assert isinstance(answer, ApiError)
+    assert answer.kind is not errors.INTERNAL_ERROR
+    assert isinstance(error, engine_errors.Unavailable) == ("Retry-After" in (answer.headers or {}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "named"), [(10, 0, False), (10, 5, False), (10, 10, False), (10, 11, True), (5, 32768, True)]
+)
+def test_a_prompt_that_another_context_holds_names_the_option(tokens: int, longest: int, named: bool) -> None:
+    """Where the model or the memory holds no more there is nothing to set."""
+    error = engine_errors.ContextTooLong(tokens, 5, longest=longest)
+    message = errors.translate(error, "/v1/chat/completions").message
+
+    assert named == message.endswith(f"Started with a larger --context, this server holds up to {longest} tokens.")
+    assert named == ("--context" in message)
+
+
+def test_no_deterministic_failure_is_a_5xx() -> None:
+    """Clients repeat every 5xx: only what may go away, or a fault of ours, is one."""
+    passing = {"model_loading", "server_draining", "engine_dead", "store_unavailable"}
+
+    assert {"internal_error", "generation_failed", *passing} == {kind.code for kind in KINDS if kind.status >= 500}
+
+
+def test_only_one_file_knows_status_codes() -> None:
+    """No other file of server/ holds a number that could be one."""
+    found = [
+        (path.name, node.value)
+        for path in (ROOT / "server").rglob("*.py")
+        if path.name != "errors.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) is int and 400 <= node.value < 512
+        # OpenAI's limit of questions in a decision.
+        if (path.name, node.value) != ("decisions.py", 400)
+    ]
+
+    assert [] == found
+
+
+def test_the_module_lists_its_kinds_in_order() -> None:
+    """The table reads from 400 to 503."""
+    statuses = [kind.status for kind in KINDS]
+
+    assert sorted(statuses) == statuses
+    assert inspect.getdoc(errors) is not None

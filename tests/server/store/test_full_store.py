@@ -1,0 +1,182 @@
+"""A store that takes nothing more: what is not kept is said, what was kept can be read, and room is used again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.types.events import Delta, Event, Started
+from engine.types.request import Request
+from server.app import create_app
+from server.responses.archive import UNKEPT
+from server.store import store
+from server.store.database import Database, connect
+from tests.server.fakes import Answer, FakeEngine, Gate, call, finished, settings
+
+PATH = "/v1/responses"
+# Compressed it fills pages of its own.
+LONG = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=30_000))
+
+
+class Disk:
+    """The database of one app, whose file can be kept from growing, or from being written to at all."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place, self._opened = place, list[Database]()
+        monkeypatch.setattr(store, "connect", self._connect)
+
+    def _connect(self, place: str) -> Database:
+        self._opened.append(connect(place))
+        return self._opened[-1]
+
+    def fill(self) -> None:
+        """No page more."""
+        ((pages,),) = self._opened[-1].run("PRAGMA page_count")
+        self._opened[-1].run(f"PRAGMA max_page_count = {pages}")
+
+    def drain(self) -> None:
+        """As many pages as before."""
+        self._opened[-1].run("PRAGMA max_page_count = 1000000")
+
+    def lock(self) -> None:
+        """Nothing is written."""
+        self._opened[-1].run("PRAGMA query_only = ON")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(tmp_path / "responses.sqlite", monkeypatch)
+
+
+def speaking(text: str, gate: Gate | None = None) -> FakeEngine:
+    """An engine whose model says a text, behind a gate."""
+
+    def script(request: Request) -> Iterator[Event | Gate]:
+        yield Started(len(request.prompt), 0, 7)
+        if gate is not None:
+            yield gate
+        yield Delta(text, (1,))
+        yield finished(request)
+
+    return FakeEngine(script)
+
+
+def app_on(disk: Disk, engine: FakeEngine) -> Any:
+    return create_app(engine, settings(store=str(disk.place)))  # type: ignore[arg-type]
+
+
+async def post(app: Any, **body: Any) -> Answer:
+    return await call(app, "POST", PATH, json_body={"input": "hi", **body})
+
+
+async def get(app: Any, id: str) -> Answer:
+    return await call(app, "GET", f"{PATH}/{id}")
+
+
+def test_an_answer_that_is_not_kept_says_so(disk: Disk) -> None:
+    """It is whole, with a warning, and what it says of `store` is true; with room again all is as before."""
+
+    async def story() -> tuple[Any, ...]:
+        app = app_on(disk, speaking(LONG))
+        first = await post(app)
+        disk.fill()
+        full = await post(app)
+        lost = await get(app, full.json["id"])
+        kept = await get(app, first.json["id"])
+        disk.drain()
+        last = await post(app)
+        return first.json, full, lost.status, kept.json, last.json, (await get(app, last.json["id"])).json
+
+    first, full, lost, kept, last, read = asyncio.run(story())
+
+    assert (200, "completed", False, [UNKEPT]) == (
+        full.status,
+        *(full.json[n] for n in ("status", "store", "warnings")),
+    )
+    assert LONG == full.json["output"][0]["content"][0]["text"]
+    assert 404 == lost
+    assert (first, last) == (kept, read)
+    assert "warnings" not in last
+
+
+def test_a_stream_that_is_not_kept_says_so_at_its_end(disk: Disk) -> None:
+    """Its last event, which has the number that it always has, holds the warning."""
+
+    async def story() -> tuple[list[Any], list[Any]]:
+        app = app_on(disk, speaking(LONG))
+        before = events(await post(app, stream=True))
+        disk.fill()
+        return before, events(await post(app, stream=True))
+
+    before, full = asyncio.run(story())
+
+    assert [event["type"] for event in before] == [event["type"] for event in full]
+    assert list(range(len(full))) == [event["sequence_number"] for event in full]
+    assert (False, [UNKEPT]) == (full[-1]["response"]["store"], full[-1]["response"]["warnings"])
+
+
+def events(answer: Answer) -> list[Any]:
+    """The events of a stream, whose lines begin with their names."""
+    lines = answer.body.split(b"\n")
+    return Answer(200, {}, b"\n\n".join(line for line in lines if line.startswith(b"data: "))).events
+
+
+def test_a_response_in_the_background_that_cannot_be_kept_is_refused(disk: Disk) -> None:
+    """Nobody could ever read it: 503 before it is made, and nothing runs."""
+
+    async def story() -> tuple[Answer, set[str]]:
+        engine = speaking("hi")
+        app = app_on(disk, engine)
+        await post(app)
+        disk.lock()
+        answer = await post(app, background=True)
+        return answer, engine.running
+
+    answer, running = asyncio.run(story())
+
+    assert (503, "store_unavailable") == (answer.status, answer.json["error"]["code"])
+    assert "10" == answer.headers["retry-after"]
+    assert set() == running
+
+
+def test_a_response_in_the_background_that_was_not_kept_has_failed(disk: Disk) -> None:
+    """It was promised, and its end found no room: whoever reads it is told, at once."""
+
+    async def story() -> Any:
+        gate = Gate()
+        app = app_on(disk, speaking(LONG, gate))
+        id = (await post(app, background=True)).json["id"]
+        await asyncio.to_thread(gate.reached.wait, 20)
+        disk.fill()
+        gate.open()
+        for _ in range(1000):
+            # Whole for a moment, until it is known that it cannot be kept.
+            if (answer := await get(app, id)).json["status"] == "failed":
+                break
+            await asyncio.sleep(0.01)
+        return answer
+
+    answer = asyncio.run(story())
+
+    assert (200, "failed", UNKEPT) == (answer.status, answer.json["status"], answer.json["error"]["message"])
+
+
+def test_what_was_kept_can_be_read_from_a_disk_that_takes_nothing(disk: Disk) -> None:
+    """Reading notes when that was, where it can: a response and a conversation are there all the same."""
+
+    async def story() -> tuple[Any, Any, Answer]:
+        app = app_on(disk, speaking("hi"))
+        first = (await post(app)).json
+        disk.lock()
+        read = (await get(app, first["id"])).json
+        return first, read, await post(app, previous_response_id=first["id"])
+
+    first, read, followed = asyncio.run(story())
+
+    assert first == read
+    assert (200, [UNKEPT]) == (followed.status, followed.json["warnings"])

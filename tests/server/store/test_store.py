@@ -1,0 +1,341 @@
+"""What is kept: read as it was written, bounded in every way, the same in SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import stat
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from server.store.database import MEMORY, StoreError, connect
+from server.store.store import LEASE_SECONDS, Limits, Record, Store, check_store, default_place, open_store, place_of
+from tests.server import postgres
+
+Result = TypeVar("Result")
+
+
+class Clock:
+    """A time that the test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A database of PostgreSQL."""
+    if not postgres.installed():
+        pytest.skip("there is no PostgreSQL here")
+    pytest.importorskip("psycopg")
+    with postgres.serving() as url:
+        yield url
+
+
+@pytest.fixture(params=["memory", "file", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Every place that records can be kept in, empty."""
+    if request.param == "memory":
+        return MEMORY
+    if request.param == "file":
+        return str(tmp_path / "folder" / "store.sqlite")
+    url: str = request.getfixturevalue("url")
+    database = connect(url)
+    database.run("DROP TABLE IF EXISTS items")
+    database.run("DROP TABLE IF EXISTS responses")
+    database.close()
+    return url
+
+
+def record(id: str, previous: str | None = None, **changes: object) -> Record:
+    """A settled one that holds its own name."""
+    made = {"settled": True, "body": id.encode(), "input": b"[]", **changes}
+    return Record(id, previous, **made)  # type: ignore[arg-type]
+
+
+def using(store: Store, work: Callable[[Store], Awaitable[Result]]) -> Result:
+    """Do `work` in a loop, and close the store."""
+
+    async def worked() -> Result:
+        try:
+            return await work(store)
+        finally:
+            store.close()
+
+    return asyncio.run(worked())
+
+
+def test_what_is_put_can_be_got(place: str) -> None:
+    """All bytes, with what it goes on from and its events; what is not there is None."""
+
+    async def work(store: Store) -> None:
+        one = record("b", "a", body=bytes(range(256)) * 20, input="[\u2028]".encode(), items=("i", "j"))
+        await store.put(one, b"event")
+
+        kept = await store.get("b")
+        assert kept is not None
+        assert (one.body, one.input, "a", True, False) == (
+            kept.body,
+            kept.input,
+            kept.previous,
+            kept.settled,
+            kept.lost,
+        )
+        assert b"event" == await store.events("b")
+        assert (None, b"") == (await store.get("x"), await store.events("x"))
+
+    using(Store(place), work)
+
+
+def test_what_is_settled_stays(place: str) -> None:
+    """One that is being made is replaced, a settled one never; who cancels first wins."""
+
+    async def work(store: Store) -> list[bytes]:
+        found = []
+        for settled, body in ((False, b"1"), (False, b"2"), (True, b"3"), (True, b"4"), (False, b"5")):
+            await store.put(record("a", settled=settled, body=body))
+            kept = await store.get("a")
+            found.append(kept.body if kept else b"")
+        return found
+
+    assert [b"1", b"2", b"3", b"3", b"3"] == using(Store(place), work)
+
+
+def test_a_chain_is_read_from_its_beginning(place: str) -> None:
+    """A missing ancestor ends it, and can be seen: the first one goes on from somebody."""
+
+    async def work(store: Store) -> None:
+        for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("x", "gone")):
+            await store.put(record(id, previous))
+
+        assert ["a", "b", "c"] == [each.id for each in await store.chain("c")]
+        assert [("x", "gone")] == [(each.id, each.previous) for each in await store.chain("x")]
+        assert [] == await store.chain("none")
+
+    using(Store(place), work)
+
+
+def test_a_chain_that_bites_its_tail_ends(place: str) -> None:
+    """No client can make one, but a broken database must not hang the server."""
+
+    async def work(store: Store) -> int:
+        await store.put(record("a", "b"))
+        await store.put(record("b", "a"))
+        return len(await store.chain("a"))
+
+    assert 0 < using(Store(place), work) < 5000
+
+
+def test_records_are_found_by_their_items(place: str) -> None:
+    """And not after they are gone."""
+
+    async def work(store: Store) -> None:
+        await store.put(record("a", items=("i", "shared")))
+        await store.put(record("b", items=("j", "shared")))
+
+        assert ["a", "b"] == [each.id for each in await store.holders(["j", "i", "none"])]
+        assert await store.delete("a")
+        assert not await store.delete("a")
+        assert ["b"] == [each.id for each in await store.holders(["i", "shared"])]
+
+    using(Store(place), work)
+
+
+def test_what_was_not_read_for_longest_goes_first(place: str) -> None:
+    """By count: reading keeps a record, and a chain keeps its ancestors."""
+    clock = Clock()
+
+    async def work(store: Store) -> list[str]:
+        for id, previous in (("a", None), ("b", None), ("c", "a")):
+            clock.now += 1
+            await store.put(record(id, previous))
+        clock.now += 1
+        await store.chain("c")
+        clock.now += 1
+        await store.put(record("d"))
+        return [id for id in "abcd" if await store.get(id)]
+
+    assert ["a", "c", "d"] == using(Store(place, Limits(rows=3), clock), work)
+
+
+def test_bytes_are_bounded(place: str) -> None:
+    """Old ones make room for new ones, however large; the newest is always kept."""
+    clock = Clock()
+    # Nothing that zlib could make smaller.
+    noise = [random.Random(number).randbytes(1000) for number in range(8)]
+
+    async def work(store: Store) -> None:
+        for number, body in enumerate(noise):
+            clock.now += 1
+            await store.put(record(str(number), body=body))
+        kept = [id for id in range(8) if await store.get(str(id))]
+        assert [5, 6, 7] == kept
+        clock.now += 1
+        await store.put(record("huge", body=b"".join(noise) * 3))
+        assert await store.get("huge")
+
+    using(Store(place, Limits(bytes=4000), clock), work)
+
+
+def test_age_is_bounded(place: str) -> None:
+    """From when it was made, however often it was read."""
+    clock = Clock()
+
+    async def work(store: Store) -> list[str]:
+        await store.put(record("old"))
+        clock.now += 60
+        await store.put(record("new"))
+        clock.now += 41
+        await store.get("old")
+        await store.put(record("now"))
+        return [id for id in ("old", "new", "now") if await store.get(id)]
+
+    assert ["new", "now"] == using(Store(place, Limits(seconds=100), clock), work)
+
+
+def test_a_lease_runs_out(place: str) -> None:
+    """Who does not renew it is taken for gone; what is settled needs none."""
+    clock = Clock()
+
+    async def work(store: Store) -> None:
+        for id in ("made", "left", "done"):
+            await store.put(record(id, settled=id == "done"))
+        clock.now += LEASE_SECONDS - 1
+        assert {"made"} == await store.renew(["made", "done", "none"])
+        clock.now += 2
+        found = {id: await store.get(id) for id in ("made", "left", "done")}
+        assert {"made": False, "left": True, "done": False} == {
+            id: each.lost for id, each in found.items() if each is not None
+        }
+
+    using(Store(place, clock=clock), work)
+
+
+def test_two_servers_share_a_store(place: str) -> None:
+    """What one writes the other reads, also while both write."""
+    if place == MEMORY:
+        pytest.skip("memory is nobody else's")
+    one, other = Store(place), Store(place)
+
+    async def work() -> None:
+        await one.open()
+        await asyncio.gather(*(store.put(record(f"{at}{id(store)}")) for at in range(20) for store in (one, other)))
+        for at in range(20):
+            assert await other.get(f"{at}{id(one)}")
+            assert await one.get(f"{at}{id(other)}")
+        one.close()
+        other.close()
+
+    asyncio.run(work())
+
+
+def test_a_file_survives_its_server_and_is_nobody_elses(tmp_path: Path) -> None:
+    """Read by the next store; only the user may look into it."""
+    place = tmp_path / "deep" / "folder" / "store.sqlite"
+    using(Store(str(place)), lambda store: store.put(record("a"), b"event"))
+
+    kept = using(Store(str(place)), lambda store: store.get("a"))
+    assert kept is not None
+    assert 0o600 == stat.S_IMODE(place.stat().st_mode)
+    assert 0o700 == stat.S_IMODE(place.parent.stat().st_mode)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """A transaction keeps all or nothing."""
+    database = connect(str(tmp_path / "store.sqlite"))
+    database.run("CREATE TABLE things (id TEXT PRIMARY KEY)")
+
+    def twice() -> None:
+        with database.transaction():
+            for _ in range(2):
+                database.run("INSERT INTO things VALUES (?)", ["a"])
+
+    with pytest.raises(StoreError):
+        twice()
+
+    assert [] == database.run("SELECT id FROM things")
+    database.close()
+
+
+def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
+    """A folder in place of the file, or a database that nobody serves."""
+    for place in (str(tmp_path), "postgresql://nobody@127.0.0.1:1/none"):
+        with pytest.raises(StoreError):
+            using(Store(place), lambda store: store.open())
+
+
+def test_a_server_does_not_start_without_the_store_that_it_was_told(tmp_path: Path) -> None:
+    """What was named is looked for at the start; what was not is left alone."""
+    check_store(str(tmp_path / "new" / "store.sqlite"))
+    assert (tmp_path / "new" / "store.sqlite").exists()
+    for setting in (None, "none", "memory"):
+        check_store(setting)
+
+    with pytest.raises(StoreError):
+        check_store(str(tmp_path))
+
+
+def test_the_banner_shows_no_password() -> None:
+    """Where things are kept, and no more."""
+    places = ("none", "memory", "/a/b.sqlite", "postgresql://user:secret@host/db")
+
+    assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [place_of(place) for place in places]
+
+
+def test_a_record_belongs_to_its_owner(place: str) -> None:
+    """Nobody else reads, follows, finds or deletes it; what has no owner is everybody's."""
+
+    async def work(store: Store) -> list[object]:
+        await store.put(record("shared", items=("i0",)))
+        await store.put(record("mine", "shared", items=("i1",), owner="me"), b"e")
+        found: list[object] = []
+        for who in ("me", "you"):
+            chain = [each.id for each in await store.chain("mine", who)]
+            held = [each.id for each in await store.holders(["i0", "i1"], who)]
+            found.append((bool(await store.get("mine", who)), await store.events("mine", who), chain, held))
+        return [*found, await store.delete("mine", "you"), await store.delete("mine", "me")]
+
+    mine, yours, *deleted = using(Store(place), work)
+    assert (True, b"e", ["shared", "mine"], ["mine", "shared"]) == mine
+    assert (False, b"", ["shared"], ["shared"]) == yours
+    assert [False, True] == deleted
+
+
+def test_a_store_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its records had no owners, and are everybody's."""
+    place = tmp_path / "old.sqlite"
+    using(Store(str(place)), lambda store: store.put(record("old")))
+    with closing(sqlite3.connect(place)) as other:
+        other.execute("ALTER TABLE responses DROP COLUMN owner")
+
+    found = using(Store(str(place)), lambda store: store.get("old", "me"))
+    assert found is not None
+    assert "" == found.owner
+
+
+def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing by default but a file in the folder that the system has for it; memory where that cannot be."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    found = [open_store(setting) for setting in (None, "memory", "~/x.sqlite", "postgresql://h/d")]
+
+    places = [str(tmp_path / "cellar" / "responses.sqlite"), MEMORY, str(Path.home() / "x.sqlite"), "postgresql://h/d"]
+    assert places == [store.place if store else None for store in found]
+    assert open_store("none") is None
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert MEMORY == default_place()
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_a_relative_data_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the XDG base directory specification has it: the file would depend on where the server was started."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", "data")
+
+    assert str(tmp_path / ".local" / "share" / "cellar" / "responses.sqlite") == default_place()
