@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import httpx
 import psutil
 
 from engine.load.resources import processors
-from server.http.version import version
 
 
 def environment() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "httpx": httpx.__version__,
-        "cellar": version(),
+        "cellar": importlib.metadata.version("kvcellar"),
     }
 
 

@@ -1,0 +1,91 @@
+"""Rules of the architecture that neither ruff nor import-linter can express; one test a rule, over all files."""
+
+from __future__ import annotations
+
+import ast
+
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
+
+from tests.house.source import ROOT, sources
+
+# Files that may catch every exception, and the reason.
+BOUNDARIES = {
+    "engine/engine.py": "end of the engine thread",
+    "engine/core.py": "a failing step fails its own sequences",
+    "engine/chat_format/lark.py": "an invalid grammar is refused with a message",
+    "engine/embedder/loading.py": "an embedding model that cannot run is refused with a message",
+    "engine/embedder/turns.py": "a failing batch fails its own jobs",
+    "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
+    "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
+    "engine/draft/heads.py": "an MTP head that cannot be loaded is refused with a message",
+    "server/http/limits.py": "HTTP boundary, before the first byte of a response",
+    "server/http/stream_encoder.py": "HTTP boundary, after the first byte of a response",
+    "server/responses/run.py": "HTTP boundary of a background response",
+}
+# Files of the engine with coroutines: they run on the event loop, everything else on the engine thread.
+EVENT_LOOP = {"engine/engine.py", "engine/output/stream.py"}
+FAMILIES = ("llama", "qwen", "gemma", "mistral", "phi", "olmo", "gpt", "neox", "cohere", "mamba", "deepseek", "granite")
+EMPTY_NAMES = ("util", "helper", "manager", "misc", "common_")
+
+
+def test_imports_follow_the_layers() -> None:
+    """The contracts of import-linter in pyproject.toml hold."""
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
+
+
+def test_package_files_import_no_module_of_the_project() -> None:
+    """An __init__.py re-exports nothing."""
+    files = [source for source in sources() if source.path.name == "__init__.py"]
+
+    assert [] == [place for source in files for place in source.places(source.nodes(ast.Import, ast.ImportFrom))]
+
+
+def test_every_exception_is_caught_at_boundaries_only() -> None:
+    """`except Exception` stands in the files of BOUNDARIES, each of which has one; `except BaseException` nowhere."""
+    handlers = {source.label: [*source.nodes(ast.ExceptHandler)] for source in sources()}
+    broad = {label: {ast.unparse(node.type) for node in nodes if node.type} for label, nodes in handlers.items()}
+
+    assert set(BOUNDARIES) == {label for label, types in broad.items() if "Exception" in types}
+    assert [] == [label for label, types in broad.items() if any("BaseException" in name for name in types)]
+
+
+def test_no_checkpoint_code_is_trusted() -> None:
+    """trust_remote_code is False wherever it is passed."""
+    trusted = [
+        place
+        for source in sources()
+        for place in source.places(
+            node
+            for node in source.nodes(ast.keyword)
+            if node.arg == "trust_remote_code" and ast.unparse(node.value) != "False"
+        )
+    ]
+
+    assert [] == trusted
+
+
+def test_no_condition_names_a_model_family() -> None:
+    """A model's abilities are measured on its modules, not looked up by its name."""
+    named = [
+        f"{source.label}:{text.lineno} {text.value}"
+        for source in sources()
+        for branch in source.nodes(ast.If, ast.IfExp, ast.While)
+        for text in ast.walk(branch.test)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        if any(family in text.value.lower() for family in FAMILIES)
+    ]
+
+    assert [] == named
+
+
+def test_the_engine_thread_never_awaits() -> None:
+    """Coroutines stand on the event loop's side of the engine only."""
+    kinds = (ast.Await, ast.AsyncFunctionDef, ast.AsyncWith, ast.AsyncFor)
+    inside = [source for source in sources("engine", "kvcache") if source.label not in EVENT_LOOP]
+
+    assert [] == [place for source in inside for place in source.places(source.nodes(*kinds))]
+
+
+def test_no_file_has_an_empty_name() -> None:
+    """No utils, helpers or managers."""
+    assert [] == [source.label for source in sources() if any(name in source.path.stem for name in EMPTY_NAMES)]
