@@ -39,7 +39,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class RequestOptions:
     """What every request asks for besides its prompt. `extra` is laid over the body; null takes a field out of it."""
 
     timeout_seconds: float
@@ -49,7 +49,7 @@ class Ask:
         """The JSON body of one streamed request."""
         body = {
             "model": model,
-            **asked(prompt),
+            **prompt_fields(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
@@ -58,7 +58,7 @@ class Ask:
         return {name: value for name, value in {**body, **self.extra}.items() if value is not None}
 
 
-def asked(prompt: Prompt) -> dict[str, Any]:
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
     """The fields of the body that hold the prompt."""
     if isinstance(prompt, list):
         return {"prompt": prompt}
@@ -66,7 +66,7 @@ def asked(prompt: Prompt) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamedAnswer:
     """An answer while it arrives; seconds since it was asked for.
 
     It is whole after a finish_reason or [DONE]: usage comes behind the first, and some servers never send the second.
@@ -77,7 +77,7 @@ class Answer:
     outcome: str = "cut"
     text: str = ""
 
-    def take(self, line: bytes, seconds: float) -> None:
+    def parse_line(self, line: bytes, seconds: float) -> None:
         """Read one line of the event stream; ValueError or AttributeError where it is none."""
         if not line.startswith(b"data:"):
             return
@@ -126,7 +126,7 @@ def has_text(delta: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentRequest:
     """A request whose answer has ended and was not read yet.
 
     begun, moment  when its run began, and when it was sent, by time.perf_counter
@@ -139,7 +139,7 @@ class Sent:
 
     def read(self) -> Sample:
         """What came of it; whatever happened is an outcome, not an exception."""
-        answer = Answer()
+        answer = StreamedAnswer()
         try:
             self._read(answer)
         except h11.RemoteProtocolError as error:
@@ -149,11 +149,11 @@ class Sent:
         finished = self.recording.ended - self.moment
         return answer.sample(asked_tokens=self.asked_tokens, sent=self.moment - self.begun, finished=finished)
 
-    def _read(self, answer: Answer) -> None:
+    def _read(self, answer: StreamedAnswer) -> None:
         status, pieces = self.recording.opened()
         if status == 200:
             for line, moment in lines(pieces):
-                answer.take(line, moment - self.moment)
+                answer.parse_line(line, moment - self.moment)
         elif status is not None:
             answer.fail(f"http {status}", b"".join(data for _, data in pieces))
         match self.recording.problem:
@@ -163,13 +163,13 @@ class Sent:
                 answer.fail("connection", self.recording.reason.encode())
 
 
-async def send(server: Server, ask: Ask, *, prompt: Prompt, max_tokens: int, begun: float) -> Sent:
+async def send(server: Server, ask: RequestOptions, *, prompt: Prompt, max_tokens: int, begun: float) -> SentRequest:
     """Send one request and take its answer to the end."""
     moment = time.perf_counter()
     url = server.url + ("/completions" if isinstance(prompt, list) else "/chat/completions")
     body = ask.body(server.model, prompt, max_tokens)
     request = httpx.Request("POST", url, json=body, headers=server.headers)
-    return Sent(await record(request, ask.timeout_seconds), max_tokens, begun, moment)
+    return SentRequest(await record(request, ask.timeout_seconds), max_tokens, begun, moment)
 
 
 def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[bytes, float]]:

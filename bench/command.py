@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.benchmark import Benchmark, Measured
 from bench.client import Server
 from bench.launch import cellar
 from bench.machine import environment
@@ -20,16 +21,15 @@ from bench.options import BenchOptions
 from bench.plan import ask_of, plan_of
 from bench.plots import MISSING, draw
 from bench.report import by_scenario, document, table, write_json
-from bench.session import Measured, Session
-from bench.target import Unusable, check_url, find
+from bench.target import BenchError, check_url, find
 
 EXIT_ERRORS, EXIT_UNUSABLE, EXIT_INTERRUPTED = 1, 2, 130
 # Figures cut to fit a narrow terminal would be worth nothing.
-LEAST_WIDTH = 130
+MIN_WIDTH = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServeArguments:
     """What `cellar serve` would take: for the server that is started here, and as far as it says how to ask others.
 
     arguments    of the command line, without the address and keys
@@ -44,12 +44,12 @@ class Serving:
     context: int | None = None
 
 
-def measured(options: BenchOptions, serving: Serving) -> int:
+def measured(options: BenchOptions, serving: ServeArguments) -> int:
     """Measure, print, write; 0 if every request got a whole answer, 1 if not, 2 if nothing could be measured."""
-    console, results = Console(stderr=True), Console(width=max(Console().width, LEAST_WIDTH))
+    console, results = Console(stderr=True), Console(width=max(Console().width, MIN_WIDTH))
     try:
         return measure(options, serving, console, results)
-    except Unusable as error:
+    except BenchError as error:
         console.print(f"cellar bench: {error}", markup=False, highlight=False, soft_wrap=True)
         return EXIT_UNUSABLE
     except KeyboardInterrupt:
@@ -57,15 +57,15 @@ def measured(options: BenchOptions, serving: Serving) -> int:
         return EXIT_INTERRUPTED
 
 
-def measure(options: BenchOptions, serving: Serving, console: Console, results: Console) -> int:
+def measure(options: BenchOptions, serving: ServeArguments, console: Console, results: Console) -> int:
     """The exit status; Unusable says why nothing could be measured."""
     plan = plan_of(options)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    session = Session(ask=ask_of(options), kind=options.prompts, seed=seed, rounds=options.rounds, console=console)
+    session = Benchmark(ask=ask_of(options), kind=options.prompts, seed=seed, rounds=options.rounds, console=console)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Unusable(f"--out {options.out} cannot be made: {error}") from error
+        raise BenchError(f"--out {options.out} cannot be made: {error}") from error
     with ExitStack() as stack:
         servers = servers_of(options, serving, stack, console)
         contexts = [server.context for server in servers]
@@ -86,7 +86,7 @@ def measure(options: BenchOptions, serving: Serving, console: Console, results: 
     return 0 if all(one.whole for one in found) else EXIT_ERRORS
 
 
-def servers_of(options: BenchOptions, serving: Serving, stack: ExitStack, console: Console) -> list[Server]:
+def servers_of(options: BenchOptions, serving: ServeArguments, stack: ExitStack, console: Console) -> list[Server]:
     """The servers to measure; one started here lives as long as `stack`."""
     named = [
         text.rpartition("=") if "://" in text.rpartition("=")[2] else ("", "", text) for text in options.base_url or ()
@@ -97,7 +97,9 @@ def servers_of(options: BenchOptions, serving: Serving, stack: ExitStack, consol
         console.print(told, markup=False, soft_wrap=True)
         named = [("cellar", "=", stack.enter_context(cellar(serving.arguments, log, serving.environment)))]
     if len(serving.names) not in (0, 1, len(named)):
-        raise Unusable(f"--served-model-name must be given once or {len(named)} times, not {len(serving.names)} times")
+        raise BenchError(
+            f"--served-model-name must be given once or {len(named)} times, not {len(serving.names)} times"
+        )
     models: list[str | None] = [*serving.names] or [None]
     models = models * len(named) if len(models) == 1 else models
     servers = []
@@ -106,7 +108,7 @@ def servers_of(options: BenchOptions, serving: Serving, stack: ExitStack, consol
         name = name or url.split("/")[2]
         servers.append(find(name, url, model=model, api_key=serving.api_key, context=serving.context))
     if len({server.name for server in servers}) < len(servers):
-        raise Unusable("two servers have the same name: write --base-url NAME=URL")
+        raise BenchError("two servers have the same name: write --base-url NAME=URL")
     return servers
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import httpx
 
-from bench.target import Unusable
+from bench.target import BenchError
 
 CELLAR = (sys.executable, "-c", "from server.cli import main; main()", "serve")
 PORT = "{port}"
 # Weights may have to come from the hub first.
 READY_SECONDS, END_SECONDS = 3600.0, 60.0
-TOLD_LINES = 5
+LOG_LINES = 5
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def started(
         try:
             server = subprocess.Popen(words, stdout=out, stderr=out, env={**os.environ, **(environment or {})})
         except OSError as error:
-            raise Unusable(f"{words[0]} cannot be started: {error}") from error
+            raise BenchError(f"{words[0]} cannot be started: {error}") from error
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         wait_until_ready(server, f"http://127.0.0.1:{port}{ready}", log)
@@ -72,5 +72,5 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    said = "\n".join(log.read_text(errors="replace").splitlines()[-TOLD_LINES:])
-    raise Unusable(f"the server did not get ready; all it said is in {log}, which ends:\n{said}")
+    said = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    raise BenchError(f"the server did not get ready; all it said is in {log}, which ends:\n{said}")

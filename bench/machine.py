@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
-from engine.load.resources import processors
+from engine.load.resources import processor_count
 
 
 def environment() -> dict[str, Any]:
@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
-        "usable_threads": processors(),
+        "usable_threads": processor_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": psutil.getloadavg(),
         "system": platform.platform(),

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from bench.benchmark import Measured
 from bench.report import series
-from bench.session import Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bench.asker import Asker
-from bench.cells import Work
-from bench.client import Ask, Chat, Prompt, Server, send
+from bench.cells import Workload
+from bench.client import Chat, Prompt, RequestOptions, Server, send
+from bench.load_generator import LoadGenerator
 from bench.options import Kind
-from bench.prompts import WORDS, Ids, Length, Prompts, Words, length
+from bench.prompts import WORDS, Prompts, TokenIdPrompts, TokenRatio, WordPrompts, fit_ratio
 from bench.samples import OK, Sample
-from bench.target import Unusable
+from bench.target import BenchError
 
 # Every word once, so that words drawn at random have as many tokens each; ids, where nothing is counted.
 FEW, MANY, IDS = WORDS[:1], WORDS, 8
-PACED, SPOKEN = 128, 16
+SPEED_PROMPT_TOKENS, SPEED_ANSWER_TOKENS = 128, 16
 # Without a count, three tokens for two words is near enough for English.
-GUESSED = Length(around=0.0, word=1.5)
+DEFAULT_LENGTH = TokenRatio(template_tokens=0.0, word=1.5)
 # What eight streams gain over one on CPUs lies between two and five times, says docs/performance.md.
 BATCH_GAIN = 3.0
 # A token of a long prompt takes longer than one of the short prompt that was timed.
@@ -24,71 +24,74 @@ DEPTH_LOSS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StreamSpeed:
     """How fast one stream is: tokens of a prompt a second, and seconds a token of its answer."""
 
     prefill: float
     token: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Workload) -> float:
         """About how long some work takes."""
         gain = min(work.streams, BATCH_GAIN)
-        return DEPTH_LOSS * work.prompts / self.prefill + work.said * work.streams * self.token / gain
+        return DEPTH_LOSS * work.prompts / self.prefill + work.generated * work.streams * self.token / gain
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbedServer:
     """A server that answers: how to ask it, and how fast it is."""
 
-    asker: Asker
-    pace: Pace
+    asker: LoadGenerator
+    speed: StreamSpeed
 
 
-async def probe(server: Server, ask: Ask, kind: Kind, seed: int) -> Found:
+async def probe(server: Server, ask: RequestOptions, kind: Kind, seed: int) -> ProbedServer:
     """Ask a few short things; Unusable if one of them has no answer."""
-    few = Ids(seed).lone(IDS, "probe") if kind == "ids" else said(FEW)
-    sample = await asked(server, ask, few)
+    few = TokenIdPrompts(seed).unshared(IDS, "probe") if kind == "ids" else chat_of(FEW)
+    sample = await one_token_answer(server, ask, few)
     if sample.outcome in ("http 400", "http 422") and "ignore_eos" in ask.extra:
         # Not OpenAI's field, and some refuse what they do not know; without it answers may end early.
         ask = replace(ask, extra={name: value for name, value in ask.extra.items() if name != "ignore_eos"})
-        sample = await asked(server, ask, few)
-    check(server, sample)
-    prompts: Prompts = Ids(seed)
+        sample = await one_token_answer(server, ask, few)
+    check_sample(server, sample)
+    prompts: Prompts = TokenIdPrompts(seed)
     if kind == "text":
-        more = check(server, await asked(server, ask, said(MANY)))
-        prompts = Words(counted(sample, more), seed)
-    asker = Asker(server, ask, prompts)
-    return Found(asker, await pace(asker))
+        more = check_sample(server, await one_token_answer(server, ask, chat_of(MANY)))
+        prompts = WordPrompts(measure_length(sample, more), seed)
+    asker = LoadGenerator(server, ask, prompts)
+    return ProbedServer(asker, await measure_speed(asker))
 
 
-async def asked(server: Server, ask: Ask, prompt: Prompt) -> Sample:
+async def one_token_answer(server: Server, ask: RequestOptions, prompt: Prompt) -> Sample:
     """What came of a prompt that is answered with one token."""
     return (await send(server, ask, prompt=prompt, max_tokens=1, begun=0.0)).read()
 
 
-async def pace(asker: Asker) -> Pace:
+async def measure_speed(asker: LoadGenerator) -> StreamSpeed:
     """How fast one stream is, from a single answer."""
-    run = await asker.one(asker.prompts.lone(PACED, "pace"), SPOKEN)
-    sample = check(asker.server, run.samples[0])
-    first = sample.first or sample.finished
-    return Pace(prefill=PACED / first, token=sample.token or sample.finished / max(1, sample.completion_tokens))
+    run = await asker.one(asker.prompts.unshared(SPEED_PROMPT_TOKENS, "pace"), SPEED_ANSWER_TOKENS)
+    sample = check_sample(asker.server, run.samples[0])
+    first = sample.first_token_seconds or sample.finished
+    return StreamSpeed(
+        prefill=SPEED_PROMPT_TOKENS / first,
+        token=sample.seconds_per_token or sample.finished / max(1, sample.completion_tokens),
+    )
 
 
-def said(words: list[str]) -> Chat:
+def chat_of(words: list[str]) -> Chat:
     """A chat of these words."""
     return (("user", " ".join(words)),)
 
 
-def counted(few: Sample, many: Sample) -> Length:
+def measure_length(few: Sample, many: Sample) -> TokenRatio:
     """How the server counts words."""
     if few.prompt_tokens is None or many.prompt_tokens is None:
-        return GUESSED
-    return length((len(FEW), few.prompt_tokens), (len(MANY), many.prompt_tokens))
+        return DEFAULT_LENGTH
+    return fit_ratio((len(FEW), few.prompt_tokens), (len(MANY), many.prompt_tokens))
 
 
-def check(server: Server, sample: Sample) -> Sample:
+def check_sample(server: Server, sample: Sample) -> Sample:
     """A whole answer; Unusable says what came in its place."""
     if sample.outcome != OK:
         said = f": {sample.text}" if sample.text else ""
-        raise Unusable(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{said}")
+        raise BenchError(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{said}")
     return sample

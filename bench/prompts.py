@@ -24,11 +24,11 @@ FIRST_ID, LAST_ID = 300, 1900
 class Prompts(Protocol):
     """A source of prompts; all lengths are tokens."""
 
-    def lone(self, tokens: int, *key: object) -> Prompt:
+    def unshared(self, tokens: int, *key: object) -> Prompt:
         """A prompt that shares nothing with others."""
         ...
 
-    def user(self, system: int, tokens: int, *key: object, number: int) -> Prompt:
+    def shared_system(self, system: int, tokens: int, *key: object, number: int) -> Prompt:
         """The prompt of one of many users behind one system prompt, which depends on `key` alone."""
         ...
 
@@ -38,35 +38,35 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """How many tokens a server makes of so many words: `around` for the template, `word` for each."""
+class TokenRatio:
+    """How many tokens a server makes of so many words: `template_tokens` for the template, `word` for each."""
 
-    around: float
+    template_tokens: float
     word: float
 
     def words(self, tokens: int) -> int:
         """How many words come closest to `tokens`, one at least."""
-        return max(1, round((tokens - self.around) / self.word))
+        return max(1, round((tokens - self.template_tokens) / self.word))
 
 
-def length(few: tuple[int, int], many: tuple[int, int]) -> Length:
+def fit_ratio(few: tuple[int, int], many: tuple[int, int]) -> TokenRatio:
     """The line through two (words, tokens) that a server counted."""
     word = max((many[1] - few[1]) / (many[0] - few[0]), 0.1)
-    return Length(around=few[1] - word * few[0], word=word)
+    return TokenRatio(template_tokens=few[1] - word * few[0], word=word)
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WordPrompts:
     """Chats of common English words, for a server that counts them so."""
 
-    counted: Length
+    counted: TokenRatio
     seed: int
 
-    def lone(self, tokens: int, *key: object) -> Chat:
+    def unshared(self, tokens: int, *key: object) -> Chat:
         """See Prompts."""
         return (("user", self._text(self.counted.words(tokens), key)),)
 
-    def user(self, system: int, tokens: int, *key: object, number: int) -> Chat:
+    def shared_system(self, system: int, tokens: int, *key: object, number: int) -> Chat:
         """See Prompts."""
         together = self._text(self.counted.words(system), key)
         return (("system", together), ("user", self._text(self._more(tokens), (key, number))))
@@ -86,24 +86,24 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class TokenIdPrompts:
     """Random token ids, exactly as many as asked for; for servers whose /v1/completions takes them."""
 
     seed: int
 
-    def lone(self, tokens: int, *key: object) -> list[int]:
+    def unshared(self, tokens: int, *key: object) -> list[int]:
         """See Prompts."""
         source = random.Random(f"{self.seed} {key}")
         return [source.randint(FIRST_ID, LAST_ID) for _ in range(tokens)]
 
-    def user(self, system: int, tokens: int, *key: object, number: int) -> list[int]:
+    def shared_system(self, system: int, tokens: int, *key: object, number: int) -> list[int]:
         """See Prompts."""
-        return [*self.lone(system, key), *self.lone(tokens, key, number)]
+        return [*self.unshared(system, key), *self.unshared(tokens, key, number)]
 
     def second_turn(self, first: Prompt, answer: str, tokens: int, *key: object) -> list[int]:
         """See Prompts. The ids of the answer are not known, so all behind the first prompt is new."""
         assert isinstance(first, list)
-        return [*first, *self.lone(tokens, key)]
+        return [*first, *self.unshared(tokens, key)]
 
 
 def sentence(words: int, seed: str) -> str:

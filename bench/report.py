@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.benchmark import Measured
 from bench.client import Server
-from bench.samples import Run
-from bench.session import Measured
+from bench.samples import LoadRun
 
 TITLES = {
     "latency": "Latency: one stream, by the length of its prompt",
@@ -76,11 +76,11 @@ def document(
         "options": options,
         "servers": [{"name": one.name, "url": one.url, "model": one.model, "context": one.context} for one in servers],
         "left_out": list(left_out),
-        "cells": [entry(one) for one in measured],
+        "cells": [cell_entry(one) for one in measured],
     }
 
 
-def entry(measured: Measured) -> dict[str, Any]:
+def cell_entry(measured: Measured) -> dict[str, Any]:
     """One cell: its figures round by round, and every request."""
     return {
         "server": measured.server,
@@ -90,13 +90,13 @@ def entry(measured: Measured) -> dict[str, Any]:
         "outcomes": measured.outcomes,
         "problems": measured.problems,
         "figures": {
-            name: {"median": measured.middle(name), "rounds": measured.values(name)} for name in measured.series
+            name: {"median": measured.median(name), "rounds": measured.values(name)} for name in measured.series
         },
-        "runs": [written(run) for result in measured.results for run in result.runs],
+        "runs": [run_entry(run) for result in measured.results for run in result.runs],
     }
 
 
-def written(run: Run) -> dict[str, Any]:
+def run_entry(run: LoadRun) -> dict[str, Any]:
     """A run without the texts of its answers."""
     content = dataclasses.asdict(run)
     for sample in content["samples"]:

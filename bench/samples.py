@@ -37,7 +37,7 @@ class Sample:
     text: str = ""
 
     @property
-    def first(self) -> float | None:
+    def first_token_seconds(self) -> float | None:
         """Seconds to the first text, None where there was none."""
         return self.arrivals[0] if self.arrivals else None
 
@@ -47,7 +47,7 @@ class Sample:
         return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
     @property
-    def token(self) -> float | None:
+    def seconds_per_token(self) -> float | None:
         """The mean seconds a token after the first, which does not depend on how tokens share pieces."""
         if len(self.arrivals) < 2 or self.completion_tokens < 2:
             return None
@@ -55,7 +55,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadRun:
     """Requests sent together: `seconds` from the first one sent to the end of the last answer."""
 
     planned: int
@@ -79,7 +79,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def outcomes(runs: Sequence[Run]) -> dict[str, int]:
+def outcomes(runs: Sequence[LoadRun]) -> dict[str, int]:
     """How many requests ended how; "lost" are those without any end, a fault of this program."""
     samples = [sample for run in runs for sample in run.samples]
     lost = sum(run.planned for run in runs) - len(samples)

@@ -12,7 +12,7 @@ from bench.client import Server
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-class Unusable(Exception):
+class BenchError(Exception):
     """The benchmark cannot start; the text says what to change."""
 
 
@@ -20,9 +20,9 @@ def check_url(url: str, allow_remote: bool) -> str:
     """The base URL without its last slash; what is not HTTP is refused, and other machines unless allowed."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unusable(f"--base-url must look like http://127.0.0.1:8000/v1, not {url!r}")
+        raise BenchError(f"--base-url must look like http://127.0.0.1:8000/v1, not {url!r}")
     if parts.hostname not in LOCAL and not allow_remote:
-        raise Unusable(f"{parts.hostname} is another machine: this sends much load, so say --allow-remote if you may")
+        raise BenchError(f"{parts.hostname} is another machine: this sends much load, so say --allow-remote if you may")
     return url.rstrip("/")
 
 
@@ -30,14 +30,14 @@ def find(name: str, url: str, *, model: str | None, api_key: str | None, context
     """The server at `url`, asked for what is not given: its first model, and the context of that."""
     try:
         listed = ask_models(url, api_key)
-    except Unusable:
+    except BenchError:
         # Not every server has the list, or keeps it: with a name, the first question tells whether there is one.
         if model is None:
             raise
         listed = []
     if model is None:
         if not listed:
-            raise Unusable(f"{url}/models names no model: say --served-model-name")
+            raise BenchError(f"{url}/models names no model: say --served-model-name")
         model = str(listed[0].get("id"))
     own = next((entry for entry in listed if entry.get("id") == model), {})
     return Server(name, url, model, api_key, context or context_of(own))
@@ -50,10 +50,10 @@ def ask_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
         answer = httpx.get(f"{url}/models", headers=headers, timeout=30, trust_env=False)
         if answer.is_error:
             advice = ": URLs of OpenAI's API end with /v1" if answer.status_code == httpx.codes.NOT_FOUND else ""
-            raise Unusable(f"{url}/models is answered with {answer.status_code}{advice}")
+            raise BenchError(f"{url}/models is answered with {answer.status_code}{advice}")
         return [entry for entry in answer.json()["data"] if isinstance(entry, dict)]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise Unusable(f"{url}/models does not answer with a list of models: {error}") from error
+        raise BenchError(f"{url}/models does not answer with a list of models: {error}") from error
 
 
 def context_of(model: dict[str, Any]) -> int | None:

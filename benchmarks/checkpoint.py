@@ -23,7 +23,7 @@ from typing import Any
 from bench.launch import CELLAR, PORT, started
 from bench.machine import environment
 from bench.report import write_json
-from bench.target import Unusable
+from bench.target import BenchError
 from benchmarks import peers
 from benchmarks.checkout import commit
 from benchmarks.gemma import gguf_file, write_folder
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     try:
         return measure(given)
-    except (Unusable, ImportError) as error:
+    except (BenchError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
@@ -74,7 +74,7 @@ def compete(given: argparse.Namespace, file: Path, folder: Path, name: str) -> A
     sizes = ("--cells", "alone,prefill,streams", "--long", str(PROMPT), "--streams", "8", "--goals", "none")
     runs = ("--threads", str(given.threads), "--pairs", str(given.pairs), "--out", str(out))
     if peers.main(["llama.cpp", *sides, *program, *sizes, *runs]) != 0:
-        raise Unusable(f"{name} was not measured")
+        raise BenchError(f"{name} was not measured")
     return json.loads((out / "peers.json").read_text())["figures"]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.benchmark import Measured
 from bench.cells import FASTER
 from bench.report import digits
-from bench.session import Measured
 from benchmarks.goals import Goals
 
 

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.cpu import build
-from engine.kernels.cpu.native import Native
-from engine.load.resources import processors
-from kvcache.cells import CellPool
+from engine.kernels.cpu.attention import NativeAttention
+from engine.load.resources import processor_count
+from kvcache.cell_pool import CellPool
 from kvcache.forward import Segment
-from kvcache.planes import Stored
-from kvcache.spec import GroupSpec, Reach
+from kvcache.kv_buffer import LayerKV
+from kvcache.spec import AttentionRange, GroupSpec
 
 # More than the last-level caches of the machines that this runs on.
 POOL_BYTES = 160 * 2**20
@@ -116,7 +116,7 @@ class Bench:
         self.products = 2 * shape.heads * shape.width * seen * work.sequences
         self.layers = max(POOL_BYTES // self.bytes, 1)
         numbers = tuple(range(self.layers))
-        spec = GroupSpec(shape.key_heads, shape.width, shape.width, Reach(), numbers, (None,) * self.layers)
+        spec = GroupSpec(shape.key_heads, shape.width, shape.width, AttentionRange(), numbers, (None,) * self.layers)
         self.pool = CellPool(spec, cells, dtype, torch.device("cpu"))
         for layer, plane in itertools.product(numbers, (self.pool.keys, self.pool.values)):
             plane.write(layer, slice(0, cells), torch.randn(shape.key_heads, cells, shape.width))
@@ -141,8 +141,8 @@ class Bench:
 
         def run() -> Tensor:
             layer = next(self._turn)
-            keys, values = Stored(self.pool.keys, layer), Stored(self.pool.values, layer)
-            return attend(self.query, keys, values, segments, Reach(), scale=self.query.shape[-1] ** -0.5)
+            keys, values = LayerKV(self.pool.keys, layer), LayerKV(self.pool.values, layer)
+            return attend(self.query, keys, values, segments, AttentionRange(), scale=self.query.shape[-1] ** -0.5)
 
         return run
 
@@ -169,7 +169,7 @@ def take_turns(calls: Sequence[Call], rounds: int) -> list[list[float]]:
     return times
 
 
-def row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, limits: Limits, rounds: int) -> str:
+def row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAttention, limits: Limits, rounds: int) -> str:
     """One line of the table: microseconds, ratios, GB/s and shares of the limit of a work."""
     bench = Bench(shape, work, dtype)
     runs, tables = bench.runs(), bench.tables()
@@ -190,7 +190,7 @@ def row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, limits: Li
     return "| " + " | ".join(cells) + " |"
 
 
-def shared_row(shape: Shape, work: Work, dtype: torch.dtype, native: Native, rounds: int) -> str:
+def shared_row(shape: Shape, work: Work, dtype: torch.dtype, native: NativeAttention, rounds: int) -> str:
     """One line of the table of those that share: microseconds and their ratio."""
     bench = Bench(shape, work, dtype)
     tables = bench.tables()
@@ -220,12 +220,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "int8"), help="of the pool")
     parser.add_argument("--variant", default=build.variants("attention")[0], choices=build.variants("attention"))
-    parser.add_argument("--threads", type=int, default=processors())
+    parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--library", type=Path, help="instead of the one that is built")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    native = Native(options.library or build.library("attention", options.variant))
+    native = NativeAttention(options.library or build.library("attention", options.variant))
     print(f"{options.variant}, {options.threads} threads, pool of {options.dtype}")
     dtype = getattr(torch, options.dtype)
     limits = limits_of(dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.options import Kind
-from bench.target import Unusable
+from bench.target import BenchError
 
 OPENVINO = str(Path(__file__).with_name("openvino_server.py"))
 
@@ -45,7 +45,7 @@ class Peer:
         beside = str(Path(sys.executable).with_name(self.program))
         found = shutil.which(program) if program else shutil.which(self.program) or shutil.which(beside)
         if found is None:
-            raise Unusable(f"{program or self.program} is not there: give its path as --program")
+            raise BenchError(f"{program or self.program} is not there: give its path as --program")
         return [found, *self.arguments(model, share)]
 
 

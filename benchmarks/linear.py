@@ -23,8 +23,8 @@ from benchmarks.kernels import POOL_BYTES, Call, take_turns
 from engine.kernels import linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.packing import Bits, Packed, Room, pack
-from engine.load.resources import processors
+from engine.kernels.packing import Bits, PackedMatrix, PackedStorage, pack
+from engine.load.resources import processor_count
 
 # Outputs and columns of Qwen3-0.6B: gate and up, down, and the rows of query, key and value.
 SHAPES = ((6144, 1024), (1024, 3072), (4096, 1024))
@@ -36,18 +36,18 @@ HEADS = (
 )
 
 
-def copies(packed: Packed, bytes_: int) -> Iterator[Packed]:
+def copies(packed: PackedMatrix, bytes_: int) -> Iterator[PackedMatrix]:
     """The same matrix in ever other places, that take so much memory together."""
-    shape, count = (packed.outputs, packed.columns), bytes_ // packed.bytes + 1
-    room = Room([shape] * count, packed.bits)
-    there = [room.matrix(*shape) for _ in range(count)]
+    shape, count = (packed.outputs, packed.columns), bytes_ // packed.size_bytes + 1
+    room = PackedStorage([shape] * count, packed.bits)
+    there = [room.allocate(*shape) for _ in range(count)]
     for one in there:
         one.codes.copy_(packed.codes)
         one.scales.copy_(packed.scales)
     return itertools.cycle(there)
 
 
-def call(native: NativeLinear, rows: Tensor, matrices: Iterator[Packed]) -> Call:
+def call(native: NativeLinear, rows: Tensor, matrices: Iterator[PackedMatrix]) -> Call:
     """A call that takes the next matrix each time."""
     return lambda: native.multiply(rows, [next(matrices)])
 
@@ -69,7 +69,11 @@ def line(native: NativeLinear, outputs: int, columns: int, bits: Bits, rounds: i
         *(f"{outputs} x {columns}", f"int{bits}"),
         *(f"{1e6 * seconds:.0f}" for seconds in times),
         *(f"{times[at] / times[0]:.2f}" for at in (2, 3, 4)),
-        *(f"{packed.bytes / times[0] / 1e9:.1f}", f"{speed / 1e9:.1f}", f"{packed.bytes / times[0] / speed:.2f}"),
+        *(
+            f"{packed.size_bytes / times[0] / 1e9:.1f}",
+            f"{speed / 1e9:.1f}",
+            f"{packed.size_bytes / times[0] / speed:.2f}",
+        ),
         *(f"{work / many / 1e9:.0f}", f"{work / library / 1e9:.0f}", f"{library / many:.2f}"),
     ]
     return "| " + " | ".join(cells) + " |"
@@ -90,7 +94,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default=build.variants("linear")[0], choices=build.variants("linear"))
-    parser.add_argument("--threads", type=int, default=processors())
+    parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--library", type=Path, help="instead of the one that is built")
     options = parser.parse_args()

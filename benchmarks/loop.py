@@ -91,7 +91,7 @@ async def measure(given: argparse.Namespace) -> dict[str, float]:
     found = {}
     for name, data in REQUESTS.items():
         sink = Sink()
-        protocol = StrictProtocol(settings().caps, config, ServerState(), {}, _loop=asyncio.get_running_loop())
+        protocol = StrictProtocol(settings().limits, config, ServerState(), {}, _loop=asyncio.get_running_loop())
         protocol.connection_made(sink)
         for _ in range(WARM):
             await exchange(protocol, sink, data)

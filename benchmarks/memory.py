@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from bench.client import Ask, Server, send
+from bench.client import RequestOptions, Server, send
 from bench.launch import cellar
-from bench.prompts import Ids
+from bench.prompts import TokenIdPrompts
 from bench.samples import OK
-from bench.target import Unusable, find
+from bench.target import BenchError, find
 
 GOAL = 1.15
 ANSWERED = 8
@@ -61,15 +61,15 @@ async def most_resident(work: asyncio.Task[None], process: psutil.Process) -> in
 
 async def fill(server: Server, *, slots: int, context: int) -> None:
     """Let every slot hold a whole context; Unusable if an answer is not whole."""
-    ask, prompts = Ask(timeout_seconds=3600, extra={"ignore_eos": True}), Ids(seed=0)
+    ask, prompts = RequestOptions(timeout_seconds=3600, extra={"ignore_eos": True}), TokenIdPrompts(seed=0)
     sent = (
-        send(server, ask, prompt=prompts.lone(context - ANSWERED, at), max_tokens=ANSWERED, begun=0)
+        send(server, ask, prompt=prompts.unshared(context - ANSWERED, at), max_tokens=ANSWERED, begun=0)
         for at in range(slots)
     )
     for answer in await asyncio.gather(*sent):
         sample = answer.read()
         if sample.outcome != OK:
-            raise Unusable(f"the server answered {sample.outcome}: {sample.text}")
+            raise BenchError(f"the server answered {sample.outcome}: {sample.text}")
 
 
 async def measure(url: str, *, slots: int, context: int) -> tuple[int, int]:

@@ -22,9 +22,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.load.load import Loaded, load
-from engine.schedule.scheduler import Grant
-from engine.schedule.step import Said
+from engine.load.load import LoadedModel, load
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.step import StepResult
 from engine.types.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -67,12 +67,12 @@ class Ear:
     def __init__(self, side: Side) -> None:
         self._stepper, self._side = side.core._stepper, side
 
-    def run(self, grants: Sequence[Grant]) -> list[Said]:
+    def run(self, grants: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Stepper.run."""
         said = self._stepper.run(grants)
         for each in said:
             if each.tokens:
-                times = self._side.said.setdefault(each.grant.sequence.request.id, [])
+                times = self._side.said.setdefault(each.scheduled.sequence.request.id, [])
                 times.extend([self._side.now()] * len(each.tokens))
         return said
 
@@ -126,14 +126,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def side(loaded: Loaded, config: EngineConfig) -> Side:
+def side(loaded: LoadedModel, config: EngineConfig) -> Side:
     """Return an engine over a model that several share."""
     one = Side(Core(loaded, config))
     one.core._clock, one.core._stepper = one.now, Ear(one)  # type: ignore[assignment]
     return one
 
 
-def arrivals(given: argparse.Namespace, loaded: Loaded, seed: str) -> list[tuple[float, Request]]:
+def arrivals(given: argparse.Namespace, loaded: LoadedModel, seed: str) -> list[tuple[float, Request]]:
     """Return requests of random tokens, with the seconds at which they come: the same for all targets of a round."""
     turn, words = random.Random(seed.split()[0]), random.Random(seed)
     found, at = [], 0.0

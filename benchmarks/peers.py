@@ -37,23 +37,23 @@ from statistics import median
 
 from rich.console import Console
 
-from bench.cells import Cell, chat, lone, streams, users
-from bench.client import Ask, Server
+from bench.benchmark import Benchmark, Measured
+from bench.cells import Cell, chat, single_stream, streams, users
+from bench.client import RequestOptions, Server
 from bench.launch import cellar, started
 from bench.machine import environment
 from bench.plan import read_counts
 from bench.plots import MISSING
 from bench.report import document, write_json
 from bench.samples import OK
-from bench.session import Measured, Session
-from bench.target import Unusable, check_url, find
+from bench.target import BenchError, check_url, find
 from benchmarks.checkout import commit
 from benchmarks.duel import document as pairs
 from benchmarks.duel import plot, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
 from benchmarks.reading import Reading
-from engine.load.resources import processors
+from engine.load.resources import processor_count
 
 NAMES = ("alone", "prefill", "streams", "reuse")
 # Tokens of a sequence: enough for the first questions, and a multiple that pages and blocks of both sides like.
@@ -87,8 +87,8 @@ class Sizes:
     def cells(self, names: list[str], counts: list[int]) -> dict[str, tuple[Cell, int]]:
         """Return the cells of these names, and how many tokens a sequence of each holds at most."""
         known = {
-            "alone": (lone(self.depth, answered=self.decoded, repeats=1), self.depth + self.decoded),
-            "prefill": (lone(self.long, answered=1, repeats=1), self.long + 1),
+            "alone": (single_stream(self.depth, answered=self.decoded, repeats=1), self.depth + self.decoded),
+            "prefill": (single_stream(self.long, answered=1, repeats=1), self.long + 1),
         }
         for count in counts:
             cell = streams(count, asked=self.asked, answered=self.answered, requests=count)
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return compete(given)
-    except Unusable as error:
+    except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     except Unsound as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
@@ -120,14 +120,14 @@ def compete(given: argparse.Namespace) -> int:
     rounds = given.pairs if given.pairs is not None else 1 if given.smoke else 5
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(2**32)
     if rounds < 1:
-        raise Unusable(f"--pairs must be 1 or more, not {rounds}")
+        raise BenchError(f"--pairs must be 1 or more, not {rounds}")
     sizes = SMOKE if given.smoke else Sizes(long=given.long)
     chosen = sizes.cells(given.cells.split(","), read_counts("--streams", given.streams))
     if not chosen:
-        raise Unusable(f"--cells names none of {', '.join(NAMES)}")
+        raise BenchError(f"--cells names none of {', '.join(NAMES)}")
     cells = [cell for cell, _ in chosen.values()]
     kind = given.prompts or (PEERS[given.peer].kind if given.peer else "ids")
-    ask = Ask(timeout_seconds=1200.0, extra={"ignore_eos": True})
+    ask = RequestOptions(timeout_seconds=1200.0, extra={"ignore_eos": True})
     given.out.mkdir(parents=True, exist_ok=True)
     reading = Reading(given.threads)
 
@@ -135,7 +135,7 @@ def compete(given: argparse.Namespace) -> int:
         check(measured)
         reading.ask()
 
-    session = Session(ask=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
+    session = Benchmark(ask=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
     with ExitStack() as stack:
         share = Share(
             threads=given.threads,
@@ -201,7 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--program", default=None, metavar="PATH", help="llama-server, or the python that has openvino-genai")
     add("--quantize", default="none", choices=("int8", "int4", "none"), help="ours (default none)")
     add("--dtype", default="auto", help="ours (default auto, which keeps cells in 16 bits where llama.cpp does)")
-    add("--threads", type=int, default=processors(), metavar="N", help="of both (default: all)")
+    add("--threads", type=int, default=processor_count(), metavar="N", help="of both (default: all)")
     add("--cellar", default="", metavar="ARGS", help="more arguments of ours")
     add("--peer-args", default="", metavar="ARGS", help="more arguments of the peer")
     add("--base-url", action="append", default=[], metavar="NAME=URL", help="instead: two running servers, ours first")
@@ -227,7 +227,7 @@ def find_sides(given: argparse.Namespace, share: Share, stack: ExitStack) -> lis
         alone = ("--drafter", "none")
         named = [(name, stack.enter_context(cellar(alone, given.out / f"{name}.log"))) for name in names]
     if len(named) != 2:
-        raise Unusable("name a peer, or give --base-url NAME=URL twice, or --smoke")
+        raise BenchError("name a peer, or give --base-url NAME=URL twice, or --smoke")
     by_path = given.peer_model or given.model if given.peer and PEERS[given.peer].by_path else None
     return [
         find(name, check_url(url, allow_remote=False), model=model, api_key=None, context=None)
@@ -238,7 +238,7 @@ def find_sides(given: argparse.Namespace, share: Share, stack: ExitStack) -> lis
 def start_ours(given: argparse.Namespace, share: Share, stack: ExitStack) -> str:
     """Start `cellar serve` without drafts: the peer has none."""
     if given.model is None:
-        raise Unusable("give --model, the folder that ours serves")
+        raise BenchError("give --model, the folder that ours serves")
     numbers = ("--dtype", given.dtype, "--quantize", given.quantize, "--drafter", "none")
     size = ("--threads", str(share.threads), "--slots", str(share.slots), "--context", str(share.context))
     arguments = (given.model, *numbers, *size, *shlex.split(given.cellar))

@@ -31,10 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.launch import cellar, started
 from bench.machine import environment
 from bench.report import write_json
-from bench.target import Unusable
+from bench.target import BenchError
 from benchmarks.known import PEERS, Share
 from benchmarks.shapes import write_gguf
-from engine.load.resources import processors
+from engine.load.resources import processor_count
 from models.recipe.evaluate import held_out_texts
 from models.recipe.plan import TARGET
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     try:
         found = asyncio.run(compare(given))
-    except Unusable as error:
+    except BenchError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     Console(width=110).print(table(found))
     write_json(given.out / "quality.json", {"environment": environment(), "losses": list(told(found))})
@@ -147,7 +147,7 @@ def ours(folder: Path, bits: str, out: Path, *more: str) -> AbstractContextManag
 def theirs(file: Path, program: str | None, out: Path) -> AbstractContextManager[str]:
     """Start llama.cpp as a duel does."""
     peer = PEERS["llama.cpp"]
-    share = Share(threads=processors(), slots=AT_ONCE, context=4096)
+    share = Share(threads=processor_count(), slots=AT_ONCE, context=4096)
     return started(peer.command(program, str(file), share), ready=peer.ready, log=out / "llama.cpp.log")
 
 
@@ -159,7 +159,7 @@ def quantised(folder: Path, program: str, name: str) -> Path:
     try:
         subprocess.run([program, "--pure", str(raw), str(file), name], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Unusable(f"{program} did not write {name}: {error}") from error
+        raise BenchError(f"{program} did not write {name}: {error}") from error
     return file
 
 

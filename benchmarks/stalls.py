@@ -37,7 +37,7 @@ from benchmarks.bodies import Body, known, random_body
 from engine.engine import Engine
 from engine.types.request import Request, SamplingParams
 from server.app import create_app
-from server.lifecycle import SWITCH_SECONDS, freeze
+from server.lifecycle import SWITCH_SECONDS, freeze_garbage_collector
 from server.settings import Settings
 
 GOAL_GAP_MS, GOAL_MEMORY_BYTES = 100.0, 50 * 2**20
@@ -292,7 +292,7 @@ async def application(model: str | None) -> AsyncIterator[tuple[Engine, httpx.As
     engine.start()
     try:
         await engine.wait_ready()
-        freeze()
+        freeze_garbage_collector()
         sys.setswitchinterval(SWITCH_SECONDS)
         transport = httpx.ASGITransport(create_app(engine, settings))
         async with httpx.AsyncClient(

@@ -22,17 +22,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import Quantize
-from engine.kernels.choice import chosen, multiplies
-from engine.load.native import select
-from engine.load.resources import processors
-from engine.load.selftest import Facts, find_runner
+from engine.kernels.dispatch import best_attention, best_linear
+from engine.load.resources import processor_count
+from engine.load.selection import select
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks
-from engine.model.runner import Runner
-from engine.native.library import StepFields
+from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.store import Store
-from engine.quantize.surgery import quantize
-from engine.quantize.survey import Survey
+from engine.native.step_library import StepFields
+from engine.quantize.plan import LayerSurvey
+from engine.quantize.quantize import quantize
+from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
@@ -91,33 +91,33 @@ class Clock:
         runner._library = self  # type: ignore[assignment]
 
     def take(self, step: StepFields) -> None:
-        """Library.take."""
+        """Library.run_step."""
         begin = time.perf_counter()
-        self._library.take(step)
+        self._library.run_step(step)
         self.seconds += time.perf_counter() - begin
 
 
-def load(name: str, layers: int, quantized: Quantize) -> tuple[Runner, NativeRunner]:
+def load(name: str, layers: int, quantized: Quantize) -> tuple[PackedRunner, NativeRunner]:
     """A model of random weights, and both ways to run it."""
     shape = SHAPES[name]
     config = AutoConfig.for_model(shape.family, **shape.settings(layers), tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     hooks.install_latent(model)
-    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32, attend=chosen())
-    survey = Survey(model)
+    facts = ModelTraits(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32, attend=best_attention())
+    survey = LayerSurvey(model)
     plain = find_runner(name, model, facts)
     choice = survey.close()
     if quantized in ("int8", "int4"):
         with tempfile.TemporaryDirectory() as folder:
-            quantize(model, choice, Store(name, 8 if quantized == "int8" else 4, Path(folder)), multiplies())
+            quantize(model, choice, WeightStore(name, 8 if quantized == "int8" else 4, Path(folder)), best_linear())
     native = select(model, plain, facts, context=4096).runner
-    assert isinstance(plain, Runner)
+    assert isinstance(plain, PackedRunner)
     assert isinstance(native, NativeRunner), "the native step does not know the model"
     return plain, native
 
 
-def call(runner: Runner, work: Work) -> Callable[[], None]:
+def call(runner: PackedRunner, work: Work) -> Callable[[], None]:
     """One step, undone behind itself, over a cache of its own."""
     specs = [plan.spec for plan in runner.layers]
     length = DEPTH + work.rows
@@ -155,7 +155,7 @@ def seconds(calls: Sequence[Callable[[], None]], rounds: int) -> list[list[float
     return times
 
 
-def line(name: str, work: Work, runners: tuple[Runner, NativeRunner], rounds: int) -> str:
+def line(name: str, work: Work, runners: tuple[PackedRunner, NativeRunner], rounds: int) -> str:
     """One line of the table."""
     plain, native = (call(runner, work) for runner in runners)
     library, clock = runners[1]._library, Clock(runners[1])
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=processors())
+    parser.add_argument("--threads", type=int, default=processor_count())
     parser.add_argument("--quantize", default="none", choices=("none", "int8", "int4"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import write_json
-from kvcache.components import Components
-from kvcache.node import Tokens
+from kvcache.components import CacheComponents
+from kvcache.node import TokenArray
+from kvcache.offload import OffloadConfig
 from kvcache.prefix import PrefixTree
-from kvcache.shelf import ShelfConfig
 
 EDGE = 32
 SYSTEM_PROMPTS, TURNS = 32, 4
@@ -38,7 +38,7 @@ class Count:
     """What a component that only counts holds: so many tokens, and whether `thin` would release anything."""
 
     tokens: int
-    thick: bool
+    trimmable: bool
 
 
 class Counter:
@@ -50,18 +50,18 @@ class Counter:
 
     def hold(self, slot: int, start: int, stop: int) -> Count:
         """Count."""
-        return Count(stop - start, thick=True)
+        return Count(stop - start, trimmable=True)
 
     def release(self, held: Count) -> None:
         """Nothing to release."""
 
     def part(self, held: Count, start: int, stop: int) -> Count:
         """Count less."""
-        return Count(stop - start, held.thick)
+        return Count(stop - start, held.trimmable)
 
     def joined(self, first: Count, second: Count) -> Count:
         """Count together."""
-        return Count(first.tokens + second.tokens, thick=True)
+        return Count(first.tokens + second.tokens, trimmable=True)
 
     def deepest(self, stretches: Sequence[tuple[int, Count]], standing: int, length: int) -> int:
         """As far as is wanted."""
@@ -72,7 +72,7 @@ class Counter:
 
     def freeable(self, held: Count) -> int:
         """All of it; half, where it is thin."""
-        return held.tokens if held.thick else held.tokens // 2
+        return held.tokens if held.trimmable else held.tokens // 2
 
     def idle(self, held: Count) -> int:
         """No slot uses anything."""
@@ -82,13 +82,13 @@ class Counter:
         """There is no limit."""
         return 0
 
-    def thinnable(self, held: Count, start: int) -> bool:
+    def can_trim(self, held: Count, start: int) -> bool:
         """Once."""
-        return held.thick
+        return held.trimmable
 
     def thin(self, held: Count, start: int) -> Count:
         """Half of it."""
-        return Count(held.tokens, thick=False)
+        return Count(held.tokens, trimmable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Figures:
     thin: float
 
 
-def text(number: int) -> Tokens:
+def text(number: int) -> TokenArray:
     """The conversation of that number; TURNS of them begin alike for two edges, and many more for one."""
     parts = (number // TURNS % SYSTEM_PROMPTS, SYSTEM_PROMPTS + number // TURNS, number)
     return np.concatenate([np.arange(EDGE, dtype=np.int64) + 1000 * part for part in parts])
@@ -110,9 +110,9 @@ def text(number: int) -> Tokens:
 
 def plant(nodes: int) -> tuple[PrefixTree, int]:
     """A tree of at least so many nodes, and how many texts it was given."""
-    tree, number = PrefixTree(Components([Counter()]), ShelfConfig(), token_bytes=1), 0  # type: ignore[list-item]
-    while tree.nodes < nodes:
-        tree.remember(0, text(number), b"", seal=True)
+    tree, number = PrefixTree(CacheComponents([Counter()]), OffloadConfig(), token_bytes=1), 0  # type: ignore[list-item]
+    while tree.node_count < nodes:
+        tree.insert(0, text(number), b"", checkpoint=True)
         number += 1
     return tree, number
 
@@ -130,12 +130,12 @@ def measure_once(nodes: int, operations: int, draw: random.Random) -> dict[str, 
     known = [text(draw.randrange(count)) for _ in range(operations)]
     fresh = [text(count + at) for at in range(operations)]
     times = {
-        "recall": seconds(lambda tokens: tree.recall(0, 0, tokens, b""), known),
-        "remember": seconds(lambda tokens: tree.remember(0, tokens, b"", seal=True), fresh),
+        "recall": seconds(lambda tokens: tree.extend_slot(0, 0, tokens, b""), known),
+        "remember": seconds(lambda tokens: tree.insert(0, tokens, b"", checkpoint=True), fresh),
         "thin": seconds(lambda lacking: tree.evict([lacking]), [EDGE // 2] * operations),
     }
     # Once all is thin, whole ends go.
-    tree.evict([EDGE * tree.nodes // 2 - EDGE // 2 * operations])
+    tree.evict([EDGE * tree.node_count // 2 - EDGE // 2 * operations])
     return {**times, "evict": seconds(lambda lacking: tree.evict([lacking]), [EDGE // 2] * operations)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.grammar.matcher import Matcher
+from engine.grammar.matcher import GrammarMatcher
 from engine.types.request import EmbeddingJob, Request
 
 
@@ -13,7 +13,7 @@ class Submit:
     """Queue a request, with the matcher of its grammar."""
 
     request: Request
-    matcher: Matcher | None
+    matcher: GrammarMatcher | None
 
 
 @dataclass(frozen=True, slots=True)

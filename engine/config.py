@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.types.request import LONGEST_DRAFT, DrafterChoice, MlaMode, Overflow
+from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, MlaMode, Overflow
 
 # What the bundled model is called where nobody gave it another name.
 BUNDLED_NAME = "cellar-tiny"
@@ -31,7 +31,7 @@ class EngineConfig:
 
     model        a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
     dtype        of weights and computation; "auto" takes what this machine computes fastest
-    kv_dtype     of the keys and values in the cache (kvcache/planes.py); "auto": the same
+    kv_dtype     of the keys and values in the cache (kvcache/kv_buffer.py); "auto": the same
     quantize     what weights of linear layers and experts become at load, on a CPU; "auto": int8 or int4 where faster
     context      tokens a sequence may hold; None: what the model and the memory allow
     slots        sequences that run at once; None: what the memory allows, 8 at most
@@ -46,7 +46,7 @@ class EngineConfig:
     threads      that torch computes with; None: all cores, or one for a model too small to share out
     drafter      who may guess at tokens ahead; "auto": whoever there is
     draft_model  a smaller model with the same tokenizer that guesses; None: the bundled model brings its own
-    draft_tokens that are guessed at a time unless a request says otherwise, 0 to LONGEST_DRAFT; None: as many as seem
+    draft_tokens that are guessed at a time unless a request says otherwise, 0 to MAX_DRAFT_TOKENS; None: as many as seem
                  to pay, none included
     draft_quantize  as `quantize`, for the draft model; None: the same
     embedding_model  that makes the vectors of texts, or scores pairs of them, beside the model; None: the model does it
@@ -106,8 +106,8 @@ class EngineConfig:
         return None if self.itl_target_ms is None else self.itl_target_ms / 1000
 
     def _check_drafts(self) -> None:
-        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= LONGEST_DRAFT:
-            raise ConfigError("draft_tokens", f"must be between 0 and {LONGEST_DRAFT}, not {self.draft_tokens}")
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError("draft_tokens", f"must be between 0 and {MAX_DRAFT_TOKENS}, not {self.draft_tokens}")
         if self.draft_model is not None and self.drafter not in ("auto", "model"):
             raise ConfigError("drafter", f"{self.drafter} does not use the draft model {self.draft_model}")
         drafts = self.drafter in ("auto", "model") and (self.draft_model is not None or self.model is None)

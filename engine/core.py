@@ -17,29 +17,29 @@ import torch
 from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
-from engine.grammar.matcher import Matcher
-from engine.load.disk_cache import shelf
-from engine.load.load import Loaded
-from engine.load.memory import most_rows
-from engine.schedule.encoder_inputs import Crossing
+from engine.grammar.matcher import GrammarMatcher
+from engine.load.load import LoadedModel
+from engine.load.memory import max_batch_tokens
+from engine.load.offload import offload_config
+from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.prefill_budget import Budget
-from engine.schedule.scheduler import Grant, Scheduler
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
-from engine.schedule.step import Said, Stepper
+from engine.schedule.step import Stepper, StepResult
 from engine.schedule.step_cost import StepCost
 from engine.schedule.work import Work
-from engine.types.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, TokenLogprob
+from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.status import Stats
 from kvcache.cache import Cache
-from kvcache.entries import EntryFiles
+from kvcache.encoder_files import EncoderFiles
 
 log = logging.getLogger("cellar.engine")
 
 # What a pause saves at a time: a request that arrives meanwhile waits for it, some 10 to 50 ms.
-_REST_BYTES = 16 * 2**20
+_FLUSH_BYTES = 16 * 2**20
 # Scores need a row of logits each: of a large vocabulary, not all rows of a step have one.
-_SCORED_BYTES, _FEWEST_SCORED = 64 * 2**20, 16
+_SCORED_LOGITS_BYTES, _MIN_SCORED_TOKENS = 64 * 2**20, 16
 
 
 class Core:
@@ -47,32 +47,32 @@ class Core:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         config: EngineConfig,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        info, kept = loaded.info, shelf(config, loaded.identity)
+        info, kept = loaded.info, offload_config(config, loaded.identity)
         self.capacity = loaded.capacity
         self.cache = Cache(
             [plan.spec for plan in loaded.layers],
             slots=info.slots,
             capacity=self.capacity,
             cells=loaded.memory.cells,
-            rows=most_rows(config, info.slots),
+            max_batch_tokens=max_batch_tokens(config, info.slots),
             state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
-            shelf=kept,
-            dtype=loaded.stored,
+            offload=kept,
+            dtype=loaded.kv_dtype,
             device=config.device,
         )
         self._loaded, self._config, self._clock = loaded, config, clock
         self._stepper = Stepper(loaded, self.cache)
         self._cost = speculation.cost if speculation else StepCost()
-        self._speculation = speculation or self._silent()
+        self._speculation = speculation or self._no_speculation()
         budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
-        scored = max(_SCORED_BYTES // (4 * info.vocabulary), _FEWEST_SCORED)
-        self._scheduler = Scheduler(self.cache, budget, scored=scored, on_start=self._start)
-        self.crossing = Crossing(loaded.encoder, EntryFiles(kept, torch.device(config.device)))
+        scored = max(_SCORED_LOGITS_BYTES // (4 * info.vocabulary), _MIN_SCORED_TOKENS)
+        self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
+        self.encoder_inputs = EncoderInputs(loaded.encoder, EncoderFiles(kept, torch.device(config.device)))
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(
@@ -80,14 +80,14 @@ class Core:
         )
         self._seconds = 0.0
         # Of the step at hand, what the ends of sequences took.
-        self._ending = 0.0
+        self._finish_seconds = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return self._scheduler.busy or bool(self._events)
 
-    def submit(self, request: Request, matcher: Matcher | None = None) -> None:
+    def submit(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
         """Queue a request, with what follows its grammar if that is compiled already; its first event is Started."""
         if request.grammar is not None and matcher is None:
             matcher = self._loaded.grammars.matcher(request.grammar)
@@ -97,11 +97,11 @@ class Core:
             vocabulary=self._loaded.info.vocabulary,
             capacity=self.capacity,
             overflow=self._config.overflow,
-            checkpoint=self._config.checkpoint if self._loaded.recurrent else None,
+            checkpoint_interval=self._config.checkpoint if self._loaded.recurrent else None,
             now=self._clock(),
-            ends=self._loaded.eos,
+            end_tokens=self._loaded.eos,
             matcher=matcher,
-            switch=self._loaded.switch,
+            rope_switch=self._loaded.switch,
         )
         self._sequences[request.id] = sequence
         self._scheduler.submit(sequence)
@@ -116,9 +116,9 @@ class Core:
     def step(self) -> list[tuple[str, Event]]:
         """Compute one batch; the events of the requests that it moved on, in order."""
         began = self._clock()
-        self._expire(began)
-        self._encode()
-        grants = self._scheduler.plan()
+        self._finish_expired(began)
+        self._encode_media()
+        grants = self._scheduler.schedule()
         if grants:
             self._compute(grants)
             self._totals["steps"] += 1
@@ -126,27 +126,27 @@ class Core:
         events, self._events = self._events, []
         return events
 
-    def rest(self) -> bool:
+    def flush_when_idle(self) -> bool:
         """Use a pause to save a little of what is remembered; False: nothing is left to be saved."""
-        saved = self.cache.save_some(_REST_BYTES) > 0 or self.crossing.files.write()
-        return saved or self._speculation.rest(_REST_BYTES)
+        saved = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or self.encoder_inputs.files.flush_one()
+        return saved or self._speculation.rest(_FLUSH_BYTES)
 
     def stats(self) -> Stats:
         """The state now."""
-        totals, remembered = self._totals, self.cache.idle_cells()
-        (memory_bytes, disk_bytes), counts = self.cache.shelf_bytes, self.cache.counts
+        totals, remembered = self._totals, self.cache.evictable_cells()
+        (memory_bytes, disk_bytes), counts = self.cache.offloaded_bytes, self.cache.prefix_counts
         return Stats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             slots=self.cache.slots,
             cells_used=self.cache.cells - self.cache.free_cells - remembered,
-            cells_remembered=remembered,
+            cells_cached=remembered,
             cells_total=self.cache.cells,
-            shelf_memory_bytes=memory_bytes,
-            shelf_disk_bytes=disk_bytes,
+            offload_memory_bytes=memory_bytes,
+            offload_disk_bytes=disk_bytes,
             steps_total=totals["steps"],
             step_seconds_total=self._seconds,
-            rows_total=totals["rows"],
+            batch_tokens_total=totals["rows"],
             prompt_tokens_total=totals["prompt"],
             cached_tokens_total=totals["cached"],
             generated_tokens_total=totals["generated"],
@@ -155,145 +155,145 @@ class Core:
             prefix_hits_total=totals["reused"],
             failed_total=totals["failed"],
             evicted_tokens_total=counts.evicted,
-            thinned_tokens_total=counts.thinned,
+            trimmed_tokens_total=counts.trimmed,
             loaded_tokens_total=counts.loaded,
-            saved_tokens_total=counts.saved,
+            written_tokens_total=counts.written,
             drafts=self._speculation.counts(),
         )
 
-    def _start(self, sequence: Sequence, standing: int) -> None:
-        if not sequence.start(standing, self._clock()):
+    def _on_slot_assigned(self, sequence: Sequence, cached_length: int) -> None:
+        if not sequence.start(cached_length, self._clock()):
             return
-        self._say(sequence, Started(len(sequence.request.prompt), standing, sequence.seed))
-        if sequence.limit == 0 and sequence.scores is None and sequence.pool is None:
+        self._emit(sequence, Started(len(sequence.request.prompt), cached_length, sequence.seed))
+        if sequence.max_new_tokens == 0 and sequence.scores is None and sequence.pool is None:
             self._finish(sequence, "length", None)
 
-    def _expire(self, now: float) -> None:
+    def _finish_expired(self, now: float) -> None:
         """End those whose time is up, wherever they are."""
         for sequence in tuple(self._sequences.values()):
             if sequence.deadline is not None and sequence.deadline <= now:
                 self._finish(sequence, "length", "deadline")
 
-    def _encode(self) -> None:
+    def _encode_media(self) -> None:
         """Let those next in line have what they look at; media that break the encoder fail their request alone."""
         for sequence in tuple(self._scheduler.waiting):
             try:
-                if not self.crossing.prepare(sequence):
+                if not self.encoder_inputs.prepare(sequence):
                     return
             except Exception as error:
                 log.exception("an encoder failed")
                 self._fail(sequence, f"the media could not be encoded ({type(error).__name__})")
 
-    def _compute(self, grants: Rows[Grant]) -> None:
+    def _compute(self, scheduled: Rows[ScheduledSequence]) -> None:
         try:
-            work = Work.of([grant.span for grant in grants])
+            work = Work.of([grant.span for grant in scheduled])
             self._totals["rows"] += work.rows
             self._cost.expect(work)
-            began, self._ending = self._clock(), 0.0
-            grants = self._guess(grants, work.rows)
-            said = self._stepper.run(grants)
-            sound = [each for each in said if not self._breaks(each)]
-            self._scheduler.computed(grants)
+            began, self._finish_seconds = self._clock(), 0.0
+            scheduled = self._add_drafts(scheduled, work.rows)
+            said = self._stepper.run(scheduled)
+            sound = [each for each in said if not self._fail_if_broken(each)]
+            self._scheduler.record_step(scheduled)
             for each in sound:
-                if not each.grant.sequence.output:
-                    self._hear_prompt(each)
-                self._hear_tokens(each)
+                if not each.scheduled.sequence.output:
+                    self._accept_prompt(each)
+                self._accept_tokens(each)
             if self._speculation.reads:
-                self._show(said)
+                self._notify_drafters(said)
             # With what became of it: that is work for tokens, and for steps, as well. An end is neither's.
-            guesses = sum([len(grant.guesses) for grant in grants])
-            self._speculation.stepped(work.rows + guesses, self._clock() - began - self._ending)
+            guesses = sum([len(grant.draft_tokens) for grant in scheduled])
+            self._speculation.stepped(work.rows + guesses, self._clock() - began - self._finish_seconds)
         except Exception as error:
             log.exception("a step failed")
-            for grant in grants:
+            for grant in scheduled:
                 self._fail(grant.sequence, f"the step failed ({type(error).__name__})")
 
-    def _guess(self, grants: Rows[Grant], rows: int) -> Rows[Grant]:
+    def _add_drafts(self, scheduled: Rows[ScheduledSequence], batch_tokens: int) -> Rows[ScheduledSequence]:
         """The grants, of so many rows, with drafts, as far as these seem to pay and nobody else has cells for them."""
-        complete = [grant.sequence for grant in grants if grant.speaks]
+        complete = [grant.sequence for grant in scheduled if grant.is_sampled]
         try:
             running = len(self._scheduler.running)
             drafts = self._speculation.draft(
-                complete, rows=rows, running=running, room=lambda most: self._room(rows, most)
+                complete, rows=batch_tokens, running=running, room=lambda most: self._draft_capacity(batch_tokens, most)
             )
         except Exception:
             # Nobody's text depends on a guess: it is given up, and no request is.
             log.exception("a drafter failed, and drafts no more")
-            self._speculation = self._silent()
-            return grants
+            self._speculation = self._no_speculation()
+            return scheduled
         if not drafts:
-            return grants
-        longer = [replace(grant, draft=drafts.get(grant.sequence)) for grant in grants]
+            return scheduled
+        longer = [replace(grant, draft=drafts.get(grant.sequence)) for grant in scheduled]
         # Layers that see little have few cells: there the rows may not fit though tokens would.
-        return longer if not self.cache.make_room([grant.rows for grant in longer]) else grants
+        return longer if not self.cache.evict_for([grant.batch_span for grant in longer]) else scheduled
 
-    def _room(self, rows: int, most: int) -> int:
+    def _draft_capacity(self, batch_tokens: int, most: int) -> int:
         """Cells for `most` drafts beside the rows of a step, as far as there are; what is remembered makes room."""
-        room = self.cache.free_cells - rows
+        room = self.cache.free_cells - batch_tokens
         return most if room >= most else room + self.cache.evict(most - room)
 
-    def _show(self, said: Rows[Said]) -> None:
+    def _notify_drafters(self, results: Rows[StepResult]) -> None:
         """Let a drafter read what the step computed for those who go on, without the rows of refused guesses."""
         row = 0
         try:
-            for each in said:
-                sequence, span = each.grant.sequence, each.grant.span
+            for each in results:
+                sequence, span = each.scheduled.sequence, each.scheduled.span
                 if sequence.request.id in self._sequences:
                     kept = span.length + max(len(each.tokens) - 1, 0)
                     self._speculation.computed(sequence, span.start, row, kept)
-                row += span.length + len(each.grant.guesses)
+                row += span.length + len(each.scheduled.draft_tokens)
         except Exception:
             log.exception("a drafter failed, and drafts no more")
-            self._speculation = self._silent()
+            self._speculation = self._no_speculation()
 
-    def _silent(self) -> Speculation:
+    def _no_speculation(self) -> Speculation:
         return Speculation(None, None, FixedDepth(0, self._cost), self._clock)
 
-    def _breaks(self, said: Said) -> bool:
+    def _fail_if_broken(self, result: StepResult) -> bool:
         """Whether a sequence broke. It fails before anything of it is remembered; what its own rules ended is sound up
         to there.
         """
-        if not said.broken:
+        if not result.is_broken:
             return False
-        sequence = said.grant.sequence
-        reason = sequence.deadlock(said.tokens)
+        sequence = result.scheduled.sequence
+        reason = sequence.deadlock_reason(result.tokens)
         if reason is not None:
-            self._hear_tokens(said)
+            self._accept_tokens(result)
         self._fail(sequence, reason or "the model's output has no finite value here", own=reason is not None)
         return True
 
-    def _hear_tokens(self, said: Said) -> None:
+    def _accept_tokens(self, result: StepResult) -> None:
         """Take what a sequence said, up to its end or a None."""
-        sequence, draft = said.grant.sequence, said.grant.draft
-        tokens = [token for token in said.tokens if token is not None]
+        sequence, draft = result.scheduled.sequence, result.scheduled.draft
+        tokens = [token for token in result.tokens if token is not None]
         accepted = 0
         if draft is not None:
             accepted = self._speculation.verified(draft, tokens)
-            sequence.refused += len(draft.tokens)
-        entries = said.logprobs or (None,) * len(tokens)
+            sequence.rejected_tokens += len(draft.tokens)
+        entries = result.logprobs or (None,) * len(tokens)
         for at, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
             if sequence.request.id in self._sequences:
                 # A stop string may end the text inside a draft: what is right behind it is not said either.
-                sequence.accepted += at < accepted
-                sequence.refused -= at < accepted
+                sequence.accepted_tokens += at < accepted
+                sequence.rejected_tokens -= at < accepted
                 self._advance(sequence, token, entry)
 
-    def _hear_prompt(self, said: Said) -> None:
+    def _accept_prompt(self, result: StepResult) -> None:
         """Take what became known of a prompt; what was asked about it is told when the prompt is whole."""
-        sequence, stop = said.grant.sequence, said.grant.span.stop
+        sequence, stop = result.scheduled.sequence, result.scheduled.span.stop
         if sequence.request.progress:
-            self._say(sequence, Progress(stop, len(sequence.request.prompt)))
+            self._emit(sequence, PrefillProgress(stop, len(sequence.request.prompt)))
         if sequence.scores is not None:
-            sequence.scores.take([entry for entry in said.scores if entry is not None])
-        if sequence.pool is not None and said.states is not None:
-            sequence.pool.take(said.states)
-        if not said.grant.complete:
+            sequence.scores.extend([entry for entry in result.scores if entry is not None])
+        if sequence.pool is not None and result.hidden_states is not None:
+            sequence.pool.add(result.hidden_states)
+        if not result.scheduled.is_complete:
             return
         for gathered in (sequence.scores, sequence.pool):
             if gathered is not None:
-                self._say(sequence, gathered.event())
+                self._emit(sequence, gathered.event())
         sequence.scores = sequence.pool = None
-        if sequence.limit == 0:
+        if sequence.max_new_tokens == 0:
             self._finish(sequence, "length", None)
 
     def _advance(self, sequence: Sequence, token: int, entry: TokenLogprob | None) -> None:
@@ -303,34 +303,34 @@ class Core:
         request = sequence.request
         if token in request.stop_token_ids:
             return self._finish(sequence, "stop", token, entry)
-        if sequence.ends(token):
+        if sequence.is_end_token(token):
             return self._finish(sequence, "stop", None, entry)
         self._deliver(sequence, sequence.text.push(token, entry))
-        if sequence.text.fault:
-            return self._fail(sequence, sequence.text.fault, own=True)
+        if sequence.text.error:
+            return self._fail(sequence, sequence.text.error, own=True)
         if sequence.text.stop is not None:
             return self._finish(sequence, "stop", sequence.text.stop)
-        if len(sequence.output) >= sequence.limit or sequence.cornered:
+        if len(sequence.output) >= sequence.max_new_tokens or sequence.is_context_full:
             return self._finish(sequence, "length", None)
         return None
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop: str | int | None, ending: TokenLogprob | None = None
+        self, sequence: Sequence, reason: FinishReason, stop: str | int | None, end_logprob: TokenLogprob | None = None
     ) -> None:
         began = self._clock()
         if sequence.text.stop is None:
             self._deliver(sequence, sequence.text.flush())
         rest = tuple(sequence.output[sequence.text.released_tokens :])
-        self._say(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(began), ending, rest))
+        self._emit(sequence, Finished(reason, stop, sequence.usage(), sequence.timings(began), end_logprob, rest))
         self._scheduler.remove(sequence)
         self._close(sequence)
-        self._ending += self._clock() - began
+        self._finish_seconds += self._clock() - began
 
     def _fail(self, sequence: Sequence, reason: str, *, own: bool = False) -> None:
         if sequence.request.id not in self._sequences:
             return  # it ended in this very step, before another row broke
         self._totals["failed"] += 1
-        self._say(sequence, Failed(reason, own))
+        self._emit(sequence, Failed(reason, own))
         # What broke it may stand in its cells: nobody else shall have them.
         self._scheduler.discard(sequence)
         self._close(sequence)
@@ -338,17 +338,17 @@ class Core:
     def _close(self, sequence: Sequence) -> None:
         usage = sequence.usage()
         # Of one that left the queue without a slot nothing was computed, nor found.
-        self._totals["prompt"] += 0 if sequence.cached is None else usage.prompt_tokens
+        self._totals["prompt"] += 0 if sequence.cached_tokens is None else usage.prompt_tokens
         self._totals["cached"] += usage.cached_tokens
         self._totals["reused"] += usage.cached_tokens > 0
         self._totals["shifts"] += usage.context_shifts
         del self._sequences[sequence.request.id]
         self._speculation.forget(sequence)
-        self.crossing.release(sequence)
+        self.encoder_inputs.release(sequence)
 
     def _deliver(self, sequence: Sequence, delta: Delta | None) -> None:
         if delta is not None:
-            self._say(sequence, delta)
+            self._emit(sequence, delta)
 
-    def _say(self, sequence: Sequence, event: Event) -> None:
+    def _emit(self, sequence: Sequence, event: Event) -> None:
         self._events.append((sequence.request.id, event))

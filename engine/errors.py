@@ -9,7 +9,7 @@ EngineError
 │   └── EmbedderTooLarge  the embedding model does not fit
 ├── RequestError          this request cannot be served; nothing was computed for it
 │   ├── InvalidRequest    a field has a value that the model or its template refuses
-│   │   └── TooCostly     its grammar takes too much time or memory
+│   │   └── GrammarTooCostly     its grammar takes too much time or memory
 │   └── ContextTooLong    the prompt does not fit the context
 ├── Unavailable           the engine takes no request now
 │   ├── Loading           the model is not ready yet
@@ -87,7 +87,7 @@ class InvalidRequest(RequestError):
         self.field, self.reason = field, reason
 
 
-class TooCostly(InvalidRequest):
+class GrammarTooCostly(InvalidRequest):
     """A grammar takes so much time or memory that nothing else like it shall be tried for the same request."""
 
 
@@ -95,12 +95,12 @@ class ContextTooLong(RequestError):
     """The prompt leaves no room for an answer.
 
     exact    False: it has at least so many tokens; the rest was not counted
-    longest  the context that another setting allows; 0: no more than `capacity`
+    max_context  the context that another setting allows; 0: no more than `capacity`
     """
 
-    def __init__(self, tokens: int, capacity: int, *, exact: bool = True, longest: int = 0) -> None:
+    def __init__(self, tokens: int, capacity: int, *, exact: bool = True, max_context: int = 0) -> None:
         super().__init__(f"the prompt has {tokens} tokens, the context holds {capacity}")
-        self.tokens, self.capacity, self.exact, self.longest = tokens, capacity, exact, longest
+        self.tokens, self.capacity, self.exact, self.max_context = tokens, capacity, exact, max_context
 
 
 class Unavailable(EngineError):

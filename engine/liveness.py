@@ -12,34 +12,36 @@ from collections.abc import Callable
 class Watchdog:
     """Measures how long the engine thread has been in one step.
 
-    The time is zero until the first `working` and while the thread waits for requests.
+    The time is zero until the first `step_started` and while the thread waits for requests.
 
     limit   seconds in one step that count as stuck
     stride  seconds that one observation adds at most: between observations farther apart the process did not run
             (SIGSTOP, a paused container, a suspended machine), or the event loop did not
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, limit: float = 120.0, stride: float = 10.0) -> None:
-        self._clock, self._limit, self._stride = clock, limit, stride
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, limit_seconds: float = 120.0, max_gap_seconds: float = 10.0
+    ) -> None:
+        self._clock, self._limit_seconds, self._max_gap_seconds = clock, limit_seconds, max_gap_seconds
         # Of the engine thread.
         self._steps, self._idle = 0, True
         # Of the observer.
-        self._observed, self._step, self._seconds = clock(), 0, 0.0
+        self._observed_at, self._observed_step, self._step_seconds = clock(), 0, 0.0
 
-    def working(self) -> None:
+    def step_started(self) -> None:
         """The engine thread begins a step."""
         self._steps += 1
         self._idle = False
 
-    def waiting(self) -> None:
+    def idle(self) -> None:
         """The engine thread waits for requests."""
         self._idle = True
 
-    def stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Observe the thread; whether it has been in one step for longer than the limit."""
         now, step = self._clock(), self._steps
-        gap = min(max(now - self._observed, 0.0), self._stride)
-        moved = self._idle or step != self._step
-        self._observed, self._step = now, step
-        self._seconds = 0.0 if moved else self._seconds + gap
-        return self._seconds >= self._limit
+        gap = min(max(now - self._observed_at, 0.0), self._max_gap_seconds)
+        moved = self._idle or step != self._observed_step
+        self._observed_at, self._observed_step = now, step
+        self._step_seconds = 0.0 if moved else self._step_seconds + gap
+        return self._step_seconds >= self._limit_seconds

@@ -24,74 +24,74 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvcache.component import Content
-from kvcache.node import Tokens
+from kvcache.component import SavedTensors
+from kvcache.node import TokenArray
 
 # Changes when the same bytes mean something else.
 FORMAT = "cellar-shelf-1"
 _SUFFIX = ".safetensors"
 # The only key of the files' metadata: several would be written in any order, and equal content get different names.
-_ABOUT = "cellar"
+_METADATA_KEY = "cellar"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-_LONGEST_HEADER = 8 * 2**20
+_MAX_HEADER_BYTES = 8 * 2**20
 # A temporary file that is older belongs to nobody who lives.
-_ABANDONED_SECONDS = 600.0
+_STALE_TEMPORARY_SECONDS = 600.0
 # How exactly times of use are kept; each costs a system call.
-_STAMP_SECONDS = 60.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 600.0
+_TOUCH_INTERVAL_SECONDS = 60.0
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 600.0
 
 
-class Refused(Exception):
+class InvalidFile(Exception):
     """A file is not what its name says, or not for us."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FileHeader:
     """What a file says about itself: the stretch from `start` on of a path with these tokens, all from position 0.
 
-    ends  the tree's edge ended with the stretch
+    ends_edge  the tree's edge ended with the stretch
     """
 
     salt: bytes
     start: int
-    tokens: Tokens
-    ends: bool
+    tokens: TokenArray
+    ends_edge: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFile:
     """A file that was there at the start, and when it was used last (seconds since 1970)."""
 
     name: str
     bytes: int
-    used: float
-    stretch: Stretch
+    last_used: float
+    header: FileHeader
 
 
-class Disk:
+class DiskFolder:
     """The files of one identity in a folder. After a failed write comes a pause, longer with every further one."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._identity = hashlib.sha256(identity.encode()).hexdigest()
         self._folder = folder / self._identity[:32]
-        self._stamps: dict[str, float] = {}
-        self._pause, self._resumes = _FIRST_PAUSE_SECONDS, 0.0
+        self._touched: dict[str, float] = {}
+        self._backoff, self._retry_at = _MIN_BACKOFF_SECONDS, 0.0
 
     @property
-    def ready(self) -> bool:
+    def writable(self) -> bool:
         """Whether writing is worth a try."""
-        return time.monotonic() >= self._resumes
+        return time.monotonic() >= self._retry_at
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[FoundFile]:
         """All files that may be of use. Those that cannot be are deleted; nothing is raised."""
-        found: list[Found] = []
+        found: list[FoundFile] = []
         with suppress(OSError):
             for entry in sorted(os.scandir(self._folder), key=lambda entry: entry.name):
                 with suppress(OSError):
-                    found += self._look(entry)
+                    found += self._inspect(entry)
         return found
 
-    def limit_others(self, budget_bytes: int) -> None:
+    def limit_other_identities(self, budget_bytes: int) -> None:
         """Delete files of other identities, those used longest ago first, until all of them fit a budget."""
         with suppress(OSError):
             others = [file for file in self._folder.parent.glob("*/*") if _NAME.fullmatch(file.name)]
@@ -101,19 +101,19 @@ class Disk:
                 if budget_bytes < 0:
                     file.unlink()
 
-    def encode(self, stretch: Stretch, content: Sequence[Content]) -> bytes:
+    def encode(self, header: FileHeader, content: Sequence[SavedTensors]) -> bytes:
         """A file's bytes: what each component saved of a stretch."""
         tensors = {f"{at}/{name}": tensor for at, part in enumerate(content) for name, tensor in part.items()}
-        tensors["tokens"] = torch.from_numpy(stretch.tokens.astype(np.int32))
+        tensors["tokens"] = torch.from_numpy(header.tokens.astype(np.int32))
         about = {
             "format": FORMAT,
             "identity": self._identity,
             "components": len(content),
-            "salt": stretch.salt.hex(),
-            "start": stretch.start,
-            "ends": stretch.ends,
+            "salt": header.salt.hex(),
+            "start": header.start,
+            "ends": header.ends_edge,
         }
-        data: bytes = save(tensors, {_ABOUT: json.dumps(about)})
+        data: bytes = save(tensors, {_METADATA_KEY: json.dumps(about)})
         return data
 
     def write(self, data: bytes) -> str:
@@ -131,49 +131,49 @@ class Disk:
         except OSError:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            self._resumes = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            self._retry_at = time.monotonic() + self._backoff
+            self._backoff = min(2 * self._backoff, _MAX_BACKOFF_SECONDS)
             raise
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._backoff = _MIN_BACKOFF_SECONDS
         return name
 
-    def read(self, name: str) -> list[Content]:
+    def read(self, name: str) -> list[SavedTensors]:
         """What each component saved, after every byte was checked. Raises Refused or OSError."""
         with self._open(name) as file:
             data = file.read()
         if hashlib.sha256(data).hexdigest() + _SUFFIX != name:
-            raise Refused(f"{name} was changed")
+            raise InvalidFile(f"{name} was changed")
         return _decode(data)
 
     def delete(self, name: str) -> None:
         """Delete a file, if it is there and can be."""
-        self._stamps.pop(name, None)
+        self._touched.pop(name, None)
         with suppress(OSError):
             (self._folder / name).unlink()
 
-    def stamp(self, name: str) -> None:
+    def touch(self, name: str) -> None:
         """Note in the file's times that it is wanted now."""
         now = time.time()
-        if now - self._stamps.get(name, 0.0) >= _STAMP_SECONDS:
-            self._stamps[name] = now
+        if now - self._touched.get(name, 0.0) >= _TOUCH_INTERVAL_SECONDS:
+            self._touched[name] = now
             with suppress(OSError):
                 os.utime(self._folder / name)
 
-    def _look(self, entry: os.DirEntry[str]) -> Iterator[Found]:
+    def _inspect(self, entry: os.DirEntry[str]) -> Iterator[FoundFile]:
         """The file, if it may be of use."""
         status = entry.stat(follow_symlinks=False)
-        if entry.name.startswith(".") and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+        if entry.name.startswith(".") and time.time() - status.st_mtime > _STALE_TEMPORARY_SECONDS:
             self.delete(entry.name)
         if not _NAME.fullmatch(entry.name):
             return
         try:
             with self._open(entry.name) as file:
                 stretch = _read_header(file, status.st_size, self._identity)
-        except Refused:
+        except InvalidFile:
             self.delete(entry.name)
             return
-        self._stamps[entry.name] = time.time()
-        yield Found(entry.name, status.st_size, status.st_mtime, stretch)
+        self._touched[entry.name] = time.time()
+        yield FoundFile(entry.name, status.st_size, status.st_mtime, stretch)
 
     def _open(self, name: str) -> BinaryIO:
         return os.fdopen(os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
@@ -187,11 +187,11 @@ class Disk:
             os.close(descriptor)
 
 
-def _decode(data: bytes) -> list[Content]:
+def _decode(data: bytes) -> list[SavedTensors]:
     """The parts of a file whose bytes are those that were written."""
     size = int.from_bytes(data[:8], "little")
-    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_ABOUT])
-    content: list[Content] = [{} for _ in range(about["components"])]
+    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_METADATA_KEY])
+    content: list[SavedTensors] = [{} for _ in range(about["components"])]
     tensors: Mapping[str, Tensor] = load(data)
     for key, tensor in tensors.items():
         at, _, name = key.partition("/")
@@ -200,21 +200,21 @@ def _decode(data: bytes) -> list[Content]:
     return content
 
 
-def _read_header(file: BinaryIO, size: int, identity: str) -> Stretch:
+def _read_header(file: BinaryIO, size: int, identity: str) -> FileHeader:
     """What a file says about itself. Nothing of it is checked yet but that it could be ours; raises Refused."""
     try:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(size, _LONGEST_HEADER):
-            raise Refused("its header is too long")
+        if length > min(size, _MAX_HEADER_BYTES):
+            raise InvalidFile("its header is too long")
         header = json.loads(file.read(length))
-        about, (begin, end) = json.loads(header["__metadata__"][_ABOUT]), header["tokens"]["data_offsets"]
+        about, (begin, end) = json.loads(header["__metadata__"][_METADATA_KEY]), header["tokens"]["data_offsets"]
         if about["format"] != FORMAT or about["identity"] != identity:
-            raise Refused("it belongs to another model or version")
+            raise InvalidFile("it belongs to another model or version")
         file.seek(8 + length + begin)
         tokens = np.frombuffer(file.read(min(end - begin, size)), dtype=np.int32).astype(np.int64)
-        stretch = Stretch(bytes.fromhex(about["salt"]), int(about["start"]), tokens, bool(about["ends"]))
+        stretch = FileHeader(bytes.fromhex(about["salt"]), int(about["start"]), tokens, bool(about["ends"]))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Refused("its header is damaged") from error
+        raise InvalidFile("its header is damaged") from error
     if not 0 <= stretch.start < len(tokens):
-        raise Refused("it holds no tokens")
+        raise InvalidFile("it holds no tokens")
     return stretch

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from kvcache.attention import AttentionGroup
-from kvcache.planes import Places, Stored
-from kvcache.spec import Reach, Span
+from kvcache.attention_group import AttentionGroup
+from kvcache.kv_buffer import CellIndex, LayerKV
+from kvcache.spec import AttentionRange, Span
 
 if TYPE_CHECKING:
     from kvcache.cache import Cache
@@ -29,47 +29,47 @@ if TYPE_CHECKING:
 class Segment:
     """The rows of one slot in the packed batch, and what they may attend to.
 
-    rows    of the batch that belong to the slot
+    batch_slice    of the batch that belong to the slot
     start   position of the first of them
     cells   those of positions [first, start + rows), in order
-    first   the oldest position that the rows see
-    mutual  see Span
+    oldest_visible   the oldest position that the rows see
+    bidirectional  see Span
     """
 
-    rows: slice
+    batch_slice: slice
     start: int
-    cells: Places
-    first: int = 0
-    mutual: tuple[tuple[int, int], ...] = ()
+    cells: CellIndex
+    oldest_visible: int = 0
+    bidirectional: tuple[tuple[int, int], ...] = ()
 
 
 class Forward:
     """An open forward: the new rows have cells, and nobody but this object knows whether they stay.
 
-    rows  of the packed batch
+    batch_tokens  of the packed batch
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
-        self.rows = sum([span.length for span in spans])
+        self.batch_tokens = sum([span.length for span in spans])
         self._cache = cache
-        self._kept = {span.slot: span.stop for span in spans}
-        self._begun = False
+        self._kept_lengths = {span.slot: span.stop for span in spans}
+        self._open = False
         self._segments: dict[AttentionGroup, tuple[Segment, ...]] = {}
-        self._targets: dict[AttentionGroup, Places] = {}
+        self._new_cells_by_group: dict[AttentionGroup, CellIndex] = {}
 
     def __enter__(self) -> Forward:
         """Make room for the rows. Raises BadSpan or OutOfCells, and then nothing has changed."""
-        self._cache.begin(self)
-        self._begun = True
+        self._cache.begin_forward(self)
+        self._open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keep what was asked to be kept; after an exception, nothing."""
-        kept = self._kept if kind is None else {span.slot: span.start for span in self.spans}
-        self._cache.end(self, kept)
+        kept = self._kept_lengths if kind is None else {span.slot: span.start for span in self.spans}
+        self._cache.end_forward(self, kept)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -86,61 +86,61 @@ class Forward:
         span = next((span for span in self.spans if span.slot == slot), None)
         if span is None or not span.start <= length <= span.stop:
             raise ValueError(f"slot {slot} cannot keep {length}: its span is {span}")
-        self._kept[slot] = length
+        self._kept_lengths[slot] = length
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def store_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the batch's rows of one layer, of any floating type.
 
         keys    [heads, rows, key_width], turned to their positions
         values  [heads, rows, value_width]
         """
-        group, own = self._cache.home(layer)
-        target = self._target(group)
+        group, own = self._cache.layer_group(layer)
+        target = self._new_cells(group)
         group.pool.keys.write(own, target, keys)
         group.pool.values.write(own, target, values)
 
-    def stored(self, layer: int) -> tuple[Stored, Stored]:
+    def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
         """One layer's keys and values in the whole pool, to be read through the cells of `segments`."""
-        group, own = self._cache.home(layer)
-        return Stored(group.pool.keys, own), Stored(group.pool.values, own)
+        group, own = self._cache.layer_group(layer)
+        return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
 
-    def reach(self, layer: int) -> Reach:
+    def attention_range(self, layer: int) -> AttentionRange:
         """What a query of the layer sees."""
-        return self._cache.home(layer)[0].spec.reach
+        return self._cache.layer_group(layer)[0].spec.attention_range
 
     def segments(self, layer: int) -> tuple[Segment, ...]:
         """The batch cut by slot, in the order of the spans: the same object for all layers of a group."""
-        group, _ = self._cache.home(layer)
+        group, _ = self._cache.layer_group(layer)
         if group not in self._segments:
-            self._segments[group] = tuple(self._cut(group))
+            self._segments[group] = tuple(self._make_segments(group))
         return self._segments[group]
 
-    def state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
+    def recurrent_state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
         """One tensor of the recurrent state before the row at a position, where a piece of a span begins.
 
         None means zeros. It must not be written.
         """
-        assert self._cache.states is not None, "a cache without recurrent states"
-        return self._cache.states.state(slot, position, name)
+        assert self._cache.recurrent_states is not None, "a cache without recurrent states"
+        return self._cache.recurrent_states.get_tensor(slot, position, name)
 
-    def put_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
+    def store_recurrent_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
         """Store one tensor of the recurrent state before a position, where a piece of a span stops; uncopied."""
-        assert self._cache.states is not None, "a cache without recurrent states"
-        self._cache.states.put(slot, position, name, tensor)
+        assert self._cache.recurrent_states is not None, "a cache without recurrent states"
+        self._cache.recurrent_states.put_tensor(slot, position, name, tensor)
 
-    def _cut(self, group: AttentionGroup) -> list[Segment]:
-        assert self._begun, "the rows have no cells before the forward is open"
+    def _make_segments(self, group: AttentionGroup) -> list[Segment]:
+        assert self._open, "the rows have no cells before the forward is open"
         cut, row = [], 0
         for span in self.spans:
-            first = group.spec.reach.oldest(span.start)
-            cells = group.cells(span.slot, first)
-            cut.append(Segment(slice(row, row + span.length), span.start, cells, first, span.mutual))
+            first = group.spec.attention_range.oldest_visible(span.start)
+            cells = group.cells_from(span.slot, first)
+            cut.append(Segment(slice(row, row + span.length), span.start, cells, first, span.bidirectional))
             row += span.length
         return cut
 
-    def _target(self, group: AttentionGroup) -> Places:
+    def _new_cells(self, group: AttentionGroup) -> CellIndex:
         """The cells of the new rows, in the order of the batch."""
-        if group not in self._targets:
+        if group not in self._new_cells_by_group:
             tails = [group.table(span.slot)[span.start :] for span in self.spans]
-            self._targets[group] = group.pool.places(np.concatenate(tails))
-        return self._targets[group]
+            self._new_cells_by_group[group] = group.pool.cell_index(np.concatenate(tails))
+        return self._new_cells_by_group[group]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def transform(rows: Tensor) -> Tensor:
+def hadamard_transform(rows: Tensor) -> Tensor:
     """Rows times the orthonormal Hadamard matrix, which is its own inverse; in float32 or better.
 
     rows  [..., width]; a width that is no power of two is cut into equal blocks, each the largest power that divides it

@@ -2,7 +2,7 @@
 
 A state is a set of tensors that nobody ever writes in place: a forward makes new ones. So a checkpoint is a reference,
 sharing is free, and taking back a forward means to go on with the old tensors. Unlike cells, states exist only at
-some positions: `standing` and `deepest` answer with one of them, and the caller computes the rest.
+some positions: `resume_length` and `deepest` answer with one of them, and the caller computes the rest.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvcache.component import Content
+from kvcache.component import SavedTensors
 from kvcache.spec import Span
 
 # One position's tensors, by whatever names the model's operations give them.
-State: TypeAlias = dict[Hashable, Tensor]
+RecurrentState: TypeAlias = dict[Hashable, Tensor]
 
 # Checkpoints of a running slot besides those that the prefix tree holds: for forks and rewinds.
-_MOST_MARKS = 8
+_MAX_SLOT_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Checkpoints:
     """The states inside a stretch of `length` tokens, each by the number of tokens before it: 1 to `length`."""
 
     length: int
-    states: dict[int, State]
+    states: dict[int, RecurrentState]
 
     @property
     def bytes(self) -> int:
@@ -39,12 +39,12 @@ class Marks:
 
 
 @dataclass(slots=True)
-class _Row:
+class _SlotStates:
     """One slot: its states by position; the one at 0 is empty, and means zeros."""
 
     length: int = 0
-    states: dict[int, State] = field(default_factory=lambda: {0: {}})
-    marks: list[int] = field(default_factory=list)
+    states: dict[int, RecurrentState] = field(default_factory=lambda: {0: {}})
+    checkpoints: list[int] = field(default_factory=list)
 
 
 class RecurrentStates:
@@ -55,33 +55,33 @@ class RecurrentStates:
     """
 
     def __init__(self, slots: int, budget_bytes: int, device: torch.device | str = "cpu") -> None:
-        self._rows = [_Row() for _ in range(slots)]
+        self._slots = [_SlotStates() for _ in range(slots)]
         self._budget = budget_bytes
         self._device = torch.device(device)
-        self._held = 0
+        self._held_bytes = 0
 
     def length(self, slot: int) -> int:
         """Tokens that the slot holds."""
-        return self._rows[slot].length
+        return self._slots[slot].length
 
-    def standing(self, slot: int, length: int) -> int:
+    def resume_length(self, slot: int, length: int) -> int:
         """The last position up to `length` that has a state."""
-        return max(position for position in self._rows[slot].states if position <= length)
+        return max(position for position in self._slots[slot].states if position <= length)
 
-    def state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
+    def get_tensor(self, slot: int, position: int, name: Hashable) -> Tensor | None:
         """One tensor of the state at a position; None means zeros."""
-        return self._rows[slot].states[position].get(name)
+        return self._slots[slot].states[position].get(name)
 
-    def put(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
+    def put_tensor(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
         """Store one tensor of the state at a position that the open forward has opened."""
-        self._rows[slot].states[position][name] = tensor
+        self._slots[slot].states[position][name] = tensor
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind `length`, which must have a state."""
-        row = self._rows[slot]
+        row = self._slots[slot]
         row.length = length
-        row.marks = [mark for mark in row.marks if mark <= length][-_MOST_MARKS:]
-        kept = {0, length, *row.marks}
+        row.checkpoints = [mark for mark in row.checkpoints if mark <= length][-_MAX_SLOT_CHECKPOINTS:]
+        kept = {0, length, *row.checkpoints}
         row.states = {position: state for position, state in row.states.items() if position in kept}
 
     def check_append(self, spans: Sequence[Span]) -> None:
@@ -93,13 +93,13 @@ class RecurrentStates:
         The state before all rows stays until the forward ends.
         """
         for span in spans:
-            row = self._rows[span.slot]
+            row = self._slots[span.slot]
             row.length = span.stop
-            row.states |= {stop: {} for _, stop in span.pieces}
-            if span.length > 1 and not span.guessed:
-                row.marks.append(span.stop)
+            row.states |= {stop: {} for _, stop in span.state_ranges}
+            if span.length > 1 and not span.draft_tokens:
+                row.checkpoints.append(span.stop)
 
-    def shed(self) -> None:
+    def release_out_of_reach(self) -> None:
         """Nothing to release: besides its last state a slot keeps marks only, for forks and rewinds."""
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
@@ -114,93 +114,97 @@ class RecurrentStates:
 
         Where no token stays the slot begins anew.
         """
-        row = self._rows[slot]
+        row = self._slots[slot]
         length = row.length - drop
         states = {position: state for position, state in row.states.items() if position <= keep}
-        marks = [mark for mark in row.marks if mark <= keep and mark < length]
-        self._rows[slot] = _Row(length, states | {length: row.states[row.length]} | {0: {}}, marks)
+        marks = [mark for mark in row.checkpoints if mark <= keep and mark < length]
+        self._slots[slot] = _SlotStates(length, states | {length: row.states[row.length]} | {0: {}}, marks)
 
-    def hold(self, slot: int, start: int, stop: int) -> Marks:
+    def acquire(self, slot: int, start: int, stop: int) -> Checkpoints:
         """The states that the slot has in (start, stop]."""
-        states = self._rows[slot].states
-        marks = Marks(stop - start, {at - start: state for at, state in states.items() if start < at <= stop})
-        self._held += marks.bytes
+        states = self._slots[slot].states
+        marks = Checkpoints(stop - start, {at - start: state for at, state in states.items() if start < at <= stop})
+        self._held_bytes += marks.bytes
         return marks
 
-    def release(self, held: Marks) -> None:
+    def release(self, references: Checkpoints) -> None:
         """Let go of the states."""
-        self._held -= held.bytes
+        self._held_bytes -= references.bytes
 
-    def part(self, held: Marks, start: int, stop: int) -> Marks:
+    def slice(self, references: Checkpoints, start: int, stop: int) -> Checkpoints:
         """The states in (start, stop] of a stretch."""
-        return Marks(stop - start, {at - start: state for at, state in held.states.items() if start < at <= stop})
+        return Checkpoints(
+            stop - start, {at - start: state for at, state in references.states.items() if start < at <= stop}
+        )
 
-    def joined(self, first: Marks, second: Marks) -> Marks:
+    def concat(self, first: Checkpoints, second: Checkpoints) -> Checkpoints:
         """All states of both."""
         later = {first.length + at: state for at, state in second.states.items()}
-        return Marks(first.length + second.length, first.states | later)
+        return Checkpoints(first.length + second.length, first.states | later)
 
-    def deepest(self, stretches: Sequence[tuple[int, Marks]], standing: int, length: int) -> int:
+    def resume_depth(self, ranges: Sequence[tuple[int, Checkpoints]], cached_length: int, length: int) -> int:
         """The last position up to `length` that has a state in the stretches; else where the slot stands."""
-        found = (begin + at for begin, held in stretches for at in held.states if begin + at <= length)
-        return max(standing, *found, 0)
+        found = (begin + at for begin, held in ranges for at in held.states if begin + at <= length)
+        return max(cached_length, *found, 0)
 
-    def restore(self, slot: int, held: Marks) -> None:
+    def attach(self, slot: int, references: Checkpoints) -> None:
         """Append a stretch to the slot: only the last one of a path must end in a state."""
-        row = self._rows[slot]
-        for at, state in held.states.items():
+        row = self._slots[slot]
+        for at, state in references.states.items():
             row.states[row.length + at] = state
-            row.marks.append(row.length + at)
-        row.length += held.length
+            row.checkpoints.append(row.length + at)
+        row.length += references.length
 
-    def freeable(self, held: Marks) -> int:
+    def freeable(self, references: Checkpoints) -> int:
         """The bytes of the states."""
-        return held.bytes
+        return references.bytes
 
-    def idle(self, held: Marks) -> int:
+    def unused_by_slots(self, references: Checkpoints) -> int:
         """None: a held state counts wherever it is held, so releasing it always frees its bytes."""
         return 0
 
-    def surplus(self) -> int:
+    def over_budget(self) -> int:
         """Bytes by which held states exceed their budget."""
-        return max(self._held - self._budget, 0)
+        return max(self._held_bytes - self._budget, 0)
 
-    def thinnable(self, held: Marks, start: int) -> bool:
+    def can_trim(self, references: Checkpoints, start: int) -> bool:
         """Whether there are states before the end."""
-        return any(at < held.length for at in held.states)
+        return any(at < references.length for at in references.states)
 
-    def thin(self, held: Marks, start: int) -> Marks:
+    def trim(self, references: Checkpoints, start: int) -> Checkpoints:
         """The state at the end."""
-        self._held -= held.bytes
-        thin = Marks(held.length, {at: state for at, state in held.states.items() if at == held.length})
-        self._held += thin.bytes
+        self._held_bytes -= references.bytes
+        thin = Checkpoints(
+            references.length, {at: state for at, state in references.states.items() if at == references.length}
+        )
+        self._held_bytes += thin.bytes
         return thin
 
-    def save(self, held: Marks) -> Content:
+    def save(self, references: Checkpoints) -> SavedTensors:
         """Every state's tensors under "tokens before it:name", the name as JSON."""
         return {
             f"{at}:{json.dumps(name)}": tensor.to("cpu", copy=True).contiguous()
-            for at, state in held.states.items()
+            for at, state in references.states.items()
             for name, tensor in state.items()
         }
 
-    def check_load(self, content: Content, start: int, stop: int) -> None:
+    def check_load(self, content: SavedTensors, start: int, stop: int) -> None:
         """States need no room in advance."""
 
-    def outline(self, content: Content, length: int) -> Marks:
+    def placeholder(self, content: SavedTensors, length: int) -> Checkpoints:
         """Where a saved stretch has states."""
-        return Marks(length, {at: {} for at in {int(key.partition(":")[0]) for key in content}})
+        return Checkpoints(length, {at: {} for at in {int(key.partition(":")[0]) for key in content}})
 
-    def load(self, content: Content, start: int, stop: int) -> Marks:
+    def load(self, content: SavedTensors, start: int, stop: int) -> Checkpoints:
         """The states in (start, stop] of a saved stretch."""
-        states: dict[int, State] = {}
+        states: dict[int, RecurrentState] = {}
         for key, tensor in content.items():
             at, _, name = key.partition(":")
             if start < int(at) <= stop:
                 state = states.setdefault(int(at) - start, {})
                 state[_hashable(json.loads(name))] = tensor.to(self._device, copy=True)
-        marks = Marks(stop - start, states)
-        self._held += marks.bytes
+        marks = Checkpoints(stop - start, states)
+        self._held_bytes += marks.bytes
         return marks
 
 

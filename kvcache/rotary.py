@@ -8,8 +8,8 @@ from torch import Tensor
 from kvcache.spec import Rotation
 
 
-def rotate(keys: Tensor, by: int, rotation: Rotation) -> Tensor:
-    """Keys moved by `by` positions; the input stays as it is.
+def rotate(keys: Tensor, distance: int, rotation: Rotation) -> Tensor:
+    """Keys moved by `distance` positions; the input stays as it is.
 
     keys  [..., key_width], already turned to their old positions
     by    positions, negative is towards the start
@@ -22,7 +22,7 @@ def rotate(keys: Tensor, by: int, rotation: Rotation) -> Tensor:
     pairs = len(rotation.inverse_frequency)
     if pairs == 0:
         return keys.clone()
-    angles = by * torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=keys.device)
+    angles = distance * torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=keys.device)
     cos, sin = angles.cos(), angles.sin()
     turned = keys.clone()
     first, second = column_pairs(turned, rotation)

@@ -15,7 +15,7 @@ Position = TypeVar("Position", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttentionRange:
     """Which earlier positions a query sees.
 
     full           all of them
@@ -27,15 +27,15 @@ class Reach:
     size: int = 0
 
     @property
-    def moves(self) -> bool:
+    def shift_invariant(self) -> bool:
         """Whether what a query sees depends on distances only, so that positions may shift."""
         return self.kind != "chunk"
 
-    def within(self, length: int) -> Reach:
+    def limited_to(self, length: int) -> AttentionRange:
         """The same for positions below `length`: full where none of them is ever out of reach."""
-        return self if self.kind == "full" or self.size < length else Reach()
+        return self if self.kind == "full" or self.size < length else AttentionRange()
 
-    def oldest(self, position: Position) -> Position:
+    def oldest_visible(self, position: Position) -> Position:
         """The first position that a query at `position` sees; no later query sees one before it either.
 
         Of an array of positions, each one's.
@@ -67,19 +67,19 @@ class LayerSpec:
     """One attention layer.
 
     rotation  None: its cells cannot be moved to other positions and must be recomputed
-    latent    with latent attention, the first columns of a key that stand for the values too; else 0
+    latent_width    with latent attention, the first columns of a key that stand for the values too; else 0
     """
 
     heads: int
     key_width: int
     value_width: int
-    reach: Reach = Reach()
+    attention_range: AttentionRange = AttentionRange()
     rotation: Rotation | None = Rotation()
-    latent: int = 0
+    latent_width: int = 0
 
-    def within(self, length: int) -> LayerSpec:
+    def limited_to(self, length: int) -> LayerSpec:
         """The same for positions below `length`."""
-        return replace(self, reach=self.reach.within(length))
+        return replace(self, attention_range=self.attention_range.limited_to(length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,40 +89,40 @@ class GroupSpec:
     heads: int
     key_width: int
     value_width: int
-    reach: Reach
+    attention_range: AttentionRange
     layers: tuple[int, ...]
     rotations: tuple[Rotation | None, ...]
-    latent: int = 0
+    latent_width: int = 0
 
     @property
     def key_parts(self) -> tuple[int, ...]:
         """The widths of a key's parts, whose numbers differ in size: the latent and the rotated part, or all in one."""
-        return (self.latent, self.key_width - self.latent) if self.latent else (self.key_width,)
+        return (self.latent_width, self.key_width - self.latent_width) if self.latent_width else (self.key_width,)
 
     @property
     def value_parts(self) -> tuple[int, ...]:
         """The width of a value, if there are values."""
         return (self.value_width,) if self.value_width else ()
 
-    def pool_cells(self, cells: int, *, slots: int, rows: int) -> int:
+    def pool_cells(self, cells: int, *, slots: int, max_batch_tokens: int) -> int:
         """Cells that the group needs where sequences may hold `cells` tokens together.
 
         Layers that see everything need as many. Others need what `slots` sequences see, the most rows of a forward, and
         as much again for places to resume at: then every slot can always go on, and one alone whatever is remembered.
         """
-        if self.reach.kind == "full":
+        if self.attention_range.kind == "full":
             return cells
-        return min(2 * (slots * (self.reach.size - 1) + rows), cells)
+        return min(2 * (slots * (self.attention_range.size - 1) + max_batch_tokens), cells)
 
     @property
     def shiftable(self) -> bool:
         """Whether every layer's cells can be moved to other positions."""
-        return self.reach.moves and all(rotation is not None for rotation in self.rotations)
+        return self.attention_range.shift_invariant and all(rotation is not None for rotation in self.rotations)
 
-    def cell_bytes(self, stored: torch.dtype) -> int:
-        """The size of one cell in a format (kvcache/planes.py): one token's key and value in every layer."""
-        scales = len(self.key_parts + self.value_parts) if stored == torch.int8 else 0
-        row = (self.key_width + self.value_width) * stored.itemsize + scales * torch.float32.itemsize
+    def cell_bytes(self, dtype: torch.dtype) -> int:
+        """The size of one cell in a format (kvcache/kv_buffer.py): one token's key and value in every layer."""
+        scales = len(self.key_parts + self.value_parts) if dtype == torch.int8 else 0
+        row = (self.key_width + self.value_width) * dtype.itemsize + scales * torch.float32.itemsize
         return len(self.layers) * self.heads * row
 
 
@@ -130,18 +130,18 @@ class GroupSpec:
 class Span:
     """Rows of one slot in a forward: positions [start, start + length).
 
-    mutual   ranges of positions, each wholly among the rows, whose tokens see those behind them in the range too; how
+    bidirectional   ranges of positions, each wholly among the rows, whose tokens see those behind them in the range too; how
              far they see back is up to the layer (the tokens of an image in Gemma 3)
-    guessed  the last rows that are guesses: the slot may be left standing before each of them
+    draft_tokens  the last rows that are guesses: the slot may be left standing before each of them
     extended whether the rows are rotated as those of a sequence beyond the model's original length, wherever they are
     """
 
     slot: int
     start: int
     length: int
-    mutual: tuple[tuple[int, int], ...] = ()
-    guessed: int = 0
-    extended: bool = False
+    bidirectional: tuple[tuple[int, int], ...] = ()
+    draft_tokens: int = 0
+    long_factors: bool = False
 
     @property
     def stop(self) -> int:
@@ -149,17 +149,17 @@ class Span:
         return self.start + self.length
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
+    def state_ranges(self) -> tuple[tuple[int, int], ...]:
         """The rows cut where the slot may be left standing: ranges of positions that follow each other."""
-        cuts = range(self.stop - self.guessed, self.stop + 1)
+        cuts = range(self.stop - self.draft_tokens, self.stop + 1)
         return tuple(zip((self.start, *cuts), cuts, strict=False))
 
 
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[GroupSpec, ...]:
     """Gather layers that can share cell numbers, groups in the order of their first layer."""
-    members: dict[tuple[int, int, int, Reach, int], list[int]] = {}
+    members: dict[tuple[int, int, int, AttentionRange, int], list[int]] = {}
     for index, layer in enumerate(layers):
-        geometry = (layer.heads, layer.key_width, layer.value_width, layer.reach, layer.latent)
+        geometry = (layer.heads, layer.key_width, layer.value_width, layer.attention_range, layer.latent_width)
         members.setdefault(geometry, []).append(index)
     return tuple(
         GroupSpec(heads, key_width, value_width, reach, tuple(own), tuple(layers[at].rotation for at in own), latent)

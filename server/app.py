@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server.http import errors, faults
-from server.http.auth import Auth
+from server.http import errors, validation
+from server.http.auth import AuthMiddleware
 from server.http.lenient import LenientRoute
-from server.http.limits import BodyLimit, Border
-from server.http.origins import Origins
-from server.http.parsing import StrictRoute, large_bodies
-from server.http.paths import Paths
+from server.http.middleware import BodyLimitMiddleware, BoundaryMiddleware
+from server.http.origins import OriginsMiddleware
+from server.http.parsing import StrictRoute, large_body_limiter
+from server.http.paths import ServedPaths
 from server.http.version import version
 from server.metrics import Metrics
 from server.routes import (
@@ -23,12 +23,12 @@ from server.routes import (
     chat,
     completions,
     decisions,
-    documented,
     embeddings,
     health,
     metrics,
     models,
     ollama,
+    openapi,
     rerank,
     responses,
     score,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The application. From the outside in: Origins, Border, Auth, BodyLimit, then the routes."""
+    """The application. From the outside in: Origins, Border, Auth, BodyLimitMiddleware, then the routes."""
     closing = AsyncExitStack()
 
     @asynccontextmanager
@@ -62,7 +62,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         telemetry={"tracing": False},
         lifespan=lifespan,
     )
-    app.state.large_bodies = large_bodies()
+    app.state.large_bodies = large_body_limiter()
     service = Service(engine, settings, Metrics(engine))
     app.router.route_class = LenientRoute if settings.lenient else StrictRoute
     for routes in (
@@ -82,23 +82,23 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     ):
         routes.add(app, service)
     closing.push_async_callback(responses.add(app, service).close)
-    documented.install(app)
+    openapi.install(app)
     errors.install(app)
-    faults.install(app)
+    validation.install(app)
     _wrap(app, settings, service.metrics)
     return app
 
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Put the layers around the routes. The last one added is the outermost."""
-    app.add_middleware(BodyLimit, limit=settings.caps.body_bytes)
-    app.add_middleware(Auth, keys=settings.keys)
+    app.add_middleware(BodyLimitMiddleware, limit=settings.limits.body_bytes)
+    app.add_middleware(AuthMiddleware, keys=settings.keys)
     app.add_middleware(
-        Border,
+        BoundaryMiddleware,
         hosts=settings.hosts,
         origins=settings.origins,
         metrics=metrics,
-        paths=Paths(app.routes),
+        paths=ServedPaths(app.routes),
     )
     if settings.origins:
-        app.add_middleware(Origins, origins=settings.origins)
+        app.add_middleware(OriginsMiddleware, origins=settings.origins)

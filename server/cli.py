@@ -21,26 +21,26 @@ from bench.options import BenchOptions
 from engine.config import Dtype, KvDtype, Quantize
 from engine.types.request import DrafterChoice, MlaMode, Overflow
 from server.http.version import version
-from server.settings import LogLevel, Settings, is_exposed, make_shelf, read_keys, split_keys
+from server.settings import LogLevel, Settings, is_world_readable, make_disk_cache, read_keys, split_keys
 from server.store.database import StoreError
 from server.store.store import check_store
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-PREFIX = "CELLAR_"
+ENVIRONMENT_PREFIX = "CELLAR_"
 # Read by compose.yaml and by the scripts in docker/.
-_NOT_OPTIONS = frozenset({"CELLAR_MEMORY", "CELLAR_IMAGES"})
-_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+OTHER_VARIABLES = frozenset({"CELLAR_MEMORY", "CELLAR_IMAGES"})
+_service_link = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 EXIT_USAGE, EXIT_ADDRESS = 2, 1
 # Rounds for which a computing thread waits for others before it sleeps; libgomp's own default is 300,000. Measured with
 # two threads on busy cores: a step took 451 ms of the clock so, 8 with 0 or 200 rounds, 13 with 2,000, 67 with 20,000.
-_WAITING_ROUNDS = "1000"
+SPIN_COUNT = "1000"
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ServeOptions:
     """What `cellar serve` takes besides the model.
 
     Parameters
@@ -160,9 +160,9 @@ class Options:
             draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
             draft_quantize=self.draft_quantize,
             embedding_model=self.embedding_model or None,
-            shelf=None if self.shelf in (None, "", "none") else self.shelf,
-            shelf_bytes=self.shelf_bytes,
-            shelf_memory_bytes=self.shelf_memory_bytes,
+            disk_cache=None if self.shelf in (None, "", "none") else self.shelf,
+            disk_cache_bytes=self.shelf_bytes,
+            host_cache_bytes=self.shelf_memory_bytes,
             store=self.store or None,
             served_names=tuple(self.served_model_name or ()),
             keys=self.all_keys,
@@ -177,8 +177,10 @@ class Options:
     def all_keys(self) -> tuple[str, ...]:
         """The keys given here and in the file; ValueError or OSError says what is wrong with the file."""
         from_file = read_keys(Path(self.api_key_file)) if self.api_key_file else ()
-        if from_file and is_exposed(Path(str(self.api_key_file))):
-            _say(f"cellar: warning: every user of this machine can read {self.api_key_file}; chmod o-r keeps the key")
+        if from_file and is_world_readable(Path(str(self.api_key_file))):
+            _print_line(
+                f"cellar: warning: every user of this machine can read {self.api_key_file}; chmod o-r keeps the key"
+            )
         return (*split_keys(self.api_key or ""), *from_file)
 
     def arguments(self) -> Iterator[str]:
@@ -194,18 +196,18 @@ class Options:
 
 def check_environment() -> None:
     """ValueError at a CELLAR_ variable that no option has, with the name that comes nearest."""
-    options = (field.name for kind in (Options, BenchOptions) for field in fields(kind))
-    known = {f"{PREFIX}{name.upper()}" for name in ("model", *options)} | _NOT_OPTIONS
+    options = (field.name for kind in (ServeOptions, BenchOptions) for field in fields(kind))
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in ("model", *options)} | OTHER_VARIABLES
     for name, value in sorted(os.environ.items()):
-        if not name.startswith(PREFIX) or name in known or _is_link(name, value):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in known or _is_service_link(name, value):
             continue
         nearest = difflib.get_close_matches(name.upper(), known, 1, 0.0)[0]
         raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
 
 
-def _is_link(name: str, value: str) -> bool:
+def _is_service_link(name: str, value: str) -> bool:
     """Whether Kubernetes or Docker made the variable, for a service whose name begins with "cellar"."""
-    return value.startswith(("tcp://", "udp://")) or _link.search(name) is not None
+    return value.startswith(("tcp://", "udp://")) or _service_link.search(name) is not None
 
 
 def make_app() -> App:
@@ -214,7 +216,7 @@ def make_app() -> App:
         name="cellar",
         help="An OpenAI-compatible LLM inference server.",
         version=version,
-        config=Env(PREFIX, command=False),
+        config=Env(ENVIRONMENT_PREFIX, command=False),
         default_parameter=Parameter(negative=()),
     )
     app.command(serve)
@@ -227,7 +229,7 @@ def main() -> None:
     make_app()()
 
 
-def serve(model: str | None = None, *, options: Annotated[Options | None, Parameter(name="*")] = None) -> None:
+def serve(model: str | None = None, *, options: Annotated[ServeOptions | None, Parameter(name="*")] = None) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
     Parameters
@@ -237,11 +239,11 @@ def serve(model: str | None = None, *, options: Annotated[Options | None, Parame
     """
     try:
         check_environment()
-        settings = (options or Options()).settings(model)
+        settings = (options or ServeOptions()).settings(model)
         check_store(settings.store)
-        make_shelf(settings.shelf)
+        make_disk_cache(settings.disk_cache)
     except (ValueError, OSError, StoreError) as error:
-        _say(f"cellar: {error}")
+        _print_line(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
     sys.exit(run(settings))
 
@@ -250,7 +252,7 @@ def bench(
     model: str | None = None,
     *,
     bench_options: Annotated[BenchOptions | None, Parameter(name="*")] = None,
-    options: Annotated[Options | None, Parameter(name="*")] = None,
+    options: Annotated[ServeOptions | None, Parameter(name="*")] = None,
 ) -> None:
     """Measure latency, throughput, reuse of prompts and long context, of a model or of running servers.
 
@@ -262,16 +264,16 @@ def bench(
     model
         As for `cellar serve`; with --base-url, what requests call the model there. Default: the first that it names.
     """
-    from bench.command import Serving, measured
+    from bench.command import ServeArguments, measured
 
-    given, asked = options or Options(), bench_options or BenchOptions()
+    given, asked = options or ServeOptions(), bench_options or BenchOptions()
     try:
         check_environment()
         keys = given.all_keys
     except (ValueError, OSError) as error:
-        _say(f"cellar: {error}")
+        _print_line(f"cellar: {error}")
         sys.exit(EXIT_USAGE)
-    serving = Serving(
+    serving = ServeArguments(
         arguments=(*([model] if model else []), *given.arguments()),
         environment={"CELLAR_API_KEY": ",".join(keys)} if keys else {},
         names=given.served_model_name or ([model] if model and asked.base_url else []),
@@ -287,23 +289,23 @@ def run(settings: Settings) -> int:
     from server.lifecycle import Lifecycle, listen
 
     _configure_logging(settings.log_level)
-    let_threads_sleep()
+    limit_spinning()
     try:
         listening = listen(settings.host, settings.port)
     except OSError as error:
-        _say(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
+        _print_line(f"cellar: cannot listen on {settings.host}:{settings.port}: {error}")
         return EXIT_ADDRESS
     with listening:
-        return asyncio.run(Lifecycle(_engine(settings), settings, _say).run(listening))
+        return asyncio.run(Lifecycle(_engine(settings), settings, _print_line).run(listening))
 
 
-def let_threads_sleep() -> None:
+def limit_spinning() -> None:
     """Bound how long threads spin, unless the user has said so; libgomp reads it once, when torch is imported.
 
     On a busy machine one that spins takes the processor from the thread for which it waits.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = _WAITING_ROUNDS
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _engine(settings: Settings) -> Engine:
@@ -313,15 +315,15 @@ def _engine(settings: Settings) -> Engine:
 
     gc.freeze()
     gc.enable()
-    return Engine(settings.engine_config(), on_phase=_say_phase)
+    return Engine(settings.engine_config(), on_phase=_print_phase)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def _say_phase(phase: str) -> None:
-    _say(f"cellar: {phase}")
+def _print_phase(phase: str) -> None:
+    _print_line(f"cellar: {phase}")
 
 
 def _configure_logging(level: LogLevel) -> None:

@@ -25,8 +25,8 @@ import uvicorn
 from engine.errors import EngineError, ModelError
 from server.app import create_app
 from server.banner import banner
-from server.http.descriptors import Listening, affordable, tell_exhaustion
-from server.http.protocol import strict_protocol, strict_socket
+from server.http.descriptors import ListeningSocket, connection_limit, log_exhaustion
+from server.http.protocol import strict_protocol, strict_websocket
 from server.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ logger = logging.getLogger("cellar")
 # From sysexits.h: configuration error, internal error. Compose and systemd show them.
 EXIT_MODEL, EXIT_ENGINE = 78, 70
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-IMPATIENT_SECONDS = 2.0
+SECOND_SIGNAL_SECONDS = 2.0
 # For answers that are on their way when the engine has ended; a reader that stands still gets no more than this.
 FLUSH_SECONDS = 2
 CLOSE_SECONDS = 5.0
@@ -45,13 +45,13 @@ BACKLOG = 1024
 # Of a thread that computes in Python, before another gets the interpreter: a step waits for it several times while a
 # worker thread reads a large body. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
-TICK_SECONDS = 1.0
-PULSE_SECONDS = 0.5
+CLOCK_TICK_SECONDS = 1.0
+IDLE_CHECK_SECONDS = 0.5
 # No request at so many looks in a row is a quiet moment.
-QUIET_PULSES = 4
+IDLE_CHECKS = 4
 
 
-class Listener(uvicorn.Server):
+class SignalFreeServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would close the port before anything has drained.
 
     Its loop looks ten times a second whether the server is to end; here that wakes the loop.
@@ -81,7 +81,7 @@ class Listener(uvicorn.Server):
             # uvicorn counts tenths of a second.
             counter += 10
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), TICK_SECONDS)
+                await asyncio.wait_for(self._ending.wait(), CLOCK_TICK_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,8 +93,8 @@ class Lifecycle:
     """One run. `say` gets what the person who started the server should read."""
 
     def __init__(self, engine: Engine, settings: Settings, say: Callable[[str], None]) -> None:
-        self.engine, self.settings, self.say = engine, settings, say
-        self.listener = Listener(_config(engine, settings))
+        self.engine, self.settings, self.print_line = engine, settings, say
+        self.server = SignalFreeServer(_config(engine, settings))
         self._exit_code = 0
         self._drain: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,20 +106,20 @@ class Lifecycle:
         """
         loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_SECONDS)
-        loop.set_exception_handler(tell_exhaustion)
+        loop.set_exception_handler(log_exhaustion)
         for number in SIGNALS:
             loop.add_signal_handler(number, self.stop)
         try:
             self.engine.start()
             self._spawn(self._watch(_url(listening)))
-            await self.listener.serve(sockets=[listening])
+            await self.server.serve(sockets=[listening])
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            closed = self._close()
+            closed = self._close_engine()
         if not closed:
             # While Python takes itself down, what the thread is doing in torch would abort the process.
             logging.shutdown()
@@ -130,42 +130,42 @@ class Lifecycle:
         """Drain, then end; a second call has less patience. This is what the signals do."""
         seconds = self.settings.grace_seconds
         if self._drain is not None:
-            seconds = min(IMPATIENT_SECONDS, seconds)
+            seconds = min(SECOND_SIGNAL_SECONDS, seconds)
             self._drain.cancel()
         logger.info("draining: running requests have %g s", seconds)
-        self._drain = self._spawn(self._drained(seconds))
+        self._drain = self._spawn(self._drain_engine(seconds))
 
-    async def _drained(self, seconds: float) -> None:
+    async def _drain_engine(self, seconds: float) -> None:
         await self.engine.drain(seconds)
-        self.listener.should_exit = True
+        self.server.should_exit = True
 
     async def _watch(self, url: str) -> None:
         """Wait for the model, then for the engine's death."""
         try:
             await self.engine.wait_ready()
-            await asyncio.to_thread(freeze)
+            await asyncio.to_thread(freeze_garbage_collector)
             engine = self.engine
-            self.say(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
-            self._spawn(self._prepare())
+            self.print_line(banner(engine.info, engine.memory, engine.drafting, self.settings, url, engine.embedding))
+            self._spawn(self._prepare_when_idle())
             await self.engine.wait_dead()
             logger.critical("the engine ended: %s", self.engine.phase)
             self._exit_code = EXIT_ENGINE
             # Open streams get their error event, probes their 503.
             await asyncio.sleep(FLUSH_SECONDS)
         except EngineError as error:
-            self.say(f"cellar: {error}")
+            self.print_line(f"cellar: {error}")
             self._exit_code = EXIT_MODEL if isinstance(error, ModelError) else EXIT_ENGINE
-        self.listener.should_exit = True
+        self.server.should_exit = True
 
-    async def _prepare(self) -> None:
+    async def _prepare_when_idle(self) -> None:
         """Wait for a quiet moment, then build what the first request with a grammar would have to wait for.
 
         It runs on a thread of its own, but llguidance keeps all others waiting meanwhile: 1 to 3 s of processor time
         for 262,000 tokens (measured).
         """
         quiet = 0
-        while quiet < QUIET_PULSES:
-            await asyncio.sleep(PULSE_SECONDS)
+        while quiet < IDLE_CHECKS:
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
             numbers = self.engine.stats()
             quiet = 0 if numbers.running or numbers.waiting else quiet + 1
         threading.Thread(target=self._prepare_grammars, name="grammars", daemon=True).start()
@@ -179,18 +179,18 @@ class Lifecycle:
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """A fault in one of ours must end the process: a server that cannot drain could never be stopped."""
         self._tasks.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             logger.critical("the server ends for a fault of its own", exc_info=fault)
             self._exit_code = EXIT_ENGINE
-            self.listener.should_exit = True
+            self.server.should_exit = True
 
-    def _close(self) -> bool:
+    def _close_engine(self) -> bool:
         """Join the engine thread, but not for ever: it may be deep in loading weights. Whether it ended."""
         closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
         closing.start()
@@ -198,7 +198,7 @@ class Lifecycle:
         return not closing.is_alive()
 
 
-def freeze() -> None:
+def freeze_garbage_collector() -> None:
     """Keep what is loaded out of garbage collections: one over all of it stops every thread for 0.2 s (measured)."""
     gc.collect()
     gc.freeze()
@@ -211,7 +211,7 @@ def listen(host: str, port: int) -> socket.socket:
     then, and with it on every token of a stream may wait 40 ms for the one before (measured).
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = Listening(family, kind, socket.IPPROTO_TCP)
+    listening = ListeningSocket(family, kind, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -230,11 +230,11 @@ def _url(listening: socket.socket) -> str:
 
 
 def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
-    caps = replace(settings.caps, connections=affordable(settings.caps.connections))
+    caps = replace(settings.limits, connections=connection_limit(settings.limits.connections))
     return uvicorn.Config(
         create_app(engine, settings),
         http=strict_protocol(caps),
-        ws=strict_socket(caps),
+        ws=strict_websocket(caps),
         ws_max_size=caps.body_bytes,
         ws_ping_interval=caps.ping_seconds,
         # A compressed message may stand for a thousand times its size.
@@ -244,6 +244,6 @@ def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=settings.caps.keep_alive_seconds,
+        timeout_keep_alive=settings.limits.keep_alive_seconds,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )

@@ -25,8 +25,8 @@ Endpoint = Literal[
     "chat", "completions", "ollama", "responses", "anthropic", "embeddings", "rerank", "score", "decisions"
 ]
 
-_fast = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_slow = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
@@ -35,27 +35,29 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
-        self._answers = self._counter("http_responses", "Answers by route and status.", ("route", "status"))
+        self._responses = self._counter("http_responses", "Answers by route and status.", ("route", "status"))
         self._requests = self._counter("requests", "Generations by how they ended.", ("endpoint", "finish_reason"))
-        self._first = self._histogram("time_to_first_token", "From admission to the first text.", _slow)
-        self._between = self._histogram("inter_token_latency", "Between two tokens of one generation.", _fast)
-        self._whole = self._histogram("e2e_request_latency", "From admission to the last event.", _slow)
-        self._queue = self._histogram("queue_time", "From admission to a slot.", _slow)
+        self._first_token = self._histogram("time_to_first_token", "From admission to the first text.", REQUEST_BUCKETS)
+        self._inter_token = self._histogram(
+            "inter_token_latency", "Between two tokens of one generation.", TOKEN_BUCKETS
+        )
+        self._total = self._histogram("e2e_request_latency", "From admission to the last event.", REQUEST_BUCKETS)
+        self._queue = self._histogram("queue_time", "From admission to a slot.", REQUEST_BUCKETS)
 
-    def answered(self, route: str, status: int) -> None:
+    def count_response(self, route: str, status: int) -> None:
         """Count one HTTP answer; `route` is a template, status 0 a client that left before it."""
-        self._answers.labels(route, str(status)).inc()
+        self._responses.labels(route, str(status)).inc()
 
     @contextmanager
-    def watch(self, endpoint: Endpoint) -> Iterator[Watch]:
+    def observe(self, endpoint: Endpoint) -> Iterator[GenerationTimer]:
         """Observe one generation, which ends with the block; the watch is to see its events."""
-        watch = Watch(self._queue, self._first, self._between)
+        watch = GenerationTimer(self._queue, self._first_token, self._inter_token)
         try:
             yield watch
         finally:
-            watch.tell()
+            watch.flush()
             self._requests.labels(endpoint, watch.reason).inc()
-            self._whole.observe(time.monotonic() - watch.begin)
+            self._total.observe(time.monotonic() - watch.begin)
 
     def render(self) -> bytes:
         """The text that a scrape gets."""
@@ -70,33 +72,33 @@ class Metrics:
 
 # Between two steps of a model a histogram's code is in no cache of the processor: to observe one time takes 20
 # microseconds there, and hardly more than that to observe so many.
-_TOGETHER = 32
+OBSERVATION_BATCH = 32
 
 
-class Watch:
+class GenerationTimer:
     """The times of one generation, put into the histograms of the queue, of first texts and of what is between.
 
     The latter are told some at a time, the last ones by `tell`.
     """
 
     def __init__(self, queue: Histogram, first: Histogram, between: Histogram) -> None:
-        self._queue, self._first, self._between = queue, first, between
+        self._queue, self._first_token, self._inter_token = queue, first, between
         self.begin = time.monotonic()
         self.reason = "cancelled"
         self._latest: float | None = None
-        self._untold: list[float] = []
+        self._pending: list[float] = []
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Put what is not told yet into its histogram."""
-        for seconds in self._untold:
-            self._between.observe(seconds)
-        self._untold.clear()
+        for seconds in self._pending:
+            self._inter_token.observe(seconds)
+        self._pending.clear()
 
-    def see(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Take note of an event as it passes."""
         match event:
             case Delta():
-                self.hear(event)
+                self.observe_delta(event)
             case Started():
                 self._queue.observe(time.monotonic() - self.begin)
             case Finished():
@@ -104,16 +106,16 @@ class Watch:
             case Failed():
                 self.reason = "error"
 
-    def hear(self, delta: Delta) -> None:
+    def observe_delta(self, delta: Delta) -> None:
         """Take note of more text."""
         now, tokens = time.monotonic(), len(delta.tokens)
         if self._latest is None:
-            self._first.observe(now - self.begin)
+            self._first_token.observe(now - self.begin)
         elif tokens:
             # Deltas merge for slow readers; a merged one counts as its mean.
-            self._untold.append((now - self._latest) / tokens)
-            if len(self._untold) == _TOGETHER:
-                self.tell()
+            self._pending.append((now - self._latest) / tokens)
+            if len(self._pending) == OBSERVATION_BATCH:
+                self.flush()
         self._latest = now
 
 
@@ -141,9 +143,9 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("slots_busy", "Slots in use.", stats.running)
     yield _gauge("kv_cache_usage_ratio", "Cells in use, of all.", usage)
     yield _gauge("kv_cache_cells", "Cells there are.", stats.cells_total)
-    yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_remembered)
-    yield _gauge("shelf_memory_bytes", "Remembered content in host memory.", stats.shelf_memory_bytes)
-    yield _gauge("shelf_disk_bytes", "Remembered content in files.", stats.shelf_disk_bytes)
+    yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_cached)
+    yield _gauge("shelf_memory_bytes", "Remembered content in host memory.", stats.offload_memory_bytes)
+    yield _gauge("shelf_disk_bytes", "Remembered content in files.", stats.offload_disk_bytes)
     yield _gauge("embedding_texts_waiting", "Texts before the embedding model.", stats.embedding.waiting)
 
 
@@ -153,7 +155,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("generation_tokens", "Tokens generated.", stats.generated_tokens_total)
     yield _counter("steps", "Forward passes.", stats.steps_total)
     yield _counter("step_seconds", "Time in forward passes.", stats.step_seconds_total)
-    yield _counter("step_rows", "Rows computed by forward passes.", stats.rows_total)
+    yield _counter("step_rows", "Rows computed by forward passes.", stats.batch_tokens_total)
     yield _counter("context_shifts", "Contexts shifted.", stats.context_shifts_total)
     yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
     yield _counter("prefix_hits", "Requests that found a beginning of their prompt.", stats.prefix_hits_total)
@@ -161,10 +163,10 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter(
         "kv_cache_thinned_tokens",
         "Remembered tokens of edges of which only the ends stayed.",
-        stats.thinned_tokens_total,
+        stats.trimmed_tokens_total,
     )
     yield _counter("shelf_loaded_tokens", "Those that came back from the shelf.", stats.loaded_tokens_total)
-    yield _counter("shelf_saved_tokens", "Those that were written to files.", stats.saved_tokens_total)
+    yield _counter("shelf_saved_tokens", "Those that were written to files.", stats.written_tokens_total)
     yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
     yield _counter("embedding_texts", "Texts that the embedding model computed.", stats.embedding.texts_total)
     yield _counter("embedding_tokens", "Tokens of them.", stats.embedding.tokens_total)
@@ -173,7 +175,7 @@ def _counters(stats: Stats) -> Iterator[Metric]:
 
 
 def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
-    """By the kind of drafter and the position in a draft, 1 to LONGEST_DRAFT."""
+    """By the kind of drafter and the position in a draft, 1 to MAX_DRAFT_TOKENS."""
     labels = ("drafter", "position")
     drafted = CounterMetricFamily("cellar_draft_tokens", "Tokens guessed.", labels=labels)
     accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Tokens guessed and then generated.", labels=labels)

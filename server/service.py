@@ -16,12 +16,12 @@ from anyio import CapacityLimiter
 from engine.errors import Draining, EngineDead, Loading, SequenceFailed, Unsatisfiable
 from engine.types.events import Delta, Event, Failed
 from engine.types.request import EmbeddingJob, Request
-from engine.types.status import Embedding
+from engine.types.status import EmbeddingModelInfo
 from server.http.auth import caller
 from server.http.errors import MODEL_NOT_FOUND, ApiError
-from server.http.events import Events, Take
+from server.http.events import ChoiceEvents, DeltaSink
 from server.http.version import version
-from server.metrics import Endpoint, Metrics, Watch
+from server.metrics import Endpoint, GenerationTimer, Metrics
 from server.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from engine.output.stream import RequestStream
 
 
-_COMPILING = 4
+MAX_GRAMMAR_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """One engine as the routes see it.
 
-    compiling  of all worker threads, those that may wait for grammars: the others are for everybody else
+    grammar_threads  of all worker threads, those that may wait for grammars: the others are for everybody else
     """
 
     engine: Engine
     settings: Settings
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
-    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_COMPILING))
+    grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
     def resolve(self, name: str | None) -> str:
         """The name to answer under: the one asked for, or the main one if none was."""
-        names = self.settings.names
+        names = self.settings.model_names
         if name is None:
             return names[0]
         if name == self.settings.embedding_name:
@@ -79,64 +79,66 @@ class Service:
         return _fingerprint(info.fingerprint, info.architecture, info.dtype, version())
 
     @property
-    def loaded(self) -> tuple[str, ...]:
+    def loaded_names(self) -> tuple[str, ...]:
         """The names of all models, as soon as they answer."""
         if not self.engine.ready:
             return ()
         embedding = self.settings.embedding_name
-        return (*self.settings.names, *(() if embedding is None else (embedding,)))
+        return (*self.settings.model_names, *(() if embedding is None else (embedding,)))
 
     @property
-    def vectors(self) -> Embedding | None:
+    def embedder(self) -> EmbeddingModelInfo | None:
         """The embedding model, if there is one that makes vectors."""
         embedding = self.engine.embedding
-        return embedding if embedding is not None and embedding.makes == "vectors" else None
+        return embedding if embedding is not None and embedding.output_kind == "vectors" else None
 
     @property
-    def ranker(self) -> Embedding | None:
+    def reranker(self) -> EmbeddingModelInfo | None:
         """The embedding model, if there is one that scores pairs of texts."""
         embedding = self.engine.embedding
-        return embedding if embedding is not None and embedding.makes == "scores" else None
+        return embedding if embedding is not None and embedding.output_kind == "scores" else None
 
     @asynccontextmanager
-    async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[Events]:
+    async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[ChoiceEvents]:
         """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
-        request = self._owned(request)
-        async with self.engine.open(request) as stream, self._watched(stream, endpoint, choice) as events:
+        request = self._scoped_to_owner(request)
+        async with self.engine.open(request) as stream, self._observed(stream, endpoint, choice) as events:
             yield events
 
     @asynccontextmanager
-    async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[Events]:
+    async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[ChoiceEvents]:
         """The same of a job for the embedding model."""
         owner = caller().owner
-        job = replace(job, id=_id(owner, job.id), owner=owner)
-        async with self.engine.embed(job) as stream, self._watched(stream, endpoint, 0) as events:
+        job = replace(job, id=_scoped_id(owner, job.id), owner=owner)
+        async with self.engine.embed(job) as stream, self._observed(stream, endpoint, 0) as events:
             yield events
 
-    def _owned(self, request: Request) -> Request:
+    def _scoped_to_owner(self, request: Request) -> Request:
         """The request as its owner's: what others computed does not exist for it, and their ids are no concern of it.
 
         Here, where all requests to the model pass, so that no route can leave it out.
         """
         owner, group = caller().owner, caller().request
-        salt = _salted(owner, request.salt)
-        return replace(request, id=_id(owner, request.id), salt=salt, owner=owner, group=group)
+        salt = _owner_salt(owner, request.salt)
+        return replace(request, id=_scoped_id(owner, request.id), salt=salt, owner=owner, group=group)
 
     @asynccontextmanager
-    async def _watched(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[Events]:
-        with self.metrics.watch(endpoint) as watch:
-            async with aclosing(self._told(stream, watch, choice)) as reading:
-                yield Events(reading, partial(_shorten, stream, watch, choice))
+    async def _observed(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
+        with self.metrics.observe(endpoint) as watch:
+            async with aclosing(self._observed_events(stream, watch, choice)) as reading:
+                yield ChoiceEvents(reading, partial(_set_direct_sink, stream, watch, choice))
 
-    async def _told(self, stream: RequestStream, watch: Watch, choice: int) -> AsyncGenerator[tuple[int, Event], None]:
+    async def _observed_events(
+        self, stream: RequestStream, watch: GenerationTimer, choice: int
+    ) -> AsyncGenerator[tuple[int, Event], None]:
         async for event in stream:
-            watch.see(event)
+            watch.observe(event)
             if isinstance(event, Failed):
-                self._raise(event)
+                self._raise_failure(event)
             yield choice, event
 
-    def _raise(self, failed: Failed) -> None:
-        if failed.own:
+    def _raise_failure(self, failed: Failed) -> None:
+        if failed.caused_by_request:
             raise Unsatisfiable(failed.reason)
         # The engine says why in words; whether to try again is for its state to say.
         if self.engine.phase == "draining":
@@ -146,11 +148,11 @@ class Service:
         raise SequenceFailed(failed.reason)
 
 
-def _id(owner: str, id: str) -> str:
+def _scoped_id(owner: str, id: str) -> str:
     return f"{owner}/{id}" if owner else id
 
 
-def _salted(owner: str, salt: bytes) -> bytes:
+def _owner_salt(owner: str, salt: bytes) -> bytes:
     # An owner's name has a fixed length: no salt of one owner is a salt of another.
     return hashlib.sha256(owner.encode() + salt).digest() if owner else salt
 
@@ -160,11 +162,11 @@ def _fingerprint(*parts: str) -> str:
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def _shorten(stream: RequestStream, watch: Watch, choice: int, take: Take) -> None:
+def _set_direct_sink(stream: RequestStream, watch: GenerationTimer, choice: int, take: DeltaSink) -> None:
     def shortcut(delta: Delta) -> bool:
         taken = take(choice, delta)
         if taken:
-            watch.hear(delta)
+            watch.observe_delta(delta)
         return taken
 
-    stream.shortcut = shortcut
+    stream.fast_path = shortcut

@@ -22,7 +22,7 @@ _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
+class ClientLimits:
     """How much of what a client may send, and how slowly.
 
     head_bytes, headers   of one request line with its headers
@@ -76,9 +76,9 @@ class Settings:
     draft_tokens: int | None = None
     draft_quantize: Quantize | None = None
     embedding_model: str | None = None
-    shelf: str | None = None
-    shelf_bytes: int = 8 * 2**30
-    shelf_memory_bytes: int = 0
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 8 * 2**30
+    host_cache_bytes: int = 0
     store: str | None = None
     served_names: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Settings:
     log_level: LogLevel = "info"
     lenient: bool = False
     insecure_no_auth: bool = False
-    caps: Caps = field(default_factory=Caps)
+    limits: ClientLimits = field(default_factory=ClientLimits)
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work or that open the server by accident; ValueError says what to change."""
@@ -107,7 +107,7 @@ class Settings:
                     f"--allowed-host {origin} is no origin: give scheme and host, as in https://chat.example.org, "
                     "without a path"
                 )
-        if self.embedding_name in self.names:
+        if self.embedding_name in self.model_names:
             raise ValueError(
                 f"--embedding-model {self.embedding_model} has the name of the model: "
                 "give that another one with --served-model-name"
@@ -118,16 +118,16 @@ class Settings:
             raise ValueError(f"--{error.setting.replace('_', '-')} {error.reason}") from error
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """What the model is called in requests, the first being its main name."""
         if self.served_names:
             return self.served_names
-        return (BUNDLED_NAME if self.model is None else _name_of(self.model),)
+        return (BUNDLED_NAME if self.model is None else _model_name(self.model),)
 
     @property
     def embedding_name(self) -> str | None:
         """What the embedding model is called in requests; None: there is none."""
-        return None if self.embedding_model is None else _name_of(self.embedding_model)
+        return None if self.embedding_model is None else _model_name(self.embedding_model)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -162,13 +162,13 @@ class Settings:
             embedding_model=self.embedding_model,
             # No route takes any.
             media=False,
-            shelf=self.shelf,
-            shelf_bytes=self.shelf_bytes,
-            shelf_memory_bytes=self.shelf_memory_bytes,
+            shelf=self.disk_cache,
+            shelf_bytes=self.disk_cache_bytes,
+            shelf_memory_bytes=self.host_cache_bytes,
         )
 
 
-def _name_of(model: str) -> str:
+def _model_name(model: str) -> str:
     folder = Path(model)
     return folder.resolve().name if folder.is_dir() else model
 
@@ -181,7 +181,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def make_shelf(folder: str | None) -> None:
+def make_disk_cache(folder: str | None) -> None:
     """Make the folder of the shelf, if there is to be one; ValueError says why there can be none."""
     try:
         if folder is not None:
@@ -195,12 +195,12 @@ def split_keys(text: str) -> tuple[str, ...]:
     return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
 
 
-def is_exposed(path: Path) -> bool:
+def is_world_readable(path: Path) -> bool:
     """Whether every user of this machine may read a file; secrets of a container are, and only its user is there."""
     return bool(path.stat().st_mode & stat.S_IROTH) and not path.is_relative_to(CONTAINER_SECRETS)
 
 
-def named_key(entry: str) -> tuple[str, str]:
+def split_organisation(entry: str) -> tuple[str, str]:
     """The organisation and the key of `organisation:key`; of any other entry "" and the entry."""
     organisation, _, key = entry.partition(":")
     return (organisation, key) if organisation and key else ("", entry)
@@ -208,7 +208,7 @@ def named_key(entry: str) -> tuple[str, str]:
 
 def _check_keys(entries: tuple[str, ...]) -> None:
     owners: dict[str, str] = {}
-    for organisation, key in map(named_key, entries):
+    for organisation, key in map(split_organisation, entries):
         if owners.setdefault(key, organisation) != organisation:
             named = " and ".join(sorted(filter(None, (organisation, owners[key]))))
             raise ValueError(f"--api-key has a key of {named} twice: a key belongs to one organisation, or to none")

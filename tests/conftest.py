@@ -1,6 +1,6 @@
 """What holds for all tests."""
 
-from server.cli import let_threads_sleep
+from server.cli import limit_spinning
 
 # Two threads on a busy machine would wait for each other for minutes. The processes that tests start inherit it.
-let_threads_sleep()
+limit_spinning()

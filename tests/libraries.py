@@ -15,5 +15,5 @@ def built(kernel: str, variant: str | None = None) -> Path:
         pytest.skip(f"this processor has no variant of {kernel}", allow_module_level=True)
     try:
         return build.library(kernel, variant)
-    except build.NoLibrary as error:
+    except build.LibraryUnavailable as error:
         pytest.skip(error.reason, allow_module_level=True)

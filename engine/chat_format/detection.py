@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.chat_format.calls import ObjectCall
-from engine.chat_format.channels import CHANNEL, END, MARKERS, MESSAGE, Channels
-from engine.chat_format.chat_format import Dialect
-from engine.chat_format.formats import FORMATS, THOUGHTS
-from engine.chat_format.frame import Frame
-from engine.chat_format.reasoning import Thoughts
-from engine.chat_format.tagged import Tagged
+from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.formats import REASONING_FORMATS, TOOL_CALL_FORMATS
+from engine.chat_format.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyFormat
+from engine.chat_format.reasoning import ReasoningMarkers
+from engine.chat_format.tagged import TaggedFormat
+from engine.chat_format.tool_call_markers import ToolCallMarkers
 
 # A regular expression that matches one text only: letters, and escaped ones.
 _PLAIN = re.compile(r"(\\\W|[^\\.+*?()|\[\]{}^$])+")
 
 
 @dataclass(frozen=True, slots=True)
-class Lexicon:
+class Vocabulary:
     """The tokens that markers are made of.
 
     added    tokens that stand for a text of their own, such as "<tool_call>"
@@ -35,59 +35,61 @@ class Lexicon:
     special: frozenset[str]
     encode: Callable[[str], Sequence[int]]
 
-    def one(self, text: str) -> int | None:
+    def token_id(self, text: str) -> int | None:
         """The token that is this text, where there is one."""
         tokens = self.encode(text)
         return tokens[0] if len(tokens) == 1 else None
 
 
-def find_dialect(template: str, lexicon: Lexicon, response: Mapping[str, object] | None = None) -> Dialect:
+def detect_chat_format(template: str, lexicon: Vocabulary, response: Mapping[str, object] | None = None) -> ChatFormat:
     """The dialect of a model with this chat template, vocabulary and, maybe, response template."""
     if CHANNEL in template and MESSAGE in template:
-        channels = Channels(tuple(lexicon.encode(END)), lexicon.one("analysis"))
-        return Dialect(channels, lexicon.added, special=not lexicon.special.isdisjoint(MARKERS))
+        channels = HarmonyFormat(tuple(lexicon.encode(END)), lexicon.token_id("analysis"))
+        return ChatFormat(channels, lexicon.added, special=not lexicon.special.isdisjoint(MARKERS))
     fields = _mapping((response or {}).get("fields"))
-    frame = _frame(template, lexicon) or _declared_frame(fields)
-    thoughts = _thoughts(template, lexicon) or _declared_thoughts(fields)
+    frame = _detect_tool_calls(template, lexicon) or _declared_frame(fields)
+    thoughts = _detect_reasoning(template, lexicon) or _declared_reasoning(fields)
     markers = frozenset(() if frame is None else frame.markers)
     if thoughts is not None:
-        thoughts = replace(thoughts, first=lexicon.one(thoughts.opens), last=tuple(lexicon.encode(thoughts.closes)))
+        thoughts = replace(
+            thoughts, first=lexicon.token_id(thoughts.opens), last=tuple(lexicon.encode(thoughts.closes))
+        )
         markers |= {thoughts.opens, thoughts.closes}
     special = not lexicon.special.isdisjoint(markers)
-    style = Tagged(thoughts, frame, lexicon.special if special else frozenset())
-    return Dialect(style, lexicon.added, special)
+    style = TaggedFormat(thoughts, frame, lexicon.special if special else frozenset())
+    return ChatFormat(style, lexicon.added, special)
 
 
-def _frame(template: str, lexicon: Lexicon) -> Frame | None:
-    for format in FORMATS:
+def _detect_tool_calls(template: str, lexicon: Vocabulary) -> ToolCallMarkers | None:
+    for format in TOOL_CALL_FORMATS:
         there = all(marker in template for marker in format.markers)
         if there and (not format.token or format.token in lexicon.added):
             return format.frame
     return None
 
 
-def _thoughts(template: str, lexicon: Lexicon) -> Thoughts | None:
+def _detect_reasoning(template: str, lexicon: Vocabulary) -> ReasoningMarkers | None:
     """Reasoning that the template knows, or else the vocabulary: some templates leave it all to the model."""
-    known = [one for one in THOUGHTS if one.closes in template]
-    known += [one for one in THOUGHTS if one.opens in lexicon.added and one.closes in lexicon.added]
+    known = [one for one in REASONING_FORMATS if one.closes in template]
+    known += [one for one in REASONING_FORMATS if one.opens in lexicon.added and one.closes in lexicon.added]
     return known[0] if known else None
 
 
-def _declared_thoughts(fields: Mapping[str, object]) -> Thoughts | None:
+def _declared_reasoning(fields: Mapping[str, object]) -> ReasoningMarkers | None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         opens, closes = _literals(_mapping(fields.get(name)))
         if opens and closes:
-            return Thoughts(opens, closes)
+            return ReasoningMarkers(opens, closes)
     return None
 
 
-def _declared_frame(fields: Mapping[str, object]) -> Frame | None:
+def _declared_frame(fields: Mapping[str, object]) -> ToolCallMarkers | None:
     """Calls as JSON objects between two literals; nothing else can be told from a response template."""
     field = _mapping(fields.get("tool_calls"))
     opens, closes = _literals(field)
     if not (opens and closes) or field.get("content") != "json":
         return None
-    return Frame(ObjectCall(), call=(opens,), ends=(closes,))
+    return ToolCallMarkers(ObjectCall(), call=(opens,), call_ends=(closes,))
 
 
 def _literals(field: Mapping[str, object]) -> tuple[str, str]:

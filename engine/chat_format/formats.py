@@ -4,58 +4,62 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.chat_format.braces import BraceCall
+from engine.chat_format.brace_call import BraceCall
 from engine.chat_format.calls import NamedCall, ObjectCall
-from engine.chat_format.frame import Frame
-from engine.chat_format.parameters import ParameterCall
-from engine.chat_format.reasoning import Thoughts
+from engine.chat_format.parameter_call import ParameterCall
+from engine.chat_format.reasoning import ReasoningMarkers
+from engine.chat_format.tool_call_markers import ToolCallMarkers
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class KnownFormat:
     """How calls are written by models whose template holds all of these markers, and whose vocabulary this token.
 
     frame  None: as nothing here reads them, though the markers of another format are there
     """
 
-    frame: Frame | None
+    frame: ToolCallMarkers | None
     markers: tuple[str, ...]
     token: str = ""
 
 
-_KIMI = Frame(
-    NamedCall(after=("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
+_KIMI = ToolCallMarkers(
+    NamedCall(name_suffix=("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
     opens=("<|tool_calls_section_begin|>",),
     call=("<|tool_call_begin|>",),
-    ends=("<|tool_call_end|>",),
+    call_ends=("<|tool_call_end|>",),
     closes=("<|tool_calls_section_end|>",),
 )
-_DEEPSEEK_3 = Frame(
-    NamedCall(before=("function", "<｜tool▁sep｜>"), after=("```json",)),
+_DEEPSEEK_3 = ToolCallMarkers(
+    NamedCall(name_prefix=("function", "<｜tool▁sep｜>"), name_suffix=("```json",)),
     opens=("<｜tool▁calls▁begin｜>",),
     call=("<｜tool▁call▁begin｜>",),
-    ends=("```", "<｜tool▁call▁end｜>"),
+    call_ends=("```", "<｜tool▁call▁end｜>"),
     closes=("<｜tool▁calls▁end｜>",),
 )
-_DEEPSEEK_3_1 = Frame(
-    NamedCall(after=("<｜tool▁sep｜>",)),
+_DEEPSEEK_3_1 = ToolCallMarkers(
+    NamedCall(name_suffix=("<｜tool▁sep｜>",)),
     opens=("<｜tool▁calls▁begin｜>",),
     call=("<｜tool▁call▁begin｜>",),
-    ends=("<｜tool▁call▁end｜>",),
+    call_ends=("<｜tool▁call▁end｜>",),
     closes=("<｜tool▁calls▁end｜>",),
 )
-_GLM = Frame(
+_GLM = ToolCallMarkers(
     ParameterCall(
         name=("", ""), key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>"), close="</tool_call>"
     ),
     call=("<tool_call>",),
 )
 _FUNCTION = ParameterCall(
-    name=("<function=", ">"), key=("<parameter=", ">"), value=("", "</parameter>"), close="</function>", lines=True
+    name=("<function=", ">"),
+    key=("<parameter=", ">"),
+    value=("", "</parameter>"),
+    close="</function>",
+    on_own_lines=True,
 )
-_QWEN_XML = Frame(_FUNCTION, call=("<tool_call>",), ends=("</tool_call>",))
-_SEED = Frame(_FUNCTION, call=("<seed:tool_call>",), ends=("</seed:tool_call>",))
-_MINIMAX = Frame(
+_QWEN_XML = ToolCallMarkers(_FUNCTION, call=("<tool_call>",), call_ends=("</tool_call>",))
+_SEED = ToolCallMarkers(_FUNCTION, call=("<seed:tool_call>",), call_ends=("</seed:tool_call>",))
+_MINIMAX = ToolCallMarkers(
     ParameterCall(
         name=('<invoke name="', '">'), key=('<parameter name="', '">'), value=("", "</parameter>"), close="</invoke>"
     ),
@@ -69,34 +73,36 @@ _DSML_CALL = ParameterCall(
     close="</｜DSML｜invoke>",
     typed=(' string="true">', ' string="false">'),
 )
-_DSML = Frame(_DSML_CALL, opens=("<｜DSML｜function_calls>",), closes=("</｜DSML｜function_calls>",))
-_DSML_4 = Frame(_DSML_CALL, opens=("<｜DSML｜tool_calls>",), closes=("</｜DSML｜tool_calls>",))
-_GEMMA = Frame(BraceCall('<|"|>'), call=("<|tool_call>", "call:"), ends=("<tool_call|>",))
-_FUNCTION_GEMMA = Frame(BraceCall("<escape>"), call=("<start_function_call>", "call:"), ends=("<end_function_call>",))
-_MISTRAL = Frame(NamedCall(after=("[ARGS]",)), call=("[TOOL_CALLS]",))
-_MISTRAL_NUMBERED = Frame(NamedCall(after=("[ARGS]",), identity="[CALL_ID]"), call=("[TOOL_CALLS]",))
-_MISTRAL_LIST = Frame(ObjectCall(), opens=("[TOOL_CALLS]", "["), between=",", closes=("]",))
-_COHERE = Frame(
+_DSML = ToolCallMarkers(_DSML_CALL, opens=("<｜DSML｜function_calls>",), closes=("</｜DSML｜function_calls>",))
+_DSML_4 = ToolCallMarkers(_DSML_CALL, opens=("<｜DSML｜tool_calls>",), closes=("</｜DSML｜tool_calls>",))
+_GEMMA = ToolCallMarkers(BraceCall('<|"|>'), call=("<|tool_call>", "call:"), call_ends=("<tool_call|>",))
+_FUNCTION_GEMMA = ToolCallMarkers(
+    BraceCall("<escape>"), call=("<start_function_call>", "call:"), call_ends=("<end_function_call>",)
+)
+_MISTRAL = ToolCallMarkers(NamedCall(name_suffix=("[ARGS]",)), call=("[TOOL_CALLS]",))
+_MISTRAL_NUMBERED = ToolCallMarkers(NamedCall(name_suffix=("[ARGS]",), identity="[CALL_ID]"), call=("[TOOL_CALLS]",))
+_MISTRAL_LIST = ToolCallMarkers(ObjectCall(), opens=("[TOOL_CALLS]", "["), separator=",", closes=("]",))
+_COHERE = ToolCallMarkers(
     ObjectCall(name="tool_name", arguments="parameters"),
     opens=("<|START_ACTION|>", "["),
-    between=",",
+    separator=",",
     closes=("]", "<|END_ACTION|>"),
 )
-_PHI = Frame(ObjectCall(), call=("<|tool_call|>",), ends=("<|/tool_call|>",))
-_PHI_LIST = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]", "<|/tool_call|>"))
-_GRANITE = Frame(ObjectCall(), opens=("<|tool_call|>", "["), between=",", closes=("]",))
-_HERMES = Frame(ObjectCall(), call=("<tool_call>",), ends=("</tool_call>",))
-_APRIEL = Frame(ObjectCall(), opens=("<tool_calls>", "["), between=",", closes=("]", "</tool_calls>"))
-_MINIMAX_1 = Frame(ObjectCall(), opens=("<tool_calls>",), closes=("</tool_calls>",))
-_NEMOTRON = Frame(ObjectCall(), opens=("<TOOLCALL>", "["), between=",", closes=("]", "</TOOLCALL>"))
-_FIREFUNCTION = Frame(ObjectCall(), opens=("functools", "["), between=",", closes=("]",))
-_GIGACHAT = Frame(ObjectCall(), call=("<|function_call|>",))
-_FUNCTIONARY = Frame(NamedCall(after=(">",)), call=("<function=",), ends=("</function>",))
-_MINICPM = Frame(
+_PHI = ToolCallMarkers(ObjectCall(), call=("<|tool_call|>",), call_ends=("<|/tool_call|>",))
+_PHI_LIST = ToolCallMarkers(ObjectCall(), opens=("<|tool_call|>", "["), separator=",", closes=("]", "<|/tool_call|>"))
+_GRANITE = ToolCallMarkers(ObjectCall(), opens=("<|tool_call|>", "["), separator=",", closes=("]",))
+_HERMES = ToolCallMarkers(ObjectCall(), call=("<tool_call>",), call_ends=("</tool_call>",))
+_APRIEL = ToolCallMarkers(ObjectCall(), opens=("<tool_calls>", "["), separator=",", closes=("]", "</tool_calls>"))
+_MINIMAX_1 = ToolCallMarkers(ObjectCall(), opens=("<tool_calls>",), closes=("</tool_calls>",))
+_NEMOTRON = ToolCallMarkers(ObjectCall(), opens=("<TOOLCALL>", "["), separator=",", closes=("]", "</TOOLCALL>"))
+_FIREFUNCTION = ToolCallMarkers(ObjectCall(), opens=("functools", "["), separator=",", closes=("]",))
+_GIGACHAT = ToolCallMarkers(ObjectCall(), call=("<|function_call|>",))
+_FUNCTIONARY = ToolCallMarkers(NamedCall(name_suffix=(">",)), call=("<function=",), call_ends=("</function>",))
+_MINICPM = ToolCallMarkers(
     ParameterCall(name=("", '">'), key=('<param name="', '">'), value=("", "</param>"), close="</function>"),
     call=('<function name="',),
 )
-_HUNYUAN = Frame(
+_HUNYUAN = ToolCallMarkers(
     ParameterCall(
         name=("", "<tool_sep:opensource>"),
         key=("<arg_key:opensource>", "</arg_key:opensource>"),
@@ -107,49 +113,51 @@ _HUNYUAN = Frame(
     call=("<tool_call:opensource>",),
     closes=("</tool_calls:opensource>",),
 )
-_LLAMA = Frame(ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), between=";", bare=True)
-
-# The first whose markers are there: so those with more of them stand before those with some of the same.
-FORMATS = (
-    # Some of its templates hold none of its markers.
-    Format(_KIMI, ("tools",), token="<|tool_calls_section_begin|>"),
-    Format(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
-    Format(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
-    # Templates write the token apart from what follows it, and every template names tool_calls.
-    Format(_DSML, ("｜DSML｜", "function_calls")),
-    Format(_DSML_4, ("｜DSML｜",)),
-    # MiniMax M3 names parameters by tags of their own.
-    Format(None, ("]<]minimax[>[",)),
-    Format(_GLM, ("<tool_call>", "<arg_key>")),
-    Format(_QWEN_XML, ("<tool_call>", "<function=")),
-    Format(_SEED, ("<seed:tool_call>", "<function=")),
-    Format(_MINIMAX, ("<minimax:tool_call>",)),
-    Format(_GEMMA, ("<|tool_call>",)),
-    Format(_FUNCTION_GEMMA, ("<start_function_call>",)),
-    Format(_MISTRAL_NUMBERED, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
-    Format(_MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
-    Format(_MISTRAL_LIST, ("[TOOL_CALLS]",)),
-    Format(_COHERE, ("<|START_ACTION|>",)),
-    Format(_PHI, ("<|tool_call|>{", "<|/tool_call|>")),
-    Format(_PHI_LIST, ("<|tool_call|>", "<|/tool_call|>")),
-    Format(_GRANITE, ("<|tool_call|>",)),
-    Format(_APRIEL, ("<tool_calls>[",)),
-    Format(_HERMES, ("<tool_call>",)),
-    Format(_MINIMAX_1, ("<tool_calls>",)),
-    # The template writes what its markers end in apart.
-    Format(_HUNYUAN, ("<tool_calls", "':opensource'")),
-    Format(_NEMOTRON, ("<TOOLCALL>",)),
-    Format(_FIREFUNCTION, ("functools[",)),
-    Format(_GIGACHAT, ("<|function_call|>",)),
-    Format(_MINICPM, ('<function name="', '<param name="')),
-    Format(_FUNCTIONARY, ("<function=", "</function>")),
-    Format(_LLAMA, ('{"name": ', '"parameters": '), token="<|python_tag|>"),
+_LLAMA = ToolCallMarkers(
+    ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), separator=";", allows_unmarked=True
 )
 
-THOUGHTS = (
-    Thoughts("<think>", "</think>"),
-    Thoughts("[THINK]", "[/THINK]"),
-    Thoughts("<|channel>", "<channel|>", label="thought"),
-    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
-    Thoughts("<seed:think>", "</seed:think>"),
+# The first whose markers are there: so those with more of them stand before those with some of the same.
+TOOL_CALL_FORMATS = (
+    # Some of its templates hold none of its markers.
+    KnownFormat(_KIMI, ("tools",), token="<|tool_calls_section_begin|>"),
+    KnownFormat(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
+    KnownFormat(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
+    # Templates write the token apart from what follows it, and every template names tool_calls.
+    KnownFormat(_DSML, ("｜DSML｜", "function_calls")),
+    KnownFormat(_DSML_4, ("｜DSML｜",)),
+    # MiniMax M3 names parameters by tags of their own.
+    KnownFormat(None, ("]<]minimax[>[",)),
+    KnownFormat(_GLM, ("<tool_call>", "<arg_key>")),
+    KnownFormat(_QWEN_XML, ("<tool_call>", "<function=")),
+    KnownFormat(_SEED, ("<seed:tool_call>", "<function=")),
+    KnownFormat(_MINIMAX, ("<minimax:tool_call>",)),
+    KnownFormat(_GEMMA, ("<|tool_call>",)),
+    KnownFormat(_FUNCTION_GEMMA, ("<start_function_call>",)),
+    KnownFormat(_MISTRAL_NUMBERED, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    KnownFormat(_MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    KnownFormat(_MISTRAL_LIST, ("[TOOL_CALLS]",)),
+    KnownFormat(_COHERE, ("<|START_ACTION|>",)),
+    KnownFormat(_PHI, ("<|tool_call|>{", "<|/tool_call|>")),
+    KnownFormat(_PHI_LIST, ("<|tool_call|>", "<|/tool_call|>")),
+    KnownFormat(_GRANITE, ("<|tool_call|>",)),
+    KnownFormat(_APRIEL, ("<tool_calls>[",)),
+    KnownFormat(_HERMES, ("<tool_call>",)),
+    KnownFormat(_MINIMAX_1, ("<tool_calls>",)),
+    # The template writes what its markers end in apart.
+    KnownFormat(_HUNYUAN, ("<tool_calls", "':opensource'")),
+    KnownFormat(_NEMOTRON, ("<TOOLCALL>",)),
+    KnownFormat(_FIREFUNCTION, ("functools[",)),
+    KnownFormat(_GIGACHAT, ("<|function_call|>",)),
+    KnownFormat(_MINICPM, ('<function name="', '<param name="')),
+    KnownFormat(_FUNCTIONARY, ("<function=", "</function>")),
+    KnownFormat(_LLAMA, ('{"name": ', '"parameters": '), token="<|python_tag|>"),
+)
+
+REASONING_FORMATS = (
+    ReasoningMarkers("<think>", "</think>"),
+    ReasoningMarkers("[THINK]", "[/THINK]"),
+    ReasoningMarkers("<|channel>", "<channel|>", label="thought"),
+    ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarkers("<seed:think>", "</seed:think>"),
 )

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Protocol
 
-from engine.chat_format.source import SPACE, Emit, Source, Steps
+from engine.chat_format.source import SPACE, Emit, Steps, TextSource
 
 _LETTERS = re.compile(r'[^"\\\x00-\x1f]+')
 _CONTROL = re.compile(r"[\x00-\x1f]+")
@@ -16,7 +16,7 @@ _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _CLOSING = {"{": "}", "[": "]"}
 
 
-class Spelling(Protocol):
+class JsonSyntax(Protocol):
     """How strings and keys are written where it is not quite JSON; both are passed on as JSON."""
 
     @property
@@ -24,29 +24,29 @@ class Spelling(Protocol):
         """What strings begin with."""
         ...
 
-    def key(self, source: Source, emit: Emit) -> Steps[bool]:
+    def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
         """Read the key of a member; whether it was one."""
         ...
 
-    def string(self, source: Source, emit: Emit) -> Steps[bool]:
+    def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
         """Read a string; whether it was whole."""
         ...
 
 
-class Json:
+class StrictJsonSyntax:
     """JSON itself."""
 
     quote = '"'
 
-    def key(self, source: Source, emit: Emit) -> Steps[bool]:
+    def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
         """A string."""
         return (yield from source.peek()) == self.quote and (yield from self.string(source, emit))
 
-    def string(self, source: Source, emit: Emit) -> Steps[bool]:
+    def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
         """A string, its control characters escaped."""
         emit((yield from source.take(1)))
         while True:
-            yield from source.run(_LETTERS, emit)
+            yield from source.match(_LETTERS, emit)
             following = yield from source.peek()
             if following == self.quote:
                 emit((yield from source.take(1)))
@@ -57,13 +57,13 @@ class Json:
             elif not following:
                 return False
             else:
-                yield from source.run(_CONTROL, lambda text: emit(quoted(text)))
+                yield from source.match(_CONTROL, lambda text: emit(json_escaped(text)))
 
 
-_JSON = Json()
+_STRICT_JSON = StrictJsonSyntax()
 
 
-def read_json(source: Source, emit: Emit, spelling: Spelling = _JSON) -> Steps[bool]:
+def stream_json(source: TextSource, emit: Emit, syntax: JsonSyntax = _STRICT_JSON) -> Steps[bool]:
     """Pass one JSON value on to `emit`, as it comes; whether it was whole and valid.
 
     Where it is not, the source stands before the first letter that is wrong. Line breaks and other control characters
@@ -71,50 +71,50 @@ def read_json(source: Source, emit: Emit, spelling: Spelling = _JSON) -> Steps[b
     """
     open_: list[str] = []
     while True:
-        yield from source.run(SPACE, emit)
+        yield from source.match(SPACE, emit)
         first = yield from source.peek()
         if first in _CLOSING:
             emit((yield from source.take(1)))
-            yield from source.run(SPACE, emit)
+            yield from source.match(SPACE, emit)
             open_.append(_CLOSING[first])
             if not (yield from source.accept(open_[-1])):
-                if first == "{" and not (yield from _key(source, emit, spelling)):
+                if first == "{" and not (yield from _key(source, emit, syntax)):
                     return False
                 continue
             emit(open_.pop())
-        elif not (yield from (spelling.string if spelling.quote.startswith(first or " ") else _scalar)(source, emit)):
+        elif not (yield from (syntax.string if syntax.quote.startswith(first or " ") else _scalar)(source, emit)):
             return False
-        more = yield from _behind(source, emit, open_, spelling)
+        more = yield from _after_value(source, emit, open_, syntax)
         if not more:
             return more is not None
 
 
-def _behind(source: Source, emit: Emit, open_: list[str], spelling: Spelling) -> Steps[bool | None]:
+def _after_value(source: TextSource, emit: Emit, open_: list[str], syntax: JsonSyntax) -> Steps[bool | None]:
     """What follows a value: whether another one does; None: neither that nor the end."""
     while open_:
-        yield from source.run(SPACE, emit)
+        yield from source.match(SPACE, emit)
         if (yield from source.accept(open_[-1])):
             emit(open_.pop())
         elif (yield from source.accept(",")):
             emit(",")
-            yield from source.run(SPACE, emit)
-            return True if open_[-1] == "]" or (yield from _key(source, emit, spelling)) else None
+            yield from source.match(SPACE, emit)
+            return True if open_[-1] == "]" or (yield from _key(source, emit, syntax)) else None
         else:
             return None
     return False
 
 
-def _key(source: Source, emit: Emit, spelling: Spelling) -> Steps[bool]:
-    if not (yield from spelling.key(source, emit)):
+def _key(source: TextSource, emit: Emit, syntax: JsonSyntax) -> Steps[bool]:
+    if not (yield from syntax.key(source, emit)):
         return False
-    yield from source.run(SPACE, emit)
+    yield from source.match(SPACE, emit)
     if not (yield from source.accept(":")):
         return False
     emit(":")
     return True
 
 
-def _escape(source: Source, emit: Emit) -> Steps[bool]:
+def _escape(source: TextSource, emit: Emit) -> Steps[bool]:
     text = yield from source.take(2)
     if text == "\\u":
         text += yield from source.take(4)
@@ -122,12 +122,12 @@ def _escape(source: Source, emit: Emit) -> Steps[bool]:
     return _ESCAPE.fullmatch(text) is not None
 
 
-def _scalar(source: Source, emit: Emit) -> Steps[bool]:
-    word = yield from source.run(_WORD)
+def _scalar(source: TextSource, emit: Emit) -> Steps[bool]:
+    word = yield from source.match(_WORD)
     emit(word)
     return _SCALAR.fullmatch(word) is not None
 
 
-def quoted(text: str) -> str:
+def json_escaped(text: str) -> str:
     """A text as the inside of a JSON string; joined pieces are what the joined text gives."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

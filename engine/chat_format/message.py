@@ -9,8 +9,8 @@ from typing import Literal
 ToolMode = Literal["none", "auto", "required"]
 # A function takes an object; a custom tool takes a text, which models that know only functions give as this argument.
 ToolKind = Literal["function", "custom"]
-INPUT = "input"
-BodyKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
+INPUT_FIELD = "input"
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,12 @@ def custom_tool(name: str, description: str = "", *, pattern: str = "", grammar:
         taken["pattern"] = f"^(?:{pattern})$"
     if grammar:
         taken["description"] = f"A text that follows this Lark grammar:\n{grammar}"
-    schema = {"type": "object", "properties": {INPUT: taken}, "required": [INPUT], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {INPUT_FIELD: taken},
+        "required": [INPUT_FIELD],
+        "additionalProperties": False,
+    }
     parameters = json.dumps(schema, ensure_ascii=False)
     return Tool(name, description, parameters, strict=True, kind="custom", grammar=grammar)
 
@@ -52,7 +57,7 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class AnswerConstraint:
     """What the text of an answer must be, behind its reasoning.
 
     source   of "json_schema" the schema as JSON text, of "regex" the expression (without lookaround), of "grammar" Lark
@@ -61,28 +66,28 @@ class Body:
     strict   of "json_schema": whether it is followed exactly, or as far as it can be
     """
 
-    kind: BodyKind
+    kind: ConstraintKind
     source: str = ""
     choices: tuple[str, ...] = ()
     strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextDelta:
     """More of what is said to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """More of what is said before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallOpened:
+class ToolCallStart:
     """The call number `index` of this answer begins."""
 
     index: int
@@ -91,11 +96,11 @@ class CallOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallDelta:
     """More of the arguments of call number `index`: of their JSON text, or of the text that a custom tool takes."""
 
     index: int
     text: str
 
 
-Piece = Text | Reasoning | CallOpened | CallArguments
+AnswerDelta = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta

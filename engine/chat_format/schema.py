@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from llguidance import LLMatcher
 
-from engine.chat_format.lark import ANYTHING
+from engine.chat_format.lark_writer import ANYTHING
 from engine.chat_format.message import Tool
 
 Schema = Mapping[str, object]
@@ -23,9 +23,9 @@ _OF_PYTHON: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
 }
 # Whatever this file does not know is followed so many times at most, or a schema could lead in a circle.
-_DEEPEST = 16
+_MAX_DEPTH = 16
 # Choices inside choices are looked at together: a few that lead back to themselves would be millions.
-_MOST_CHOICES = 512
+_MAX_CHOICES = 512
 
 
 def schema_of(tool: Tool) -> Schema:
@@ -70,7 +70,7 @@ def required_of(schema: Schema) -> list[str]:
 
 def resolved(schema: Schema, root: Schema) -> Schema:
     """The schema that is meant where one refers to another part of the whole."""
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             break
@@ -84,12 +84,12 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The types that a value may have, as far as they are told; none: any."""
     found, parts = set[str](), deque([schema])
-    for _ in range(_MOST_CHOICES):
+    for _ in range(_MAX_CHOICES):
         if not parts:
             return frozenset(found)
         part = resolved(parts.popleft(), root)
         choices = part.get("anyOf", part.get("oneOf"))
-        told = _told(part)
+        told = _declared_types(part)
         if not told and isinstance(choices, list) and choices:
             parts.extend(as_schema(choice) for choice in choices)
         elif not told:
@@ -98,7 +98,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     return frozenset()
 
 
-def _told(schema: Schema) -> frozenset[str]:
+def _declared_types(schema: Schema) -> frozenset[str]:
     """The types that a schema names, or that its only values have."""
     told = schema.get("type")
     if isinstance(told, str):
@@ -121,7 +121,7 @@ def values_of(schema: Schema) -> list[object]:
     return [schema["const"]] if "const" in schema else []
 
 
-def expressions_of(schema: Schema) -> tuple[str, ...]:
+def patterns_of(schema: Schema) -> tuple[str, ...]:
     """Regular expressions that a string must follow, all of them."""
     least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
     bounds = f"(?s:.){{{least or 0},{'' if most is None else most}}}"
@@ -138,7 +138,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
     text = text.strip()
     text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
         value = text
         text = json.dumps(text, ensure_ascii=False)
@@ -147,5 +147,5 @@ def json_of(text: str, types: frozenset[str]) -> str:
     return text
 
 
-def _refuse(name: str) -> object:
+def _reject(name: str) -> object:
     raise ValueError(name)

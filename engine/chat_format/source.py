@@ -1,7 +1,7 @@
 """Text that comes in pieces, for readers that are written as if it were whole.
 
 A reader is a generator: it yields where it needs more text than there is. So what it reads cannot depend on how the
-text was cut. What may turn out to be no call after all is read on trial (`tried`).
+text was cut. What may turn out to be no call after all is read on trial (`attempt`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Steps = Generator[None, None, Result]
 Emit = Callable[[str], None]
 
 # What is read on trial is at most so long, so that text full of openings costs no more than its length times this.
-LONGEST_TRIAL = 4096
+MAX_LOOKAHEAD = 4096
 
 SPACE = re.compile(r"[ \t\r\n]+")
 
 
-class Unlike(Exception):
+class NoMatch(Exception):
     """What was read on trial is no call."""
 
 
@@ -31,8 +31,8 @@ class Literals:
     def __init__(self, literals: Iterable[str]) -> None:
         ordered = sorted({*literals} - {""}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._beginnings = frozenset(literal[:length] for literal in ordered for length in range(1, len(literal)))
-        self._longest = max((len(beginning) for beginning in self._beginnings), default=0)
+        self._prefixes = frozenset(literal[:length] for literal in ordered for length in range(1, len(literal)))
+        self._longest = max((len(beginning) for beginning in self._prefixes), default=0)
 
     def find(self, text: str, at: int, *, ended: bool) -> tuple[int, str]:
         """Where the first one begins, and which; "" with the place up to which there is certainly none."""
@@ -45,32 +45,32 @@ class Literals:
     def _unfinished(self, text: str, at: int) -> int:
         """Where the longest end of the text begins that may yet become one of them."""
         for start in range(max(at, len(text) - self._longest), len(text)):
-            if text[start:] in self._beginnings:
+            if text[start:] in self._prefixes:
                 return start
         return len(text)
 
 
-class Source:
+class TextSource:
     """What has come and is not read yet.
 
-    broken  the text was cut, and in what was being read: more of it was needed
+    is_broken  the text was cut, and in what was being read: more of it was needed
     """
 
     def __init__(self) -> None:
-        self.broken = False
+        self.is_broken = False
         self._cut = False
         self._text = ""
         self._at = 0
-        self._held: int | None = None
+        self._lookahead: int | None = None
         self._ended = False
 
     def push(self, text: str) -> None:
         """More text has come."""
-        cut = self._at if self._held is None else self._held
+        cut = self._at if self._lookahead is None else self._lookahead
         self._text = self._text[cut:] + text
         self._at -= cut
-        if self._held is not None:
-            self._held = 0
+        if self._lookahead is not None:
+            self._lookahead = 0
 
     def end(self) -> None:
         """No more will come."""
@@ -80,28 +80,28 @@ class Source:
         """No more will come, though the text is not over."""
         self._ended = self._cut = True
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Nobody reads what is left."""
         self._at = len(self._text)
 
-    def tried(self, steps: Steps[object]) -> Steps[bool]:
+    def attempt(self, steps: Steps[object]) -> Steps[bool]:
         """Read on trial. Where that raises Unlike, nothing was read, and the answer is False."""
-        self._held = self._at
+        self._lookahead = self._at
         try:
             yield from steps
-        except Unlike:
-            assert self._held is not None
-            self._at = self._held
+        except NoMatch:
+            assert self._lookahead is not None
+            self._at = self._lookahead
             return False
         finally:
-            self._held = None
+            self._lookahead = None
         return True
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """It is certain by now: what was read on trial is not read again."""
-        self._held = None
+        self._lookahead = None
 
-    def unread(self, literal: str) -> None:
+    def push_back(self, literal: str) -> None:
         """Take back what was read last."""
         self._at -= len(literal)
 
@@ -109,7 +109,7 @@ class Source:
         """The next letter; "" at the end."""
         while self._at == len(self._text):
             if self._ended:
-                self.broken = self._cut
+                self.is_broken = self._cut
                 return ""
             yield
         return self._text[self._at]
@@ -120,7 +120,7 @@ class Source:
             yield
         return self._advance(min(self._at + count, len(self._text)))
 
-    def run(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Steps[str]:
+    def match(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Steps[str]:
         """The letters that come and match `pattern`, a repeated class of letters; with `emit` they go there instead."""
         taken = []
         while True:
@@ -137,7 +137,7 @@ class Source:
 
     def skip_space(self) -> Steps[None]:
         """Read whitespace away."""
-        yield from self.run(SPACE, lambda _: None)
+        yield from self.match(SPACE, lambda _: None)
 
     def accept(self, literal: str) -> Steps[bool]:
         """Read this literal if it comes next."""
@@ -149,7 +149,7 @@ class Source:
             if not literal.startswith(there):
                 return False
             if self._ended:
-                self.broken = self._cut
+                self.is_broken = self._cut
                 return False
             yield
 
@@ -159,7 +159,7 @@ class Source:
             if number:
                 yield from self.skip_space()
             if not (yield from self.accept(literal)):
-                raise Unlike
+                raise NoMatch
 
     def until(self, literals: Literals, emit: Emit) -> Steps[str]:
         """Pass on the text before the first of the literals, and read that; "" where the text ends before one."""
@@ -177,6 +177,6 @@ class Source:
     def _advance(self, stop: int) -> str:
         text = self._text[self._at : stop]
         self._at = stop
-        if self._held is not None and stop - self._held > LONGEST_TRIAL:
-            raise Unlike
+        if self._lookahead is not None and stop - self._lookahead > MAX_LOOKAHEAD:
+            raise NoMatch
         return text

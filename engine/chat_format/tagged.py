@@ -5,111 +5,124 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.chat_format.calls import Offer
-from engine.chat_format.frame import Frame
-from engine.chat_format.lark import ANYTHING, Lark
-from engine.chat_format.message import Body, Tool, ToolChoice
-from engine.chat_format.reasoning import Thoughts
-from engine.chat_format.source import Literals, Source, Steps
-from engine.chat_format.speech import Speech
-from engine.types.request import Thinking
+from engine.chat_format.calls import CallableTools
+from engine.chat_format.delta_buffer import DeltaBuffer
+from engine.chat_format.lark_writer import ANYTHING, LarkWriter
+from engine.chat_format.message import AnswerConstraint, Tool, ToolChoice
+from engine.chat_format.reasoning import ReasoningMarkers
+from engine.chat_format.source import Literals, Steps, TextSource
+from engine.chat_format.tool_call_markers import ToolCallMarkers
+from engine.types.request import ReasoningLimit
 
 # Where a call may be a bare object, no text begins like one.
 _NO_OBJECT = r"(\s*[^{\s](?s:.)*)?"
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged:
+class TaggedFormat:
     """How such an answer is read.
 
-    silent  special tokens that are part of no text
+    hidden_markers  special tokens that are part of no text
     """
 
-    thoughts: Thoughts | None = None
-    frame: Frame | None = None
-    silent: frozenset[str] = frozenset()
-    _closing: Literals = field(init=False, repr=False, compare=False)
+    reasoning: ReasoningMarkers | None = None
+    frame: ToolCallMarkers | None = None
+    hidden_markers: frozenset[str] = frozenset()
+    _end_literals: Literals = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        closes = () if self.thoughts is None else (self.thoughts.closes,)
-        object.__setattr__(self, "_closing", Literals((*closes, *self.silent)))
+        closes = () if self.reasoning is None else (self.reasoning.closes,)
+        object.__setattr__(self, "_end_literals", Literals((*closes, *self.hidden_markers)))
 
     @property
-    def reasons(self) -> bool:
+    def supports_reasoning(self) -> bool:
         """Whether the model may reason before it answers."""
-        return self.thoughts is not None
+        return self.reasoning is not None
 
     @property
-    def calls(self) -> bool:
+    def supports_tool_calls(self) -> bool:
         """Whether it has a way to call tools."""
         return self.frame is not None
 
-    def limit(self, budget: int, opened: str) -> Thinking | None:
+    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
         """A limit to the reasoning in tokens; None: there is none to limit."""
-        return None if self.thoughts is None else self.thoughts.limit(budget, opened)
+        return None if self.reasoning is None else self.reasoning.reasoning_limit(budget, opened)
 
-    def read(self, source: Source, speech: Speech, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
+    def parse(self, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
         """Read an answer behind what the prompt ended with."""
-        if self.thoughts is not None:
-            yield from self._reasoning(self.thoughts, source, speech, opened)
+        if self.reasoning is not None:
+            yield from self._reasoning(self.reasoning, source, speech, opened)
         if self.frame is not None and tools:
             yield from self._calls(self.frame, source, speech, tools)
         else:
-            yield from self._text(Literals(self.silent), source, speech)
+            yield from self._text(Literals(self.hidden_markers), source, speech)
         speech.finish()
 
-    def write(self, lark: Lark, tools: Sequence[Tool], choice: ToolChoice, body: Body | None, opened: str) -> str:
+    def grammar_rule(
+        self, lark: LarkWriter, tools: Sequence[Tool], choice: ToolChoice, body: AnswerConstraint | None, opened: str
+    ) -> str:
         """An answer as an expression of the grammar."""
-        thoughts = "" if self.thoughts is None else self.thoughts.write(lark, opened)
+        thoughts = "" if self.reasoning is None else self.reasoning.grammar_rule(lark, opened)
         if self.frame is None or not tools:
-            return f"{thoughts} {lark.body(body) if body else lark.text()}"
+            return f"{thoughts} {lark.answer_body(body) if body else lark.text()}"
         return f"{thoughts} {self._answer(lark, self.frame, tools, choice, body)}"
 
-    def _answer(self, lark: Lark, frame: Frame, tools: Sequence[Tool], choice: ToolChoice, body: Body | None) -> str:
-        text = lark.text(frame.opening[0], like=(_NO_OBJECT if frame.bare else ANYTHING,))
-        calls = frame.write(lark, tools, parallel=choice.parallel)
+    def _answer(
+        self,
+        lark: LarkWriter,
+        frame: ToolCallMarkers,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        body: AnswerConstraint | None,
+    ) -> str:
+        text = lark.text(frame.opening[0], like=(_NO_OBJECT if frame.allows_unmarked else ANYTHING,))
+        calls = frame.grammar_rule(lark, tools, parallel=choice.parallel)
         if choice.mode == "required":
             return calls
         if body is not None:
-            return lark.body(body) if choice.mode == "none" else f"({lark.body(body)} | {calls})"
+            return lark.answer_body(body) if choice.mode == "none" else f"({lark.answer_body(body)} | {calls})"
         if choice.mode == "none":
             return text
-        rest = frame.write_rest(lark, tools, parallel=choice.parallel)
+        rest = frame.grammar_after_opening(lark, tools, parallel=choice.parallel)
         later = f"({lark.until(frame.opening[0])} {rest} {lark.space()}){'*' if choice.parallel else '?'} {text}"
-        return f"({calls} | {later})" if frame.bare else later
+        return f"({calls} | {later})" if frame.allows_unmarked else later
 
-    def _reasoning(self, thoughts: Thoughts, source: Source, speech: Speech, opened: str) -> Steps[None]:
-        if not thoughts.begun(opened):
-            if thoughts.over(opened):
+    def _reasoning(
+        self, thoughts: ReasoningMarkers, source: TextSource, speech: DeltaBuffer, opened: str
+    ) -> Steps[None]:
+        if not thoughts.is_open(opened):
+            if thoughts.is_closed(opened):
                 return
-            if not (yield from source.tried(source.expect("", thoughts.opens))):
+            if not (yield from source.attempt(source.expect("", thoughts.opens))):
                 return
             yield from source.accept(thoughts.label)
-        while (found := (yield from source.until(self._closing, speech.think))) in self.silent:
+        while (found := (yield from source.until(self._end_literals, speech.add_reasoning))) in self.hidden_markers:
             if found == thoughts.closes:
                 break
         if found:
-            speech.part()
+            speech.end_part()
 
-    def _text(self, literals: Literals, source: Source, speech: Speech) -> Steps[None]:
-        while (yield from source.until(literals, speech.say)):
+    def _text(self, literals: Literals, source: TextSource, speech: DeltaBuffer) -> Steps[None]:
+        while (yield from source.until(literals, speech.add_text)):
             pass
 
-    def _calls(self, frame: Frame, source: Source, speech: Speech, tools: Mapping[str, Tool]) -> Steps[None]:
+    def _calls(
+        self, frame: ToolCallMarkers, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool]
+    ) -> Steps[None]:
         opening = frame.opening[0]
-        offer = Offer(tools, only=frame.bare)
-        if frame.bare:
-            called = yield from frame.read_bare(source, speech, offer)
+        offer = CallableTools(tools, only=frame.allows_unmarked)
+        if frame.allows_unmarked:
+            called = yield from frame.parse_unmarked(source, speech, offer)
             # Without a marker nothing says that the beginning of an object is no text.
-            if called and source.broken:
-                source.drop()
-        literals = Literals((opening, *self.silent))
-        while found := (yield from source.until(literals, speech.say)):
+            if called and source.is_broken:
+                source.discard()
+        literals = Literals((opening, *self.hidden_markers))
+        while found := (yield from source.until(literals, speech.add_text)):
             if found != opening:
                 continue
-            called = yield from frame.read(source, speech, offer)
-            if source.broken:
-                source.drop()
-                speech.part()
-            elif not called and opening not in self.silent:
-                speech.say(opening)
+            called = yield from frame.parse(source, speech, offer)
+            if source.is_broken:
+                source.discard()
+                speech.end_part()
+            elif not called and opening not in self.hidden_markers:
+                speech.add_text(opening)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from engine.draft.seats import Seat
-from engine.sample.sampler import emit
+from engine.sample.sampler import sample_tokens
 from engine.schedule.draft import Want
 
 # Tokens to read next, by the number of the want.
@@ -41,7 +41,7 @@ def chain(
         if logits is None or not going:
             break
         behind = [row for row, at in enumerate(rows) if at in going]
-        said = emit(logits[behind], [wants[at].draw.after(drafts[at]) for at in going])
+        said = sample_tokens(logits[behind], [wants[at].draw.after(drafts[at]) for at in going])
         found = {at: [token] for at, token in zip(going, said, strict=True) if token is not None}
         for at, tokens in found.items():
             drafts[at] += tokens

@@ -17,7 +17,9 @@ class ForcedDrafter:
 
     def propose(self, wants: Sequence[Want]) -> list[list[int]]:
         """For each want what must come next, if anything must."""
-        return [[] if want.draw.rules is None else want.draw.rules.forced(want.limit) for want in wants]
+        return [
+            [] if want.draw.constraints is None else want.draw.constraints.forced_tokens(want.limit) for want in wants
+        ]
 
     def forget(self, sequence_id: str, said: Sequence[int]) -> None:
         """Nothing was kept."""

@@ -114,7 +114,7 @@ class HeadDrafter:
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""
-        return self._cache.save_some(budget_bytes) > 0
+        return self._cache.flush_to_disk(budget_bytes) > 0
 
     def _is_ready(self, want: Want) -> bool:
         """Whether the state behind the token before the last one is there."""
@@ -160,7 +160,7 @@ class HeadDrafter:
         carried  the head's own state behind what a seat read last: that of the model is there for the text alone
         """
         spans = [Span(seats[at].slot, len(seats[at].tokens), len(tokens)) for at, tokens in rows.items()]
-        if self._cache.make_room(spans):
+        if self._cache.evict_for(spans):
             return None
         ends = [stop - 1 for stop in accumulate(span.length for span in spans)]
         states = []

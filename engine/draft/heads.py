@@ -21,10 +21,10 @@ from transformers.modeling_layers import MtpModel
 
 from engine.errors import ModelUnsupported
 from engine.load.checkpoint import weight_files
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.model import hooks
-from engine.model.layers import LayerPlan, plan_layers
-from engine.model.runner import Runner
+from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.runner import PackedRunner
 from kvcache.forward import Forward
 
 
@@ -58,10 +58,10 @@ class Head(nn.Module):
         return _Guess(self.layers._project_to_logits(made[:, logits_to_keep]), made)
 
 
-class HeadRunner(Runner):
+class HeadRunner(PackedRunner):
     """A head whose attention reads and writes a cache of its own. Belongs to the engine thread."""
 
-    def __init__(self, head: Head, layers: Sequence[LayerPlan], beside: Runner) -> None:
+    def __init__(self, head: Head, layers: Sequence[CachedLayer], beside: PackedRunner) -> None:
         """Attention is computed as `beside`, the model's own runner, does it."""
         super().__init__(head, layers, beside._mla, beside._attend)
         self._head = head
@@ -70,10 +70,10 @@ class HeadRunner(Runner):
         """Read pairs: tokens of all spans, one after the other, and the states [rows, width] before them."""
         positions = self._tensor([position for span in forward.spans for position in range(span.start, span.stop)])
         rows = {"input_ids": self._tensor(tokens)[None], "position_ids": positions[None]}
-        with torch.inference_mode(), hooks.listening(self._step(forward, ())):
+        with torch.inference_mode(), hooks.use_backend(self._backend(forward, ())):
             made: _Guess = self._head(
                 **rows,
-                past_key_values=hooks.PackedFacade(positions),
+                past_key_values=hooks.CacheFacade(positions),
                 logits_to_keep=self._tensor(wanted),
                 states=states[None],
             )
@@ -100,22 +100,22 @@ class Heads:
     weights_bytes: int
 
 
-def has_heads(target: Loaded) -> bool:
+def has_heads(target: LoadedModel) -> bool:
     """Whether the model's checkpoint has such a head, in one of the places where they are published."""
     pattern = re.compile(_places(target.model))
     return any(pattern.search(key) for file in weight_files(Path(target.info.folder)) for key in _keys(file))
 
 
-def load_heads(target: Loaded) -> Heads:
+def load_heads(target: LoadedModel) -> Heads:
     """The head of a model that has one. Raises ModelUnsupported."""
-    if not isinstance(target.runner, Runner):
+    if not isinstance(target.runner, PackedRunner):
         raise ModelUnsupported(target.info.name, "it runs one sequence at a time, and its head guesses for batches")
     if target.encoder is not None:
         raise ModelUnsupported(target.info.name, "its head reads tokens, and not what an encoder makes")
     try:
         layers = _read(target.model, target.dtype)
         head = Head(layers)
-        plans = plan_layers(head, vocabulary=target.info.vocabulary)
+        plans = find_cached_layers(head, vocabulary=target.info.vocabulary)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelUnsupported(
@@ -146,7 +146,7 @@ def _read(model: Any, dtype: torch.dtype) -> Any:
     # Its own pattern is fit for one published size of each kind.
     model._keys_to_ignore_on_load_unexpected = [_places(model)]
     layers = MtpModel.from_pretrained(model)
-    layers.set_attn_implementation(hooks.NAME)
+    layers.set_attn_implementation(hooks.ATTENTION_NAME)
     if dtype == torch.float64:
         layers.set_experts_implementation("eager")
     layers = layers.to(device=model.device, dtype=dtype).eval().requires_grad_(False)

@@ -21,9 +21,9 @@ from engine.draft.model import ModelDrafter
 from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.checkpoint import resolve
-from engine.load.disk_cache import shelf
-from engine.load.load import Loaded, known_context, load
-from engine.load.memory import available_bytes, most_rows
+from engine.load.load import LoadedModel, load, read_max_context
+from engine.load.memory import available_bytes, max_batch_tokens
+from engine.load.offload import offload_config
 from kvcache.cache import Cache
 from kvcache.spec import group_layers
 
@@ -33,7 +33,9 @@ log = logging.getLogger("cellar.engine")
 _LIBRARY_TOKENS = 2**17
 
 
-def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Loaded | Heads | None:
+def load_draft(
+    config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]
+) -> LoadedModel | Heads | None:
     """What drafts for `target` beside the lookup: a model, or its own head; None: neither. Raises ModelError kinds.
 
     The bundled model brings its own. A draft is a guess at tokens by their numbers, so both must have one tokenizer.
@@ -47,7 +49,7 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
         raise ModelMissing("draft", "this installation came without it; name one with --draft-model")
     if name is None:
         return None
-    context, slots = min(target.capacity, known_context(name, resolve(name))), target.info.slots
+    context, slots = min(target.capacity, read_max_context(name, resolve(name))), target.info.slots
     settings = replace(
         config,
         model=name,
@@ -62,9 +64,9 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
         threads=torch.get_num_threads(),
     )
     # The model's cache is planned but not there yet.
-    promised = target.memory.cache_bytes + target.memory.work_bytes
+    promised = target.memory.cache_bytes + target.memory.workspace_bytes
     try:
-        draft = load(settings, lambda phase: on_phase(f"draft: {phase}"), promised_bytes=promised)
+        draft = load(settings, lambda phase: on_phase(f"draft: {phase}"), reserved_bytes=promised)
     except PlanTooLarge as error:
         raise DraftTooLarge(name, error) from error
     if draft.encoder is not None:
@@ -73,7 +75,7 @@ def load_draft(config: EngineConfig, target: Loaded, on_phase: Callable[[str], N
     return draft
 
 
-def _head(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None]) -> Heads | None:
+def _head(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]) -> Heads | None:
     """The model's own head; where nobody asked for it, there may be none, and it may be of no use."""
     if not has_heads(target):
         if config.drafter == "mtp":
@@ -91,11 +93,11 @@ def _head(config: EngineConfig, target: Loaded, on_phase: Callable[[str], None])
         return None
 
 
-def _check_room(config: EngineConfig, target: Loaded, heads: Heads) -> None:
+def _check_room(config: EngineConfig, target: LoadedModel, heads: Heads) -> None:
     """Raises DraftTooLarge where the cells of a head, as many as the model has, do not fit beside the model."""
-    groups = group_layers([plan.spec.within(target.capacity) for plan in heads.runner.layers])
-    needed = target.memory.cells * sum(group.cell_bytes(target.stored) for group in groups)
-    left = available_bytes() - target.memory.cache_bytes - target.memory.work_bytes
+    groups = group_layers([plan.spec.limited_to(target.capacity) for plan in heads.runner.layers])
+    needed = target.memory.cells * sum(group.cell_bytes(target.kv_dtype) for group in groups)
+    left = available_bytes() - target.memory.cache_bytes - target.memory.workspace_bytes
     if needed > left:
         plan = PlanTooLarge(needed, max(left, 0), f"lower --context ({target.info.context}) or --slots")
         raise DraftTooLarge(target.info.name, plan)
@@ -107,7 +109,7 @@ def _companion(config: EngineConfig, folder: Path) -> str | None:
     return str(beside) if config.model is None and (beside / "config.json").is_file() else None
 
 
-def _check_language(name: str, draft: Loaded, target: Loaded) -> None:
+def _check_language(name: str, draft: LoadedModel, target: LoadedModel) -> None:
     """Raises ModelUnsupported at the first token that means something else to the draft than to the target."""
     own, others = draft.tokenizer.pieces(), target.tokenizer.pieces()
     for number in sorted(own.keys() & others.keys()):
@@ -117,7 +119,7 @@ def _check_language(name: str, draft: Loaded, target: Loaded) -> None:
 
 
 def make_speculation(
-    config: EngineConfig, target: Loaded, draft: Loaded | Heads | None, clock: Callable[[], float]
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel | Heads | None, clock: Callable[[], float]
 ) -> Speculation:
     """The drafters that the settings ask for, over caches of their own."""
     quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
@@ -132,30 +134,30 @@ def make_speculation(
     return Speculation(quick, slow, depth, clock, forced=forced)
 
 
-def _head_drafter(config: EngineConfig, target: Loaded, heads: Heads) -> HeadDrafter:
+def _head_drafter(config: EngineConfig, target: LoadedModel, heads: Heads) -> HeadDrafter:
     cache = Cache(
         [plan.spec for plan in heads.runner.layers],
         slots=target.info.slots,
         capacity=target.capacity,
         cells=target.memory.cells,
-        rows=most_rows(config, target.info.slots),
-        shelf=shelf(config, f"{target.identity}-mtp"),
-        dtype=target.stored,
+        max_batch_tokens=max_batch_tokens(config, target.info.slots),
+        offload=offload_config(config, f"{target.identity}-mtp"),
+        dtype=target.kv_dtype,
         device=config.device,
     )
     return HeadDrafter(cache, heads.runner, heads.states, chunk=config.chunk)
 
 
-def _drafter(config: EngineConfig, target: Loaded, draft: Loaded) -> ModelDrafter:
+def _drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> ModelDrafter:
     cache = Cache(
         [plan.spec for plan in draft.layers],
         slots=draft.info.slots,
         capacity=draft.capacity,
         cells=draft.memory.cells,
-        rows=most_rows(config, draft.info.slots),
+        max_batch_tokens=max_batch_tokens(config, draft.info.slots),
         state_bytes=draft.memory.available_bytes // 16 if draft.recurrent else None,
-        shelf=shelf(config, draft.identity),
-        dtype=draft.stored,
+        offload=offload_config(config, draft.identity),
+        dtype=draft.kv_dtype,
         device=config.device,
     )
     return ModelDrafter(

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from engine.draft.chain import Rows, chain, unread
 from engine.draft.seats import Seat, Seats
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
-from engine.native.chain import Link, chains
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
+from engine.native.draft_loop import DraftLoopInput, is_native_draw
 from engine.native.runner import NativeRunner
 from engine.schedule.draft import Want
 from kvcache.cache import Cache
@@ -36,7 +36,13 @@ class ModelDrafter:
     kind = "model"
 
     def __init__(
-        self, cache: Cache, runner: Runner | GatheringRunner, *, vocabulary: int, chunk: int, known: int | None = None
+        self,
+        cache: Cache,
+        runner: PackedRunner | SequentialRunner,
+        *,
+        vocabulary: int,
+        chunk: int,
+        known: int | None = None,
     ) -> None:
         self._cache, self._runner, self._seats = cache, runner, Seats(cache)
         self._vocabulary, self._chunk = vocabulary, chunk
@@ -46,7 +52,7 @@ class ModelDrafter:
         """For each want the smaller model's continuation; none where it still has to read most of the text."""
         seats = self._seats.follow(wants)
         rows = unread(wants, seats, capacity=self._cache.capacity, most=self._chunk)
-        said = self._say(wants, seats, {at: tokens for at, tokens in rows.items() if chains(wants[at].draw)})
+        said = self._say(wants, seats, {at: tokens for at, tokens in rows.items() if is_native_draw(wants[at].draw)})
         others = {at: tokens for at, tokens in rows.items() if at not in said}
         drafts = chain(wants, seats, others, lambda rows: self._read(seats, rows))
         return [said.get(at, draft) for at, draft in enumerate(drafts)]
@@ -57,19 +63,23 @@ class ModelDrafter:
 
     def rest(self, budget_bytes: int) -> bool:
         """Save what is remembered to the shelf."""
-        return self._cache.save_some(budget_bytes) > 0
+        return self._cache.flush_to_disk(budget_bytes) > 0
 
     def _say(self, wants: Sequence[Want], seats: Sequence[Seat], rows: Rows) -> dict[int, list[int]]:
         """Drafts of those that can be drafted for in one native call, by the number of the want."""
         if not rows or not isinstance(self._runner, NativeRunner):
             return {}
         links = [self._link(wants[at], seats[at], tokens) for at, tokens in rows.items()]
-        spans = [Span(seats[at].slot, len(seats[at].tokens), link.rows) for at, link in zip(rows, links, strict=True)]
+        spans = [
+            Span(seats[at].slot, len(seats[at].tokens), link.batch_tokens) for at, link in zip(rows, links, strict=True)
+        ]
         forward = self._cache.forward(spans)
-        if not self._runner.chains(forward) or self._cache.make_room(spans):
+        if not self._runner.supports_draft_loop(forward) or self._cache.evict_for(spans):
             return {}
         with forward:
-            said = dict(zip(rows, self._runner.say(forward, links, min(self._known, self._vocabulary)), strict=True))
+            said = dict(
+                zip(rows, self._runner.run_draft_loop(forward, links, min(self._known, self._vocabulary)), strict=True)
+            )
             for at, draft in said.items():
                 # The last draft is known; its own row would only be computed for the next one.
                 read = [*rows[at], *draft[: max(wants[at].limit - 1, 0)]]
@@ -77,10 +87,10 @@ class ModelDrafter:
                 seats[at].tokens += read
         return said
 
-    def _link(self, want: Want, seat: Seat, tokens: Sequence[int]) -> Link:
+    def _link(self, want: Want, seat: Seat, tokens: Sequence[int]) -> DraftLoopInput:
         """What a seat reads next, and how many tokens it says behind that: none while the text goes on."""
         reads_all = len(seat.tokens) + len(tokens) == len(want.tokens)
-        return Link(self._readable(tokens), want.limit if reads_all else 0, want.draw)
+        return DraftLoopInput(self._readable(tokens), want.limit if reads_all else 0, want.draw)
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         return [token if token < self._known else 0 for token in tokens]
@@ -88,7 +98,7 @@ class ModelDrafter:
     def _read(self, seats: Sequence[Seat], rows: Rows) -> Tensor | None:
         """Logits after the rows, one of each seat that has some; None if the cache has no room for them."""
         spans = [Span(seats[at].slot, len(seats[at].tokens), len(tokens)) for at, tokens in rows.items()]
-        if self._cache.make_room(spans):
+        if self._cache.evict_for(spans):
             return None
         wanted, last = [], -1
         for span in spans:

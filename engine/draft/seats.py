@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.schedule.draft import Want
-from engine.text.prefix import common_prefix
+from engine.text.prefix import common_prefix_length
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 
@@ -60,7 +60,7 @@ class Seats:
 
     def remember(self, seat: Seat) -> None:
         """Let others have what a seat holds."""
-        self._cache.remember(seat.slot, seat.tokens[: seat.plain], salt=seat.salt)
+        self._cache.insert_prefix(seat.slot, seat.tokens[: seat.plain], salt=seat.salt)
 
     def forget(self, sequence_id: str, said: Sequence[int] = ()) -> None:
         """The sequence is over: what was computed of its text may serve others, and of drafts what became output.
@@ -72,7 +72,7 @@ class Seats:
             return
         text = seat.checked + 1
         later = list(said[seat.said :]) if seat.said >= 0 else []
-        self.rewind(seat, text + common_prefix(seat.tokens[text:], later))
+        self.rewind(seat, text + common_prefix_length(seat.tokens[text:], later))
         self.remember(seat)
         self.leave(sequence_id)
 
@@ -94,7 +94,7 @@ class Seats:
         if common < len(seat.tokens):
             self.rewind(seat, common)
         if len(seat.tokens) + _WORTH_A_LOOK < len(want.tokens) - 1:
-            standing = self._cache.recall(seat.slot, want.tokens[:-1], salt=seat.salt)
+            standing = self._cache.reuse_prefix(seat.slot, want.tokens[:-1], salt=seat.salt)
             seat.tokens += want.tokens[len(seat.tokens) : standing]
         return seat
 
@@ -102,7 +102,7 @@ class Seats:
         """How much of the text, but for its last token, the seat holds. What was compared before is not again."""
         dropped, end = want.draw.position - len(want.tokens), len(want.tokens) - 1
         at = min(seat.checked, len(seat.tokens)) if dropped == seat.dropped else 0
-        return at + common_prefix(seat.tokens[at:end], list(want.tokens[at:end]))
+        return at + common_prefix_length(seat.tokens[at:end], list(want.tokens[at:end]))
 
     def _shift(self, seat: Seat, want: Want, keep: int, drop: int) -> int:
         """Drop what was dropped from the text behind `keep`; how much of the text the seat holds then."""
@@ -116,7 +116,7 @@ class Seats:
         del seat.tokens[standing:]
         seat.plain = keep if seat.plain is None else min(keep, seat.plain)
         end = len(want.tokens) - 1
-        return common_prefix(seat.tokens[:end], list(want.tokens[:end]))
+        return common_prefix_length(seat.tokens[:end], list(want.tokens[:end]))
 
     def _slot(self) -> int:
         """A free slot; that of the sequence that was not wanted for longest if there is none."""

@@ -16,7 +16,7 @@ from engine.draft.offer import Candidate
 from engine.schedule.draft import Computed, Draft, Drafter, Reader, Want
 from engine.schedule.sequence import Sequence as Running
 from engine.schedule.step_cost import StepCost
-from engine.types.request import LONGEST_DRAFT
+from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.status import DraftCounts
 
 # Whom drafters may guess for, by their kind.
@@ -59,7 +59,7 @@ class Speculation:
         depth: Depth,
         clock: Callable[[], float],
         *,
-        deepest: int = LONGEST_DRAFT,
+        deepest: int = MAX_DRAFT_TOKENS,
         forced: Drafter | None = None,
         reader: Reader | None = None,
     ) -> None:
@@ -178,7 +178,7 @@ class Speculation:
 
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
         """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
-        if self._reader is not None and sequence.may_draft(self._reader.kind):
+        if self._reader is not None and sequence.allows_drafter(self._reader.kind):
             self._reader.computed([Computed(_want(sequence, self._limit(sequence)), start, row, length)])
 
     def forget(self, sequence: Running) -> None:
@@ -236,7 +236,7 @@ class Speculation:
         """Who may guess for sequences, by what their requests say."""
         able = list[_Able]()
         for drafter in self._drafters:
-            own = [one for one in sequences if one.may_draft(drafter.kind)]
+            own = [one for one in sequences if one.allows_drafter(drafter.kind)]
             if drafter is self._forced:
                 own = [one for one in own if one.request.grammar is not None]
             if own:
@@ -256,7 +256,9 @@ class Speculation:
 
     def _candidate(self, offer: _Offer) -> Candidate:
         unread = self._unread(offer.sequence) if offer.drafter is self._slow else 0
-        return Candidate(offer.drafter.kind, offer.limit, unread, len(offer.sequence.output), offer.sequence.room)
+        return Candidate(
+            offer.drafter.kind, offer.limit, unread, len(offer.sequence.output), offer.sequence.remaining_tokens
+        )
 
     def _unread(self, sequence: Running) -> int:
         """Tokens that the slow drafter has to read before it drafts: none if it sees what steps compute."""
@@ -278,7 +280,7 @@ class Speculation:
         """Tokens to draft at most."""
         asked = sequence.request.speculation.tokens
         # The row behind the last draft tells one token more, and that is the last one that there is room for.
-        return min(sequence.room - 1, self._deepest if asked is None else min(asked, self._deepest))
+        return min(sequence.remaining_tokens - 1, self._deepest if asked is None else min(asked, self._deepest))
 
     def _made(self, chosen: Sequence[tuple[_Offer, int]]) -> list[tuple[_Offer, tuple[int, ...]]]:
         """Each offer with its draft, at the chosen depth at most."""

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.embedder.head import Head
+from engine.embedder.head import EmbeddingHead
 from engine.types.request import EmbeddingInput
 
 
 class Embedder:
     """Runs batches. Shorter texts are filled up behind their end, which no kind of model looks at.
 
-    pad      the token that fills a text up
-    spread   lengths in a batch may differ by so many tokens
+    pad_token      the token that fills a text up
+    max_length_difference   lengths in a batch may differ by so many tokens
     original  texts longer than this are rotated by other factors (rope.py), so they share no batch with shorter
              ones; None: there are none
     threads  to compute with; the model beside it may be better off with another number
     """
 
     def __init__(
-        self, model: Any, head: Head, *, pad: int, threads: int, spread: int, original: int | None = None
+        self, model: Any, head: EmbeddingHead, *, pad: int, threads: int, spread: int, original: int | None = None
     ) -> None:
-        self._model, self._head, self.pad, self._threads = model, head, pad, threads
-        self._known = inspect.signature(model.forward).parameters.keys()
-        self.spread, self._original = spread, original
+        self._model, self._head, self.pad_token, self._threads = model, head, pad, threads
+        self._parameters = inspect.signature(model.forward).parameters.keys()
+        self.max_length_difference, self._original_length = spread, original
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,32 +37,32 @@ class Embedder:
         dtype: torch.dtype = self._model.dtype
         return dtype
 
-    def shares(self, lengths: Sequence[int]) -> bool:
+    def can_batch(self, lengths: Sequence[int]) -> bool:
         """Whether texts of these lengths may be computed together."""
-        alike = max(lengths) - min(lengths) <= self.spread
-        return alike and (self._original is None or not min(lengths) <= self._original < max(lengths))
+        alike = max(lengths) - min(lengths) <= self.max_length_difference
+        return alike and (self._original_length is None or not min(lengths) <= self._original_length < max(lengths))
 
     def vectors(self, inputs: Sequence[EmbeddingInput]) -> Tensor:
         """What becomes of each [inputs, dimensions], in float32."""
         longest = max(len(each.tokens) for each in inputs)
         rows = {
-            "input_ids": [_filled(each.tokens, longest, self.pad) for each in inputs],
-            "attention_mask": [_filled([1] * len(each.tokens), longest, 0) for each in inputs],
+            "input_ids": [_padded(each.tokens, longest, self.pad_token) for each in inputs],
+            "attention_mask": [_padded([1] * len(each.tokens), longest, 0) for each in inputs],
         }
-        if any(each.parts for each in inputs):
-            rows["token_type_ids"] = [_filled(each.parts, longest, 0) for each in inputs]
-        known = {name: row for name, row in rows.items() if name in self._known}
-        with torch.inference_mode(), _threads(self._threads):
+        if any(each.token_types for each in inputs):
+            rows["token_type_ids"] = [_padded(each.token_types, longest, 0) for each in inputs]
+        known = {name: row for name, row in rows.items() if name in self._parameters}
+        with torch.inference_mode(), _use_threads(self._threads):
             output = self._model(**{name: torch.tensor(row, device=self._model.device) for name, row in known.items()})
             return self._head(output, inputs).float().cpu()
 
 
-def _filled(row: Sequence[int], length: int, filler: int) -> list[int]:
+def _padded(row: Sequence[int], length: int, filler: int) -> list[int]:
     return [*row, *[filler] * (length - len(row))]
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _use_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from engine.embedder.layout import Dense, Layout, Pooled
-from engine.sample.logprobs import exact
+from engine.embedder.layout import Dense, Layout, Pooling
+from engine.sample.logprobs import at_least_float32
 from engine.types.request import EmbeddingInput
 
 _ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Mish", "Softplus", "ELU", "LeakyReLU")
 # Where a ranker says what becomes of its logits: the newer place and the older one.
-_NEW, _OLD = "sentence_transformers", "sbert_ce_default_activation_function"
+_CONFIG_FIELD, _OLD_CONFIG_FIELD = "sentence_transformers", "sbert_ce_default_activation_function"
 
 
-class Head(Protocol):
+class EmbeddingHead(Protocol):
     """Reads the output of a transformer for a batch."""
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
@@ -32,15 +32,15 @@ class Head(Protocol):
 class VectorHead:
     """Pools the last layer's states, each text by itself, so that what fills a batch up cannot be seen."""
 
-    def __init__(self, layout: Layout, pooled: Sequence[Pooled]) -> None:
+    def __init__(self, layout: Layout, pooled: Sequence[Pooling]) -> None:
         self._pooled, self._prompt = tuple(pooled), layout.prompt
-        self._steps = tuple(normal if step == "normalize" else Projection(step) for step in layout.steps)
+        self._steps = tuple(normalized if step == "normalize" else DenseProjection(step) for step in layout.steps)
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
         """One vector each [inputs, dimensions]."""
         vectors = torch.stack(
             [
-                self._pool(exact(states[: len(each.tokens)]), 0 if self._prompt else each.prompt)
+                self._pool(at_least_float32(states[: len(each.tokens)]), 0 if self._prompt else each.prompt_tokens)
                 for states, each in zip(output.last_hidden_state, inputs, strict=True)
             ]
         )
@@ -58,15 +58,17 @@ class ScoreHead:
     """The one logit of a pair, behind the activation that the model's settings name."""
 
     def __init__(self, config: Any) -> None:
-        named = (getattr(config, _NEW, None) or {}).get("activation_fn") or getattr(config, _OLD, None)
+        named = (getattr(config, _CONFIG_FIELD, None) or {}).get("activation_fn") or getattr(
+            config, _OLD_CONFIG_FIELD, None
+        )
         self._activation = activation((named or "torch.nn.Sigmoid").split(".")[-1])
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
         """One number each [inputs, 1]."""
-        return self._activation(exact(output.logits))
+        return self._activation(at_least_float32(output.logits))
 
 
-class Projection:
+class DenseProjection:
     """A linear layer of the folder's own and its activation."""
 
     def __init__(self, dense: Dense) -> None:
@@ -77,7 +79,7 @@ class Projection:
         self._weight, self._bias = weights["linear.weight"], weights.get("linear.bias")
         self._activation = activation(dense.activation)
         self._residual = dense.residual
-        self._around = weights.get("residual.weight")
+        self._residual_weight = weights.get("residual.weight")
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """The vectors [inputs, width] as the layer turns them."""
@@ -85,10 +87,12 @@ class Projection:
         projected = self._activation(linear(vectors, self._weight.to(vectors), bias))
         if not self._residual:
             return projected
-        return projected + (vectors if self._around is None else linear(vectors, self._around.to(vectors)))
+        return projected + (
+            vectors if self._residual_weight is None else linear(vectors, self._residual_weight.to(vectors))
+        )
 
 
-def normal(vectors: Tensor) -> Tensor:
+def normalized(vectors: Tensor) -> Tensor:
     """Vectors of length 1."""
     return normalize(vectors, dim=-1)
 
@@ -106,7 +110,7 @@ def _weighted(states: Tensor, start: int) -> Tensor:
     return weights @ states[start:] / weights.sum()
 
 
-_POOLS: dict[Pooled, Callable[[Tensor, int], Tensor]] = {
+_POOLS: dict[Pooling, Callable[[Tensor, int], Tensor]] = {
     "cls": lambda states, start: states[start],
     "max": lambda states, start: states[start:].amax(0),
     "mean": lambda states, start: states[start:].mean(0),

@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from engine.errors import ModelUnsupported
 from engine.types.status import Similarity
 
-Pooled = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 # Older files switch each way of pooling by itself; where several are on, this is their order.
-_SWITCHES: dict[str, Pooled] = {
+_POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -39,7 +39,7 @@ class Dense:
     residual: bool = False
 
 
-Step = Dense | Literal["normalize"]
+VectorStep = Dense | Literal["normalize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Layout:
     """
 
     folder: Path
-    pooled: tuple[Pooled, ...] = ()
+    pooled: tuple[Pooling, ...] = ()
     prompt: bool = True
-    steps: tuple[Step, ...] = ()
+    steps: tuple[VectorStep, ...] = ()
     longest: int | None = None
     lower: bool = False
     prompts: tuple[tuple[str, str], ...] = ()
@@ -72,7 +72,7 @@ def read_layout(name: str, folder: Path) -> Layout:
     try:
         modules = list(_modules(folder))
         fields: dict[str, Any] = {"folder": folder, **_of_library(_read(folder / "config_sentence_transformers.json"))}
-        steps: list[Step] = []
+        steps: list[VectorStep] = []
         for kind, place in modules:
             match kind:
                 case "Transformer":
@@ -137,9 +137,11 @@ def _of_transformer(folder: Path) -> dict[str, Any]:
 
 
 def _of_pooling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = fields.get("pooling_mode") or [way for switch, way in _SWITCHES.items() if fields.get(switch)] or "mean"
+    named = (
+        fields.get("pooling_mode") or [way for switch, way in _POOLING_FLAGS.items() if fields.get(switch)] or "mean"
+    )
     pooled = [named] if isinstance(named, str) else list(named)
-    unknown = [way for way in pooled if way not in get_args(Pooled)]
+    unknown = [way for way in pooled if way not in get_args(Pooling)]
     if unknown:
         raise ValueError(f"its pooling {unknown[0]!r} is not known here")
     return {"pooled": tuple(pooled), "prompt": fields.get("include_prompt") is not False}

@@ -28,23 +28,31 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig
 from engine.embedder.embedder import Embedder
-from engine.embedder.head import Head, ScoreHead, VectorHead
+from engine.embedder.head import EmbeddingHead, ScoreHead, VectorHead
 from engine.embedder.layout import Layout, read_layout
-from engine.embedder.reader import Reader
+from engine.embedder.tokenizer import EmbeddingTokenizer
 from engine.errors import EmbedderTooLarge, ModelUnsupported
-from engine.load.checkpoint import BROKEN, fingerprint, no_weights, one_line, resolve, threads_for, weight_files
+from engine.load.checkpoint import (
+    READ_ERRORS,
+    default_threads,
+    error_line,
+    fingerprint,
+    missing_weights_reason,
+    resolve,
+    weight_files,
+)
 from engine.load.memory import available_bytes
 from engine.model.rope import original_length
-from engine.quantize.surgery import bytes_of
+from engine.quantize.quantize import bytes_of
 from engine.types.request import EmbeddingInput
-from engine.types.status import Embedding, ModelInfo
+from engine.types.status import EmbeddingModelInfo, ModelInfo
 
 # As for the model, whose context is no longer either unless somebody asks for it.
-_LONGEST = 8192
+_MAX_LENGTH = 8192
 # Texts of other lengths, whose vectors must not depend on whether they are computed together.
-_SAMPLES, _QUICK = (3, 11), 512
+_SAMPLE_LENGTHS, _MAX_CHECKED_LENGTH = (3, 11), 512
 # Rows of a batch hold their activations of one layer at a time, about 16 widths with the MLP's.
-_WIDTHS = 16
+_ACTIVATION_WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,8 @@ class LoadedEmbedder:
     """An embedding model: who computes, who reads texts, and what there is to know of it."""
 
     embedder: Embedder
-    reader: Reader
-    info: Embedding
+    tokenizer: EmbeddingTokenizer
+    info: EmbeddingModelInfo
 
 
 def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> LoadedEmbedder | None:
@@ -67,42 +75,42 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
     folder = resolve(name)
     try:
         return _load(name, folder, config)
-    except BROKEN as error:
-        raise ModelUnsupported(name, one_line(error)) from error
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, error_line(error)) from error
 
 
 def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
     available = available_bytes()
     layout = read_layout(name, folder)
     model, head, tokenizer = _read(name, layout, config)
-    threads = config.threads or threads_for(layout.folder)
+    threads = config.threads or default_threads(layout.folder)
     original = original_length(model)
-    embedder = Embedder(model, head, pad=_pad(tokenizer), threads=threads, spread=0, original=original)
+    embedder = Embedder(model, head, pad=_pad_token(tokenizer), threads=threads, spread=0, original=original)
     vocabulary = model.get_input_embeddings().num_embeddings
-    reader = Reader(tokenizer, layout, vocabulary=vocabulary, longest=_longest(model, tokenizer, layout))
+    reader = EmbeddingTokenizer(tokenizer, layout, vocabulary=vocabulary, longest=_max_length(model, tokenizer, layout))
     dimensions = _check(name, embedder, reader)
-    work = max(reader.longest, config.chunk) * _WIDTHS * model.config.get_text_config().hidden_size * 4
-    info = Embedding(
+    work = max(reader.max_length, config.chunk) * _ACTIVATION_WIDTHS * model.config.get_text_config().hidden_size * 4
+    info = EmbeddingModelInfo(
         model=_info(name, folder, model, reader),
-        makes="scores" if isinstance(head, ScoreHead) else "vectors",
+        output_kind="scores" if isinstance(head, ScoreHead) else "vectors",
         dimensions=dimensions,
         prompts=tuple(prompt for prompt, _ in layout.prompts),
         similarity=layout.similarity,
         weights_bytes=bytes_of(model),
-        work_bytes=work,
+        workspace_bytes=work,
     )
     if info.weights_bytes + work > available:
         raise EmbedderTooLarge(name, info.weights_bytes + work, available)
     return LoadedEmbedder(embedder, reader, info)
 
 
-def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Head, Any]:
+def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, EmbeddingHead, Any]:
     """The model, what comes behind it, and its tokenizer."""
     folder = layout.folder
     if not weight_files(folder):
-        raise ModelUnsupported(name, no_weights(folder))
+        raise ModelUnsupported(name, missing_weights_reason(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    kind = _kind(config, layout)
+    kind = _model_class(config, layout)
     config.use_cache = False
     model, report = kind.from_pretrained(
         folder,
@@ -113,7 +121,7 @@ def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Head,
         output_loading_info=True,
     )
     ranks = kind is AutoModelForSequenceClassification
-    head = ScoreHead(config) if ranks else VectorHead(layout, _pooled(config, layout))
+    head = ScoreHead(config) if ranks else VectorHead(layout, _pooling(config, layout))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # Checkpoints need not have the layer behind BERT's first state: nobody reads it.
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
@@ -123,64 +131,64 @@ def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Head,
     return model.to(settings.device).eval().requires_grad_(False), head, tokenizer
 
 
-def _kind(config: Any, layout: Layout) -> Any:
+def _model_class(config: Any, layout: Layout) -> Any:
     """transformers' choice of a class: a ranker, an encoder without its decoder, or the model without any head."""
-    if not layout.pooled and _made_for(config, "ForSequenceClassification"):
+    if not layout.pooled and _has_architecture(config, "ForSequenceClassification"):
         if config.num_labels != 1:
             raise ValueError(f"it sorts texts into {config.num_labels} classes; a model that ranks gives one score")
         return AutoModelForSequenceClassification
-    halved = config.is_encoder_decoder or _made_for(config, "EncoderModel")
+    halved = config.is_encoder_decoder or _has_architecture(config, "EncoderModel")
     return AutoModelForTextEncoding if halved and type(config) in AutoModelForTextEncoding._model_mapping else AutoModel
 
 
-def _pooled(config: Any, layout: Layout) -> tuple[Any, ...]:
+def _pooling(config: Any, layout: Layout) -> tuple[Any, ...]:
     """As sentence-transformers does it where the files do not say."""
-    one_way = _made_for(config, "ForCausalLM") and getattr(config, "is_causal", True)
+    one_way = _has_architecture(config, "ForCausalLM") and getattr(config, "is_causal", True)
     return layout.pooled or (("lasttoken",) if one_way else ("mean",))
 
 
-def _made_for(config: Any, ending: str) -> bool:
+def _has_architecture(config: Any, ending: str) -> bool:
     return any(architecture.endswith(ending) for architecture in config.architectures or ())
 
 
-def _pad(tokenizer: Any) -> int:
+def _pad_token(tokenizer: Any) -> int:
     return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 
-def _longest(model: Any, tokenizer: Any, layout: Layout) -> int:
+def _max_length(model: Any, tokenizer: Any, layout: Layout) -> int:
     """Tokens of a text: what the files say, as far as the model has positions."""
-    said = min(tokenizer.model_max_length, _LONGEST) if layout.longest is None else layout.longest
-    return int(min(said, _positions(model), _LONGEST))
+    said = min(tokenizer.model_max_length, _MAX_LENGTH) if layout.longest is None else layout.longest
+    return int(min(said, _position_count(model), _MAX_LENGTH))
 
 
-def _positions(model: Any) -> int:
+def _position_count(model: Any) -> int:
     """Positions that a model can tell apart; those of RoBERTa begin behind that of what fills a batch up."""
     table = next((part for name, part in model.named_modules() if name.endswith("position_embeddings")), None)
     if isinstance(table, nn.Embedding):
         return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
     known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return known if isinstance(known, int) and known > 0 else _LONGEST
+    return known if isinstance(known, int) and known > 0 else _MAX_LENGTH
 
 
-def _check(name: str, embedder: Embedder, reader: Reader) -> int:
+def _check(name: str, embedder: Embedder, reader: EmbeddingTokenizer) -> int:
     """Try it: how long the vectors are, and whether texts of several lengths can be computed together.
 
     A text of full length is tried too, if that is quick: there may be fewer positions than the files say.
     """
-    longest = reader.longest if reader.longest <= _QUICK else 1
-    tokens = [token for token in range(reader.vocabulary) if token != embedder.pad]
+    longest = reader.max_length if reader.max_length <= _MAX_CHECKED_LENGTH else 1
+    tokens = [token for token in range(reader.vocabulary) if token != embedder.pad_token]
     inputs = [
-        EmbeddingInput(tuple(itertools.islice(itertools.cycle(tokens), min(length, reader.longest))))
-        for length in (*_SAMPLES, longest)
+        EmbeddingInput(tuple(itertools.islice(itertools.cycle(tokens), min(length, reader.max_length))))
+        for length in (*_SAMPLE_LENGTHS, longest)
     ]
     try:
         alone, together = torch.cat([embedder.vectors([each]) for each in inputs]), embedder.vectors(inputs)
     except Exception as error:
-        raise ModelUnsupported(name, f"it cannot run ({one_line(error)})") from error
+        raise ModelUnsupported(name, f"it cannot run ({error_line(error)})") from error
     if not alone.isfinite().all():
         raise ModelUnsupported(name, "its vectors have numbers that are not finite")
     if _agree(alone, together, embedder.dtype):
-        embedder.spread = reader.longest
+        embedder.max_length_difference = reader.max_length
     return alone.shape[-1]
 
 
@@ -194,7 +202,7 @@ def _agree(alone: Tensor, together: Tensor, dtype: torch.dtype) -> bool:
     return bool((alone - together).abs().max() < math.sqrt(torch.finfo(dtype).eps))
 
 
-def _info(name: str, folder: Path, model: Any, reader: Reader) -> ModelInfo:
+def _info(name: str, folder: Path, model: Any, reader: EmbeddingTokenizer) -> ModelInfo:
     return ModelInfo(
         name=name,
         folder=str(folder),
@@ -203,7 +211,7 @@ def _info(name: str, folder: Path, model: Any, reader: Reader) -> ModelInfo:
         parameters=sum(one.numel() for one in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         vocabulary=reader.vocabulary,
-        context=reader.longest,
+        context=reader.max_length,
         slots=0,
         device=model.device.type,
     )

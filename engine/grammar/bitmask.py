@@ -17,14 +17,14 @@ _LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1
 _LIMITS = _LIMITS.astype(np.float32)
 
 
-def bits_of(tokens: Iterable[int], size: int) -> bytes:
+def pack(tokens: Iterable[int], size: int) -> bytes:
     """The set of these tokens, of a vocabulary of `size`."""
     mask = np.zeros(size, np.bool_)
     mask[list(tokens)] = True
     return np.packbits(mask, bitorder="little").tobytes()
 
 
-def unpacked(bits: bytes, size: int) -> NDArray[np.bool_]:
+def unpack(bits: bytes, size: int) -> NDArray[np.bool_]:
     """Whether each of the first `size` tokens is in the set."""
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=size, bitorder="little").view(np.bool_)
 
@@ -41,7 +41,7 @@ def contains(bits: bytes, token: int) -> bool:
     return bool(bits[token // 8] >> token % 8 & 1)
 
 
-def limited(logits: Tensor, bits: bytes) -> Tensor:
+def mask_logits(logits: Tensor, bits: bytes) -> Tensor:
     """New logits [vocabulary], those of all other tokens minus infinity."""
     limits = np.take(_LIMITS, np.frombuffer(bits, np.uint8), axis=0, mode="clip").reshape(-1)[: len(logits)]
     if logits.device.type == "cpu":

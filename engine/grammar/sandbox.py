@@ -35,24 +35,24 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-SILENT = 0
+LOG_LEVEL = 0
 # Of a text that is forced without end, as by /a+/ "a", llguidance would compute all, for one mask. The last one counts.
-UNFORCED = '\n%llguidance {"no_forcing": true}\n'
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 # Of elapsed time: the machine may be busy. A new process reads the vocabulary first, a second for 150,000 tokens.
-_STARTING_SECONDS, _COMPILING_SECONDS = 60.0, 5.0
+_START_TIMEOUT_SECONDS, _COMPILE_TIMEOUT_SECONDS = 60.0, 5.0
 # It is waited for in so many parts: where both processes were suspended, only one part is lost.
-_PARTS = 10
+_POLLS = 10
 # Of processor time, by one mask or one token.
-_STEP_SECONDS = 0.2
+_MAX_STEP_SECONDS = 0.2
 _MEMORY_BYTES = 256 * 2**20
 # How much of a text is tried.
-_TOKENS = 16
-_NICER = 5
+_SAMPLED_TOKENS = 16
+_NICE_INCREMENT = 5
 
-_NOTHING = subprocess.DEVNULL
-TOO_MUCH = "it takes too long or too much memory to be compiled"
-TOO_SLOW = "it takes too long to be followed"
+_DEVNULL = subprocess.DEVNULL
+COMPILE_LIMIT_EXCEEDED = "it takes too long or too much memory to be compiled"
+STEP_LIMIT_EXCEEDED = "it takes too long to be followed"
 
 
 class Vocabulary:
@@ -66,41 +66,41 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(
-        self, tokens: list[bytes], markers: list[int], *, ends: list[int], spell: Callable[[str], list[int]]
+        self, tokens: list[bytes], markers: list[int], *, end_tokens: list[int], encode: Callable[[str], list[int]]
     ) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id, self._spell = tokens, markers, ends[0], spell
-        self.ends = ends
+        self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, markers, end_tokens[0], encode
+        self.end_tokens = end_tokens
 
     def __call__(self, text: str) -> list[int]:
-        return self._spell(text)
+        return self._encode(text)
 
-    def built(self) -> LLTokenizer:
+    def to_llguidance(self) -> LLTokenizer:
         """The same as llguidance has it. Other threads wait for this: 1.3 s of processor time for 262,000 tokens."""
-        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.ends)
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.end_tokens)
 
 
-class Trial:
+class GrammarSandbox:
     """The other process, started where it is needed. One thread at a time may ask it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         lengths = [len(token) for token in vocabulary.tokens]
-        numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.ends])
+        numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.end_tokens])
         self._vocabulary = numbers.encode(), b"".join(vocabulary.tokens)
         self._pipe: Connection | None = None
         self._ready = False
         self._end: Callable[[], object] = lambda: None
 
-    def fault(self, source: str) -> str:
+    def check(self, source: str) -> str:
         """Why a grammar shall not be compiled in this process; "": nothing is known against it."""
-        pipe = self._awaited()
+        pipe = self._wait_ready()
         try:
             pipe.send_bytes(source.encode())
-            if _answers(pipe, _COMPILING_SECONDS):
+            if _poll(pipe, _COMPILE_TIMEOUT_SECONDS):
                 return pipe.recv_bytes().decode()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             pass
         self.close()
-        return TOO_MUCH
+        return COMPILE_LIMIT_EXCEEDED
 
     def close(self) -> None:
         """End the process; another one is started where one is needed again."""
@@ -113,10 +113,10 @@ class Trial:
             self._pipe = self._start()
         return self._pipe
 
-    def _awaited(self) -> Connection:
+    def _wait_ready(self) -> Connection:
         pipe = self.start()
         if not self._ready:
-            if not _answers(pipe, _STARTING_SECONDS):
+            if not _poll(pipe, _START_TIMEOUT_SECONDS):
                 self.close()
                 raise TimeoutError("the process that tries grammars does not start")
             pipe.recv_bytes()
@@ -129,21 +129,21 @@ class Trial:
         command = [sys.executable, "-I", __file__, str(there.fileno())]
         # What it says when it ends is no fault of ours, and a signal from the terminal is not meant for it.
         process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], stdin=_NOTHING, stderr=_NOTHING, start_new_session=True
+            command, pass_fds=[there.fileno()], stdin=_DEVNULL, stderr=_DEVNULL, start_new_session=True
         )
         there.close()
-        self._end = weakref.finalize(self, _end, process, here)
+        self._end = weakref.finalize(self, _terminate, process, here)
         for part in self._vocabulary:
             here.send_bytes(part)
         return here
 
 
-def _answers(pipe: Connection, seconds: float) -> bool:
+def _poll(pipe: Connection, seconds: float) -> bool:
     """Whether something can be read within so many seconds."""
-    return any(pipe.poll(seconds / _PARTS) for _ in range(_PARTS))
+    return any(pipe.poll(seconds / _POLLS) for _ in range(_POLLS))
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
     pipe.close()
     process.kill()
     process.wait()
@@ -151,10 +151,12 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
 
 def _serve(pipe: Connection) -> None:
     """The work of the other process, until the pipe is closed."""
-    os.nice(_NICER)
+    os.nice(_NICE_INCREMENT)
     lengths, markers, ends = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
-    vocabulary = Vocabulary([text.read(length) for length in lengths], markers, ends=ends, spell=_unspelt).built()
+    vocabulary = Vocabulary(
+        [text.read(length) for length in lengths], markers, end_tokens=ends, encode=_encode_nothing
+    ).to_llguidance()
     pipe.send_bytes(b"")
     _limit_memory()
     while True:
@@ -163,13 +165,13 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         # Ends the process, should nobody be there any more to do so.
-        signal.alarm(2 * math.ceil(_COMPILING_SECONDS))
-        fault = _tried(vocabulary, source)
+        signal.alarm(2 * math.ceil(_COMPILE_TIMEOUT_SECONDS))
+        fault = _check_grammar(vocabulary, source)
         signal.alarm(0)
         pipe.send_bytes(fault.encode())
 
 
-def _unspelt(text: str) -> list[int]:
+def _encode_nothing(text: str) -> list[int]:
     """Nothing is spelt here: tokens are drawn from masks."""
     return []
 
@@ -182,24 +184,26 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _tried(vocabulary: LLTokenizer, source: str) -> str:
-    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(source + UNFORCED), limits=LIMITS, log_level=SILENT)
+def _check_grammar(vocabulary: LLTokenizer, source: str) -> str:
+    matcher = LLMatcher(
+        vocabulary, LLMatcher.grammar_from_lark(source + NO_FORCING), limits=LIMITS, log_level=LOG_LEVEL
+    )
     chance = random.Random(0)
     # The first mask builds most of the lexer, and counts as compiling.
-    token = _any(matcher.compute_bitmask(), chance)
-    for _ in range(_TOKENS):
+    token = _random_token(matcher.compute_bitmask(), chance)
+    for _ in range(_SAMPLED_TOKENS):
         if token is None or matcher.is_error():
             break
         began = time.thread_time()
         matcher.consume_token(token)
-        token = _any(matcher.compute_bitmask(), chance)
-        if time.thread_time() - began > _STEP_SECONDS:
-            return TOO_SLOW
+        token = _random_token(matcher.compute_bitmask(), chance)
+        if time.thread_time() - began > _MAX_STEP_SECONDS:
+            return STEP_LIMIT_EXCEEDED
     # What it refuses itself, it refuses in the asking process too, and in words.
     return ""
 
 
-def _any(mask: bytes, chance: random.Random) -> int | None:
+def _random_token(mask: bytes, chance: random.Random) -> int | None:
     """One of the tokens of a mask; None: it has none."""
     start = chance.randrange(len(mask))
     turned = mask[start:] + mask[:start]

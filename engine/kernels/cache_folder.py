@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 # Bytes of all files together: the quantised weights of a few models of 8 billion parameters.
-MOST_BYTES = 32 * 2**30
+MAX_BYTES = 32 * 2**30
 _SCRATCH = ".writing-"
 
 
@@ -26,7 +26,7 @@ def cache_folder(kind: str) -> Path:
     return _root() / kind
 
 
-def use(file: Path) -> None:
+def mark_used(file: Path) -> None:
     """Mark a file as used now, and as in use while this process lives; nothing where it is missing."""
     with suppress(OSError):
         os.utime(file)
@@ -52,11 +52,11 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
             os.close(writing)
 
 
-def trim(most_bytes: int = MOST_BYTES) -> None:
-    """Remove the least recently used files until all take at most `most_bytes`, but none that a process uses."""
+def trim(max_bytes: int = MAX_BYTES) -> None:
+    """Remove the least recently used files until all take at most `max_bytes`, but none that a process uses."""
     with suppress(OSError):
         files = sorted(_files(_root()), key=lambda found: found[1].st_mtime_ns)
-        excess = sum(status.st_size for _, status in files) - most_bytes
+        excess = sum(status.st_size for _, status in files) - max_bytes
         for file, status in files:
             if excess <= 0:
                 return

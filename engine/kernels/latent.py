@@ -19,32 +19,32 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.types.request import MlaMode
 from kvcache.forward import Segment
-from kvcache.planes import Stored
-from kvcache.spec import Reach
+from kvcache.kv_buffer import LayerKV
+from kvcache.spec import AttentionRange
 
 # What the expanded keys and values of one segment may take; one head's are always allowed.
 _EXPANDED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class LatentProjection:
     """From a latent to each head: keys [heads, key_width, latent], values [heads, value_width, latent]."""
 
     keys: Tensor
     values: Tensor
 
     @property
-    def latent(self) -> int:
+    def latent_width(self) -> int:
         """The width of a latent."""
         return self.keys.shape[-1]
 
 
 def attend(
     query: Tensor,
-    cells: Stored,
+    cells: LayerKV,
     segments: Sequence[Segment],
-    reach: Reach,
-    projection: Projection,
+    reach: AttentionRange,
+    projection: LatentProjection,
     *,
     scale: float,
     mode: MlaMode = "auto",
@@ -58,38 +58,38 @@ def attend(
     heads, rows = query.shape[:2]
     output = query.new_empty(rows, heads, projection.values.shape[1])
     for segment in segments:
-        own = query[:, segment.rows]
+        own = query[:, segment.batch_slice]
         form = _absorbed if mode == "absorb" else _expanded
         if mode == "auto":
-            before = segment.start - segment.first
+            before = segment.start - segment.oldest_visible
             form = _expanded if _expanding_is_cheaper(own.shape[1], before, projection) else _absorbed
-        output[segment.rows] = form(own, cells, segment, reach, projection, scale)
+        output[segment.batch_slice] = form(own, cells, segment, reach, projection, scale)
     return output
 
 
-def _expanding_is_cheaper(rows: int, before: int, projection: Projection) -> bool:
+def _expanding_is_cheaper(rows: int, before: int, projection: LatentProjection) -> bool:
     """Whether expanding the latents costs fewer multiplications than absorbing (design notes, algorithms 3.15)."""
-    latent, width = projection.latent, projection.keys.shape[1] + projection.values.shape[1]
+    latent, width = projection.latent_width, projection.keys.shape[1] + projection.values.shape[1]
     expansion = latent * width
     return rows * (2 * latent - width + expansion / (before + rows)) > expansion
 
 
 def _absorbed(
-    query: Tensor, cells: Stored, segment: Segment, reach: Reach, projection: Projection, scale: float
+    query: Tensor, cells: LayerKV, segment: Segment, reach: AttentionRange, projection: LatentProjection, scale: float
 ) -> Tensor:
     width = projection.keys.shape[1]
     reduced = torch.cat((query[..., :width] @ projection.keys, query[..., width:]), -1)
     held = cells.read(segment.cells, query.dtype)
-    latents = held[..., : projection.latent]
-    mixed = reference.attend_one(cells.spread(reduced), held, latents, segment, reach, scale=scale)
-    return (cells.spread(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
+    latents = held[..., : projection.latent_width]
+    mixed = reference.attend_one(cells.transform(reduced), held, latents, segment, reach, scale=scale)
+    return (cells.transform(mixed).transpose(0, 1) @ projection.values.mT).transpose(0, 1)
 
 
 def _expanded(
-    query: Tensor, cells: Stored, segment: Segment, reach: Reach, projection: Projection, scale: float
+    query: Tensor, cells: LayerKV, segment: Segment, reach: AttentionRange, projection: LatentProjection, scale: float
 ) -> Tensor:
-    held = cells.spread(cells.read(segment.cells, query.dtype))[0]
-    latents, turned = held[:, : projection.latent], held[:, projection.latent :]
+    held = cells.transform(cells.read(segment.cells, query.dtype))[0]
+    latents, turned = held[:, : projection.latent_width], held[:, projection.latent_width :]
     (heads, rows), length = query.shape[:2], latents.shape[0]
     output = query.new_empty(rows, heads, projection.values.shape[1])
     together = _heads_at_once(length * latents.element_size(), turned.shape[1], projection)
@@ -101,7 +101,7 @@ def _expanded(
     return output
 
 
-def _heads_at_once(column_bytes: int, turned: int, projection: Projection) -> int:
+def _heads_at_once(column_bytes: int, turned: int, projection: LatentProjection) -> int:
     """Heads whose keys and values may be expanded together; `column_bytes` is one of their columns."""
     columns = projection.keys.shape[1] + turned + projection.values.shape[1]
     return max(_EXPANDED_BYTES // (columns * column_bytes), 1)

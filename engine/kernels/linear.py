@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.packing import BLOCK, GROUP, Packed
+from engine.kernels.packing import BLOCK, GROUP, PackedMatrix
 
 # From rows to their products with some matrices, and from the matrices to that.
-Products: TypeAlias = Callable[[Tensor], list[Tensor]]
-Prepare: TypeAlias = Callable[[Sequence[Packed]], Products]
+MultiplyRows: TypeAlias = Callable[[Tensor], list[Tensor]]
+PrepareMatrices: TypeAlias = Callable[[Sequence[PackedMatrix]], MultiplyRows]
 
 
-def prepare(matrices: Sequence[Packed]) -> Products:
+def prepare(matrices: Sequence[PackedMatrix]) -> MultiplyRows:
     """What multiplies rows [rows, columns] by each of some matrices."""
     return lambda rows: multiply(rows, matrices)
 
 
-def multiply(rows: Tensor, matrices: Sequence[Packed]) -> list[Tensor]:
+def multiply(rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
     """The products [rows, outputs] of rows [rows, columns] and each matrix, in the type of the rows.
 
     Weights are unpacked some at a time, so that they need no memory; computed in float32, of float64 rows in float64.
@@ -35,10 +35,10 @@ def multiply(rows: Tensor, matrices: Sequence[Packed]) -> list[Tensor]:
     return [_product(rounded, matrix).to(rows.dtype) for matrix in matrices]
 
 
-def _product(rows: Tensor, matrix: Packed) -> Tensor:
+def _product(rows: Tensor, matrix: PackedMatrix) -> Tensor:
     product = rows.new_empty(rows.shape[0], matrix.outputs)
-    for start in range(0, matrix.codes.shape[0], matrix.step):
-        blocks = slice(start, start + matrix.step)
+    for start in range(0, matrix.codes.shape[0], matrix.blocks_at_once):
+        blocks = slice(start, start + matrix.blocks_at_once)
         weights = matrix.unpack(rows.dtype, blocks)
         product[:, BLOCK * start : BLOCK * start + len(weights)] = rows @ weights.T
     return product

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.pages import Pages, padded
+from engine.kernels.arena import Arena, aligned_size
 
 Bits = Literal[8, 4]
 
@@ -28,7 +28,7 @@ _GREATEST_CODES = (-8.0, -7.5, -7.0, -6.5, 6.5, 7.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedMatrix:
     """A matrix [outputs, columns], rows padded to whole blocks and columns to whole groups.
 
     codes   uint8 [blocks, groups, words, BLOCK, 4], aligned to 64 bytes; 8 words with 8 bits, 4 with 4
@@ -46,12 +46,12 @@ class Packed:
         return 8 if self.codes.shape[2] == GROUP // 4 else 4
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """What it takes."""
         return self.codes.nbytes + self.scales.nbytes
 
     @property
-    def step(self) -> int:
+    def blocks_at_once(self) -> int:
         """Blocks that are best unpacked at a time."""
         return max(_AT_ONCE // (self.codes.shape[1] * GROUP * BLOCK), 1)
 
@@ -66,8 +66,8 @@ class Packed:
 _ZERO: dict[Bits, int] = {8: 128, 4: 8}
 
 
-class Room:
-    """Memory for the matrices of a model (engine/kernels/pages.py)."""
+class PackedStorage:
+    """Memory for the matrices of a model (engine/kernels/arena.py)."""
 
     def __init__(self, shapes: Iterable[tuple[int, int]], bits: Bits) -> None:
         """For matrices of these outputs and columns."""
@@ -75,12 +75,14 @@ class Room:
         sizes = [
             size for shape in shapes for size in (_codes_shape(*shape, bits).numel(), 2 * _scales_shape(*shape).numel())
         ]
-        self._pages = Pages(sum(map(padded, sizes)))
+        self._pages = Arena(sum(map(aligned_size, sizes)))
 
-    def matrix(self, outputs: int, columns: int) -> Packed:
+    def allocate(self, outputs: int, columns: int) -> PackedMatrix:
         """The next one; its codes and scales are anything yet."""
-        codes = self._pages.take(_codes_shape(outputs, columns, self.bits), torch.uint8)
-        return Packed(codes, self._pages.take(_scales_shape(outputs, columns), torch.bfloat16), outputs, columns)
+        codes = self._pages.allocate(_codes_shape(outputs, columns, self.bits), torch.uint8)
+        return PackedMatrix(
+            codes, self._pages.allocate(_scales_shape(outputs, columns), torch.bfloat16), outputs, columns
+        )
 
 
 def _codes_shape(outputs: int, columns: int, bits: Bits) -> torch.Size:
@@ -91,15 +93,15 @@ def _scales_shape(outputs: int, columns: int) -> torch.Size:
     return torch.Size((-(-outputs // BLOCK), -(-columns // GROUP), BLOCK))
 
 
-def pack(weight: Tensor, bits: Bits, room: Room | None = None) -> Packed:
+def pack(weight: Tensor, bits: Bits, storage: PackedStorage | None = None) -> PackedMatrix:
     """Quantise a matrix [outputs, columns] of any floating type. Raises ValueError where a weight is no number.
 
     room  where it is to lie; None: by itself
     """
     outputs, columns = weight.shape
-    packed = (room or Room([(outputs, columns)], bits)).matrix(outputs, columns)
-    for start in range(0, packed.codes.shape[0], packed.step):
-        blocks = slice(start, start + packed.step)
+    packed = (storage or PackedStorage([(outputs, columns)], bits)).allocate(outputs, columns)
+    for start in range(0, packed.codes.shape[0], packed.blocks_at_once):
+        blocks = slice(start, start + packed.blocks_at_once)
         grouped = _grouped(weight[blocks.start * BLOCK : blocks.stop * BLOCK].float())
         if not grouped.isfinite().all():
             raise ValueError("a weight is infinite or no number")

@@ -17,7 +17,7 @@ from torch.nn import functional
 ROWS, POSITIONS = 16, 64
 
 
-class Product(Protocol):
+class RowInvariantProduct(Protocol):
     """Computes row-invariant products in its own way."""
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:

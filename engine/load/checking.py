@@ -9,29 +9,29 @@ from typing import Any
 import torch
 
 from engine.config import BUNDLED_NAME, EngineConfig
-from engine.kernels import choice, reference
+from engine.kernels import dispatch, reference
 from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
-from engine.kernels.reference import Attend
+from engine.kernels.reference import AttentionFunction
 from engine.load.checkpoint import is_small
-from engine.load.native import Selection, select
 from engine.load.outcomes import Outcome, OutcomeFile
-from engine.load.selftest import Facts, find_runner, is_batch_invariant, known_runner
+from engine.load.selection import RunnerSelection, select
+from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
 from engine.model.rope import RopeSwitch
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.survey import Choice, Survey, choice_of
+from engine.quantize.plan import LayerSurvey, QuantizationPlan, plan_from_names
 
 log = logging.getLogger("cellar.engine")
 
 
-class Checks:
+class ModelChecks:
     """The checks of one model on the way to its runner, called in the order of the methods.
 
-    known  the outcome of an earlier start; None: everything is checked
+    earlier  the outcome of an earlier start; None: everything is checked
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class Checks:
         """
         self._config, self._model = config, model
         _, self._dtype, self._stored = weights
-        self._attend = _attend(config, self._dtype, self._stored)
+        self._attend = _attention_kernel(config, self._dtype, self._stored)
         self._file = _outcome_file(config, folder, weights, self._attend)
-        self.known = None if self._file is None else self._file.read()
-        self._choice: Choice | None = None
-        if self.known is not None and self.known.quantised is not None:
-            self._choice = choice_of(model, self.known.quantised)
-            self.known = None if self._choice is None else self.known
+        self.earlier = None if self._file is None else self._file.read()
+        self._plan: QuantizationPlan | None = None
+        if self.earlier is not None and self.earlier.quantised is not None:
+            self._plan = plan_from_names(model, self.earlier.quantised)
+            self.earlier = None if self._plan is None else self.earlier
         surveys = config.quantize != "none" and config.device == "cpu"
-        self._survey = Survey(model) if surveys and self.known is None else None
+        self._survey = LayerSurvey(model) if surveys and self.earlier is None else None
 
-    def facts(
+    def set_traits(
         self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
     ) -> None:
         """Set what else is known of the model before it runs, see Facts."""
-        self._facts = Facts(
+        self._traits = ModelTraits(
             vocabulary=vocabulary,
             recurrent=recurrent,
             dtype=self._dtype,
-            stored=self._stored,
+            kv_dtype=self._stored,
             mla=self._config.mla,
             attend=self._attend,
             encoder=encoder,
@@ -70,49 +70,51 @@ class Checks:
 
     def find_runner(self, name: str) -> None:
         """Find how the model runs over cells. Raises ModelUnsupported."""
-        self._plain: Runner | GatheringRunner
-        if self.known is None:
-            self._plain = find_runner(name, self._model, self._facts)
+        self._torch_runner: PackedRunner | SequentialRunner
+        if self.earlier is None:
+            self._torch_runner = find_runner(name, self._model, self._traits)
         else:
-            layers, has_states = self.known.layers, self.known.has_states
-            self._plain = known_runner(self._model, self._facts, layers, has_states=has_states)
+            layers, has_states = self.earlier.layers, self.earlier.has_states
+            self._torch_runner = restore_runner(self._model, self._traits, layers, has_hidden_states=has_states)
 
-    def choice(self) -> Choice | None:
+    def quantization_plan(self) -> QuantizationPlan | None:
         """The layers to quantise; None: the settings ask for none."""
         if self._survey is not None:
-            self._choice = self._survey.close()
-        return self._choice
+            self._plan = self._survey.close()
+        return self._plan
 
-    def select(self, bits: Bits | None, *, context: int) -> tuple[Selection, bool]:
+    def select(self, bits: Bits | None, *, context: int) -> tuple[RunnerSelection, bool]:
         """The fastest runner, and whether it is batch invariant; the outcome of all checks is kept.
 
         bits     of a quantised weight
         context  positions that the model knows
         """
-        passed = self.known if self.known is not None and self.known.bits == bits else None
+        passed = self.earlier if self.earlier is not None and self.earlier.bits == bits else None
         selection = self._select(context, checked=passed is not None and passed.native)
         invariant = self._is_batch_invariant(selection.runner, bits, passed)
-        self._keep(bits, selection, batch_invariant=invariant)
+        self._save(bits, selection, batch_invariant=invariant)
         return selection, invariant
 
-    def _select(self, context: int, *, checked: bool) -> Selection:
-        config, plain = self._config, self._plain
+    def _select(self, context: int, *, checked: bool) -> RunnerSelection:
+        config, plain = self._config, self._torch_runner
         # The native step computes in float32 whatever the weights are: not where another format is asked for by name.
         if config.dtype not in ("auto", "float32"):
-            return Selection(plain, f"--dtype {config.dtype} is computed by torch")
+            return RunnerSelection(plain, f"--dtype {config.dtype} is computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
-            return Selection(plain, "C++ kernels are not used")
-        return select(self._model, plain, self._facts, context=context, checked=checked)
+            return RunnerSelection(plain, "C++ kernels are not used")
+        return select(self._model, plain, self._traits, context=context, checked=checked)
 
-    def _is_batch_invariant(self, runner: Runner | GatheringRunner, bits: Bits | None, passed: Outcome | None) -> bool:
+    def _is_batch_invariant(
+        self, runner: PackedRunner | SequentialRunner, bits: Bits | None, passed: Outcome | None
+    ) -> bool:
         """See ModelInfo. Quantised models are made so, for they amplify rounding; the outcome is checked."""
         native = isinstance(runner, NativeRunner)
         if bits is None or self._dtype == torch.float64:
             return native
-        runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else choice.row_invariant())
+        runner.make_invariant(TiledProduct() if self._config.kernels == "torch" else dispatch.best_row_invariant())
         if passed is not None and passed.batch_invariant and passed.native == native:
             return True
-        invariant = is_batch_invariant(runner, self._model, self._facts)
+        invariant = is_batch_invariant(runner, self._model, self._traits)
         if not invariant:
             log.warning(
                 "%s, quantised, rounds differently in another batch: neighbours, chunks and prefix hits may change "
@@ -121,41 +123,41 @@ class Checks:
             )
         return invariant
 
-    def _keep(self, bits: Bits | None, selection: Selection, *, batch_invariant: bool) -> None:
-        plain, file = self._plain, self._file
+    def _save(self, bits: Bits | None, selection: RunnerSelection, *, batch_invariant: bool) -> None:
+        plain, file = self._torch_runner, self._file
         if file is None:
             return
         # Slower ways may have their reason in the machine, not in the model: they are checked every time.
-        if not isinstance(plain, Runner) or plain.attend is not self._attend:
+        if not isinstance(plain, PackedRunner) or plain.attend is not self._attend:
             file.discard()
             return
         outcome = Outcome(
             layers=plain.layers,
-            has_states=plain.has_states,
-            quantised=None if self._choice is None else self._choice.names,
+            has_states=plain.has_hidden_states,
+            quantised=None if self._plan is None else self._plan.names,
             bits=bits,
             native=selection.reason is None,
             batch_invariant=batch_invariant,
         )
-        if outcome != self.known:
+        if outcome != self.earlier:
             file.write(outcome)
 
 
-def report(margins: Margins) -> tuple[Margin, ...]:
+def log_margins(margins: Margins) -> tuple[Margin, ...]:
     """Log the margins of the decisions at a load, and return them, the narrowest first."""
     for margin in margins.narrowest:
         log.debug("margin: %s", margin)
     return margins.narrowest
 
 
-def _attend(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> Attend:
+def _attention_kernel(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> AttentionFunction:
     if config.kernels != "torch" and config.device == "cpu":
-        return choice.fastest(dtype, stored)
+        return dispatch.attention_kernel(dtype, stored)
     return reference.attend
 
 
 def _outcome_file(
-    config: EngineConfig, folder: Path, weights: tuple[object, ...], attend: Attend
+    config: EngineConfig, folder: Path, weights: tuple[object, ...], attend: AttentionFunction
 ) -> OutcomeFile | None:
     """Where the outcome of the checks is kept; None for small models, which are checked within a second."""
     if is_small(folder):

@@ -22,10 +22,10 @@ from safetensors import SafetensorError
 
 from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
-from engine.load.resources import processors
+from engine.load.resources import processor_count
 
 # What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
-BROKEN = (
+READ_ERRORS = (
     OSError,
     ValueError,
     KeyError,
@@ -36,17 +36,17 @@ BROKEN = (
     SafetensorError,
     StrictDataclassError,
 )
-_SMALL_BYTES = 64 * 2**20
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+_SMALL_MODEL_BYTES = 64 * 2**20
+_DIGEST_SAMPLES, _DIGEST_SAMPLE_BYTES = 1024, 4096
 
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
+_DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
 # Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) but those
 # of the numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
-_CONSOLIDATED = "consolidated*"
-_OTHER_COPIES = [_CONSOLIDATED, "[!0-9]*/*"]
+_CONSOLIDATED_FILES = "consolidated*"
+_IGNORED_FILES = [_CONSOLIDATED_FILES, "[!0-9]*/*"]
 # Files that are no folder of a model, though their name may look like one of the hub.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
-_WANTED = "name a folder with config.json and safetensors, or a model of the hub that has them"
+_MODEL_HINT = "name a folder with config.json and safetensors, or a model of the hub that has them"
 
 
 def resolve(model: str | None) -> Path:
@@ -56,34 +56,34 @@ def resolve(model: str | None) -> Path:
     try:
         place = Path(model).expanduser()
         if place.is_dir():
-            return _with_settings(model, place, "the folder has no config.json")
+            return _with_config(model, place, "the folder has no config.json")
         if place.suffix.lower() in _FILE_SUFFIXES or place.is_file():
-            raise ModelMissing(model, _of_file(place))
+            raise ModelMissing(model, _file_reason(place))
     except (OSError, RuntimeError) as error:
-        raise ModelMissing(model, one_line(error)) from error
+        raise ModelMissing(model, error_line(error)) from error
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelMissing(model, "there is no such folder, and a name on the hub looks like organisation/model")
-    return _with_settings(model, _download(model), f"its repository has no config.json; {_WANTED}")
+    return _with_config(model, _download(model), f"its repository has no config.json; {_MODEL_HINT}")
 
 
-def _with_settings(model: str, folder: Path, reason: str) -> Path:
+def _with_config(model: str, folder: Path, reason: str) -> Path:
     """The folder, if it has the settings of a model. Raises ModelMissing."""
     if (folder / "config.json").is_file():
         return folder
     if any(folder.glob("*.gguf")):
-        reason = f"the folder holds GGUF files, which are not read yet; {_WANTED}"
+        reason = f"the folder holds GGUF files, which are not read yet; {_MODEL_HINT}"
     raise ModelMissing(model, reason)
 
 
-def _of_file(place: Path) -> str:
+def _file_reason(place: Path) -> str:
     """Why a file is no model."""
     if not place.is_file():
-        return f"there is no such file; {_WANTED}"
+        return f"there is no such file; {_MODEL_HINT}"
     if place.suffix.lower() == ".gguf":
-        return f"GGUF files are not read yet; {_WANTED}"
+        return f"GGUF files are not read yet; {_MODEL_HINT}"
     if place.suffix.lower() in (".safetensors", ".json"):
         return f"it is a file of a model; name the folder that it is in, {place.resolve().parent}"
-    return f"it is a file; {_WANTED}"
+    return f"it is a file; {_MODEL_HINT}"
 
 
 def _bundled() -> Path:
@@ -98,7 +98,11 @@ def _bundled() -> Path:
 def _download(model: str) -> Path:
     try:
         endpoint = os.environ.get("HF_ENDPOINT")
-        return Path(snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_OTHER_COPIES, endpoint=endpoint))
+        return Path(
+            snapshot_download(
+                model, allow_patterns=_DOWNLOADED_FILES, ignore_patterns=_IGNORED_FILES, endpoint=endpoint
+            )
+        )
     except HFValidationError as error:
         raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
     except GatedRepoError as error:
@@ -115,11 +119,11 @@ def _download(model: str) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model in the layout of transformers, by name."""
-    copies = set(folder.glob(_CONSOLIDATED))
+    copies = set(folder.glob(_CONSOLIDATED_FILES))
     return sorted(file for file in folder.glob("*.safetensors") if file not in copies)
 
 
-def no_weights(folder: Path) -> str:
+def missing_weights_reason(folder: Path) -> str:
     """Why a folder without `weight_files` cannot be served."""
     suffixes = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
     found = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
@@ -134,26 +138,26 @@ def fingerprint(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as content:
-            for at in range(0, size, max(size // _SAMPLES, 1)):
+            for at in range(0, size, max(size // _DIGEST_SAMPLES, 1)):
                 content.seek(at)
-                digest.update(content.read(_SAMPLE_BYTES))
+                digest.update(content.read(_DIGEST_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
-def threads_for(folder: Path) -> int:
+def default_threads(folder: Path) -> int:
     """Threads to compute with: one where a layer is too small to be worth waking the others.
 
     Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 with two.
     """
-    return 1 if is_small(folder) else processors()
+    return 1 if is_small(folder) else processor_count()
 
 
 def is_small(folder: Path) -> bool:
     """Whether the weights are few enough for one thread."""
-    return sum(file.stat().st_size for file in weight_files(folder)) < _SMALL_BYTES
+    return sum(file.stat().st_size for file in weight_files(folder)) < _SMALL_MODEL_BYTES
 
 
-def one_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """What an error says, for a message of ours."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first[:300]}"

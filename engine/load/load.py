@@ -27,44 +27,44 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.config import BUNDLED_NAME, EngineConfig
 from engine.errors import ModelUnsupported
-from engine.grammar.compiler import Grammars
-from engine.kernels import choice, linear
+from engine.grammar.compiler import GrammarCompiler
+from engine.kernels import dispatch, linear
 from engine.kernels.packing import Bits
-from engine.load.checking import Checks, report
+from engine.load.checking import ModelChecks, log_margins
 from engine.load.checkpoint import (
-    BROKEN,
+    READ_ERRORS,
+    default_threads,
+    error_line,
     fingerprint,
     is_small,
-    no_weights,
-    one_line,
+    missing_weights_reason,
     resolve,
-    threads_for,
     weight_files,
 )
-from engine.load.memory import Sizes, available_bytes, most_context, plan_memory
+from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
-from engine.model.layers import LayerPlan
+from engine.model.layers import CachedLayer
 from engine.model.margins import Margin, recording
 from engine.model.rope import RopeSwitch
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
-from engine.quantize.store import Store
-from engine.quantize.surgery import bits_for, bytes_of, offer, quantize
-from engine.quantize.survey import Choice
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
+from engine.quantize.plan import QuantizationPlan
+from engine.quantize.quantize import bits_for, bytes_of, estimate, quantize
+from engine.quantize.store import WeightStore
 from engine.text.tokenizer import Tokenizer
 from engine.types.status import MemoryPlan, ModelInfo
 
 log = logging.getLogger("cellar.engine")
 
 # Formats that nothing here multiplies by, and bits of a weight with its share of scales: in MXFP4, 32 share one of 8.
-_WIDENED = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
+_DEQUANTIZED_FORMATS = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
 # What files with a tokenizer are called.
-_TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that is known to answer rightly over our cells, and all that serving it needs to know.
 
     margins  of the decisions by tolerance at this load, the narrowest first; of an earlier start's there are none
@@ -72,14 +72,14 @@ class Loaded:
 
     model: Any
     tokenizer: Tokenizer
-    runner: Runner | GatheringRunner
+    runner: PackedRunner | SequentialRunner
     info: ModelInfo
     memory: MemoryPlan
     recurrent: bool
     dtype: torch.dtype
-    stored: torch.dtype
+    kv_dtype: torch.dtype
     eos: frozenset[int]
-    grammars: Grammars
+    grammars: GrammarCompiler
     encoder: Encoder | None = None
     identity: str = ""
     margins: tuple[Margin, ...] = ()
@@ -88,10 +88,10 @@ class Loaded:
     def switch(self) -> RopeSwitch | None:
         """When rotary factors change; None: never within the capacity."""
         switch = self.runner.switch
-        return switch if switch is not None and self.capacity > switch.original else None
+        return switch if switch is not None and self.capacity > switch.original_length else None
 
     @property
-    def layers(self) -> tuple[LayerPlan, ...]:
+    def layers(self) -> tuple[CachedLayer, ...]:
         """What the model stores, for the cache. A context is full beyond the original length, if there is one."""
         return self.runner.layers if self.switch is None else self.runner.extended_layers
 
@@ -101,95 +101,97 @@ class Loaded:
         return min(self.info.context, self.memory.cells)
 
 
-def load(config: EngineConfig, on_phase: Callable[[str], None], *, promised_bytes: int = 0) -> Loaded:
-    """Load the model, leaving `promised_bytes` to others; `on_phase` hears of each step. Raises ModelError kinds."""
+def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_bytes: int = 0) -> LoadedModel:
+    """Load the model, leaving `reserved_bytes` to others; `on_phase` hears of each step. Raises ModelError kinds."""
     if not sys.stderr.isatty():
         disable_progress_bar()
     with recording() as margins:
-        loaded = _load(config, on_phase, promised_bytes)
-    return replace(loaded, margins=report(margins))
+        loaded = _load(config, on_phase, reserved_bytes)
+    return replace(loaded, margins=log_margins(margins))
 
 
-def _load(config: EngineConfig, on_phase: Callable[[str], None], promised_bytes: int) -> Loaded:
+def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes: int) -> LoadedModel:
     on_phase("resolve")
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
-    available = max(available_bytes() - promised_bytes, 0)
-    torch.set_num_threads(config.threads or threads_for(folder))
-    settings = _inspect(name, folder, config)
-    reading = _start_reading(name, folder, getattr(settings.get_text_config(), "vocab_size", 0))
+    available = max(available_bytes() - reserved_bytes, 0)
+    torch.set_num_threads(config.threads or default_threads(folder))
+    settings = _read_config(name, folder, config)
+    reading = _start_tokenizer(name, folder, getattr(settings.get_text_config(), "vocab_size", 0))
     on_phase("weights")
-    model, dtype = _read(name, folder, settings, config)
+    model, dtype = _read_model(name, folder, settings, config)
     text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
     on_phase("calibrate")
-    switch = _switch(name, model)
+    switch = _install_rope(name, model)
     stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     weights = fingerprint(folder)
-    checks, recurrent = Checks(config, folder, model, (weights, dtype, stored)), _install(model)
+    checks, recurrent = ModelChecks(config, folder, model, (weights, dtype, stored)), _install_hooks(model)
     on_phase("kernels")
     encoder = _encoder(name, model, budget_bytes=available // 8)
-    checks.facts(text.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
-    on_phase("self-test" if checks.known is None else "checked before")
+    checks.set_traits(text.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
+    on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("native step" if config.quantize == "none" else "quantize")
-    bits = _quantize(config, model, checks.choice(), f"{weights} {dtype}", available)
-    selection, invariant = checks.select(bits, context=config.context or longest_context(text))
+    bits = _quantize(config, model, checks.quantization_plan(), f"{weights} {dtype}", available)
+    selection, invariant = checks.select(bits, context=config.context or max_context(text))
     runner, computed = selection.runner, torch.float32 if selection.reason is None else dtype
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
-    longest, held = max(context, most_context(config, sizes, available - reserved)), min(context, memory.cells)
-    tokenizer = reading.result().limited(held, longest)
+    longest, held = max(context, max_fitting_context(config, sizes, available - reserved)), min(context, memory.cells)
+    tokenizer = reading.result().with_context(held, longest)
     info = ModelInfo(
         name=name,
         folder=str(folder),
         fingerprint=weights,
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_format(computed, dtype, bits),
+        dtype=_dtype_name(computed, dtype, bits),
         vocabulary=text.vocab_size,
         context=context,
         slots=slots,
-        longest=longest,
-        start=_start_tokens(model),
+        max_context=longest,
+        decoder_start_tokens=_start_tokens(model),
         device=config.device,
         batch_invariant=invariant,
-        torch_reason=selection.reason,
-        quantize_offer=offer(model, available) if bits is None and config.device == "cpu" else None,
+        not_native_reason=selection.reason,
+        quantization_estimate=estimate(model, available) if bits is None and config.device == "cpu" else None,
     )
     ends = _end_tokens(model, tokenizer)
-    grammars = Grammars(tokenizer, size=text.vocab_size, ends=ends)
-    loaded = Loaded(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder)
+    grammars = GrammarCompiler(tokenizer, vocabulary_size=text.vocab_size, end_tokens=ends)
+    loaded = LoadedModel(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder)
     return replace(loaded, identity=_identity(folder, loaded))
 
 
-def _quantize(config: EngineConfig, model: Any, found: Choice | None, identity: str, available: int) -> Bits | None:
+def _quantize(
+    config: EngineConfig, model: Any, found: QuantizationPlan | None, identity: str, available: int
+) -> Bits | None:
     """Quantise the layers that the survey found; the bits of their weights, or None where the settings ask for none."""
     bits = None if found is None else bits_for(config.quantize, found, available)
     if found is None or bits is None:
         return None
-    prepare = linear.prepare if config.kernels == "torch" else choice.multiplies()
+    prepare = linear.prepare if config.kernels == "torch" else dispatch.best_linear()
     try:
-        quantize(model, found, Store(identity, bits), prepare)
+        quantize(model, found, WeightStore(identity, bits), prepare)
     except ValueError as error:
         raise ModelUnsupported(config.model or BUNDLED_NAME, f"its weights cannot be quantised: {error}") from error
-    _leave_file(model)
+    _release_files(model)
     return bits
 
 
-def _leave_file(model: Any) -> None:
+def _release_files(model: Any) -> None:
     """Copy what is left of the weights: one small tensor that still lies in a mapped file keeps all of it mapped."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
-def _format(computed: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
+def _dtype_name(computed: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
     """The number formats, as people read them: in what it computes, and what of other formats its weights have."""
     names = [str(one).removeprefix("torch.") for one in (computed, dtype)]
     weights = names[1] if bits is None else f"int{bits}"
     return names[0] if weights == names[0] else f"{names[0]}, {weights} weights"
 
 
-def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
+def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
     """The number format of weights, and to compute in.
 
     "auto" is bfloat16 for checkpoints in it where the processor multiplies it (measured 1.3-3 times faster than float32
@@ -204,29 +206,29 @@ def _dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
     return torch.bfloat16 if stored == torch.bfloat16 and native and not is_small(folder) else torch.float32
 
 
-def _inspect(name: str, folder: Path, settings: EngineConfig) -> Any:
+def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
     """The configuration: what it or the names of files rule out is refused before weights are read."""
     if not weight_files(folder):
-        raise ModelUnsupported(name, no_weights(folder))
-    if not any(next(folder.glob(kind), None) for kind in _TOKENIZERS):
+        raise ModelUnsupported(name, missing_weights_reason(folder))
+    if not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
         raise ModelUnsupported(name, "its tokenizer cannot be read: the folder has none, such as tokenizer.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except BROKEN as error:
-        raise ModelUnsupported(name, one_line(error)) from error
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, error_line(error)) from error
     if config.is_encoder_decoder and not settings.media:
         raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can bring them")
-    longest = longest_context(config.get_text_config())
+    longest = max_context(config.get_text_config())
     if settings.context is not None and settings.context > longest:
         raise ModelUnsupported(name, f"it knows contexts of up to {longest} tokens; lower --context")
     return config
 
 
-def _read(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple[Any, torch.dtype]:
+def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple[Any, torch.dtype]:
     try:
-        dtype = _dtype(settings, folder, config)
-        _widen(name, folder, config, dtype)
-        model, report = _kind(config).from_pretrained(
+        dtype = _choose_dtype(settings, folder, config)
+        _dequantize(name, folder, config, dtype)
+        model, report = _model_class(config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -235,8 +237,8 @@ def _read(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple
             attn_implementation="eager",
             output_loading_info=True,
         )
-    except BROKEN as error:
-        raise ModelUnsupported(name, one_line(error)) from error
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, error_line(error)) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
@@ -246,12 +248,12 @@ def _read(name: str, folder: Path, config: Any, settings: EngineConfig) -> tuple
     return model.to(settings.device).eval().requires_grad_(False), dtype
 
 
-def _widen(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
+def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Have weights of few bits read as those of a type: nothing here multiplies them as they are."""
     stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") not in _WIDENED:
+    if not isinstance(stored, dict) or stored.get("quant_method") not in _DEQUANTIZED_FORMATS:
         return
-    kind, bits = _WIDENED[stored["quant_method"]]
+    kind, bits = _DEQUANTIZED_FORMATS[stored["quant_method"]]
     stored["dequantize"] = True
     size = sum(file.stat().st_size for file in weight_files(folder)) * torch.finfo(dtype).bits / bits
     log.warning(
@@ -263,7 +265,7 @@ def _widen(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
     )
 
 
-def _kind(config: Any) -> Any:
+def _model_class(config: Any) -> Any:
     """transformers' own choice of a class: one with the encoder where the configuration has one."""
     kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
     known = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
@@ -279,18 +281,18 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
         raise ModelUnsupported(name, f"its encoder cannot run ({type(error).__name__}: {error})") from error
 
 
-def _identity(folder: Path, loaded: Loaded) -> str:
+def _identity(folder: Path, loaded: LoadedModel) -> str:
     """A digest of what cells and states depend on besides tokens: what the shelf has of another model is not read."""
     settings = (folder / "config.json").read_bytes()
     info, specs = loaded.info, [plan.spec for plan in loaded.layers]
-    parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.stored, specs)
+    parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
     if loaded.runner.switch is not None:
         # Earlier versions rotated all sequences by the long factors.
         parts = (*parts, loaded.runner.switch)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _start_reading(name: str, folder: Path, vocabulary: int) -> Future[Tokenizer]:
+def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokenizer]:
     """Read the tokenizer in another thread: large ones take seconds, in which this one computes."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     reading = pool.submit(_read_tokenizer, name, folder, vocabulary=vocabulary)
@@ -302,12 +304,12 @@ def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
     """The tokenizer, whose context is not limited yet. Raises ModelUnsupported."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return Tokenizer(tokenizer, vocabulary=vocabulary, context=sys.maxsize)
-    except BROKEN as error:
-        raise ModelUnsupported(name, f"its tokenizer cannot be read: {one_line(error)}") from error
+        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
 
 
-def _switch(name: str, model: Any) -> RopeSwitch | None:
+def _install_rope(name: str, model: Any) -> RopeSwitch | None:
     """When the model's rotary factors change with the length of a sequence.
 
     Dynamic NTK scaling begins behind max_position_embeddings, the longest context that is served: it never changes.
@@ -318,36 +320,38 @@ def _switch(name: str, model: Any) -> RopeSwitch | None:
         raise ModelUnsupported(name, str(error)) from error
 
 
-def _install(model: Any) -> bool:
+def _install_hooks(model: Any) -> bool:
     """Put every hook in its place; whether some layers keep a state."""
     hooks.install_latent(model)
     hooks.install_bias(model)
     return recurrence.install(model)
 
 
-def known_context(name: str, folder: Path) -> int:
+def read_max_context(name: str, folder: Path) -> int:
     """The context that the model in a folder was trained for, without loading it. Raises ModelUnsupported."""
     try:
-        return longest_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
-    except BROKEN as error:
-        raise ModelUnsupported(name, one_line(error)) from error
+        return max_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
+    except READ_ERRORS as error:
+        raise ModelUnsupported(name, error_line(error)) from error
 
 
-def longest_context(text: Any) -> int:
+def max_context(text: Any) -> int:
     """The context that a model was trained for, as its text settings say it."""
     names = ("max_position_embeddings", "max_target_positions")
     # A number below 1 stands for no limit.
     return int(next((known for name in names if (known := getattr(text, name, None) or 0) > 0), 8192))
 
 
-def _sizes(model: Any, layers: tuple[LayerPlan, ...], dtype: torch.dtype, stored: torch.dtype) -> Sizes:
+def _sizes(model: Any, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype) -> ModelSizes:
     text = model.config.get_text_config()
     element = torch.finfo(dtype).bits // 8
     # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
     specs = tuple(plan.spec for plan in layers)
     weights = bytes_of(model)
-    return Sizes(weights_bytes=weights, layers=specs, stored=stored, row_bytes=row, longest=longest_context(text))
+    return ModelSizes(
+        weights_bytes=weights, layers=specs, kv_dtype=kv_dtype, activation_bytes=row, max_context=max_context(text)
+    )
 
 
 def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
@@ -355,7 +359,7 @@ def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None) or getattr(model.config, "eos_token_id", None)
     if ends is None:
-        return tokenizer.ends
+        return tokenizer.eos_tokens
     return frozenset(ends) if isinstance(ends, list | tuple) else frozenset((int(ends),))
 
 

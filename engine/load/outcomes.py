@@ -23,10 +23,10 @@ import torch
 import transformers
 
 import kvcache.spec
-from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
-from engine.model.layers import LayerPlan
-from engine.quantize.survey import LayerNames
-from kvcache.spec import LayerSpec, Reach, Rotation
+from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.model.layers import CachedLayer
+from engine.quantize.plan import QuantizationPlanNames
+from kvcache.spec import AttentionRange, LayerSpec, Rotation
 
 log = logging.getLogger("cellar.engine")
 
@@ -46,9 +46,9 @@ class Outcome:
     batch_invariant  see ModelInfo
     """
 
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[CachedLayer, ...]
     has_states: bool
-    quantised: LayerNames | None
+    quantised: QuantizationPlanNames | None
     bits: int | None
     native: bool
     batch_invariant: bool
@@ -71,7 +71,7 @@ class OutcomeFile:
         """The outcome; None where there is none that can be read."""
         try:
             outcome = _outcome(json.loads(self.file.read_text(encoding="utf-8")))
-            use(self.file)
+            mark_used(self.file)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -110,17 +110,17 @@ def _outcome(content: dict[str, Any]) -> Outcome:
     )
 
 
-def _names(content: dict[str, Any]) -> LayerNames:
-    return LayerNames(tuple(map(tuple, content["groups"])), dict(content["stay"]), tuple(content["experts"]))
+def _names(content: dict[str, Any]) -> QuantizationPlanNames:
+    return QuantizationPlanNames(tuple(map(tuple, content["groups"])), dict(content["stay"]), tuple(content["experts"]))
 
 
-def _layer(content: dict[str, Any]) -> LayerPlan:
+def _layer(content: dict[str, Any]) -> CachedLayer:
     spec = dict(content["spec"])
     rotation = spec["rotation"]
     if rotation is not None:
         rotation = Rotation(**rotation | {"inverse_frequency": tuple(rotation["inverse_frequency"])})
-    spec |= {"reach": Reach(**spec["reach"]), "rotation": rotation}
-    return LayerPlan(int(content["layer"]), LayerSpec(**spec), tuple(content["readers"]))
+    spec |= {"reach": AttentionRange(**spec["reach"]), "rotation": rotation}
+    return CachedLayer(int(content["layer"]), LayerSpec(**spec), tuple(content["readers"]))
 
 
 @cache

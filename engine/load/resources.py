@@ -9,19 +9,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")
+FILESYSTEM_ROOT = Path("/")
 
 
-def processors(root: Path = ROOT) -> int:
+def processor_count(root: Path = FILESYSTEM_ROOT) -> int:
     """Processors that this process may keep busy, at least 1; of a fractional quota its whole part."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in _groups("cpu", root) if (quota := _processor_quota(group)) is not None]
     return max(1, int(min([allowed, *quotas])))
 
 
-def memory_left(root: Path = ROOT) -> int | None:
+def free_memory_bytes(root: Path = FILESYSTEM_ROOT) -> int | None:
     """Bytes until the tightest limit of a group, without file pages that can be dropped; None: there is no limit."""
-    left = [free for group in _groups("memory", root) if (free := _memory_left(group)) is not None]
+    left = [free for group in _groups("memory", root) if (free := _free_memory_bytes(group)) is not None]
     return max(0, min(left)) if left else None
 
 
@@ -46,16 +46,16 @@ def _processor_quota(group: Path) -> float | None:
     return quota / period if quota and period else None
 
 
-def _memory_left(group: Path) -> int | None:
+def _free_memory_bytes(group: Path) -> int | None:
     for limit_file, used_file in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
         limit = _number(_text(group / f"memory.{limit_file}") or "")
         used = _number(_text(group / f"memory.{used_file}") or "")
         if limit is not None and used is not None:
-            return limit - used + _droppable(_text(group / "memory.stat") or "")
+            return limit - used + _reclaimable_bytes(_text(group / "memory.stat") or "")
     return None
 
 
-def _droppable(statistics: str) -> int:
+def _reclaimable_bytes(statistics: str) -> int:
     """Bytes of file pages that were not used lately; version 1 has a sum over inner groups besides."""
     counts = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
     return _number(counts.get("total_inactive_file", counts.get("inactive_file", ""))) or 0

@@ -17,27 +17,27 @@ from torch import Tensor
 
 from engine.errors import InvalidRequest
 from engine.model import hooks
-from engine.model.sight import Sight
-from engine.types.request import Array, Media, digest_of
-from kvcache.encoder import Entry
+from engine.model.encoder_mask import EncoderMask
+from engine.types.request import Array, Media, media_digest
+from kvcache.encoder_cache import EncoderEntry
 
 # How long what has no fixed length is in the sample that a model is measured and checked with.
 _SAMPLE_LENGTHS = {"tokens": 8, "images": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class EncoderInput:
     """One input of an encoder.
 
     shape   without the batch dimension; a word stands for a length that is free, but the same wherever it is named
-    values  the least and the largest allowed; None: any
-    most    how long a free length may be; None: as long as there is memory
+    value_range  the least and the largest allowed; None: any
+    max_length    how long a free length may be; None: as long as there is memory
     """
 
     dtype: str
     shape: tuple[int | str, ...]
-    values: tuple[int, int] | None = None
-    most: int | None = None
+    value_range: tuple[int, int] | None = None
+    max_length: int | None = None
 
     def check(self, name: str, array: Array, lengths: dict[str, int]) -> None:
         """Raises InvalidRequest for an array that is not of this kind; `lengths` collects what free lengths are."""
@@ -47,8 +47,8 @@ class Field:
             raise InvalidRequest("media", f"{name} has the shape {array.shape}, and must have {self.shape}")
         if len(array.data) != prod(array.shape) * np.dtype(self.dtype).itemsize:
             raise InvalidRequest("media", f"{name} has {len(array.data)} bytes, which is not what its shape says")
-        if self.values is not None:
-            numbers, (least, largest) = read(array), self.values
+        if self.value_range is not None:
+            numbers, (least, largest) = to_numpy(array), self.value_range
             if numbers.min() < least or numbers.max() > largest:
                 raise InvalidRequest("media", f"the numbers of {name} lie in [{least}, {largest}]")
 
@@ -58,21 +58,23 @@ class Field:
         pairs = zip(shape, self.shape, strict=True)
         if any(lengths.setdefault(own, size) != size if isinstance(own, str) else own != size for size, own in pairs):
             return False
-        return self.most is None or shape[0] <= self.most
+        return self.max_length is None or shape[0] <= self.max_length
 
-    def sample(self, chance: np.random.Generator) -> Array:
+    def sample(self, generator: np.random.Generator) -> Array:
         """Random numbers of this kind."""
         shape = tuple(_SAMPLE_LENGTHS[length] if isinstance(length, str) else length for length in self.shape)
-        if self.values is not None:
-            return Array(self.dtype, shape, chance.integers(*self.values, shape, self.dtype, endpoint=True).tobytes())
-        return Array(self.dtype, shape, chance.standard_normal(shape).astype(self.dtype).tobytes())
+        if self.value_range is not None:
+            return Array(
+                self.dtype, shape, generator.integers(*self.value_range, shape, self.dtype, endpoint=True).tobytes()
+            )
+        return Array(self.dtype, shape, generator.standard_normal(shape).astype(self.dtype).tobytes())
 
 
 class Encoder:
     """The encoder of a loaded model. `check` may be called on any thread, the rest on the engine's.
 
     model         that it is a part of
-    needed        whether the model can say nothing without media
+    required        whether the model can say nothing without media
     budget_bytes  what all entries together may take
     image_token   stands in a prompt for an image; it may lie behind the vocabulary, for it is never said
     """
@@ -81,75 +83,79 @@ class Encoder:
         """Runs the encoder once, to learn what its entries weigh. Raises whatever the model raises."""
         self.model = model
         self._device, self._dtype = next(model.parameters()).device, next(model.parameters()).dtype
-        self.needed = bool(model.config.is_encoder_decoder)
+        self.required = bool(model.config.is_encoder_decoder)
         self.budget_bytes = budget_bytes
-        self._fields = _fields(model.config)
-        self._main = next(iter(self._fields))
+        self._inputs = _encoder_inputs(model.config)
+        self._main_input = next(iter(self._inputs))
         self.image_token: int | None = getattr(model.config, "image_token_index", None)
-        self._start = getattr(model.config, "decoder_start_token_id", None) or 0
+        self._start_token = getattr(model.config, "decoder_start_token_id", None) or 0
         # One cache for both kinds of layers holds the decoder's own keys too: those that are there without media.
-        self._own = frozenset[int]() if self.needed else frozenset(self._run({}))
+        self._decoder_layers = frozenset[int]() if self.required else frozenset(self._run({}))
         sample = self.sample()
-        self._number_bytes = self.encode(sample).bytes / _numbers(sample, self._main)
+        self._bytes_per_element = self.encode(sample).bytes / _element_count(sample, self._main_input)
 
     def check(self, media: Media | None, prompt: Sequence[int]) -> None:
         """Raises InvalidRequest for media that the encoder cannot take or the memory cannot hold; computes nothing."""
         images = sum(token == self.image_token for token in prompt)
         if media is None:
-            if self.needed or images:
-                raise InvalidRequest("media", f"the model needs media for this: {', '.join(self._fields)}")
+            if self.required or images:
+                raise InvalidRequest("media", f"the model needs media for this: {', '.join(self._inputs)}")
             return
         arrays = dict(media.arrays)
-        if sorted(name for name, _ in media.arrays) != sorted(self._fields):
+        if sorted(name for name, _ in media.arrays) != sorted(self._inputs):
             raise InvalidRequest(
-                "media", f"the model's encoder takes {', '.join(self._fields)}, not {', '.join(arrays)}"
+                "media", f"the model's encoder takes {', '.join(self._inputs)}, not {', '.join(arrays)}"
             )
         lengths: dict[str, int] = {}
-        for name, field in self._fields.items():
+        for name, field in self._inputs.items():
             field.check(name, arrays[name], lengths)
-        if media.digest != digest_of(media.arrays):
+        if media.digest != media_digest(media.arrays):
             raise InvalidRequest("media", "the digest is not that of the content")
         if lengths.get("images", images) != images:
             raise InvalidRequest("media", f"the prompt has {images} image tokens for {lengths['images']} images")
-        size = self.size_bytes(media)
+        size = self.entry_bytes(media)
         if size > self.budget_bytes:
             raise InvalidRequest(
                 "media", f"encoded it takes {size} bytes, and all encoded media may take {self.budget_bytes}"
             )
 
-    def size_bytes(self, media: Media) -> int:
+    def entry_bytes(self, media: Media) -> int:
         """What the entry of some media will take: as much for a number of the main input as in the sample."""
-        return round(self._number_bytes * _numbers(media, self._main))
+        return round(self._bytes_per_element * _element_count(media, self._main_input))
 
-    def encode(self, media: Media) -> Entry:
+    def encode(self, media: Media) -> EncoderEntry:
         """Run the encoder and the projections of the cross layers."""
         made = self._run(self._tensors(media))
-        return Entry(media.digest, {layer: pair for layer, pair in made.items() if layer not in self._own})
+        return EncoderEntry(
+            media.digest, {layer: pair for layer, pair in made.items() if layer not in self._decoder_layers}
+        )
 
-    def sight(self, entry: Entry, media: Media, prompt: Sequence[int]) -> Sight:
+    def mask(self, entry: EncoderEntry, media: Media, prompt: Sequence[int]) -> EncoderMask:
         """What a prompt's rows see of an entry: images are seen from their token on, other things from the start."""
         tiles = dict(media.arrays).get("aspect_ratio_mask")
         if tiles is None or self.image_token is None:
-            return Sight(entry)
-        there = torch.from_numpy(read(tiles).copy()).bool()
-        shown = _shown(prompt, self.image_token, len(there))
-        return Sight(entry, (shown[:, :, None] & there).flatten(1))
+            return EncoderMask(entry)
+        there = torch.from_numpy(to_numpy(tiles).copy()).bool()
+        shown = _visible_images(prompt, self.image_token, len(there))
+        return EncoderMask(entry, (shown[:, :, None] & there).flatten(1))
 
     def sample(self) -> Media:
         """Random media, the same every time."""
         chance = np.random.default_rng(0)
-        return Media.of({name: field.sample(chance) for name, field in self._fields.items()})
+        return Media.of({name: field.sample(chance) for name, field in self._inputs.items()})
 
     def sample_prompt(self, prompt: Sequence[int]) -> list[int]:
         """A prompt that shows the sample, from its third token on where the place matters."""
-        return list(prompt) if self.needed or self.image_token is None else [*prompt[:2], self.image_token, *prompt[3:]]
+        return (
+            list(prompt) if self.required or self.image_token is None else [*prompt[:2], self.image_token, *prompt[3:]]
+        )
 
-    def alone(self, media: Media, prompt: Sequence[int]) -> dict[str, Tensor]:
+    def reference_inputs(self, media: Media, prompt: Sequence[int]) -> dict[str, Tensor]:
         """What the model takes to read media and a prompt by itself, without cells."""
         tokens = torch.tensor([prompt], device=self._device)
-        if self.needed:
+        if self.required:
             return {**self._tensors(media), "decoder_input_ids": tokens}
-        parts = self.sight(Entry(media.digest, {}), media, prompt).parts
+        parts = self.mask(EncoderEntry(media.digest, {}), media, prompt).parts
         inputs = {**self._tensors(media), "input_ids": tokens}
         if parts is not None:
             images = dict(media.arrays)["aspect_ratio_mask"].shape
@@ -158,10 +164,12 @@ class Encoder:
 
     def _run(self, media: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
         with torch.inference_mode():
-            return hooks.encode(self.model, media, self._start)
+            return hooks.encode(self.model, media, self._start_token)
 
     def _tensors(self, media: Media) -> dict[str, Tensor]:
-        tensors = {name: torch.from_numpy(read(array).copy())[None].to(self._device) for name, array in media.arrays}
+        tensors = {
+            name: torch.from_numpy(to_numpy(array).copy())[None].to(self._device) for name, array in media.arrays
+        }
         return {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in tensors.items()}
 
 
@@ -170,35 +178,35 @@ def has_encoder(config: Any) -> bool:
     return bool(config.is_encoder_decoder or getattr(config.get_text_config(), "cross_attention_layers", None))
 
 
-def read(array: Array) -> np.ndarray[Any, Any]:
+def to_numpy(array: Array) -> np.ndarray[Any, Any]:
     """The numbers of an array that was checked."""
     return np.frombuffer(array.data, dtype=np.dtype(array.dtype).newbyteorder("<")).reshape(array.shape)
 
 
-def _numbers(media: Media, name: str) -> int:
+def _element_count(media: Media, name: str) -> int:
     return prod(dict(media.arrays)[name].shape)
 
 
-def _fields(config: Any) -> dict[str, Field]:
+def _encoder_inputs(config: Any) -> dict[str, EncoderInput]:
     """The inputs of a model's encoder, the one that its work grows with first."""
     vision = getattr(config, "vision_config", None)
     if vision is not None:
         size, tiles = vision.image_size, vision.max_num_tiles
         height, width = (size, size) if isinstance(size, int) else size
         return {
-            "pixel_values": Field("float32", ("images", tiles, vision.num_channels, height, width)),
-            "aspect_ratio_ids": Field("int64", ("images",), (1, vision.max_aspect_ratio_id)),
-            "aspect_ratio_mask": Field("int64", ("images", tiles), (0, 1)),
+            "pixel_values": EncoderInput("float32", ("images", tiles, vision.num_channels, height, width)),
+            "aspect_ratio_ids": EncoderInput("int64", ("images",), (1, vision.max_aspect_ratio_id)),
+            "aspect_ratio_mask": EncoderInput("int64", ("images", tiles), (0, 1)),
         }
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None:
         # The encoder's convolutions halve the frames.
-        return {"input_features": Field("float32", (bins, 2 * config.max_source_positions))}
+        return {"input_features": EncoderInput("float32", (bins, 2 * config.max_source_positions))}
     most = getattr(config, "max_position_embeddings", None)
-    return {"input_ids": Field("int64", ("tokens",), (0, config.vocab_size - 1), most)}
+    return {"input_ids": EncoderInput("int64", ("tokens",), (0, config.vocab_size - 1), most)}
 
 
-def _shown(prompt: Sequence[int], image_token: int, images: int) -> Tensor:
+def _visible_images(prompt: Sequence[int], image_token: int, images: int) -> Tensor:
     """Which images each row sees: [rows, images].
 
     An image is seen from its token on until the next one that does not follow at once (transformers'

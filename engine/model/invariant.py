@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from engine.kernels.products import Product
+from engine.kernels.products import RowInvariantProduct
 
 # Beyond that softplus is its argument (torch's own bound).
-_SOFTPLUS_LINEAR = 20.0
+_SOFTPLUS_THRESHOLD = 20.0
 # A score so far below the largest has no weight: e^-60 is nothing beside 1, and products of denormal numbers are slow.
-_NO_WEIGHT = -60.0
+_MIN_EXPONENT = -60.0
 # Parts of the largest weight of a softmax that its sum is counted in: float64 holds sums of 2 million such weights.
-_PARTS = 2.0**32
+_SUM_SCALE = 2.0**32
 
 
 _REDUCTIONS: tuple[Callable[..., Any], ...] = (
@@ -39,9 +39,9 @@ _REDUCTIONS: tuple[Callable[..., Any], ...] = (
 class RowInvariant(TorchFunctionMode):
     """A context for forwards on the CPU, in float32 or less. May be entered again and again."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: RowInvariantProduct) -> None:
         super().__init__()
-        own = _Products(product)
+        own = _InvariantProducts(product)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.linear: own.linear,
             functional.scaled_dot_product_attention: own.attend,
@@ -68,7 +68,7 @@ class RowInvariant(TorchFunctionMode):
             torch.sigmoid: _sigmoid,
             Tensor.sigmoid: _sigmoid,
             torch.special.expit: _sigmoid,
-            **{reduce: _laid_out(reduce) for reduce in _REDUCTIONS},
+            **{reduce: _contiguous(reduce) for reduce in _REDUCTIONS},
         }
 
     def __torch_function__(
@@ -78,10 +78,10 @@ class RowInvariant(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
-class _Products:
+class _InvariantProducts:
     """Torch's products by those of a kernel."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: RowInvariantProduct) -> None:
         self._product = product
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -149,8 +149,8 @@ def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     """torch.softmax with sums of whole numbers, which no order changes: positions and sinks may stand anywhere."""
     wide = input.float()
     below = wide - wide.amax(dim, keepdim=True)
-    powers = torch.exp(below.masked_fill(below < _NO_WEIGHT, -torch.inf))
-    total = (powers.double() * _PARTS).round_().sum(dim, keepdim=True) / _PARTS
+    powers = torch.exp(below.masked_fill(below < _MIN_EXPONENT, -torch.inf))
+    total = (powers.double() * _SUM_SCALE).round_().sum(dim, keepdim=True) / _SUM_SCALE
     return (powers / total.float()).to(dtype or input.dtype)
 
 
@@ -195,13 +195,13 @@ def _mish(input: Tensor, inplace: bool = False) -> Tensor:
     return (wide * torch.tanh(_softplus(wide))).to(input.dtype)
 
 
-def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_LINEAR) -> Tensor:
+def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_THRESHOLD) -> Tensor:
     """functional.softplus."""
     scaled = input.float() * beta
     return torch.where(scaled > threshold, scaled, torch.log1p(torch.exp(scaled))).div(beta).to(input.dtype)
 
 
-def _laid_out(reduce: Callable[..., Any]) -> Callable[..., Any]:
+def _contiguous(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a tensor whose numbers lie side by side."""
 
     def reduced(*args: Any, **settings: Any) -> Any:

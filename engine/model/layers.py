@@ -16,21 +16,21 @@ from torch import Tensor
 from engine.model import hooks
 from engine.model.margins import within
 from kvcache.rotary import column_pairs, rotate
-from kvcache.spec import LayerSpec, Reach, Rotation
+from kvcache.spec import AttentionRange, LayerSpec, Rotation
 
 # Far enough apart to tell slow rotations from none, and inside every model's positions.
-_FROM, _TO = 29, 3
+_OLD_POSITION, _NEW_POSITION = 29, 3
 # Several tokens, for one of them may be a padding token, whose key is zero wherever it stands.
-_TOKENS = 8
+_CALIBRATION_TOKENS = 8
 # Of the type's precision, the error of a right rotation at most. Measured over all families and Gemma 3 270M: 1.4 for
 # the right one, 100 and more for all others.
-_ROUNDINGS = 8
+_ROUNDING_FACTOR = 8
 # The error in radians of an angle that is computed in float32 at the first position, whatever type keys have.
-_ANGLE = 2e-6
+_ANGLE_ERROR = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
+class CachedLayer:
     """One attention layer that stores cells: `layer` is its own number, `spec` what the cache must know.
 
     readers  the layers that store nothing and attend to this one's cells (Gemma 3n, Gemma 4)
@@ -41,48 +41,51 @@ class LayerPlan:
     readers: tuple[int, ...] = ()
 
 
-class Watcher:
+class CalibrationBackend:
     """A listener (hooks.Listener) for a forward whose rows do not see each other: keeps each layer's call."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, hooks.Call] = {}
+        self.calls: dict[int, hooks.AttentionCall] = {}
 
-    def attend(self, call: hooks.Call) -> Tensor:
+    def attend(self, call: hooks.AttentionCall) -> Tensor:
         """A row that attends to itself alone gets its own value, whatever its score; there is nothing to cross to."""
-        if call.crosses:
+        if call.is_cross:
             return call.query.transpose(0, 1)
         self.calls[call.layer] = call
         if call.latent is not None:
-            own = call.key[..., : call.latent.latent] @ call.latent.values.mT
+            own = call.key[..., : call.latent.latent_width] @ call.latent.values.mT
             return own.transpose(0, 1).contiguous()
         heads = call.query.shape[0] // call.value.shape[0]
         return call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
 
-    def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
+    def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Every row begins anew, from zeros."""
-        return [run(row, row + 1, None)[0] for row in range(_TOKENS)]
+        return [operation(row, row + 1, None)[0] for row in range(_CALIBRATION_TOKENS)]
 
 
-def plan_layers(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:
+def find_cached_layers(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...]:
     """The attention layers that store, in order. Raises whatever the model raises when it cannot run packed."""
-    before, after = _watch(model, vocabulary, _FROM), _watch(model, vocabulary, _TO)
+    before, after = (
+        _attention_calls(model, vocabulary, _OLD_POSITION),
+        _attention_calls(model, vocabulary, _NEW_POSITION),
+    )
     frequencies = dict(_frequencies(model))
     plans = []
-    for layer, readers in _storing(before):
+    for layer, readers in _storing_layers(before):
         old, new = before[layer], after[layer]
         spec = LayerSpec(
             heads=old.key.shape[0],
             key_width=old.key.shape[-1],
             value_width=old.value.shape[-1],
-            reach=_reach(model.config.get_text_config(), layer, old.window),
+            attention_range=_reach(model.config.get_text_config(), layer, old.window),
             rotation=_rotation(old, new, frequencies),
-            latent=0 if old.latent is None else old.latent.latent,
+            latent_width=0 if old.latent is None else old.latent.latent_width,
         )
-        plans.append(LayerPlan(layer, spec, readers))
+        plans.append(CachedLayer(layer, spec, readers))
     return tuple(plans)
 
 
-def _storing(calls: Mapping[int, hooks.Call]) -> list[tuple[int, tuple[int, ...]]]:
+def _storing_layers(calls: Mapping[int, hooks.AttentionCall]) -> list[tuple[int, tuple[int, ...]]]:
     """The layers that make keys of their own, each with those that came with the very same tensors later.
 
     A layer that sees another window of them stores them again: cells of one table are seen in one way.
@@ -95,29 +98,29 @@ def _storing(calls: Mapping[int, hooks.Call]) -> list[tuple[int, tuple[int, ...]
     return sorted((layers[0], tuple(layers[1:])) for layers in members.values())
 
 
-def _watch(model: Any, vocabulary: int, position: int) -> dict[int, hooks.Call]:
+def _attention_calls(model: Any, vocabulary: int, position: int) -> dict[int, hooks.AttentionCall]:
     device = next(model.parameters()).device
-    watcher = Watcher()
-    with torch.inference_mode(), hooks.listening(watcher):
-        rows = torch.arange(_TOKENS, device=device)
-        hooks.forward(model, rows * (vocabulary // _TOKENS), torch.full_like(rows, position), rows)
+    watcher = CalibrationBackend()
+    with torch.inference_mode(), hooks.use_backend(watcher):
+        rows = torch.arange(_CALIBRATION_TOKENS, device=device)
+        hooks.forward(model, rows * (vocabulary // _CALIBRATION_TOKENS), torch.full_like(rows, position), rows)
     return watcher.calls
 
 
-def _reach(config: Any, layer: int, window: int | None) -> Reach:
+def _reach(config: Any, layer: int, window: int | None) -> AttentionRange:
     """What the layer's queries see: the window of the call wins; some models only write it in their configuration."""
     if window is not None:
-        return Reach("window", window)
+        return AttentionRange("window", window)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds is not None and layer < len(kinds) else None
     if kind == "sliding_attention" and config.sliding_window:
-        return Reach("window", config.sliding_window)
+        return AttentionRange("window", config.sliding_window)
     if kind == "chunked_attention" and config.attention_chunk_size:
-        return Reach("chunk", config.attention_chunk_size)
-    return Reach()
+        return AttentionRange("chunk", config.attention_chunk_size)
+    return AttentionRange()
 
 
-def _rotation(old: hooks.Call, new: hooks.Call, frequencies: Mapping[str, Tensor]) -> Rotation | None:
+def _rotation(old: hooks.AttentionCall, new: hooks.AttentionCall, frequencies: Mapping[str, Tensor]) -> Rotation | None:
     """The rotation with the smallest error; None where none explains the keys, or the values depend on the position."""
     allowed = _tolerance(new.key.dtype)
     if not within("values do not depend on the position", _error(old.value, new.value, Rotation()), allowed):
@@ -139,7 +142,10 @@ def _error(old: Tensor, new: Tensor, rotation: Rotation) -> float:
     columns hide no other. Columns outside of all pairs are compared by themselves.
     """
     before, after = old.double(), new.double()
-    wrong, length = ((rotate(before, _TO - _FROM, rotation) - after).square().sum(1), after.square().sum(1))
+    wrong, length = (
+        (rotate(before, _NEW_POSITION - _OLD_POSITION, rotation) - after).square().sum(1),
+        after.square().sum(1),
+    )
     for squares in (wrong, length):
         first, second = column_pairs(squares, rotation)
         both = first + second
@@ -171,4 +177,4 @@ def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _tolerance(dtype: torch.dtype) -> float:
     """The largest relative error that rounding explains: of cosine, sine, products and sums at two positions."""
-    return _ROUNDINGS * max(torch.finfo(dtype).eps, _ANGLE)
+    return _ROUNDING_FACTOR * max(torch.finfo(dtype).eps, _ANGLE_ERROR)

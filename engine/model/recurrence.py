@@ -30,7 +30,7 @@ def install(model: Any) -> bool:
     found = False
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules[name]
-        for operation, packed in _PACKED.items():
+        for operation, packed in _PACKED_OPERATIONS.items():
             original = getattr(namespace, operation, None)
             if original is None:
                 continue
@@ -43,7 +43,7 @@ def install(model: Any) -> bool:
 def _replace(original: Operation, packed: Operation, namespace: ModuleType) -> Operation:
     @wraps(original)
     def operation(*args: Any, **settings: Any) -> Any:
-        if not hooks.is_listening():
+        if not hooks.has_backend():
             return original(*args, **settings)
         return packed(original, namespace, *args, **settings)
 
@@ -68,7 +68,7 @@ class Convolution:
         """Rows [start, stop) behind a state [channels, kernel - 1]; and the state behind them."""
         channels, kernel = self.weight.shape
         before = self.rows.new_zeros(channels, kernel - 1) if state is None else state
-        whole = torch.cat((before, _cut(self.rows[0], 1, start, stop)), -1)
+        whole = torch.cat((before, _slice(self.rows[0], 1, start, stop)), -1)
         result = functional.conv1d(whole[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
         if self.activation is not None:
             result = ACT2FN[self.activation](result)
@@ -94,9 +94,9 @@ class GatedDelta:
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows [start, stop) behind a state [1, heads, key_width, value_width]; and the state behind them."""
-        cut = {name: _cut(gate, 1, start, stop) for name, gate in self.gates.items()}
+        cut = {name: _slice(gate, 1, start, stop) for name, gate in self.gates.items()}
         form = self.single if stop - start == 1 else self.chunked
-        parts = (_cut(tensor, 1, start, stop) for tensor in (self.query, self.key, self.value))
+        parts = (_slice(tensor, 1, start, stop) for tensor in (self.query, self.key, self.value))
         result, final = form(*parts, **cut, **self.settings, initial_state=state)
         return result, final
 
@@ -114,14 +114,14 @@ class StateSpace:
     c: Tensor
     chunk_size: int
     settings: Mapping[str, Any]
-    form: Operation
+    scan: Operation
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rows [start, stop) behind a state [1, heads, width, state]; and the state behind them."""
-        rows, dt, b, c = (_cut(tensor, 1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
+        rows, dt, b, c = (_slice(tensor, 1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
         # Rows are padded to whole chunks; a chunk longer than what there is would be work for nothing.
         size = min(self.chunk_size, stop - start)
-        result, final = self.form(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
+        result, final = self.scan(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
         return result, final
 
 
@@ -143,9 +143,9 @@ def _gated_delta(
     gates: dict[str, Tensor] = {name: settings.pop(name) for name in ("g", "beta") if name in settings}
     settings |= {"output_final_state": True, "cu_seqlens": None}
     settings.pop("initial_state", None)
-    single = getattr(namespace, _ROW_BY_ROW[original.__name__], original)
+    single = getattr(namespace, _SINGLE_TOKEN_OPERATIONS[original.__name__], original)
     run = GatedDelta(query, key, value, gates, settings, original, single)
-    return torch.cat(hooks.recur("scan", run), 1), _taken(query)
+    return torch.cat(hooks.recur("scan", run), 1), _no_state(query)
 
 
 def _mamba2(
@@ -162,7 +162,7 @@ def _mamba2(
     settings |= {"return_final_states": True}
     settings.pop("initial_states", None)
     run = StateSpace(rows, dt, a, b, c, chunk_size, settings, original)
-    return torch.cat(hooks.recur("scan", run), 1), _taken(rows)
+    return torch.cat(hooks.recur("scan", run), 1), _no_state(rows)
 
 
 def _mamba1(
@@ -184,8 +184,8 @@ def _mamba1(
     settings |= {"return_last_state": True}
 
     def run(start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        cut = [_cut(tensor, -1, start, stop) for tensor in (rows, dt, b, c)]
-        z = None if gate is None else _cut(gate, -1, start, stop)
+        cut = [_slice(tensor, -1, start, stop) for tensor in (rows, dt, b, c)]
+        z = None if gate is None else _slice(gate, -1, start, stop)
         result, final = original(cut[0], cut[1], a, cut[2], cut[3], z=z, **settings)
         if state is None:
             return result, final
@@ -196,21 +196,21 @@ def _mamba1(
         seen = seen if z is None else seen * functional.silu(z)
         return result + seen.to(result.dtype), final + carried[..., -1].to(final.dtype)
 
-    return torch.cat(hooks.recur("scan", run), -1), _taken(rows)
+    return torch.cat(hooks.recur("scan", run), -1), _no_state(rows)
 
 
-def _cut(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
+def _slice(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
     """Rows [start, stop). One alone gets the strides that it has in a batch of its own: products depend on them."""
     some = tensor.narrow(dimension, start, stop - start)
     return some.clone(memory_format=torch.contiguous_format) if stop - start == 1 else some
 
 
-def _taken(like: Tensor) -> Tensor:
+def _no_state(like: Tensor) -> Tensor:
     """In place of the last state, which the listener has: mixers hand it to the cache, and that is the facade."""
     return like.new_empty(0)
 
 
-_PACKED: dict[str, Operation] = {
+_PACKED_OPERATIONS: dict[str, Operation] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _gated_delta,
     "chunk_kimi_delta_attention": _gated_delta,
@@ -218,7 +218,7 @@ _PACKED: dict[str, Operation] = {
     "mamba_selective_scan": _mamba1,
 }
 
-_ROW_BY_ROW = {
+_SINGLE_TOKEN_OPERATIONS = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
 }

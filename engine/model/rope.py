@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvcache.spec import Span
 
-_KIND = "longrope"
+_ROPE_TYPE = "longrope"
 
 # Cosines and sines [batch, rows, width], or both as complex numbers [batch, rows, pairs].
 _Angles: TypeAlias = tuple[Tensor, ...] | Tensor
@@ -32,28 +32,30 @@ _Angles: TypeAlias = tuple[Tensor, ...] | Tensor
 class RopeSwitch:
     """When the rotary factors of a model change.
 
-    original  positions from here on are rotated by the long factors
-    restarts  whether `generate` recomputes a sequence by the long factors once it is longer (Phi-3); else keys computed
-              before keep the short factors. A prompt longer than `original` has the long factors from its start.
+    original_length  positions from here on are rotated by the long factors
+    recomputes  whether `generate` recomputes a sequence by the long factors once it is longer (Phi-3); else keys computed
+              before keep the short factors. A prompt longer than `original_length` has the long factors from its start.
     """
 
-    original: int
-    restarts: bool
+    original_length: int
+    recomputes: bool
 
     def extended(self, spans: Sequence[Span]) -> Tensor:
         """[rows], whether each row of a batch is rotated by the long factors."""
-        rows = [span.extended or position >= self.original for span in spans for position in _positions(span)]
+        rows = [
+            span.long_factors or position >= self.original_length for span in spans for position in _positions(span)
+        ]
         return torch.tensor(rows)
 
 
 # Which rows are rotated by the long factors, [rows] or [1]; None: transformers chooses.
 _extended: ContextVar[Tensor | None] = ContextVar("engine.model.rope.extended", default=None)
-_ALL = torch.ones(1, dtype=torch.bool)
+_ALL_ROWS = torch.ones(1, dtype=torch.bool)
 
 
 def original_length(model: Any) -> int | None:
     """The length up to which the short factors hold; None: no factors depend on the length. Raises ValueError."""
-    found = sorted({length for module in model.modules() for length in _originals(module)})
+    found = sorted({length for module in model.modules() for length in _original_lengths(module)})
     if len(found) > 1:
         raise ValueError(f"its layers change their rotation at different lengths: {found}")
     return found[0] if found else None
@@ -65,13 +67,13 @@ def install(model: Any) -> RopeSwitch | None:
     if original is None:
         return None
     for module in model.modules():
-        if any(True for _ in _originals(module)):
-            module.forward = _by_row(module.forward, original)
-    return RopeSwitch(original, _restarts(model, original))
+        if any(True for _ in _original_lengths(module)):
+            module.forward = _rotate_by_row(module.forward, original)
+    return RopeSwitch(original, _recomputes(model, original))
 
 
 @contextmanager
-def extending(rows: Tensor | None = _ALL) -> Iterator[None]:
+def extending(rows: Tensor | None = _ALL_ROWS) -> Iterator[None]:
     """Inside the block, these rows [rows] of a forward are rotated by the long factors, the others by the short ones.
 
     Without `rows`, all are; None leaves the choice to transformers. A row by the short factors is within the original
@@ -88,19 +90,19 @@ def _positions(span: Span) -> range:
     return range(span.start, span.stop)
 
 
-def _originals(module: nn.Module) -> Iterator[int]:
+def _original_lengths(module: nn.Module) -> Iterator[int]:
     """The lengths at which a module changes its factors, one for each type of layers."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if config is None or not isinstance(kinds, str | dict):
         return
     by_layer = {None: kinds} if isinstance(kinds, str) else kinds
     for layer_type, kind in by_layer.items():
-        if kind == _KIND:
+        if kind == _ROPE_TYPE:
             settings = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
             yield int(settings["original_max_position_embeddings"])
 
 
-def _by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..., _Angles]:
+def _rotate_by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..., _Angles]:
     """The forward of a rotary embedding, with the factors that each row is to have."""
 
     @wraps(rotate)
@@ -111,22 +113,22 @@ def _by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..., _Ang
         # One more row behind the original length gives all of them the long factors.
         extended = rotate(x, pad(position_ids, (0, 1), value=original), *args, **settings)
         if rows.all():
-            return _each(lambda angles: angles[..., :-1, :], extended)
+            return _map_angles(lambda angles: angles[..., :-1, :], extended)
         rows = rows.to(position_ids.device)[:, None]
         within = rotate(x, position_ids.masked_fill(rows[:, 0], 0), *args, **settings)
-        return _each(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), extended, within)
+        return _map_angles(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), extended, within)
 
     return forward
 
 
-def _each(change: Callable[..., Tensor], *angles: _Angles) -> _Angles:
+def _map_angles(change: Callable[..., Tensor], *angles: _Angles) -> _Angles:
     """What a function makes of angles, or of each part of them."""
     if isinstance(angles[0], Tensor):
         return change(*angles)
     return tuple(change(*parts) for parts in zip(*angles, strict=True))
 
 
-def _restarts(model: Any, original: int) -> bool:
+def _recomputes(model: Any, original: int) -> bool:
     """Whether `generate` gives the model all tokens again where one would do, just behind the original length."""
     memory, tokens = DynamicCache(), torch.zeros(1, original + 1, dtype=torch.long)
     rows = torch.zeros(1, 1, original, 1)

@@ -9,50 +9,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import crossing, latent, reference
-from engine.kernels.products import Product
-from engine.kernels.reference import Attend
+from engine.kernels import cross_attention, latent, reference
+from engine.kernels.products import RowInvariantProduct
+from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
+from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant
-from engine.model.layers import LayerPlan
+from engine.model.layers import CachedLayer
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.sight import Sight
-from engine.model.telling import Teller
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 
 
-class Runner(Teller):
+class PackedRunner(ModelRunner):
     """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache
     extended_layers  the same, with the rotation of sequences beyond the original length; equal where there is no switch
     switch      when the rotary factors change; None: never
-    has_states  whether `run_with_states` can be called: the self-test has seen that it can
+    has_hidden_states  whether `run_with_hidden_states` can be called: the self-test has seen that it can
     """
 
     def __init__(
         self,
         model: Any,
-        layers: Sequence[LayerPlan],
+        layers: Sequence[CachedLayer],
         mla: MlaMode = "auto",
-        attend: Attend = reference.attend,
+        attend: AttentionFunction = reference.attend,
         *,
         switch: RopeSwitch | None = None,
-        extended_layers: Sequence[LayerPlan] | None = None,
+        extended_layers: Sequence[CachedLayer] | None = None,
     ) -> None:
         """`attend` computes attention over cells, but for latent and for cross attention."""
         self._model = model
         self.layers, self.switch = tuple(layers), switch
         self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
         self._device = next(model.parameters()).device
-        self._homes = {layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)}
-        self._readers = frozenset(layer for plan in layers for layer in plan.readers)
+        self._cache_layers = {
+            layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)
+        }
+        self._sharing_layers = frozenset(layer for plan in layers for layer in plan.readers)
         self._mla, self._attend = mla, attend
         self._invariant: RowInvariant | None = None
-        self.has_states = False
+        self.has_hidden_states = False
 
-    def make_invariant(self, product: Product) -> None:
+    def make_invariant(self, product: RowInvariantProduct) -> None:
         """From now on compute each row alike whatever is beside it, where torch computes: see invariant.py.
 
         All latents are absorbed, and recurrences take rows one by one: other forms would depend on the chunk.
@@ -63,12 +65,16 @@ class Runner(Teller):
             self._attend = reference.attend_aligned
 
     @property
-    def attend(self) -> Attend:
+    def attend(self) -> AttentionFunction:
         """Computes attention over cells."""
         return self._attend
 
     def run(
-        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
         """Logits [wanted, vocabulary] after an open forward's rows.
 
@@ -76,41 +82,45 @@ class Runner(Teller):
         wanted  the rows of the packed batch to know the logits of, in order
         sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
         """
-        return self._run(forward, tokens, self._tensor(wanted), sights)
+        return self._run(forward, tokens, self._tensor(logit_rows), encoder_masks)
 
-    def run_with_states(
+    def run_with_hidden_states(
         self,
         forward: Forward,
         tokens: Sequence[int],
-        wanted: Sequence[int],
-        pooled: Sequence[int],
-        sights: Sequence[Sight | None] = (),
+        logit_rows: Sequence[int],
+        hidden_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
-        with hooks.tapped(self._model, self._tensor(wanted), self._tensor(pooled)) as tap:
-            logits = self._run(forward, tokens, tap.kept, sights)
-        return logits, tap.states
+        with hooks.capture_hidden_states(self._model, self._tensor(logit_rows), self._tensor(hidden_rows)) as tap:
+            logits = self._run(forward, tokens, tap.kept, encoder_masks)
+        return logits, tap.hidden_states
 
-    def _run(self, forward: Forward, tokens: Sequence[int], wanted: Tensor, sights: Sequence[Sight | None]) -> Tensor:
+    def _run(
+        self, forward: Forward, tokens: Sequence[int], logit_rows: Tensor, encoder_masks: Sequence[EncoderMask | None]
+    ) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
-        rows = (self._tensor(tokens), self._tensor(positions), wanted)
+        rows = (self._tensor(tokens), self._tensor(positions), logit_rows)
         arithmetic = self._invariant or nullcontext()
         extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
-        with torch.inference_mode(), hooks.listening(self._step(forward, sights)), extended, arithmetic:
-            return hooks.forward(self._model, *rows, looking=self._looking(forward, sights))
+        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), extended, arithmetic:
+            return hooks.forward(self._model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
-    def _step(self, forward: Forward, sights: Sequence[Sight | None]) -> _Step:
+    def _backend(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> _CacheBackend:
         by_rows = self._invariant is not None
-        return _Step(forward, self._homes, self._readers, self._mla, self._attend, sights, by_rows)
+        return _CacheBackend(
+            forward, self._cache_layers, self._sharing_layers, self._mla, self._attend, encoder_masks, by_rows
+        )
 
-    def _looking(self, forward: Forward, sights: Sequence[Sight | None]) -> Tensor | None:
+    def _cross_mask(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> Tensor | None:
         """Which rows look at an encoder entry; None where no sequence of the batch has one."""
-        if not any(sights):
+        if not any(encoder_masks):
             return None
-        pairs = zip(forward.spans, sights, strict=True)
-        blind = torch.zeros(forward.rows, dtype=torch.bool)
+        pairs = zip(forward.spans, encoder_masks, strict=True)
+        blind = torch.zeros(forward.batch_tokens, dtype=torch.bool)
         parts = [
-            blind[: span.length] if sight is None else sight.looking(span.start, span.stop) for span, sight in pairs
+            blind[: span.length] if sight is None else sight.attending(span.start, span.stop) for span, sight in pairs
         ]
         return torch.cat(parts).to(self._device)
 
@@ -118,31 +128,31 @@ class Runner(Teller):
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
 
-class _Step:
+class _CacheBackend:
     """A listener (hooks.Listener) for one forward: stores each layer's rows, then attends to the whole sequence."""
 
     def __init__(
         self,
         forward: Forward,
-        homes: Mapping[int, int],
-        readers: Container[int],
+        cache_layers: Mapping[int, int],
+        sharing_layers: Container[int],
         mla: MlaMode,
-        attend: Attend,
-        sights: Sequence[Sight | None],
-        by_rows: bool,
+        attend: AttentionFunction,
+        encoder_masks: Sequence[EncoderMask | None],
+        row_by_row: bool,
     ) -> None:
-        self._forward, self._sights, self._by_rows = forward, sights, by_rows
-        self._homes, self._readers, self._mla, self._attend = homes, readers, mla, attend
+        self._forward, self._encoder_masks, self._row_by_row = forward, encoder_masks, row_by_row
+        self._cache_layers, self._sharing_layers, self._mla, self._attend = cache_layers, sharing_layers, mla, attend
 
-    def attend(self, call: hooks.Call) -> Tensor:
+    def attend(self, call: hooks.AttentionCall) -> Tensor:
         """The attention output of one layer, [rows, heads, value_width]."""
-        if call.crosses:
+        if call.is_cross:
             return self._cross(call)
-        layer = self._homes[call.layer]
-        if call.layer not in self._readers:
-            self._forward.write(layer, call.key, call.value)
-        keys, values = self._forward.stored(layer)
-        segments, reach = self._forward.segments(layer), self._forward.reach(layer)
+        layer = self._cache_layers[call.layer]
+        if call.layer not in self._sharing_layers:
+            self._forward.store_kv(layer, call.key, call.value)
+        keys, values = self._forward.layer_kv(layer)
+        segments, reach = self._forward.segments(layer), self._forward.attention_range(layer)
         if call.latent is not None:
             return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale, mode=self._mla)
         return self._attend(
@@ -157,39 +167,43 @@ class _Step:
             bias=call.bias,
         )
 
-    def _cross(self, call: hooks.Call) -> Tensor:
+    def _cross(self, call: hooks.AttentionCall) -> Tensor:
         """Each sequence's rows attend to what an encoder made for it; rows without such get zeros."""
         output, row = torch.zeros_like(call.query).transpose(0, 1), 0
-        for span, sight in zip(self._forward.spans, self._sights, strict=True):
+        for span, sight in zip(self._forward.spans, self._encoder_masks, strict=True):
             rows = slice(row, row + span.length)
             if sight is not None:
                 keys, values = sight.entry.layers[call.layer]
                 mask = sight.mask(span.start, span.stop, keys.shape[1])
                 mask = None if mask is None else mask.to(keys.device)
-                output[rows] = crossing.attend(call.query[:, rows], keys, values, mask, scale=call.scale)
+                output[rows] = cross_attention.cross_attend(call.query[:, rows], keys, values, mask, scale=call.scale)
             row = rows.stop
         return output
 
-    def recur(self, name: Hashable, run: hooks.Run) -> list[Tensor]:
+    def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
         """Run a recurrent operation for each piece of a span, from the slot's state to its next one."""
         outputs, row = [], 0
         for span in self._forward.spans:
-            for start, stop in span.pieces:
-                state, length = self._forward.state(span.slot, start, name), stop - start
-                own, after = (_row_by_row if self._by_rows else _at_once)(run, row, row + length, state)
-                self._forward.put_state(span.slot, stop, name, after)
+            for start, stop in span.state_ranges:
+                state, length = self._forward.recurrent_state(span.slot, start, name), stop - start
+                own, after = (_run_rows if self._row_by_row else _run_chunk)(operation, row, row + length, state)
+                self._forward.store_recurrent_state(span.slot, stop, name, after)
                 outputs += own
                 row += length
         return outputs
 
 
-def _at_once(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+def _run_chunk(
+    run: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
     """The output of rows [start, stop) behind a state, and the state behind them."""
     output, after = run(start, stop, state)
     return [output], after
 
 
-def _row_by_row(run: hooks.Run, start: int, stop: int, state: Tensor | None) -> tuple[list[Tensor], Tensor]:
+def _run_rows(
+    run: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
     """The same of each row alone: calls of one shape, whose bits no chunk changes and no other arithmetic has to."""
     outputs = []
     with torch._C.DisableTorchFunction():

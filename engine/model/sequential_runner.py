@@ -18,70 +18,74 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from engine.kernels.products import Product
+from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks, rope
+from engine.model.encoder_mask import EncoderMask
 from engine.model.invariant import RowInvariant
-from engine.model.layers import LayerPlan
+from engine.model.layers import CachedLayer
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.sight import Sight
-from engine.model.telling import Teller
-from engine.model.ties import TiesInOrder
+from engine.model.ties import StableTopK
 from kvcache.forward import Forward
-from kvcache.planes import Stored
+from kvcache.kv_buffer import LayerKV
 from kvcache.spec import LayerSpec, Span
 
-Memory: TypeAlias = Any  # a cache of transformers
+HFCache: TypeAlias = Any  # a cache of transformers
 
 # Masks cut windows out, so a layer that would forget what they hide may keep it.
-_KEEPING = {
+_FULL_LENGTH_LAYERS = {
     DynamicLayer: DynamicLayer,
     DynamicSlidingWindowLayer: DynamicLayer,
     DynamicIndexedLayer: DynamicIndexedLayer,
 }
 
 
-class NothingToGather(Exception):
+class UnsupportedCache(Exception):
     """The model keeps something else than keys and values by layer, or keeps it elsewhere than in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _LayerFormat:
     """One layer of transformers' cache: its class, and the columns of its values; an indexer's keys stand behind."""
 
     kind: type[DynamicLayer]
-    values: int
+    value_width: int
 
 
-class GatheringRunner(Teller):
+class SequentialRunner(ModelRunner):
     """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
 
     layers      what it stores, for the cache: found by running two tokens
     extended_layers, switch  as at Runner; none of the layers turns
-    has_states  whether `run_with_states` can be called with rows to pool: the self-test has seen that it can
+    has_hidden_states  whether `run_with_hidden_states` can be called with rows to pool: the self-test has seen that it can
     """
 
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
-        """Raises NothingToGather, or whatever the model raises."""
+        """Raises UnsupportedCache, or whatever the model raises."""
         self._model, self.switch = model, switch
         self._invariant: RowInvariant | None = None
-        self.has_states = False
+        self.has_hidden_states = False
         self._device = next(model.parameters()).device
-        self._known = frozenset(inspect.signature(type(model).forward).parameters)
+        self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
         memory = DynamicCache(config=model.config)
         self._run(memory, Span(0, 0, 2), [0, 1], self._tensor([1]))
         stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
-        self._kept = {at: _kept(layer) for at, layer in stored.items()}
-        self.layers = tuple(LayerPlan(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
+        self._formats = {at: _layer_format(layer) for at, layer in stored.items()}
+        self.layers = tuple(CachedLayer(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
         self.extended_layers = self.layers
         if not self.layers:
-            raise NothingToGather("it keeps nothing in its cache")
+            raise UnsupportedCache("it keeps nothing in its cache")
 
-    def make_invariant(self, product: Product) -> None:
+    def make_invariant(self, product: RowInvariantProduct) -> None:
         """From now on compute each row alike whatever chunk it is in: see engine/model/invariant.py."""
         self._invariant = RowInvariant(product)
 
     def run(
-        self, forward: Forward, tokens: Sequence[int], wanted: Sequence[int], sights: Sequence[Sight | None] = ()
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
         """Logits [wanted, vocabulary] after an open forward's rows.
 
@@ -89,28 +93,28 @@ class GatheringRunner(Teller):
         wanted  the rows of the batch to know the logits of, ascending
         sights  as at Runner; models with encoders are not run this way
         """
-        return self.run_with_states(forward, tokens, wanted, (), sights)[0]
+        return self.run_with_hidden_states(forward, tokens, logit_rows, (), encoder_masks)[0]
 
-    def run_with_states(
+    def run_with_hidden_states(
         self,
         forward: Forward,
         tokens: Sequence[int],
-        wanted: Sequence[int],
-        pooled: Sequence[int],
-        sights: Sequence[Sight | None] = (),
+        logit_rows: Sequence[int],
+        hidden_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
-        if any(span.mutual for span in forward.spans):
+        if any(span.bidirectional for span in forward.spans):
             raise ValueError("the masks are the model's own: no ranges of tokens see each other")
         logits, states, memories, row = [], [], [], 0
         for number, span in enumerate(forward.spans):
             stop = row + span.length
-            memory = self._filled(forward, number)
-            own, others = ([at - row for at in rows if row <= at < stop] for rows in (wanted, pooled))
+            memory = self._fill_cache(forward, number)
+            own, others = ([at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows))
             if others:
-                with hooks.tapped(self._model, self._tensor(own), self._tensor(others)) as tap:
+                with hooks.capture_hidden_states(self._model, self._tensor(own), self._tensor(others)) as tap:
                     logits.append(self._run(memory, span, tokens[row:stop], tap.kept))
-                states.append(tap.states)
+                states.append(tap.hidden_states)
             else:
                 logits.append(self._run(memory, span, tokens[row:stop], self._tensor(own)))
             memories.append(memory)
@@ -120,13 +124,15 @@ class GatheringRunner(Teller):
                 _read(memory.layers[plan.layer], span.start)
                 for memory, span in zip(memories, forward.spans, strict=True)
             ]
-            forward.write(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
+            forward.store_kv(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
         return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
 
-    def _filled(self, forward: Forward, number: int) -> Memory:
+    def _fill_cache(self, forward: Forward, number: int) -> HFCache:
         """A cache of transformers that holds what the slot of the span `number` holds before it."""
         memory = DynamicCache()
-        kinds = [self._kept[at].kind if at in self._kept else DynamicLayer for at in range(max(self._kept) + 1)]
+        kinds = [
+            self._formats[at].kind if at in self._formats else DynamicLayer for at in range(max(self._formats) + 1)
+        ]
         memory.layers = [kind() for kind in kinds]
         before = forward.spans[number].start
         if before == 0:
@@ -134,40 +140,40 @@ class GatheringRunner(Teller):
         for index, plan in enumerate(self.layers):
             cells = forward.segments(index)[number].cells
             keys, values = (
-                _rows(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.stored(index)
+                _read_cells(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
             )
-            layer, width = memory.layers[plan.layer], self._kept[plan.layer].values
+            layer, width = memory.layers[plan.layer], self._formats[plan.layer].value_width
             layer.update(keys, values[..., :width])
             if isinstance(layer, DynamicIndexedLayer):
                 layer.update_indexer(values[:, 0, :, width:])
         return memory
 
-    def _run(self, memory: Memory, span: Span, tokens: Sequence[int], wanted: Tensor) -> Tensor:
+    def _run(self, memory: HFCache, span: Span, tokens: Sequence[int], logit_rows: Tensor) -> Tensor:
         inputs = {
             "input_ids": self._tensor(tokens)[None],
             "position_ids": torch.arange(span.start, span.stop, device=self._device)[None],
             "attention_mask": torch.ones(1, span.stop, dtype=torch.long, device=self._device),
             "past_key_values": memory,
             "use_cache": True,
-            "logits_to_keep": wanted,
+            "logits_to_keep": logit_rows,
         }
         extended = None if self.switch is None else self.switch.extended([span])
-        with torch.inference_mode(), rope.extending(extended), TiesInOrder(), self._invariant or nullcontext():
-            made = self._model(**{name: value for name, value in inputs.items() if name in self._known})
+        with torch.inference_mode(), rope.extending(extended), StableTopK(), self._invariant or nullcontext():
+            made = self._model(**{name: value for name, value in inputs.items() if name in self._parameters})
         logits: Tensor = made.logits[0]
-        return logits if logits.shape[0] <= len(wanted) else logits[wanted]
+        return logits if logits.shape[0] <= len(logit_rows) else logits[logit_rows]
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
 
 
-def _kept(layer: Any) -> _Kept:
-    kind = _KEEPING.get(type(layer))
+def _layer_format(layer: Any) -> _LayerFormat:
+    kind = _FULL_LENGTH_LAYERS.get(type(layer))
     if getattr(layer, "indexer_keys", None) is None and kind is not None:
         kind = DynamicLayer
     if kind is None or layer.keys.dim() != 4 or layer.keys.shape[2] != 2:
-        raise NothingToGather(f"its cache has layers of the kind {type(layer).__name__}")
-    return _Kept(kind, layer.values.shape[-1])
+        raise UnsupportedCache(f"its cache has layers of the kind {type(layer).__name__}")
+    return _LayerFormat(kind, layer.values.shape[-1])
 
 
 def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
@@ -178,9 +184,9 @@ def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _rows(stored: Stored, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+def _read_cells(stored: LayerKV, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
     """What cells hold, as it was written."""
-    return stored.spread(stored.read(cells, dtype))
+    return stored.transform(stored.read(cells, dtype))
 
 
 def _spec(keys: Tensor, values: Tensor) -> LayerSpec:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class TiesInOrder(TorchFunctionMode):
+class StableTopK(TorchFunctionMode):
     """Inside the block, `topk` takes the first of equals; selections without a tie at their end are torch's own."""
 
     def __torch_function__(
@@ -23,11 +23,11 @@ class TiesInOrder(TorchFunctionMode):
         """What torch calls in place of each of its functions."""
         made = func(*args, **(kwargs or {}))
         if func is torch.topk or func is Tensor.topk:
-            return _in_order(made, *args, **(kwargs or {}))
+            return _first_of_ties(made, *args, **(kwargs or {}))
         return made
 
 
-def _in_order(
+def _first_of_ties(
     made: Any, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **_: Any
 ) -> Any:
     """What `topk` made, with the first of those scores that equal the last one taken."""

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from engine.model import hooks
-from engine.model.layers import LayerPlan
-from engine.native.decoder import NO_NORM, Heads, Norm, NoShape, Turn, Way
+from engine.model.layers import CachedLayer
+from engine.native.comparison import is_close, require_close
+from engine.native.decoder import NO_NORM, AttentionSpec, HeadColumns, Norm, RotarySpec, UnsupportedArchitecture
 from engine.native.norm import normalise
-from engine.native.same import agree, same
-from engine.native.trace import Multiplied, Normed
+from engine.native.trace import TracedLinear, TracedNorm
 from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
 
 _OTHER = "its queries, keys and values are made in another way"
 
 
-def find_way(
+def find_attention(
     norm: Norm,
     entering: Tensor,
-    events: Sequence[Multiplied | Normed],
-    call: hooks.Call,
+    events: Sequence[TracedLinear | TracedNorm],
+    call: hooks.AttentionCall,
     positions: Tensor,
-    plan: LayerPlan,
-) -> Way:
-    """How a layer makes its queries, keys and values. Raises NoShape.
+    plan: CachedLayer,
+) -> AttentionSpec:
+    """How a layer makes its queries, keys and values. Raises UnsupportedArchitecture.
 
     norm       the layer's first
     entering   what it makes, [rows, width]
@@ -37,24 +37,24 @@ def find_way(
     positions  of the rows
     """
     if call.bias is not None:
-        raise NoShape("its attention adds a bias to its scores")
+        raise UnsupportedArchitecture("its attention adds a bias to its scores")
     if call.layer != plan.layer:
-        raise NoShape("its layers run in another order than they store")
-    matrices = [event for event in events if isinstance(event, Multiplied)]
-    norms = [event.norm for event in events if isinstance(event, Normed)] or [NO_NORM, NO_NORM]
+        raise UnsupportedArchitecture("its layers run in another order than they store")
+    matrices = [event for event in events if isinstance(event, TracedLinear)]
+    norms = [event.norm for event in events if isinstance(event, TracedNorm)] or [NO_NORM, NO_NORM]
     for matrix in matrices:
-        agree("a projection", entering, matrix.taken)
+        require_close("a projection", entering, matrix.input)
     if len(norms) != 2:
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     # Where keys are no turned ones, they may be as they are.
     rotation = plan.spec.rotation or Rotation()
     for places, turns_first in itertools.product(_layouts(call, len(matrices)), (False, True)):
         raw = [_heads(place, matrices) for place in places]
-        if not same(raw[2], call.value):
+        if not is_close(raw[2], call.value):
             continue
-        turn, query, key = _made(raw, norms, call, rotation, positions, turns_first=turns_first)
-        if same(query, call.query) and same(key, call.key):
-            return Way(
+        turn, query, key = _queries_and_keys(raw, norms, call, rotation, positions, turns_first=turns_first)
+        if is_close(query, call.query) and is_close(key, call.key):
+            return AttentionSpec(
                 norm=norm,
                 projections=tuple(matrix.linear for matrix in matrices),
                 queries=places[0],
@@ -62,32 +62,32 @@ def find_way(
                 values=places[2],
                 of_queries=norms[0],
                 of_keys=norms[1],
-                turns_first=turns_first,
-                turn=turn,
+                rotates_before_norm=turns_first,
+                rotary=turn,
                 scale=call.scale,
                 softcap=call.softcap or 0.0,
                 sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
             )
-    raise NoShape(_OTHER)
+    raise UnsupportedArchitecture(_OTHER)
 
 
-def _made(
+def _queries_and_keys(
     raw: Sequence[Tensor],
     norms: Sequence[Norm],
-    call: hooks.Call,
+    call: hooks.AttentionCall,
     rotation: Rotation,
     positions: Tensor,
     *,
     turns_first: bool,
-) -> tuple[Turn, Tensor, Tensor]:
+) -> tuple[RotarySpec, Tensor, Tensor]:
     """Queries and keys [heads, rows, width] of raw ones, and how they turn."""
     if turns_first:
-        turn = Turn(rotation, 1.0)
-        query, key = (_normed(own, _turned(rows, turn, positions)) for own, rows in zip(norms, raw, strict=False))
+        turn = RotarySpec(rotation, 1.0)
+        query, key = (_normed(own, _rotated(rows, turn, positions)) for own, rows in zip(norms, raw, strict=False))
         return turn, query, key
     query, key = (_normed(own, rows) for own, rows in zip(norms, raw, strict=False))
-    turn = Turn(rotation, _scaling(key, call.key, rotation))
-    return turn, _turned(query, turn, positions), _turned(key, turn, positions)
+    turn = RotarySpec(rotation, _scaling(key, call.key, rotation))
+    return turn, _rotated(query, turn, positions), _rotated(key, turn, positions)
 
 
 def _normed(norm: Norm, heads: Tensor) -> Tensor:
@@ -96,68 +96,70 @@ def _normed(norm: Norm, heads: Tensor) -> Tensor:
     if norm.kind == "none" or norm.width == width:
         return normalise(norm, heads)
     if norm.width != count * width:
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     whole = normalise(norm, heads.transpose(0, 1).flatten(1))
     return whole.view(-1, count, width).transpose(0, 1)
 
 
-def _layouts(call: hooks.Call, matrices: int) -> Iterator[tuple[Heads, Heads, Heads]]:
+def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadColumns, HeadColumns, HeadColumns]]:
     """Where queries, keys and values may lie: in a matrix each, in one after the other, or in one head by head."""
     heads, _, width = call.query.shape
     key_heads, value_width = call.key.shape[0], call.value.shape[2]
     if matrices == 3:
         yield (
-            Heads(0, 0, width, heads, width),
-            Heads(1, 0, width, key_heads, width),
-            Heads(2, 0, value_width, key_heads, value_width),
+            HeadColumns(0, 0, width, heads, width),
+            HeadColumns(1, 0, width, key_heads, width),
+            HeadColumns(2, 0, value_width, key_heads, value_width),
         )
     if matrices == 3:
         # Beside each head's query lies its gate.
         yield (
-            Heads(0, 0, 2 * width, heads, width),
-            Heads(1, 0, width, key_heads, width),
-            Heads(2, 0, value_width, key_heads, value_width),
+            HeadColumns(0, 0, 2 * width, heads, width),
+            HeadColumns(1, 0, width, key_heads, width),
+            HeadColumns(2, 0, value_width, key_heads, value_width),
         )
     if matrices == 1:
         keys, values = heads * width, (heads + key_heads) * width
         yield (
-            Heads(0, 0, width, heads, width),
-            Heads(0, keys, width, key_heads, width),
-            Heads(0, values, value_width, key_heads, value_width),
+            HeadColumns(0, 0, width, heads, width),
+            HeadColumns(0, keys, width, key_heads, width),
+            HeadColumns(0, values, value_width, key_heads, value_width),
         )
     if matrices == 1 and heads == key_heads:
         stride = 2 * width + value_width
         yield (
-            Heads(0, 0, stride, heads, width),
-            Heads(0, width, stride, heads, width),
-            Heads(0, 2 * width, stride, heads, value_width),
+            HeadColumns(0, 0, stride, heads, width),
+            HeadColumns(0, width, stride, heads, width),
+            HeadColumns(0, 2 * width, stride, heads, value_width),
         )
 
 
-def find_gates(way: Way, events: Sequence[Multiplied | Normed], made: Tensor, taken: Tensor) -> tuple[Way, Tensor]:
+def find_output_gates(
+    way: AttentionSpec, events: Sequence[TracedLinear | TracedNorm], made: Tensor, taken: Tensor
+) -> tuple[AttentionSpec, Tensor]:
     """The way with the gates that weight what attention makes [rows, heads * value_width], and what is made so.
 
     taken  by what follows
     """
     queries, width = way.queries, way.values.width
-    if same(made, taken) or queries.stride != queries.width + width:
+    if is_close(made, taken) or queries.stride != queries.width + width:
         return way, made
-    matrices = [event for event in events if isinstance(event, Multiplied)]
-    gates = Heads(queries.matrix, queries.offset + queries.width, queries.stride, queries.count, width)
+    matrices = [event for event in events if isinstance(event, TracedLinear)]
+    gates = HeadColumns(queries.matrix, queries.offset + queries.width, queries.stride, queries.count, width)
     weights = torch.sigmoid(_heads(gates, matrices))
     return replace(way, gates=gates), made * weights.transpose(0, 1).flatten(1)
 
 
-def _heads(place: Heads, matrices: Sequence[Multiplied]) -> Tensor:
+def _heads(place: HeadColumns, matrices: Sequence[TracedLinear]) -> Tensor:
     """[heads, rows, width]"""
-    made = matrices[place.matrix].made
+    made = matrices[place.matrix].output
     if made.shape[1] < place.offset + (place.count - 1) * place.stride + place.width:
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     starts = range(place.offset, place.offset + place.count * place.stride, place.stride)
     return torch.stack([made[:, start : start + place.width] for start in starts])
 
 
-def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_angles(turn: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [rows, pairs] of positions [rows], scaled: computed in float32, as transformers does."""
     angle = positions.float()[:, None] * torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
     if turn.scaling == 1.0:
@@ -165,18 +167,20 @@ def angles(turn: Turn, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos() * turn.scaling, angle.sin() * turn.scaling
 
 
-def switching_angles(turn: Turn, extended: Turn, positions: Tensor, original: int) -> tuple[Tensor, Tensor]:
+def switched_rotary_angles(
+    turn: RotarySpec, extended: RotarySpec, positions: Tensor, original: int
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [2 * rows, pairs] of positions [rows]: by `turn` within the original length and by `extended`
     from there on; behind them those of all positions by `extended`.
     """
-    pairs = zip(angles(turn, positions), angles(extended, positions), strict=True)
+    pairs = zip(rotary_angles(turn, positions), rotary_angles(extended, positions), strict=True)
     cosine, sine = (torch.cat((own[:original], longer[original:], longer)) for own, longer in pairs)
     return cosine, sine
 
 
-def _turned(heads: Tensor, turn: Turn, positions: Tensor) -> Tensor:
+def _rotated(heads: Tensor, turn: RotarySpec, positions: Tensor) -> Tensor:
     turned = heads.clone()
-    cosine, sine = angles(turn, positions)
+    cosine, sine = rotary_angles(turn, positions)
     (x, y), (first, second) = column_pairs(heads, turn.rotation), column_pairs(turned, turn.rotation)
     first.copy_(x * cosine - y * sine)
     second.copy_(y * cosine + x * sine)

@@ -3,7 +3,7 @@
 states > (norm) > projections > (norm) > turn > attention > (gate) > output > (norm) > + states
 states > (norm) > inner matrices > activation (times up) > down > (norm) > + states
 
-In place of attention over cells, layers may have recurrences over states of their own (`Delta`, `Space`, `Sieve`).
+In place of attention over cells, layers may have recurrences over states of their own (`DeltaRuleSpec`, `StateSpaceSpec`, `GatedConvolutionSpec`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from engine.kernels.packing import Packed
+from engine.kernels.packing import PackedMatrix
 from kvcache.spec import Rotation
 
 NormKind = Literal["none", "root_mean_square", "layer"]
@@ -22,7 +22,7 @@ Scoring = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
-class NoShape(Exception):
+class UnsupportedArchitecture(Exception):
     """The model is of another shape, for a `reason` that people can read."""
 
     def __init__(self, reason: str) -> None:
@@ -38,7 +38,7 @@ class Linear:
     bias    [outputs] float32, or None
     """
 
-    weight: Tensor | Packed
+    weight: Tensor | PackedMatrix
     bias: Tensor | None = None
 
 
@@ -61,7 +61,7 @@ NO_NORM = Norm("none", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadColumns:
     """Where heads lie in what the projection of number `matrix` makes of a row: `stride` columns from head to head."""
 
     matrix: int
@@ -72,7 +72,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RotarySpec:
     """How queries and keys turn; the turned columns are `scaling` times as large (YaRN)."""
 
     rotation: Rotation
@@ -80,7 +80,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnOffset:
     """Where some columns begin in what the inner matrix of number `matrix` makes of a row."""
 
     matrix: int
@@ -88,11 +88,11 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class AttentionSpec:
     """How states become queries, keys and values, and how these are compared.
 
     of_queries, of_keys  norms of each head, or of a row's heads all at once
-    turns_first          whether heads turn before their norms
+    rotates_before_norm          whether heads turn before their norms
     scale, softcap       what scores are multiplied by, and what bounds them; 0: nothing does
     sinks                [heads] float32, scores that take their part of a row's weights; None: there are none
     gates                of which the sigmoid weights what attention makes; None: there are none
@@ -100,21 +100,21 @@ class Way:
 
     norm: Norm
     projections: tuple[Linear, ...]
-    queries: Heads
-    keys: Heads
-    values: Heads
+    queries: HeadColumns
+    keys: HeadColumns
+    values: HeadColumns
     of_queries: Norm
     of_keys: Norm
-    turns_first: bool
-    turn: Turn
+    rotates_before_norm: bool
+    rotary: RotarySpec
     scale: float
     softcap: float = 0.0
     sinks: Tensor | None = None
-    gates: Heads | None = None
+    gates: HeadColumns | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ColumnRange:
     """`count` columns of what the projection of number `matrix` makes of a row, and the first place that they go to."""
 
     matrix: int
@@ -124,7 +124,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class ConvolutionSpec:
     """A causal convolution of each channel by itself; its state are the last inputs [channels, kernel - 1].
 
     weights  [kernel, channels] float32
@@ -138,97 +138,97 @@ class Convolution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sieve:
+class GatedConvolutionSpec:
     """A convolution between two products.
 
-    runs  bring columns to their places: channels, what they are multiplied by, and what comes out is multiplied by
+    column_ranges  bring columns to their places: channels, what they are multiplied by, and what comes out is multiplied by
     """
 
     norm: Norm
     projections: tuple[Linear, ...]
-    runs: tuple[Run, ...]
-    convolution: Convolution
+    column_ranges: tuple[ColumnRange, ...]
+    convolution: ConvolutionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class DeltaRuleSpec:
     """Linear attention by the gated delta rule: how it is made from a row, and what it keeps from row to row.
 
-    runs         bring columns to their places: channels of queries, keys and values, one head after the other, then
+    column_ranges         bring columns to their places: channels of queries, keys and values, one head after the other, then
                  what makes each head's decay, its rate, and its gate
     convolution  whose sums are activated by silu
     speed, shift [value_heads] float32: a decay is exp(-speed * softplus(column + shift))
-    most         a rate is so many times sigmoid(column)
+    max_beta         a rate is so many times sigmoid(column)
     head_norm    of a head's values, before they are multiplied by silu(gate)
-    name         of its state [1, value_heads, key_width, value_width]
+    state_name         of its state [1, value_heads, key_width, value_width]
     """
 
     norm: Norm
     projections: tuple[Linear, ...]
-    runs: tuple[Run, ...]
-    convolution: Convolution
+    column_ranges: tuple[ColumnRange, ...]
+    convolution: ConvolutionSpec
     key_heads: int
     value_heads: int
     key_width: int
     value_width: int
-    speed: Tensor
-    shift: Tensor
-    most: float
+    decay_scale: Tensor
+    dt_bias: Tensor
+    max_beta: float
     head_norm: Norm
-    name: Hashable
+    state_name: Hashable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class StateSpaceSpec:
     """A state space whose numbers are chosen by each token (Mamba-2).
 
-    runs          bring columns to their places: channels of values, keys and queries, then what makes each head's
+    column_ranges          bring columns to their places: channels of values, keys and queries, then what makes each head's
                   pace, and behind room for as many numbers the gates
     convolution   whose sums are activated by silu
     groups        of heads that share keys and queries
     speed, shift  [heads] float32: a decay is exp(-speed * pace), a pace is softplus(column + shift)
     direct        [heads] float32, by how much values are added to what is told of them
-    paces         the least and the greatest
+    dt_limits         the least and the greatest
     group_norm    of so many values at a time, behind their gates; its weight is [heads * value_width]
-    name          of its state [1, heads, value_width, key_width]
+    state_name          of its state [1, heads, value_width, key_width]
     """
 
     norm: Norm
     projections: tuple[Linear, ...]
-    runs: tuple[Run, ...]
-    convolution: Convolution
+    column_ranges: tuple[ColumnRange, ...]
+    convolution: ConvolutionSpec
     heads: int
     groups: int
     value_width: int
     key_width: int
-    speed: Tensor
-    shift: Tensor
+    decay_scale: Tensor
+    dt_bias: Tensor
     direct: Tensor
-    paces: tuple[float, float]
+    dt_limits: tuple[float, float]
     group_norm: Norm
-    name: Hashable
+    state_name: Hashable
 
 
-Recurrence: TypeAlias = Delta | Space | Sieve
+RecurrenceSpec: TypeAlias = DeltaRuleSpec | StateSpaceSpec | GatedConvolutionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """The first half of a layer; what comes out of the norm `after` is added to the states `share` times."""
+class AttentionBlock:
+    """The first half of a layer; what comes out of the norm `after` is added to the states `residual_scale` times."""
 
-    way: Way | Recurrence
+    mixer: AttentionSpec | RecurrenceSpec
     output: Linear
-    after: Norm
-    share: float
+    post_norm: Norm
+    residual_scale: float
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class GatedMlp:
     """activation(gate) * up, or without up, of what the inner matrices make, times the last one."""
 
     inner: tuple[Linear, ...]
-    gate: Columns
-    up: Columns | None
+    gate: ColumnOffset
+    up: ColumnOffset | None
     activation: Activation
     down: Linear
 
@@ -238,33 +238,33 @@ class Router:
     """Chooses experts for each row, by scores that are the softmax of what `linear` makes, or its sigmoid.
 
     correction    [experts] float32, added where experts are chosen; None: nothing is
-    renormalised  whether the weights of the chosen have a sum of 1, before they are multiplied by `factor`
+    renormalised  whether the weights of the chosen have a sum of 1, before they are multiplied by `scaling_factor`
     """
 
     linear: Linear
     scoring: Scoring
     correction: Tensor | None
-    chosen: int
+    top_k: int
     renormalised: bool
-    factor: float
+    scaling_factor: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertMatrices:
     """A matrix for each expert.
 
-    weight  as the model holds it [experts, outputs, columns], [experts, columns, outputs] if `turned`; or quantised
+    weight  as the model holds it [experts, outputs, columns], [experts, columns, outputs] if `transposed`; or quantised
     bias    [experts, outputs] float32, or None
     """
 
-    weight: Tensor | tuple[Packed, ...]
-    turned: bool = False
+    weight: Tensor | tuple[PackedMatrix, ...]
+    transposed: bool = False
     bias: Tensor | None = None
 
     def matrix(self, expert: int) -> Linear:
         """That of one expert, as it lies in memory now."""
         weight = self.weight[expert]
-        turned = weight.T if self.turned and isinstance(weight, Tensor) else weight
+        turned = weight.T if self.transposed and isinstance(weight, Tensor) else weight
         return Linear(turned, None if self.bias is None else self.bias[expert])
 
     def matrices(self) -> list[Linear]:
@@ -273,7 +273,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class ExpertActivation:
     """What experts make of 2 * width numbers: activation(slope * gate) / slope * (up + shift).
 
     alternating  gates and ups stand in turns; else all gates stand first
@@ -288,7 +288,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertsSpec:
     """Of each row what the chosen ones make of it.
 
     inner        of 2 * width outputs, which go through the gate
@@ -297,32 +297,32 @@ class Experts:
     """
 
     router: Router
-    inner: Stack
-    gate: Gate
-    down: Stack
+    inner: ExpertMatrices
+    activation: ExpertActivation
+    down: ExpertMatrices
     shared_gate: Linear | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
+class MlpBlock:
     """The second half: matrices that all rows go through, experts, or both.
 
     parallel  it reads what the first half reads
     """
 
     norm: Norm
-    gated: Gated | None
-    experts: Experts | None
-    after: Norm
-    share: float
+    gated: GatedMlp | None
+    experts: ExpertsSpec | None
+    post_norm: Norm
+    residual_scale: float
     parallel: bool
 
 
-Layer: TypeAlias = tuple[Attention, Mlp]
+DecoderLayer: TypeAlias = tuple[AttentionBlock, MlpBlock]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class OutputHead:
     """What makes logits: of the states' norm times `head`, `scale` times, between -softcap and softcap; 0: anywhere."""
 
     norm: Norm
@@ -331,13 +331,13 @@ class Ending:
     softcap: float
 
     @property
-    def plain(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether logits are what the head makes."""
         return self.scale == 1.0 and self.softcap == 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class DecoderSpec:
     """A model of the common shape.
 
     embedding  [vocabulary, width], of which rows enter the first layer `scale` times as large
@@ -345,5 +345,5 @@ class Decoder:
 
     embedding: Tensor
     scale: float
-    layers: tuple[Layer, ...]
-    ending: Ending
+    layers: tuple[DecoderLayer, ...]
+    output_head: OutputHead

@@ -11,185 +11,210 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.native.decoder import Convolution, Delta, Norm, NoShape, Recurrence, Run, Sieve, Space
+from engine.native.comparison import is_close, require_close
+from engine.native.decoder import (
+    ColumnRange,
+    ConvolutionSpec,
+    DeltaRuleSpec,
+    GatedConvolutionSpec,
+    Norm,
+    RecurrenceSpec,
+    StateSpaceSpec,
+    UnsupportedArchitecture,
+)
 from engine.native.norm import find_gated_norm, find_group_norm
-from engine.native.recurring import Convolved, GateNormed, Scanned, Selected
-from engine.native.same import agree, same
-from engine.native.trace import Event, Multiplied
+from engine.native.recurrence_trace import TracedConvolution, TracedDeltaRule, TracedGatedNorm, TracedStateSpace
+from engine.native.trace import Event, TracedLinear
 
-One = TypeVar("One", Convolved, Scanned, Selected, GateNormed)
+One = TypeVar("One", TracedConvolution, TracedDeltaRule, TracedStateSpace, TracedGatedNorm)
 
 _OTHER = "its recurrences are made in another way"
 # What is added to the square of a query's or key's length, as in transformers.
-_SHORTEST = 1e-6
+_L2_EPSILON = 1e-6
 # A rate is a sigmoid, or twice that, where states may change their sign.
-_MOST = (1.0, 2.0)
+_MAX_BETAS = (1.0, 2.0)
 
 
-def find_recurrence(norm: Norm, entering: Tensor, events: Sequence[Event]) -> tuple[Recurrence, Tensor]:
-    """The recurrence of a layer, and the rows that it makes. Raises NoShape.
+def find_recurrence(norm: Norm, entering: Tensor, events: Sequence[Event]) -> tuple[RecurrenceSpec, Tensor]:
+    """The recurrence of a layer, and the rows that it makes. Raises UnsupportedArchitecture.
 
     norm      the layer's first
     entering  what it makes, [rows, width]
     events    from there to the matrix that takes what the recurrence makes
     """
-    matrices = [event for event in events if isinstance(event, Multiplied)]
+    matrices = [event for event in events if isinstance(event, TracedLinear)]
     for matrix in matrices:
-        agree("a projection", entering, matrix.taken)
-    if any(isinstance(event, Scanned) for event in events):
-        return _delta(norm, matrices, events)
-    if any(isinstance(event, Selected) for event in events):
-        return _space(norm, matrices, events)
-    return _sieve(norm, matrices, events)
+        require_close("a projection", entering, matrix.input)
+    if any(isinstance(event, TracedDeltaRule) for event in events):
+        return _find_delta_rule(norm, matrices, events)
+    if any(isinstance(event, TracedStateSpace) for event in events):
+        return _find_state_space(norm, matrices, events)
+    return _find_gated_convolution(norm, matrices, events)
 
 
-def _sieve(norm: Norm, matrices: Sequence[Multiplied], events: Sequence[Event]) -> tuple[Sieve, Tensor]:
+def _find_gated_convolution(
+    norm: Norm, matrices: Sequence[TracedLinear], events: Sequence[Event]
+) -> tuple[GatedConvolutionSpec, Tensor]:
     """A convolution between two products, of thirds of what one matrix makes."""
-    convolved = _only(events, Convolved)
-    columns, channels = torch.cat([matrix.made for matrix in matrices], 1), convolved.taken.shape[1]
+    convolved = _single(events, TracedConvolution)
+    columns, channels = torch.cat([matrix.output for matrix in matrices], 1), convolved.input.shape[1]
     if (
         columns.shape[1] != 3 * channels
         or len(events) != len(matrices) + 1
-        or not same(_sums(convolved), convolved.made)
+        or not is_close(_convolve(convolved), convolved.output)
     ):
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     parts = torch.split(columns, channels, 1)
     for first, second, last in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
-        if same(parts[first] * parts[second], convolved.taken):
+        if is_close(parts[first] * parts[second], convolved.input):
             chosen = [range(at * channels, (at + 1) * channels) for at in (first, second, last)]
-            runs = _runs([*itertools.chain(*chosen)], [matrix.made.shape[1] for matrix in matrices])
+            runs = _column_ranges([*itertools.chain(*chosen)], [matrix.output.shape[1] for matrix in matrices])
             linears = tuple(matrix.linear for matrix in matrices)
-            way = Sieve(norm=norm, projections=linears, runs=tuple(runs), convolution=_convolution(convolved))
-            return way, parts[last] * convolved.made
-    raise NoShape(_OTHER)
+            way = GatedConvolutionSpec(
+                norm=norm, projections=linears, column_ranges=tuple(runs), convolution=_convolution(convolved)
+            )
+            return way, parts[last] * convolved.output
+    raise UnsupportedArchitecture(_OTHER)
 
 
-def _delta(norm: Norm, matrices: Sequence[Multiplied], events: Sequence[Event]) -> tuple[Delta, Tensor]:
+def _find_delta_rule(
+    norm: Norm, matrices: Sequence[TracedLinear], events: Sequence[Event]
+) -> tuple[DeltaRuleSpec, Tensor]:
     """Linear attention by the gated delta rule, and what it makes [rows, value_heads * value_width]."""
-    convolved, scanned, last = _only(events, Convolved), _only(events, Scanned), _only(events, GateNormed)
-    if not same(functional.silu(_sums(convolved)), convolved.made):
-        raise NoShape(_OTHER)
-    _check_scan(convolved, scanned)
-    agree("the norm behind its linear attention", scanned.made.flatten(0, 1), last.taken)
-    rows, value_heads, value_width = scanned.made.shape
-    columns = torch.cat([matrix.made for matrix in matrices], 1)
-    speed, shift, decays = _decays(scanned, columns)
-    most, rates = _rates(scanned, columns)
-    channels, gates = _copies(columns, convolved.taken), _copies(columns, last.gate.reshape(rows, -1))
-    chosen = [place for options in (channels, decays, rates, gates) for place in _chain(options)]
-    way = Delta(
+    convolved, scanned, last = (
+        _single(events, TracedConvolution),
+        _single(events, TracedDeltaRule),
+        _single(events, TracedGatedNorm),
+    )
+    if not is_close(functional.silu(_convolve(convolved)), convolved.output):
+        raise UnsupportedArchitecture(_OTHER)
+    _check_delta_rule(convolved, scanned)
+    require_close("the norm behind its linear attention", scanned.output.flatten(0, 1), last.input)
+    rows, value_heads, value_width = scanned.output.shape
+    columns = torch.cat([matrix.output for matrix in matrices], 1)
+    speed, shift, decays = _find_decays(scanned, columns)
+    most, rates = _find_betas(scanned, columns)
+    channels, gates = _equal_columns(columns, convolved.input), _equal_columns(columns, last.gate.reshape(rows, -1))
+    chosen = [place for options in (channels, decays, rates, gates) for place in _choose_columns(options)]
+    way = DeltaRuleSpec(
         norm=norm,
         projections=tuple(matrix.linear for matrix in matrices),
-        runs=tuple(_runs(chosen, [matrix.made.shape[1] for matrix in matrices])),
+        column_ranges=tuple(_column_ranges(chosen, [matrix.output.shape[1] for matrix in matrices])),
         convolution=_convolution(convolved),
         key_heads=scanned.key.shape[1],
         value_heads=value_heads,
         key_width=scanned.key.shape[2],
         value_width=value_width,
-        speed=speed,
-        shift=shift,
-        most=most,
-        head_norm=find_gated_norm(last.module, last.taken, last.gate, last.made),
-        name=scanned.name,
+        decay_scale=speed,
+        dt_bias=shift,
+        max_beta=most,
+        head_norm=find_gated_norm(last.module, last.input, last.gate, last.output),
+        state_name=scanned.name,
     )
-    return way, last.made.reshape(rows, -1)
+    return way, last.output.reshape(rows, -1)
 
 
-def _space(norm: Norm, matrices: Sequence[Multiplied], events: Sequence[Event]) -> tuple[Space, Tensor]:
+def _find_state_space(
+    norm: Norm, matrices: Sequence[TracedLinear], events: Sequence[Event]
+) -> tuple[StateSpaceSpec, Tensor]:
     """A state space whose numbers are chosen by each token, and what it makes [rows, heads * value_width]."""
-    convolved, seen, last = _only(events, Convolved), _only(events, Selected), _only(events, GateNormed)
-    run, made = seen.run, seen.made.flatten(1)
+    convolved, seen, last = (
+        _single(events, TracedConvolution),
+        _single(events, TracedStateSpace),
+        _single(events, TracedGatedNorm),
+    )
+    run, made = seen.run, seen.output.flatten(1)
     shift, direct = (run.settings.get(name) for name in ("dt_bias", "D"))
-    if not same(functional.silu(_sums(convolved)), convolved.made) or shift is None or direct is None:
-        raise NoShape(_OTHER)
+    if not is_close(functional.silu(_convolve(convolved)), convolved.output) or shift is None or direct is None:
+        raise UnsupportedArchitecture(_OTHER)
     _, _, heads, value_width = run.rows.shape
     groups, key_width = run.b.shape[2:]
-    columns = torch.cat([matrix.made for matrix in matrices], 1)
-    places = [_copies(columns, part) for part in (convolved.taken, run.dt[0], last.gate)]
-    chosen = [_chain([*places[0], *places[1]]), _chain(places[2])]
-    widths = [matrix.made.shape[1] for matrix in matrices]
-    gates = (replace(own, first=own.first + len(chosen[0]) + heads) for own in _runs(chosen[1], widths))
-    way = Space(
+    columns = torch.cat([matrix.output for matrix in matrices], 1)
+    places = [_equal_columns(columns, part) for part in (convolved.input, run.dt[0], last.gate)]
+    chosen = [_choose_columns([*places[0], *places[1]]), _choose_columns(places[2])]
+    widths = [matrix.output.shape[1] for matrix in matrices]
+    gates = (replace(own, first=own.first + len(chosen[0]) + heads) for own in _column_ranges(chosen[1], widths))
+    way = StateSpaceSpec(
         norm=norm,
         projections=tuple(matrix.linear for matrix in matrices),
-        runs=(*_runs(chosen[0], widths), *gates),
+        column_ranges=(*_column_ranges(chosen[0], widths), *gates),
         convolution=_convolution(convolved),
         heads=heads,
         groups=groups,
         value_width=value_width,
         key_width=key_width,
-        speed=_numbers(-run.a),
-        shift=_numbers(shift),
-        direct=_numbers(direct),
-        paces=run.settings.get("dt_limit", (0.0, float("inf"))),
-        group_norm=find_group_norm(last.module, last.taken, last.gate, last.made, (1, groups)),
-        name=seen.name,
+        decay_scale=_float32_copy(-run.a),
+        dt_bias=_float32_copy(shift),
+        direct=_float32_copy(direct),
+        dt_limits=run.settings.get("dt_limit", (0.0, float("inf"))),
+        group_norm=find_group_norm(last.module, last.input, last.gate, last.output, (1, groups)),
+        state_name=seen.name,
     )
-    _check_space(way, convolved, seen)
-    agree("the norm behind its state space", made, last.taken)
-    return way, last.made
+    _check_state_space(way, convolved, seen)
+    require_close("the norm behind its state space", made, last.input)
+    return way, last.output
 
 
-def _check_space(way: Space, convolved: Convolved, seen: Selected) -> None:
-    """Raise NoShape where one step, from what the convolution makes, comes to something else."""
+def _check_state_space(way: StateSpaceSpec, convolved: TracedConvolution, seen: TracedStateSpace) -> None:
+    """Raise UnsupportedArchitecture where one step, from what the convolution makes, comes to something else."""
     run = seen.run
     parts = torch.cat([part[0].flatten(1) for part in (run.rows, run.b, run.c)], 1)
-    if not torch.equal(parts, convolved.made):
-        raise NoShape(_OTHER)
-    pace = functional.softplus(run.dt[0] + way.shift).clamp(*way.paces)
+    if not torch.equal(parts, convolved.output):
+        raise UnsupportedArchitecture(_OTHER)
+    pace = functional.softplus(run.dt[0] + way.dt_bias).clamp(*way.dt_limits)
     value, shares = run.rows[0].float(), way.heads // way.groups
     key, query = (part[0].float().repeat_interleave(shares, 1) for part in (run.b, run.c))
-    state = seen.before * (-way.speed * pace).exp()[..., None, None]
+    state = seen.before * (-way.decay_scale * pace).exp()[..., None, None]
     state = state + (value * pace[..., None])[..., None] * key[:, :, None]
     made = (state * query[:, :, None]).sum(-1) + way.direct[:, None] * value
-    if not (same(state, seen.after) and same(made, seen.made)):
-        raise NoShape(_OTHER)
+    if not (is_close(state, seen.after) and is_close(made, seen.output)):
+        raise UnsupportedArchitecture(_OTHER)
 
 
-def _only(events: Sequence[Event], kind: type[One]) -> One:
+def _single(events: Sequence[Event], kind: type[One]) -> One:
     found = [event for event in events if isinstance(event, kind)]
     if len(found) != 1:
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     return found[0]
 
 
-def _sums(seen: Convolved) -> Tensor:
+def _convolve(seen: TracedConvolution) -> Tensor:
     """What a convolution makes of its state and the row's own inputs."""
-    inputs = torch.cat((seen.before, seen.taken[..., None]), -1)
+    inputs = torch.cat((seen.before, seen.input[..., None]), -1)
     return (inputs * seen.run.weight.float()).sum(-1) + (0.0 if seen.run.bias is None else seen.run.bias.float())
 
 
-def _convolution(seen: Convolved) -> Convolution:
-    bias = None if seen.run.bias is None else _numbers(seen.run.bias)
-    return Convolution(_numbers(seen.run.weight.T), bias, seen.name)
+def _convolution(seen: TracedConvolution) -> ConvolutionSpec:
+    bias = None if seen.run.bias is None else _float32_copy(seen.run.bias)
+    return ConvolutionSpec(_float32_copy(seen.run.weight.T), bias, seen.name)
 
 
-def _check_scan(convolved: Convolved, seen: Scanned) -> None:
-    """Raise NoShape where one step of the rule, from what the convolution makes, comes to something else."""
+def _check_delta_rule(convolved: TracedConvolution, seen: TracedDeltaRule) -> None:
+    """Raise UnsupportedArchitecture where one step of the rule, from what the convolution makes, comes to something else."""
     widths = [part.shape[1] * part.shape[2] for part in (seen.query, seen.key, seen.value)]
-    if sum(widths) != convolved.made.shape[1]:
-        raise NoShape(_OTHER)
-    parts = zip(torch.split(convolved.made, widths, 1), (seen.query, seen.key, seen.value), strict=True)
+    if sum(widths) != convolved.output.shape[1]:
+        raise UnsupportedArchitecture(_OTHER)
+    parts = zip(torch.split(convolved.output, widths, 1), (seen.query, seen.key, seen.value), strict=True)
     if not all(torch.equal(made, part.flatten(1)) for made, part in parts):
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     shares = seen.value.shape[1] // seen.key.shape[1]
-    query, key = (_unit(part).repeat_interleave(shares, 1) for part in (seen.query, seen.key))
+    query, key = (_l2_normalise(part).repeat_interleave(shares, 1) for part in (seen.query, seen.key))
     state = seen.before * seen.decay.exp()[..., None, None]
-    change = (seen.value - torch.einsum("rhkv,rhk->rhv", state, key)) * seen.rate[..., None]
+    change = (seen.value - torch.einsum("rhkv,rhk->rhv", state, key)) * seen.beta[..., None]
     state = state + key[..., None] * change[:, :, None]
     made = torch.einsum("rhkv,rhk->rhv", state, query) * query.shape[-1] ** -0.5
-    if not (same(state, seen.after) and same(made, seen.made)):
-        raise NoShape(_OTHER)
+    if not (is_close(state, seen.after) and is_close(made, seen.output)):
+        raise UnsupportedArchitecture(_OTHER)
 
 
-def _unit(heads: Tensor) -> Tensor:
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
+def _l2_normalise(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPSILON)
 
 
-def _decays(seen: Scanned, columns: Tensor) -> tuple[Tensor, Tensor, list[Collection[int]]]:
+def _find_decays(seen: TracedDeltaRule, columns: Tensor) -> tuple[Tensor, Tensor, list[Collection[int]]]:
     """Speed and shift, and for each head the columns that its decay may be made of."""
     heads = seen.decay.shape[1]
-    own = [_numbers(one) for one in seen.module.parameters(recurse=False) if one.shape == (heads,)]
+    own = [_float32_copy(one) for one in seen.module.parameters(recurse=False) if one.shape == (heads,)]
     for logarithm, shift in itertools.permutations(own, 2):
         speed = logarithm.exp()
         # The inverse of softplus.
@@ -198,18 +223,18 @@ def _decays(seen: Scanned, columns: Tensor) -> tuple[Tensor, Tensor, list[Collec
         options = _nearest(columns.double(), wanted, 1e-4)
         if all(options):
             found = columns[:, [next(iter(option)) for option in options]]
-            if same(-speed * functional.softplus(found + shift), seen.decay):
+            if is_close(-speed * functional.softplus(found + shift), seen.decay):
                 return speed, shift, options
-    raise NoShape(_OTHER)
+    raise UnsupportedArchitecture(_OTHER)
 
 
-def _rates(seen: Scanned, columns: Tensor) -> tuple[float, list[Collection[int]]]:
+def _find_betas(seen: TracedDeltaRule, columns: Tensor) -> tuple[float, list[Collection[int]]]:
     """By how much a sigmoid is multiplied, and for each head the columns that its rate may be made of."""
-    for most in _MOST:
-        options = _nearest(most * torch.sigmoid(columns).double(), seen.rate.double(), 1e-6)
+    for most in _MAX_BETAS:
+        options = _nearest(most * torch.sigmoid(columns).double(), seen.beta.double(), 1e-6)
         if all(options):
             return most, options
-    raise NoShape(_OTHER)
+    raise UnsupportedArchitecture(_OTHER)
 
 
 def _nearest(columns: Tensor, wanted: Tensor, tolerance: float) -> list[Collection[int]]:
@@ -219,7 +244,7 @@ def _nearest(columns: Tensor, wanted: Tensor, tolerance: float) -> list[Collecti
     return [torch.nonzero(row <= limit).flatten().tolist() for row, limit in zip(apart, allowed, strict=True)]
 
 
-def _copies(columns: Tensor, wanted: Tensor) -> list[Collection[int]]:
+def _equal_columns(columns: Tensor, wanted: Tensor) -> list[Collection[int]]:
     """For each column of `wanted` those of `columns` that are the very same."""
     places: dict[bytes, list[int]] = {}
     for at, column in enumerate(columns.T.contiguous().numpy()):
@@ -227,10 +252,10 @@ def _copies(columns: Tensor, wanted: Tensor) -> list[Collection[int]]:
     return [places.get(column.tobytes(), ()) for column in wanted.T.contiguous().numpy()]
 
 
-def _chain(options: Sequence[Collection[int]]) -> list[int]:
+def _choose_columns(options: Sequence[Collection[int]]) -> list[int]:
     """One of the options for each place: where there are several, what stands beside those of its neighbours."""
     if not all(options):
-        raise NoShape(_OTHER)
+        raise UnsupportedArchitecture(_OTHER)
     chosen = [next(iter(option)) if len(option) == 1 else None for option in options]
     for step, places in ((1, range(1, len(options))), (-1, range(len(options) - 2, -1, -1))):
         for at in places:
@@ -240,7 +265,7 @@ def _chain(options: Sequence[Collection[int]]) -> list[int]:
     return [next(iter(option)) if own is None else own for own, option in zip(chosen, options, strict=True)]
 
 
-def _runs(columns: Sequence[int], widths: Sequence[int]) -> Iterator[Run]:
+def _column_ranges(columns: Sequence[int], widths: Sequence[int]) -> Iterator[ColumnRange]:
     """Columns of all matrices side by side, as runs of them within one matrix."""
     starts = [0, *itertools.accumulate(widths)]
     first = 0
@@ -248,9 +273,9 @@ def _runs(columns: Sequence[int], widths: Sequence[int]) -> Iterator[Run]:
         if at < len(columns) and columns[at] == columns[at - 1] + 1 and columns[at] not in starts:
             continue
         matrix = sum(start <= columns[first] for start in starts) - 1
-        yield Run(matrix, columns[first] - starts[matrix], first, at - first)
+        yield ColumnRange(matrix, columns[first] - starts[matrix], first, at - first)
         first = at
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def _float32_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().float().contiguous().clone()

@@ -16,28 +16,28 @@ from engine.types.events import Delta, Event, Failed, Finished
 class RequestStream:
     """Yields Started, then deltas, then exactly one Finished or Failed. Belongs to the event loop's thread.
 
-    shortcut  takes deltas that come while the reader waits, and never raises; what it answers False to, the reader gets
+    fast_path  takes deltas that come while the reader waits, and never raises; what it answers False to, the reader gets
     """
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
-        self.over = False
-        self.shortcut: Callable[[Delta], bool] | None = None
+        self.finished = False
+        self.fast_path: Callable[[Delta], bool] | None = None
         self._events: deque[Event] = deque()
-        self._waiting: asyncio.Future[None] | None = None
+        self._wakeup: asyncio.Future[None] | None = None
 
     def deliver(self, event: Event) -> None:
         """Take an event from the engine; after the last one, further ones are dropped."""
-        if self.over:
+        if self.finished:
             return
-        if self._waiting is None or self._waiting.done():
+        if self._wakeup is None or self._wakeup.done():
             self._queue(event)
-        elif self.shortcut is None or not isinstance(event, Delta) or not self.shortcut(event):
+        elif self.fast_path is None or not isinstance(event, Delta) or not self.fast_path(event):
             self._queue(event)
-            self._waiting.set_result(None)
+            self._wakeup.set_result(None)
 
     def _queue(self, event: Event) -> None:
-        self.over = isinstance(event, Finished | Failed)
+        self.finished = isinstance(event, Finished | Failed)
         self._events.append(event)
 
     def __aiter__(self) -> RequestStream:
@@ -45,10 +45,10 @@ class RequestStream:
 
     async def __anext__(self) -> Event:
         while not self._events:
-            if self.over:
+            if self.finished:
                 raise StopAsyncIteration
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
+            self._wakeup = asyncio.get_running_loop().create_future()
+            await self._wakeup
         event = self._events.popleft()
         return self._merged(event) if isinstance(event, Delta) else event
 

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.output.stop_regex import Pattern
-from engine.text.detokenizer import Decoder
+from engine.output.stop_regex import StopRegex
+from engine.text.detokenizer import Detokenizer
 from engine.types.events import Delta, TokenLogprob
 
 
-class StopMatcher:
+class StopStringMatcher:
     """Looks for stop strings in text that comes in pieces; the result does not depend on how it is cut.
 
     The stop that is complete first wins; of those complete at the same character, the longest.
@@ -24,26 +24,26 @@ class StopMatcher:
         self._stops = tuple(sorted(filter(None, stops), key=len, reverse=True))
         self._held = ""
         # How much of what is held no stop string may end in.
-        self._passed = 0
+        self._ignored = 0
 
     def push(self, text: str) -> tuple[str, str | None]:
         """The text that can be released, and the stop string if one is complete: then what follows it is dropped."""
         if not self._stops:
             return text, None
         self._held += text
-        found = self._first()
+        found = self._first_match()
         if found is not None:
             stop, start = found
             released, self._held = self._held[:start], ""
             return released, stop
         return self._release(), None
 
-    def skip(self, text: str) -> str:
+    def push_ignoring_stops(self, text: str) -> str:
         """The text that can be released, where no stop string counts that is complete by now."""
         if not self._stops:
             return text
         self._held += text
-        self._passed = len(self._held)
+        self._ignored = len(self._held)
         return self._release()
 
     def flush(self) -> str:
@@ -53,20 +53,20 @@ class StopMatcher:
 
     def _release(self) -> str:
         """All but what may yet become a stop string."""
-        safe = len(self._held) - self._longest_beginning()
+        safe = len(self._held) - self._partial_match_length()
         released, self._held = self._held[:safe], self._held[safe:]
-        self._passed = max(self._passed - safe, 0)
+        self._ignored = max(self._ignored - safe, 0)
         return released
 
-    def _first(self) -> tuple[str, int] | None:
+    def _first_match(self) -> tuple[str, int] | None:
         found = [
             (start + len(stop), -len(stop), stop, start)
             for stop in self._stops
-            if (start := self._held.find(stop, max(self._passed + 1 - len(stop), 0))) >= 0
+            if (start := self._held.find(stop, max(self._ignored + 1 - len(stop), 0))) >= 0
         ]
         return min(found)[2:] if found else None
 
-    def _longest_beginning(self) -> int:
+    def _partial_match_length(self) -> int:
         """The length of the longest end of the held text with which a stop string begins."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
@@ -84,11 +84,13 @@ class TextStream:
     least     tokens before which none of both counts
     """
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str], patterns: Sequence[str] = (), *, least: int = 0) -> None:
+    def __init__(
+        self, decoder: Detokenizer, stops: Sequence[str], stop_regex: Sequence[str] = (), *, min_tokens: int = 0
+    ) -> None:
         self._decoder = decoder
-        self._matcher = StopMatcher(stops)
-        self._pattern, self._patterns = Pattern(patterns) if patterns else None, tuple(patterns)
-        self._missing = least
+        self._matcher = StopStringMatcher(stops)
+        self._stop_regex, self._expressions = StopRegex(stop_regex) if stop_regex else None, tuple(stop_regex)
+        self._min_tokens_left = min_tokens
         self._decoded = 0
         self._released = 0
         self._pending: deque[tuple[int, int, TokenLogprob | None]] = deque()
@@ -102,14 +104,14 @@ class TextStream:
         # A token belongs to the first character that it completes: it is released together with it.
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
-        self._missing -= 1
-        end = None if self._pattern is None else self._pattern.push(text)
-        if self._missing > 0:
-            return self._release(self._matcher.skip(text), everything=False)
+        self._min_tokens_left -= 1
+        end = None if self._stop_regex is None else self._stop_regex.push(text)
+        if self._min_tokens_left > 0:
+            return self._release(self._matcher.push_ignoring_stops(text), everything=False)
         released, self.stop = self._matcher.push(text[:end])
         if end is not None and self.stop is None:
             released += self._matcher.flush()
-            self.stop = self._patterns[0] if len(self._patterns) == 1 else "|".join(self._patterns)
+            self.stop = self._expressions[0] if len(self._expressions) == 1 else "|".join(self._expressions)
         return self._release(released, everything=False)
 
     @property
@@ -118,15 +120,15 @@ class TextStream:
         return self._pushed - len(self._pending)
 
     @property
-    def fault(self) -> str:
+    def error(self) -> str:
         """Why it cannot be told where the text ends; "": it can."""
-        return "" if self._pattern is None else self._pattern.fault
+        return "" if self._stop_regex is None else self._stop_regex.error
 
     def flush(self) -> Delta | None:
         """What is still held when the sequence ends other than by a stop string."""
         rest = self._decoder.flush()
-        if self._missing > 0:
-            return self._release(self._matcher.skip(rest) + self._matcher.flush(), everything=True)
+        if self._min_tokens_left > 0:
+            return self._release(self._matcher.push_ignoring_stops(rest) + self._matcher.flush(), everything=True)
         released, self.stop = self._matcher.push(rest)
         return self._release(released + self._matcher.flush(), everything=self.stop is None)
 
@@ -137,5 +139,5 @@ class TextStream:
             offset, token, entry = self._pending.popleft()
             tokens.append(token)
             if entry is not None:
-                entries.append(replace(entry, offset=offset))
+                entries.append(replace(entry, text_offset=offset))
         return Delta(text, tuple(tokens), tuple(entries)) if text or tokens else None

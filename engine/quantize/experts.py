@@ -7,30 +7,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.linear import Prepare, Products
-from engine.kernels.packing import Packed
+from engine.kernels.linear import MultiplyRows, PrepareMatrices
+from engine.kernels.packing import PackedMatrix
 from engine.quantize.stacks import Experts
 
 
 class QuantizedExperts(nn.Module):
     """Experts whose matrices are codes and scales (engine/kernels/packing.py), one of each kind for every expert."""
 
-    def __init__(self, experts: Experts, inner: Sequence[Packed], down: Sequence[Packed], prepare: Prepare) -> None:
+    def __init__(
+        self, experts: Experts, inner: Sequence[PackedMatrix], down: Sequence[PackedMatrix], prepare: PrepareMatrices
+    ) -> None:
         """`experts` are those that it stands for, which keep their biases, and all that needs no matrix."""
         super().__init__()
-        self.experts, self.inner, self.down = experts, tuple(inner), tuple(down)
-        self.own = experts.module
-        self._inner, self._down = ([prepare([one]) for one in matrices] for matrices in (inner, down))
+        self.experts, self.up, self.down = experts, tuple(inner), tuple(down)
+        self.original = experts.module
+        self._up, self._down = ([prepare([one]) for one in matrices] for matrices in (inner, down))
 
     @property
     def weights(self) -> int:
         """How many there are."""
-        return sum(one.outputs * one.columns for one in (*self.inner, *self.down))
+        return sum(one.outputs * one.columns for one in (*self.up, *self.down))
 
     @property
     def bytes(self) -> int:
         """What the matrices take."""
-        return sum(one.bytes for one in (*self.inner, *self.down))
+        return sum(one.size_bytes for one in (*self.up, *self.down))
 
     def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """What rows [rows, columns] become by the experts of the numbers [rows, ranks], each as much as it weighs.
@@ -39,12 +41,14 @@ class QuantizedExperts(nn.Module):
         """
         # Lines are pairs of a row and a rank, those of an expert side by side.
         numbers, order = chosen.flatten().sort(stable=True)
-        numbers = numbers[numbers < len(self.inner)]
+        numbers = numbers[numbers < len(self.up)]
         order = order[: len(numbers)]
         lines = rows[order // chosen.shape[1]]
-        made = _multiply(self._inner, lines, numbers, self.inner[0].outputs, self.experts.inner.bias)
+        made = _multiply(self._up, lines, numbers, self.up[0].outputs, self.experts.up.bias)
         entering = self.experts.activate(made)
-        made = self.experts.end(_multiply(self._down, entering, numbers, self.down[0].outputs, self.experts.down.bias))
+        made = self.experts.post_norm(
+            _multiply(self._down, entering, numbers, self.down[0].outputs, self.experts.down.bias)
+        )
         weighted = made * weights.flatten()[order][:, None]
         parts = weighted.new_zeros(chosen.numel(), made.shape[1])
         parts[order] = weighted
@@ -56,7 +60,7 @@ class QuantizedExperts(nn.Module):
 
 
 def _multiply(
-    matrices: Sequence[Products], lines: Tensor, numbers: Tensor, outputs: int, biases: Tensor | None
+    matrices: Sequence[MultiplyRows], lines: Tensor, numbers: Tensor, outputs: int, biases: Tensor | None
 ) -> Tensor:
     """Each line [lines, columns] times the matrix of its number, ascending, and that one's bias."""
     made = lines.new_empty(len(lines), outputs)

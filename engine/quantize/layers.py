@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from engine.kernels.linear import Products
-from engine.kernels.packing import Packed
-from engine.quantize.survey import Layer
+from engine.kernels.linear import MultiplyRows
+from engine.kernels.packing import PackedMatrix
+from engine.quantize.plan import LinearLayer
 
 
-class Siblings:
+class SharedInputGroup:
     """Layers that a model gives the same rows, one right after the other, such as those of query, key and value.
 
     The first that is asked computes for all, so that the rows are quantised once. What each gets is what it would get
     alone, bit for bit. Belongs to the engine thread.
     """
 
-    def __init__(self, multiply: Products) -> None:
+    def __init__(self, multiply: MultiplyRows) -> None:
         """`multiply` computes the products of rows and all the layers' matrices, in order."""
         self._multiply = multiply
         self._rows: Tensor | None = None
@@ -38,10 +38,10 @@ class Siblings:
 class QuantizedLinear(nn.Module):
     """One of some siblings: a linear layer whose weights are codes and scales (engine/kernels/packing.py)."""
 
-    def __init__(self, siblings: Siblings, number: int, packed: Packed, layer: Layer) -> None:
+    def __init__(self, siblings: SharedInputGroup, number: int, packed: PackedMatrix, layer: LinearLayer) -> None:
         """`layer` is what it stands for, of which it takes the bias."""
         super().__init__()
-        self._siblings, self._number = siblings, number
+        self._group, self._number = siblings, number
         self.in_features, self.out_features = packed.columns, packed.outputs
         # Both are shared with the siblings; here they are seen by whoever asks what a model takes.
         self.register_buffer("codes", packed.codes, persistent=False)
@@ -57,5 +57,5 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [..., in_features] to [..., out_features]."""
-        product = self._siblings.product(self._number, rows)
+        product = self._group.product(self._number, rows)
         return product if self.bias is None else product + self.bias

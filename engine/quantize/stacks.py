@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 # What the interface notes of each module.
-_FACTS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
+_INTERFACE_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """A parameter of a module that holds a matrix for each of its experts."""
 
     module: nn.Module
@@ -23,20 +23,20 @@ class Stack:
 
     @property
     def stored(self) -> Tensor:
-        """[experts, outputs, columns] or, where it is `turned`, [experts, columns, outputs]."""
+        """[experts, outputs, columns] or, where it is `transposed`, [experts, columns, outputs]."""
         stored = getattr(self.module, self.parameter)
         assert isinstance(stored, Tensor)
         return stored
 
     @property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         """Whether rows stand to the left of the matrices."""
         return bool(self.module.is_transposed)
 
     @property
     def weight(self) -> Tensor:
         """[experts, outputs, columns]"""
-        return self.stored.transpose(1, 2) if self.turned else self.stored
+        return self.stored.transpose(1, 2) if self.transposed else self.stored
 
     @property
     def bias(self) -> Tensor | None:
@@ -50,8 +50,8 @@ class Experts:
     """The experts of a layer: rows go through one matrix, a function that needs no weights, and another matrix."""
 
     module: nn.Module
-    inner: Stack
-    down: Stack
+    up: ExpertStack
+    down: ExpertStack
 
     @property
     def has_norm(self) -> bool:
@@ -64,7 +64,7 @@ class Experts:
         activated: Tensor = function(made)  # type: ignore[operator]
         return activated
 
-    def end(self, made: Tensor) -> Tensor:
+    def post_norm(self, made: Tensor) -> Tensor:
         """What becomes of what an expert makes, before it is weighted."""
         ended: Tensor = self.module.post_expert_norm(made) if self.has_norm else made  # type: ignore[operator]
         return ended
@@ -72,10 +72,10 @@ class Experts:
 
 def experts_of(module: nn.Module) -> Experts | None:
     """A module as experts; None where it is something else, or keeps its matrices in another way."""
-    if not all(isinstance(getattr(module, fact, None), bool) for fact in _FACTS):
+    if not all(isinstance(getattr(module, fact, None), bool) for fact in _INTERFACE_FLAGS):
         return None
-    inner = Stack(module, "gate_up_proj" if module.has_gate else "up_proj")
-    down = Stack(module, "down_proj")
+    inner = ExpertStack(module, "gate_up_proj" if module.has_gate else "up_proj")
+    down = ExpertStack(module, "down_proj")
     known = dict(module.named_parameters(recurse=False))
     stored = [known.get(stack.parameter) for stack in (inner, down)]
     stacked = all(one is not None and one.dim() == 3 and one.is_floating_point() for one in stored)

@@ -16,18 +16,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
-from engine.kernels.packing import Bits, Packed, Room
+from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+from engine.kernels.packing import Bits, PackedMatrix, PackedStorage
 
 log = logging.getLogger("cellar.engine")
 
 # Of the order of codes and of how scales are chosen (engine/kernels/packing.py): files of others are not read.
 FORMAT = 1
 # What is smaller is made as fast as it is read.
-LEAST_BYTES = 64 * 2**20
+MIN_BYTES = 64 * 2**20
 
 
-class Store:
+class WeightStore:
     """The quantised layers of one model in one file."""
 
     def __init__(self, identity: str, bits: Bits, folder: Path | None = None) -> None:
@@ -40,25 +40,25 @@ class Store:
         """Where the layers are kept. Raises OSError where the user has no home."""
         return (self._folder or cache_folder("weights")) / self._name
 
-    def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Packed] | None:
+    def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, PackedMatrix] | None:
         """The layers [outputs, columns] of these names; None where they are not all there."""
         try:
-            use(self.file)
-            room = Room(shapes.values(), self.bits)
+            mark_used(self.file)
+            room = PackedStorage(shapes.values(), self.bits)
             with safe_open(self.file, framework="pt") as content:
-                return {name: _read(content, name, room.matrix(*shape)) for name, shape in shapes.items()}
+                return {name: _read(content, name, room.allocate(*shape)) for name, shape in shapes.items()}
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError) as error:
             log.warning("%s is not read (%s)", self._name, error)
             return None
 
-    def write(self, layers: Mapping[str, Packed]) -> None:
+    def write(self, layers: Mapping[str, PackedMatrix]) -> None:
         """Keep the layers for the next start; where that fails, a warning is all."""
         tensors: dict[str, Tensor] = {}
         for name, packed in layers.items():
             tensors |= {f"{name}.codes": packed.codes, f"{name}.scales": packed.scales}
-        if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES:
+        if sum(tensor.nbytes for tensor in tensors.values()) < MIN_BYTES:
             return
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,11 +69,11 @@ class Store:
         except (OSError, SafetensorError) as error:
             log.warning("the quantised weights are not kept for the next start: %s", error)
             return
-        use(self.file)
+        mark_used(self.file)
         trim()
 
 
-def _read(content: safe_open, name: str, packed: Packed) -> Packed:
+def _read(content: safe_open, name: str, packed: PackedMatrix) -> PackedMatrix:
     for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
         stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
         if stored.shape != own.shape or stored.dtype != own.dtype:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sample.noise import HIGHEST, LOWEST
+from engine.sample.noise import MAX_NOISE, MIN_NOISE
 from engine.types.request import SamplingParams
 
 # Tokens that a nucleus rarely exceeds: only so many are sorted at first.
-_NUCLEUS = 256
+_NUCLEUS_TOKENS = 256
 
 
-def keep(scaled: Tensor, params: Sequence[SamplingParams], coins: Sequence[float]) -> Tensor:
+def filter_mask(scaled: Tensor, params: Sequence[SamplingParams], xtc_draws: Sequence[float]) -> Tensor:
     """Which tokens may be drawn [rows, vocabulary].
 
     scaled  logits after the temperature, forbidden ones at minus infinity
@@ -27,17 +27,17 @@ def keep(scaled: Tensor, params: Sequence[SamplingParams], coins: Sequence[float
     """
     best = scaled.amax(-1, keepdim=True)
     # No noise can lift a token over a gap wider than the noise's own range: exact, and it spares most of the work.
-    reachable = best - (HIGHEST - LOWEST)
+    reachable = best - (MAX_NOISE - MIN_NOISE)
     least = torch.maximum(_top_k_floor(scaled, params), _sigma_floor(scaled, params))
     floor = torch.maximum(reachable, least)
     floor = torch.maximum(floor, _top_p_floor(scaled, least, floor, params))
     ratios = column(scaled, [param.min_p for param in params])
     kept = scaled >= torch.maximum(floor, best + ratios.log())
-    for row, (param, coin) in enumerate(zip(params, coins, strict=True)):
+    for row, (param, coin) in enumerate(zip(params, xtc_draws, strict=True)):
         excludes = param.xtc is not None and coin < param.xtc.probability
         if param.typical_p < 1.0 or excludes:
             threshold = param.xtc.threshold if param.xtc is not None and excludes else 1.0
-            kept[row] = _narrowed(scaled[row], float(least[row]), param, threshold)
+            kept[row] = _row_mask(scaled[row], float(least[row]), param, threshold)
     return kept
 
 
@@ -84,7 +84,7 @@ def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[
     rows = scaled[limited]
     total = rows.masked_fill(rows < least[limited], -torch.inf).logsumexp(-1, keepdim=True)
     widest = int((rows >= floor[limited]).sum(-1).max())
-    width = min(_NUCLEUS, widest)
+    width = min(_NUCLEUS_TOKENS, widest)
     while True:
         values = rows.topk(width, dim=-1).values
         mass = (values - total).exp().double()
@@ -98,7 +98,7 @@ def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[
     return result
 
 
-def _narrowed(row: Tensor, least: float, param: SamplingParams, threshold: float) -> Tensor:
+def _row_mask(row: Tensor, least: float, param: SamplingParams, threshold: float) -> Tensor:
     """What all filters keep of one row [vocabulary]; 1 as the threshold excludes no top choice."""
     tokens = ((row >= least) & (row > -torch.inf)).nonzero()[:, 0]
     values = row[tokens].double()
@@ -106,10 +106,10 @@ def _narrowed(row: Tensor, least: float, param: SamplingParams, threshold: float
         surprise = -values.log_softmax(-1)
         # How far a token's information is from what is expected (Meister et al., arXiv 2202.00666).
         oddity = (surprise - (surprise.neg().exp() * surprise).sum()).abs()
-        typical = _first_share(-oddity, values, param.typical_p)
+        typical = _top_mass(-oddity, values, param.typical_p)
         tokens, values = tokens[typical], values[typical]
     if param.top_p < 1.0:
-        likely = _first_share(values, values, param.top_p)
+        likely = _top_mass(values, values, param.top_p)
         tokens, values = tokens[likely], values[likely]
     if param.min_p > 0.0:
         near = values >= values.amax() + torch.tensor(param.min_p).log()
@@ -122,7 +122,7 @@ def _narrowed(row: Tensor, least: float, param: SamplingParams, threshold: float
     return kept
 
 
-def _first_share(rank: Tensor, logits: Tensor, share: float) -> Tensor:
+def _top_mass(rank: Tensor, logits: Tensor, share: float) -> Tensor:
     """Which tokens it takes to have a share of the whole, the highest rank first; all that rank with the last."""
     order = rank.argsort(descending=True, stable=True)
     mass = logits.softmax(-1)[order]

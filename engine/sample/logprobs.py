@@ -14,31 +14,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.types.events import Alternative, Scored, TokenLogprob
+from engine.types.events import Logprob, PromptScored, TokenLogprob
 from engine.types.request import Request
 
-Row: TypeAlias = NDArray[np.floating[Any]]
+LogitRow: TypeAlias = NDArray[np.floating[Any]]
 
 # Tokens of a block: of a long row only the blocks are read whose highest value is among the highest of all blocks.
-_BLOCK = 256
+_BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What is wanted of one row of logits: of `token`, of the `count` likeliest, and of `labels`."""
+class LogprobQuery:
+    """What is wanted of one row of logits: of `token`, of the `top_count` likeliest, and of `labels`."""
 
     row: int
     token: int
-    count: int
+    top_count: int
     labels: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, request: Request, row: int, token: int) -> Ask:
+    def for_request(cls, request: Request, row: int, token: int) -> LogprobQuery:
         """What a request wants to know wherever it is told of a token."""
-        return cls(row, token, request.logprobs or 0, request.labels)
+        return cls(row, token, request.logprobs or 0, request.label_tokens)
 
 
-class Scores:
+class PromptScores:
     """The scores of a prompt's tokens from `start` on, as far as they are known: they come with rows of logits.
 
     The row of the token before tells of a token; nothing tells of the very first one, whose entry is None.
@@ -49,46 +49,46 @@ class Scores:
         self._entries: list[TokenLogprob | None] = [None] if start == 0 else []
 
     @property
-    def next(self) -> int:
+    def next_position(self) -> int:
         """The first position whose row is still needed; that of the last token where none is."""
         return self._start + len(self._entries) - 1
 
-    def rows(self, start: int, stop: int) -> range:
+    def logit_positions(self, start: int, stop: int) -> range:
         """The positions in [start, stop) whose rows are needed, in order."""
-        return range(max(start, self.next), min(stop, len(self._prompt) - 1))
+        return range(max(start, self.next_position), min(stop, len(self._prompt) - 1))
 
-    def take(self, entries: Sequence[TokenLogprob]) -> None:
+    def extend(self, entries: Sequence[TokenLogprob]) -> None:
         """Take what the next rows told."""
         self._entries += entries
 
-    def event(self) -> Scored:
+    def event(self) -> PromptScored:
         """All of it, once it is whole."""
-        return Scored(tuple(self._prompt[self._start :]), tuple(self._entries))
+        return PromptScored(tuple(self._prompt[self._start :]), tuple(self._entries))
 
 
-def logprobs(
-    logits: Tensor, asks: Sequence[Ask], describe: Callable[[int, float], Alternative]
+def token_logprobs(
+    logits: Tensor, queries: Sequence[LogprobQuery], describe: Callable[[int, float], Logprob]
 ) -> Iterator[TokenLogprob | None]:
     """What is asked of the rows of logits [rows, vocabulary], in order; None where a row has no finite maximum.
 
     describe  makes a token and its log-probability presentable
     """
-    for ask in asks:
+    for ask in queries:
         # Row by row: one of 150,000 stays in the processor's cache between the passes.
-        row = exact(logits[ask.row]).log_softmax(-1)
+        row = at_least_float32(logits[ask.row]).log_softmax(-1)
         # Without a finite maximum no part of it is a number.
-        yield None if row[0].isnan() else _entry(ask, row, describe)
+        yield None if row[0].isnan() else _token_logprob(ask, row, describe)
 
 
-def exact(logits: Tensor) -> Tensor:
+def at_least_float32(logits: Tensor) -> Tensor:
     """The logits in float32 or better."""
     return logits if logits.dtype.itemsize >= torch.float32.itemsize else logits.float()
 
 
-def likeliest(values: Tensor, count: int) -> list[tuple[int, float]]:
-    """The `count` largest of one row and their values, equal ones by id."""
+def top_tokens(values: Tensor, count: int) -> list[tuple[int, float]]:
+    """The `top_count` largest of one row and their values, equal ones by id."""
     # numpy: behind a step of the model each operation of torch costs some 10 microseconds.
-    row: Row = values.numpy(force=True)
+    row: LogitRow = values.numpy(force=True)
     count = min(count, len(row))
     if count == 0:
         return []
@@ -97,21 +97,21 @@ def likeliest(values: Tensor, count: int) -> list[tuple[int, float]]:
     return list(zip(tokens.tolist(), row[tokens].tolist(), strict=True))
 
 
-def _candidates(row: Row, count: int) -> NDArray[np.int64]:
-    """Tokens by id among which the `count` largest values of a row are, and all that equal the last of these."""
-    blocks = len(row) // _BLOCK
+def _candidates(row: LogitRow, count: int) -> NDArray[np.int64]:
+    """Tokens by id among which the `top_count` largest values of a row are, and all that equal the last of these."""
+    blocks = len(row) // _BLOCK_TOKENS
     if blocks < 2 * count:
         return np.arange(len(row))
-    highest = row[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
-    # At least `count` values reach this, one in each of as many blocks.
+    highest = row[: blocks * _BLOCK_TOKENS].reshape(blocks, _BLOCK_TOKENS).max(1)
+    # At least `top_count` values reach this, one in each of as many blocks.
     least = np.partition(highest, blocks - count)[blocks - count]
-    read = np.flatnonzero(highest >= least)[:, None] * _BLOCK + np.arange(_BLOCK)
-    tokens = np.concatenate((read.ravel(), np.arange(blocks * _BLOCK, len(row))))
+    read = np.flatnonzero(highest >= least)[:, None] * _BLOCK_TOKENS + np.arange(_BLOCK_TOKENS)
+    tokens = np.concatenate((read.ravel(), np.arange(blocks * _BLOCK_TOKENS, len(row))))
     found: NDArray[np.int64] = tokens[row[tokens] >= least]
     return found
 
 
-def _entry(ask: Ask, row: Tensor, describe: Callable[[int, float], Alternative]) -> TokenLogprob:
+def _token_logprob(ask: LogprobQuery, row: Tensor, describe: Callable[[int, float], Logprob]) -> TokenLogprob:
     named = (ask.token, *ask.labels)
     chosen, *labels = (describe(*pair) for pair in zip(named, row[list(named)].tolist(), strict=True))
-    return TokenLogprob(chosen, tuple(describe(*pair) for pair in likeliest(row, ask.count)), tuple(labels))
+    return TokenLogprob(chosen, tuple(describe(*pair) for pair in top_tokens(row, ask.top_count)), tuple(labels))

@@ -23,7 +23,7 @@ _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 
 # The largest and smallest value that `gumbel` can return, for uniforms of 32 bits: -ln(-ln((n + 0.5) / 2^32)).
-HIGHEST, LOWEST = 22.87, -3.14
+MAX_NOISE, MIN_NOISE = 22.87, -3.14
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
@@ -51,13 +51,13 @@ def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> 
     if tokens.device.type == "cpu":
         # Flat: numpy's numbers without a dimension warn where those with one wrap around.
         own, at, flat = (part.reshape(-1).numpy() for part in (seeds, positions, tokens))
-        word = torch.from_numpy(_word(own, at, flat, np.full_like(flat, lane))).view(tokens.shape)
+        word = torch.from_numpy(_random_word(own, at, flat, np.full_like(flat, lane))).view(tokens.shape)
     else:
-        word = _word(seeds, positions, tokens, torch.full_like(tokens, lane))
+        word = _random_word(seeds, positions, tokens, torch.full_like(tokens, lane))
     return (word.double() + 0.5) / 2.0**32
 
 
-def _word(seeds: Words, positions: Words, tokens: Words, lanes: Words) -> Words:
+def _random_word(seeds: Words, positions: Words, tokens: Words, lanes: Words) -> Words:
     """The first of the four."""
     counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, lanes)
     return philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]

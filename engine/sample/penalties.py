@@ -14,10 +14,10 @@ from engine.types.request import Dry, SamplingParams
 
 # A repetition that is longer than allowed by so many tokens costs no more: at the usual base no logit is left by then,
 # and text that is one repetition stays cheap.
-_LONGEST = 64
+_MAX_EXCESS_TOKENS = 64
 
 
-class History:
+class PenaltyHistory:
     """What the penalties of one sequence look at: the tokens of the prompt, and those of the output."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocabulary: int) -> None:
@@ -32,7 +32,7 @@ class History:
             self._tokens = list(prompt)
 
     @property
-    def idle(self) -> bool:
+    def inactive(self) -> bool:
         """Whether nothing that was said makes any token less likely."""
         return self._seen is None and self._tokens is None
 
@@ -50,9 +50,9 @@ class History:
         else:
             self._counts[places] += 1
 
-    def after(self, tokens: Sequence[int]) -> History:
+    def after(self, tokens: Sequence[int]) -> PenaltyHistory:
         """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
-        if not tokens or self.idle:
+        if not tokens or self.inactive:
             return self
         longer = copy.copy(self)
         longer._counts = self._counts.copy()
@@ -93,10 +93,10 @@ def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
 
     Only those of the allowed length and more. A repetition has no breaker in it.
     """
-    some = np.asarray(tokens if dry.last < 0 else tokens[max(len(tokens) - dry.last, 0) :], np.int64)
+    some = np.asarray(tokens if dry.lookback < 0 else tokens[max(len(tokens) - dry.lookback, 0) :], np.int64)
     end = len(some) - 1
     breakers = np.flatnonzero(np.isin(some, dry.breakers))
-    longest = min(end - int(breakers[-1]) if len(breakers) else end, dry.allowed_length + _LONGEST)
+    longest = min(end - int(breakers[-1]) if len(breakers) else end, dry.allowed_length + _MAX_EXCESS_TOKENS)
     found: dict[int, int] = {}
     # Places where the last `length` tokens have been said before: those where the last one of them was.
     places = np.flatnonzero(some[:-1] == some[-1:]) if end > 0 else np.empty(0, np.int64)

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.sample.logprobs import exact
+from engine.sample.logprobs import at_least_float32
 from engine.types.events import Embedded
 from engine.types.request import Pooling
 
 
-class Pool:
+class PromptPooler:
     """What becomes the vector of a prompt of `length` tokens: its last token's state, or the mean of all."""
 
     def __init__(self, kind: Pooling, length: int) -> None:
         self._kind, self._length = kind, length
-        self._taken = 0
+        self._added = 0
         self._sum: Tensor | None = None
 
     @property
-    def next(self) -> int:
+    def next_position(self) -> int:
         """The first position whose row is still needed; that of the last token where none is."""
-        return min(self._taken if self._kind == "mean" else self._length, self._length - 1)
+        return min(self._added if self._kind == "mean" else self._length, self._length - 1)
 
-    def rows(self, start: int, stop: int) -> range:
+    def state_positions(self, start: int, stop: int) -> range:
         """The positions in [start, stop) whose states are needed, in order."""
-        return range(max(start, self.next), min(stop, self._length))
+        return range(max(start, self.next_position), min(stop, self._length))
 
-    def take(self, states: Tensor) -> None:
+    def add(self, states: Tensor) -> None:
         """Take the states [rows, width] of the next rows."""
-        self._taken += states.shape[0]
-        more = exact(states).sum(0)
+        self._added += states.shape[0]
+        more = at_least_float32(states).sum(0)
         self._sum = more if self._sum is None else self._sum + more
 
     def event(self) -> Embedded:
         """The vector, once all rows have come."""
         assert self._sum is not None, "a prompt has a last token"
-        return Embedded((self._sum / self._taken).float().cpu().numpy().astype("<f4").tobytes())
+        return Embedded((self._sum / self._added).float().cpu().numpy().astype("<f4").tobytes())

@@ -12,31 +12,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.sample.sampler import Draw
+from engine.sample.sampler import SamplingContext
 
 # Draws the next token behind each row: `emit` of its logits, or what says the same sooner.
-Choose: TypeAlias = Callable[[Sequence[Draw]], list[int | None]]
+SampleTokens: TypeAlias = Callable[[Sequence[SamplingContext]], list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class VerifyTokens:
     """The rows of one sequence that tell tokens: behind its last token, and behind each draft.
 
-    draw  how to draw the token behind the last one
-    ends  whether a token is the last of its text, whatever was drafted behind it
+    context  how to draw the token behind the last one
+    is_end  whether a token is the last of its text, whatever was drafted behind it
     """
 
     drafts: tuple[int, ...]
-    draw: Draw
-    ends: Callable[[int], bool]
+    context: SamplingContext
+    is_end: Callable[[int], bool]
 
     @property
-    def rows(self) -> int:
+    def logit_rows(self) -> int:
         """Rows of logits: one more than drafts."""
         return len(self.drafts) + 1
 
 
-def verify(trials: Sequence[Trial], choose: Choose) -> list[list[int | None]]:
+def verify(sequences: Sequence[VerifyTokens], sample: SampleTokens) -> list[list[int | None]]:
     """What each trial says, at least one token each; None in the place of a token whose row has no finite maximum.
 
     choose  of the rows of the first trial, then those of the second, ...
@@ -44,20 +44,20 @@ def verify(trials: Sequence[Trial], choose: Choose) -> list[list[int | None]]:
     Every row is drawn as if all drafts before it were right. Where one is not, what was drawn behind it is not used, so
     penalties that look at the text are exact on all that is.
     """
-    draws = [draw for trial in trials for draw in trial.draw.along(trial.drafts)]
-    tokens = choose(draws)
+    draws = [draw for trial in sequences for draw in trial.context.after_each(trial.drafts)]
+    tokens = sample(draws)
     said, at = [], 0
-    for trial in trials:
-        stop = at + trial.rows
+    for trial in sequences:
+        stop = at + trial.logit_rows
         said.append(_accepted(trial, tokens[at:stop]))
         at = stop
     return said
 
 
-def _accepted(trial: Trial, tokens: list[int | None]) -> list[int | None]:
+def _accepted(trial: VerifyTokens, tokens: list[int | None]) -> list[int | None]:
     """The tokens up to the first that is not the draft at its place, or that ends the text."""
     for row, draft in enumerate(trial.drafts):
         token = tokens[row]
-        if token is None or token != draft or trial.ends(token):
+        if token is None or token != draft or trial.is_end(token):
             return tokens[: row + 1]
     return tokens

@@ -24,16 +24,16 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DroppedRange:
     """What a shift drops: `drop` tokens from `start` on."""
 
     start: int
-    drop: int
+    length: int
 
     @property
     def stop(self) -> int:
         """The first token behind."""
-        return self.start + self.drop
+        return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +41,30 @@ class _Stage:
     """The time from one shift to the next.
 
     salt       under which the content is remembered
-    floor      tokens that cannot be computed at this stage: all of them are found, or none; 0 where nothing was moved
-    plain      leading tokens whose content depends on nothing but these tokens
+    restore_length      tokens that cannot be computed at this stage: all of them are found, or none; 0 where nothing was moved
+    recomputable_length      leading tokens whose content depends on nothing but these tokens
     protected  ranges that no shift drops or cuts
-    mutual     those of them whose tokens see each other
+    bidirectional     those of them whose tokens see each other
     start      where the shift dropped something
     dropped    the tokens that it dropped
     """
 
     salt: bytes
-    floor: int
-    plain: int
+    restore_length: int
+    recomputable_length: int
     protected: tuple[Range, ...]
-    mutual: tuple[Range, ...]
+    bidirectional: tuple[Range, ...]
     start: int = 0
     dropped: tuple[int, ...] = ()
 
 
-class Lineage:
+class ContextHistory:
     """The tokens of one sequence through its shifts.
 
     tokens     what the slot's content is about at the present stage; longer than the capacity where shifts are due
     keep       tokens at the start that no shift drops
     protected  token ranges of the prompt that no shift drops or cuts
-    mutual     ascending token ranges of the prompt whose tokens see each other; no shift drops or cuts them either
+    bidirectional     ascending token ranges of the prompt whose tokens see each other; no shift drops or cuts them either
     salt       what is remembered under another salt does not exist for this sequence
     states     what a shift makes of recurrent states, which is part of the past
     """
@@ -81,119 +81,121 @@ class Lineage:
         states: RecurrentShift = "rebuild",
     ) -> None:
         self.tokens = list(prompt)
-        self._capacity, self._keep, self._states = capacity, keep, states
+        self._capacity, self._keep_tokens, self._state_mode = capacity, keep, states
         self._stages = [_Stage(salt, 0, capacity, tuple(sorted((*protected, *mutual))), tuple(mutual))]
-        self._range_keys = [_keys(prompt[start:stop]) for start, stop in mutual]
-        self._at = 0
+        self._range_keys = [_bidirectional_keys(prompt[start:stop]) for start, stop in mutual]
+        self._stage_index = 0
 
     @property
     def salt(self) -> bytes:
         """Under which the content of the present stage is remembered."""
-        return self._stages[self._at].salt
+        return self._stages[self._stage_index].salt
 
     @property
-    def floor(self) -> int:
+    def restore_length(self) -> int:
         """Leading tokens whose content must be found, all of it: it cannot be computed at this stage."""
-        return self._stages[self._at].floor
+        return self._stages[self._stage_index].restore_length
 
     @property
-    def plain(self) -> int:
+    def recomputable_length(self) -> int:
         """Leading tokens whose content depends on nothing but these tokens."""
-        return self._stages[self._at].plain
+        return self._stages[self._stage_index].recomputable_length
 
-    def restart(self, salt: bytes) -> None:
+    def reset_salt(self, salt: bytes) -> None:
         """Let nothing that was remembered before serve this sequence: its content is computed in another way now."""
-        assert not self.farthest, "a shifted sequence does not restart"
+        assert not self.total_shifts, "a shifted sequence does not restart"
         self._stages[0] = replace(self._stages[0], salt=salt)
 
-    def keys(self, length: int) -> list[int]:
+    def prefix_keys(self, length: int) -> list[int]:
         """By what the memory knows the first `length` tokens."""
         keys = self.tokens[:length]
-        for (start, _), own in zip(self.mutual(0, len(keys)), self._range_keys, strict=False):
+        for (start, _), own in zip(self.bidirectional(0, len(keys)), self._range_keys, strict=False):
             keys[start : start + len(own)] = own[: len(keys) - start]
         return keys
 
-    def mutual(self, start: int, stop: int) -> tuple[Range, ...]:
+    def bidirectional(self, start: int, stop: int) -> tuple[Range, ...]:
         """The ranges that begin in [start, stop) and whose tokens see each other."""
-        mutual = self._stages[self._at].mutual
+        mutual = self._stages[self._stage_index].bidirectional
         return tuple(each for each in mutual if start <= each[0] < stop) if mutual else ()
 
-    def whole(self, length: int) -> int:
+    def align_down(self, length: int) -> int:
         """The most of the first `length` tokens that cuts no range whose tokens see each other."""
-        inside = (start for start, stop in self._stages[self._at].mutual if start < length < stop)
+        inside = (start for start, stop in self._stages[self._stage_index].bidirectional if start < length < stop)
         return next(inside, length)
 
     @property
     def shifts(self) -> int:
         """Shifts between the text and the present stage."""
-        return self._at
+        return self._stage_index
 
     @property
-    def farthest(self) -> int:
+    def total_shifts(self) -> int:
         """Shifts that the text needed so far."""
         return len(self._stages) - 1
 
     @property
-    def dropped(self) -> int:
+    def dropped_tokens(self) -> int:
         """Tokens that all shifts so far dropped."""
         return sum(len(stage.dropped) for stage in self._stages)
 
-    def cut(self) -> Cut | None:
+    def next_drop(self) -> DroppedRange | None:
         """What the next shift drops, at a full context: about the older half behind `keep`; None: nothing may go.
 
         The oldest stretch between protected ranges that gives half of that is enough; else the one that gives most.
         """
-        wanted = max((self._capacity - self._keep) // 2, 1)
-        cuts = [cut for cut in self._cuts(wanted) if cut.drop > 0]
-        enough = (cut for cut in cuts if 2 * cut.drop >= wanted)
-        return next(enough, max(cuts, key=lambda cut: cut.drop, default=None))
+        wanted = max((self._capacity - self._keep_tokens) // 2, 1)
+        cuts = [cut for cut in self._droppable_ranges(wanted) if cut.length > 0]
+        enough = (cut for cut in cuts if 2 * cut.length >= wanted)
+        return next(enough, max(cuts, key=lambda cut: cut.length, default=None))
 
-    def shift(self, cut: Cut, standing: int) -> None:
-        """Follow a slot that was shifted by `cut`.
+    def shift(self, dropped: DroppedRange, cached_length: int) -> None:
+        """Follow a slot that was shifted by `dropped`.
 
         standing  where it stands now: behind all that moved; where nothing could move, before the cut and among what
                   is plain, for the rest is computed anew
         """
-        if self._at == self.farthest:
-            self._stages.append(self._descend(cut, standing))
-        del self.tokens[cut.start : cut.stop]
-        self._at += 1
+        if self._stage_index == self.total_shifts:
+            self._stages.append(self._next_stage(dropped, cached_length))
+        del self.tokens[dropped.start : dropped.stop]
+        self._stage_index += 1
 
-    def back(self) -> None:
+    def undo_shift(self) -> None:
         """Return to the stage before the latest shift."""
-        stage = self._stages[self._at]
+        stage = self._stages[self._stage_index]
         self.tokens[stage.start : stage.start] = stage.dropped
-        self._at -= 1
+        self._stage_index -= 1
 
-    def _cuts(self, wanted: int) -> list[Cut]:
+    def _droppable_ranges(self, target: int) -> list[DroppedRange]:
         """What could be dropped before, between and behind the protected ranges, oldest first."""
-        cuts, at = [], self._keep
-        for start, stop in self._stages[self._at].protected:
-            cuts.append(Cut(at, min(start - at, wanted)))
+        cuts, at = [], self._keep_tokens
+        for start, stop in self._stages[self._stage_index].protected:
+            cuts.append(DroppedRange(at, min(start - at, target)))
             at = max(at, stop)
         # Of the newest stretch half must stay, for it is what the text goes on from.
-        return [*cuts, Cut(at, min((self._capacity - at) // 2, wanted))]
+        return [*cuts, DroppedRange(at, min((self._capacity - at) // 2, target))]
 
-    def _descend(self, cut: Cut, standing: int) -> _Stage:
-        stage = self._stages[self._at]
-        dropped = tuple(self.tokens[cut.start : cut.stop])
-        protected = tuple(_moved(stretch, cut) for stretch in stage.protected)
-        mutual = tuple(_moved(stretch, cut) for stretch in stage.mutual)
-        plain = min(stage.plain, cut.start)
-        if standing <= plain:
+    def _next_stage(self, dropped_range: DroppedRange, cached_length: int) -> _Stage:
+        stage = self._stages[self._stage_index]
+        dropped = tuple(self.tokens[dropped_range.start : dropped_range.stop])
+        protected = tuple(_shift_range(stretch, dropped_range) for stretch in stage.protected)
+        mutual = tuple(_shift_range(stretch, dropped_range) for stretch in stage.bidirectional)
+        plain = min(stage.recomputable_length, dropped_range.start)
+        if cached_length <= plain:
             # Nothing is left that was ever moved: all that follows is computed from its tokens, like any other.
-            return _Stage(self._stages[0].salt, 0, self._capacity, protected, mutual, cut.start, dropped)
-        past = repr((stage.salt, cut.start, standing, self._states, dropped)).encode()
-        return _Stage(hashlib.sha256(past).digest(), standing, plain, protected, mutual, cut.start, dropped)
+            return _Stage(self._stages[0].salt, 0, self._capacity, protected, mutual, dropped_range.start, dropped)
+        past = repr((stage.salt, dropped_range.start, cached_length, self._state_mode, dropped)).encode()
+        return _Stage(
+            hashlib.sha256(past).digest(), cached_length, plain, protected, mutual, dropped_range.start, dropped
+        )
 
 
-def _moved(protected: Range, cut: Cut) -> Range:
+def _shift_range(protected: Range, dropped: DroppedRange) -> Range:
     """Where a protected range is after a cut, which never touches it."""
     start, stop = protected
-    return protected if start < cut.stop else (start - cut.drop, stop - cut.drop)
+    return protected if start < dropped.stop else (start - dropped.length, stop - dropped.length)
 
 
-def _keys(tokens: Sequence[int]) -> list[int]:
+def _bidirectional_keys(tokens: Sequence[int]) -> list[int]:
     """A key a token of a range, made from all of its tokens: negative, which no token is."""
     digest = hashlib.shake_256(repr(tuple(tokens)).encode()).digest(8 * len(tokens))
     numbers = np.frombuffer(digest, dtype=np.int64) | np.iinfo(np.int64).min

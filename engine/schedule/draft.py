@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.sample.sampler import Draw
+from engine.sample.sampler import SamplingContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Want:
     sequence_id: str
     tokens: Sequence[int]
     limit: int
-    draw: Draw
+    draw: SamplingContext
     salt: bytes = b""
     prediction: Sequence[int] = ()
     said: int = 0

@@ -17,7 +17,7 @@ from engine.schedule.sequence import Sequence
 
 # Tokens of credit that a flow in debt gets in each round, and of debt at most: a bound to the rounds it waits.
 QUANTUM = 512
-MOST_DEBT = 8 * QUANTUM
+MAX_DEBT = 8 * QUANTUM
 
 Flow = TypeVar("Flow", bound=Hashable)
 
@@ -30,12 +30,12 @@ class DeficitRoundRobin(Generic[Flow]):
         self._credit: OrderedDict[Flow, int] = OrderedDict()
         self._members: Counter[Flow] = Counter()
 
-    def enter(self, flow: Flow) -> None:
+    def add(self, flow: Flow) -> None:
         """The flow gets a sequence; a new flow is the last of the round."""
         self._members[flow] += 1
         self._credit.setdefault(flow, QUANTUM)
 
-    def leave(self, flow: Flow) -> None:
+    def remove(self, flow: Flow) -> None:
         """A sequence of the flow is over; a flow without one is forgotten."""
         self._members[flow] -= 1
         if not self._members[flow]:
@@ -44,7 +44,7 @@ class DeficitRoundRobin(Generic[Flow]):
     def charge(self, flow: Flow, tokens: int) -> None:
         """The flow used so much; one whose last sequence failed in this step is forgotten already."""
         if flow in self._credit:
-            self._credit[flow] = max(self._credit[flow] - tokens, -MOST_DEBT)
+            self._credit[flow] = max(self._credit[flow] - tokens, -MAX_DEBT)
 
     def choose(self, flows: Collection[Flow]) -> Flow:
         """The first of these flows that has credit; a flow in debt gets a quantum when it is passed over."""
@@ -55,11 +55,11 @@ class DeficitRoundRobin(Generic[Flow]):
                 self._credit[flow] += QUANTUM
                 self._credit.move_to_end(flow)
 
-    def end_turn(self, flow: Flow) -> None:
+    def move_last(self, flow: Flow) -> None:
         """The flow got a slot, and is the last of the round now."""
         self._credit.move_to_end(flow)
 
-    def put_first(self, flow: Flow) -> None:
+    def move_first(self, flow: Flow) -> None:
         """The flow lost a slot for no use of its own, and is the first to get one again."""
         self._credit[flow] = max(self._credit[flow], 1)
         self._credit.move_to_end(flow, last=False)
@@ -72,15 +72,15 @@ class Fairness:
         self._owners: DeficitRoundRobin[str] = DeficitRoundRobin()
         self._requests: DeficitRoundRobin[tuple[str, str]] = DeficitRoundRobin()
 
-    def enter(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A sequence was submitted."""
-        self._owners.enter(sequence.owner)
-        self._requests.enter(sequence.group)
+        self._owners.add(sequence.owner)
+        self._requests.add(sequence.group)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """A sequence is over."""
-        self._owners.leave(sequence.owner)
-        self._requests.leave(sequence.group)
+        self._owners.remove(sequence.owner)
+        self._requests.remove(sequence.group)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """So many tokens were computed for a sequence."""
@@ -89,49 +89,49 @@ class Fairness:
 
     def slot_assigned(self, sequence: Sequence) -> None:
         """A sequence got a slot."""
-        self._owners.end_turn(sequence.owner)
-        self._requests.end_turn(sequence.group)
+        self._owners.move_last(sequence.owner)
+        self._requests.move_last(sequence.group)
 
     def slot_lost(self, sequence: Sequence) -> None:
         """A sequence lost its slot because cells ran out."""
-        self._requests.put_first(sequence.group)
+        self._requests.move_first(sequence.group)
 
-    def next(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
+    def next_admission(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
         """The waiting sequence that gets a free slot: of the first rank, and ready; None: there is none."""
-        ready, (owners, requests) = _ready(waiting), _slots(running)
+        ready, (owners, requests) = _admissible(waiting), _count_slots(running)
         if not ready:
             return None
-        owner = self._owners.choose(_fewest({one.owner for one in ready}, owners))
-        return self._first(owner, ready, requests)
+        owner = self._owners.choose(_with_fewest_slots({one.owner for one in ready}, owners))
+        return self._first_of_owner(owner, ready, requests)
 
-    def preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
+    def find_preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
         """A waiting sequence, and the running one to preempt for it; None: preemption would make no share fairer.
 
         The victim belongs to an owner that has two slots more than the owner of the waiting sequence. Where there is no
         such owner, it belongs to a request of the same owner that has two more. A better rank is never preempted.
         """
-        ready, (owners, requests) = _ready(waiting), _slots(running)
+        ready, (owners, requests) = _admissible(waiting), _count_slots(running)
         for owner in sorted({one.owner: None for one in ready}, key=lambda owner: owners[owner]):
-            sequence = self._first(owner, ready, requests)
+            sequence = self._first_of_owner(owner, ready, requests)
             served = [one for one in running if one.rank >= sequence.rank]
             others = [one for one in served if owners[one.owner] > owners[owner] + 1]
             same = [one for one in served if one.owner == owner]
             own = [one for one in same if requests[one.group] > requests[sequence.group] + 1]
             if others or own:
-                return sequence, _last(others or own, owners, requests)
+                return sequence, _latest_of_largest(others or own, owners, requests)
         return None
 
-    def _first(self, owner: str, ready: Rows[Sequence], requests: Counter[tuple[str, str]]) -> Sequence:
+    def _first_of_owner(self, owner: str, ready: Rows[Sequence], requests: Counter[tuple[str, str]]) -> Sequence:
         """The sequence of an owner that comes first."""
-        group = self._requests.choose(_fewest({one.group for one in ready if one.owner == owner}, requests))
+        group = self._requests.choose(_with_fewest_slots({one.group for one in ready if one.owner == owner}, requests))
         return next(one for one in ready if one.group == group)
 
-    def victim(self, running: Rows[Sequence]) -> Sequence:
+    def preemption_victim(self, running: Rows[Sequence]) -> Sequence:
         """The running sequence to preempt where cells run out."""
-        return _last(running, *_slots(running))
+        return _latest_of_largest(running, *_count_slots(running))
 
 
-def _ready(waiting: Iterable[Sequence]) -> list[Sequence]:
+def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:
     """Those of the first rank that may have a slot."""
     ready: list[Sequence] = []
     rank: int | None = None
@@ -139,12 +139,12 @@ def _ready(waiting: Iterable[Sequence]) -> list[Sequence]:
         rank = sequence.rank if rank is None else rank
         if sequence.rank > rank:
             break
-        if sequence.ready:
+        if sequence.is_ready:
             ready.append(sequence)
     return ready
 
 
-def _slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+def _count_slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str, str]]]:
     """The slots of each owner and of each request."""
     owners: Counter[str] = Counter()
     requests: Counter[tuple[str, str]] = Counter()
@@ -154,11 +154,11 @@ def _slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str
     return owners, requests
 
 
-def _fewest(flows: Collection[Flow], slots: Counter[Flow]) -> set[Flow]:
+def _with_fewest_slots(flows: Collection[Flow], slots: Counter[Flow]) -> set[Flow]:
     fewest = min(slots[flow] for flow in flows)
     return {flow for flow in flows if slots[flow] == fewest}
 
 
-def _last(running: Rows[Sequence], owners: Counter[str], requests: Counter[tuple[str, str]]) -> Sequence:
+def _latest_of_largest(running: Rows[Sequence], owners: Counter[str], requests: Counter[tuple[str, str]]) -> Sequence:
     """Of the last rank the youngest, where slots are the most."""
     return max(reversed(running), key=lambda one: (one.rank, owners[one.owner], requests[one.group]))

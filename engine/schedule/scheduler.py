@@ -21,7 +21,7 @@ from engine.schedule.prefill_budget import Budget
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import Slots
 from engine.schedule.work import Work
-from engine.text.prefix import common_prefix
+from engine.text.prefix import common_prefix_length
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 from kvcache.spec import Span
@@ -29,11 +29,11 @@ from kvcache.spec import Span
 # A prompt is due when so many rows of prompts were computed for each one that it needs. In simulated mixes of long and
 # short ones on a busy machine that takes 0.4 of the time of first come, first served to the median first token and 0.6
 # to the mean one. The last of the long ones takes up to 2.4 times as long; shortest first, 5 times.
-_PATIENCE = 4
+_DEADLINE_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class ScheduledSequence:
     """What a step computes for one sequence: a span of its tokens, and rows for guesses at what comes behind them."""
 
     sequence: Sequence
@@ -41,70 +41,70 @@ class Grant:
     draft: Draft | None = None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether nothing is missing afterwards, so that the last row's logits give the next token."""
         return self.span.stop == len(self.sequence.tokens)
 
     @property
-    def speaks(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether the last row's logits are to give the next token."""
-        return self.complete and self.sequence.limit > 0
+        return self.is_complete and self.sequence.max_new_tokens > 0
 
     @property
-    def telling(self) -> int:
+    def sample_count(self) -> int:
         """How many of the last rows are to give a token: that behind the span, and those of the draft."""
-        return len(self.guesses) + 1 if self.speaks else 0
+        return len(self.draft_tokens) + 1 if self.is_sampled else 0
 
     @property
-    def silent(self) -> bool:
+    def samples_only(self) -> bool:
         """Whether nobody asks for anything but what is said."""
         sequence = self.sequence
         return sequence.scores is None and sequence.pool is None and sequence.request.logprobs is None
 
     @property
-    def scored(self) -> range:
+    def scored_positions(self) -> range:
         """The positions of the span whose logits score a token of the prompt."""
         scores = self.sequence.scores
-        return range(0) if scores is None else scores.rows(self.span.start, self.span.stop)
+        return range(0) if scores is None else scores.logit_positions(self.span.start, self.span.stop)
 
     @property
-    def pooled(self) -> range:
+    def pooled_positions(self) -> range:
         """The positions of the span whose states become part of a vector."""
         pool = self.sequence.pool
-        return range(0) if pool is None else pool.rows(self.span.start, self.span.stop)
+        return range(0) if pool is None else pool.state_positions(self.span.start, self.span.stop)
 
     @property
-    def cost(self) -> int:
+    def charged_tokens(self) -> int:
         """Tokens that the owner is charged: those computed, and one more for each whose log-probabilities are read."""
-        asked = self.telling if self.sequence.request.logprobs is not None else 0
-        return self.rows.length + len(self.scored) + asked
+        asked = self.sample_count if self.sequence.request.logprobs is not None else 0
+        return self.batch_span.length + len(self.scored_positions) + asked
 
     @property
-    def guesses(self) -> tuple[int, ...]:
+    def draft_tokens(self) -> tuple[int, ...]:
         """The tokens of the draft."""
         return () if self.draft is None else self.draft.tokens
 
     @property
-    def rows(self) -> Span:
+    def batch_span(self) -> Span:
         """The span with the rows of the draft."""
         if self.draft is None:
             return self.span
-        count = len(self.guesses)
-        return replace(self.span, length=self.span.length + count, guessed=count)
+        count = len(self.draft_tokens)
+        return replace(self.span, length=self.span.length + count, draft_tokens=count)
 
     @property
-    def tokens(self) -> list[int]:
+    def batch_tokens(self) -> list[int]:
         """The tokens of all rows."""
         tokens = self.sequence.tokens[self.span.start : self.span.stop]
         return tokens if self.draft is None else [*tokens, *self.draft.tokens]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lead:
-    """An older sequence whose prompt begins like the follower's, for `common` tokens."""
+class _Leader:
+    """An older sequence whose prompt begins like the follower's, for `shared_length` tokens."""
 
     sequence: Sequence
-    common: int
+    shared_length: int
 
 
 class Scheduler:
@@ -114,18 +114,20 @@ class Scheduler:
     scored  of them those that score a token, at most: each has logits
     """
 
-    def __init__(self, cache: Cache, budget: Budget, *, scored: int, on_start: Callable[[Sequence, int], None]) -> None:
+    def __init__(
+        self, cache: Cache, budget: Budget, *, max_scored: int, on_start: Callable[[Sequence, int], None]
+    ) -> None:
         self._cache = cache
-        self._budget, self._scored = budget, scored
+        self._budget, self._max_scored = budget, max_scored
         self._on_start = on_start
         self._slots = Slots(cache)
         self._fairness = Fairness()
         # Whether preemption would make no share fairer, until a sequence is queued or leaves its slot.
-        self._shared = False
-        self._leads: dict[Sequence, _Lead] = {}
+        self._shares_are_fair = False
+        self._leaders: dict[Sequence, _Leader] = {}
         # Rows of prompts that were computed so far, and when each of the running sequences came, by that clock.
-        self._prompted = 0
-        self._came: dict[Sequence, int] = {}
+        self._prefilled_tokens = 0
+        self._admitted_at: dict[Sequence, int] = {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -139,14 +141,14 @@ class Scheduler:
         """Queue a sequence, behind all that are served before it or as soon."""
         ranks = [other.rank for other in self.waiting]
         self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
-        self._fairness.enter(sequence)
-        self._shared = False
+        self._fairness.add(sequence)
+        self._shares_are_fair = False
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
         # What a shift moved is found only by a sequence of the same past when it comes back, and this one will not.
-        if sequence.slot is not None and not sequence.lineage.floor:
-            self._slots.remember(sequence)
+        if sequence.slot is not None and not sequence.context.restore_length:
+            self._slots.insert_prefix(sequence)
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
@@ -154,44 +156,44 @@ class Scheduler:
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
-            self._unseat(sequence)
-        self._fairness.leave(sequence)
+            self._release_slot(sequence)
+        self._fairness.remove(sequence)
 
-    def plan(self) -> list[Grant]:
+    def schedule(self) -> list[ScheduledSequence]:
         """The spans of the next step, with enough free cells for all of them."""
         self._admit()
         for sequence in tuple(self.running):
-            if len(sequence.tokens) > self._cache.capacity and self._is_full(sequence):
+            if len(sequence.tokens) > self._cache.capacity and self._is_at_capacity(sequence):
                 self._shift(sequence)
-        self._follow()
+        self._update_followers()
         for sequence in self.running:
-            if sequence.outgrown:
-                self._slots.restart(sequence)
-        grants = self._grants()
-        while grants and self._is_crowded(grants):
+            if sequence.needs_long_factors:
+                self._slots.restart_with_long_factors(sequence)
+        grants = self._schedule_running()
+        while grants and self._lacks_cells(grants):
             self._preempt()
-            grants = self._grants()
+            grants = self._schedule_running()
         return grants
 
-    def computed(self, grants: Iterable[Grant]) -> None:
+    def record_step(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Take note that a step computed its grants: what was a prompt can serve others now."""
-        for grant in grants:
+        for grant in scheduled:
             sequence, span = grant.sequence, grant.span
-            self._prompted += span.length if span.length > 1 else 0
-            self._fairness.charge(sequence, grant.cost)
+            self._prefilled_tokens += span.length if span.length > 1 else 0
+            self._fairness.charge(sequence, grant.charged_tokens)
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
-                self._slots.computed(sequence, span)
+                self._slots.insert_span(sequence, span)
 
     def _admit(self) -> None:
         """Give slots to waiting sequences: free ones as far as there are cells, then by preemption."""
-        while self.waiting and (self._slots.free or not self._shared):
-            sequence = self._fairness.next(self.waiting, self.running) if self._slots.free else None
+        while self.waiting and (self._slots.free_count or not self._shares_are_fair):
+            sequence = self._fairness.next_admission(self.waiting, self.running) if self._slots.free_count else None
             if sequence is not None and self._assign(sequence):
                 continue
-            preemption = self._fairness.preemption(self.waiting, self.running)
+            preemption = self._fairness.find_preemption(self.waiting, self.running)
             if preemption is None:
                 # What is not ready yet may change that without notice.
-                self._shared = all(one.ready for one in self.waiting)
+                self._shares_are_fair = all(one.is_ready for one in self.waiting)
                 return
             sequence, victim = preemption
             self._requeue(victim)
@@ -201,140 +203,150 @@ class Scheduler:
         """Give the sequence a slot, unless others would have to leave for its tokens; whether it has one."""
         standing = self._slots.acquire(sequence)
         self.running.append(sequence)
-        self._came[sequence] = self._prompted
-        if len(self.running) > 1 and not self._fits():
-            self._unseat(sequence)
+        self._admitted_at[sequence] = self._prefilled_tokens
+        if len(self.running) > 1 and not self._all_fit():
+            self._release_slot(sequence)
             return False
         self.waiting.remove(sequence)
         self._fairness.slot_assigned(sequence)
-        self._elect(sequence)
+        self._choose_leader(sequence)
         self._on_start(sequence, standing)
         return True
 
-    def _unseat(self, sequence: Sequence) -> None:
+    def _release_slot(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._slots.release(sequence)
-        self._leads.pop(sequence, None)
-        self._shared = False
-        del self._came[sequence]
+        self._leaders.pop(sequence, None)
+        self._shares_are_fair = False
+        del self._admitted_at[sequence]
 
-    def _fits(self) -> bool:
+    def _all_fit(self) -> bool:
         """Whether all tokens of the running sequences find cells, without anybody having to leave."""
         missing = sum(min(len(sequence.tokens), self._cache.capacity) for sequence in self.running)
-        missing -= sum(self._cache.length(sequence.slot) for sequence in self.running if sequence.slot is not None)
-        return missing <= self._cache.free_cells + self._cache.idle_cells()
+        missing -= sum(
+            self._cache.cached_length(sequence.slot) for sequence in self.running if sequence.slot is not None
+        )
+        return missing <= self._cache.free_cells + self._cache.evictable_cells()
 
-    def _missing(self, sequence: Sequence) -> int:
+    def _uncomputed_tokens(self, sequence: Sequence) -> int:
         """Tokens that are not computed yet. Where shifts are due, not all of them have a place."""
         assert sequence.slot is not None, "a waiting sequence has no length"
-        return len(sequence.tokens) - self._cache.length(sequence.slot)
+        return len(sequence.tokens) - self._cache.cached_length(sequence.slot)
 
-    def _is_full(self, sequence: Sequence) -> bool:
+    def _is_at_capacity(self, sequence: Sequence) -> bool:
         """Whether its slot is full; it may have left it."""
-        return sequence.slot is not None and self._cache.length(sequence.slot) == self._cache.capacity
+        return sequence.slot is not None and self._cache.cached_length(sequence.slot) == self._cache.capacity
 
-    def _is_crowded(self, grants: Collection[Grant]) -> bool:
+    def _lacks_cells(self, scheduled: Collection[ScheduledSequence]) -> bool:
         """Whether the cells are too few for all grants, though what is remembered makes room for them."""
-        if sum([grant.span.length for grant in grants]) <= self._cache.free_rows:
+        if sum([grant.span.length for grant in scheduled]) <= self._cache.appendable_tokens:
             return False
-        return self._cache.make_room([grant.span for grant in grants]) > 0
+        return self._cache.evict_for([grant.span for grant in scheduled]) > 0
 
-    def _follow(self) -> None:
+    def _update_followers(self) -> None:
         """Let followers take over what their leaders have computed, once that is all or will be no more."""
-        for sequence in tuple(self._leads):
-            if not self._holds(sequence):
-                sequence.gain(self._slots.recall(sequence))
-                self._elect(sequence)
+        for sequence in tuple(self._leaders):
+            if not self._waits_for_leader(sequence):
+                sequence.update_cached(self._slots.reuse_prefix(sequence))
+                self._choose_leader(sequence)
 
-    def _holds(self, sequence: Sequence) -> bool:
+    def _waits_for_leader(self, sequence: Sequence) -> bool:
         """Whether an older sequence is about to compute what this one needs next."""
-        lead = self._leads.get(sequence)
-        if lead is None or lead.sequence.slot is None or lead.sequence.lineage.shifts:
+        lead = self._leaders.get(sequence)
+        if lead is None or lead.sequence.slot is None or lead.sequence.context.shifts:
             return False
-        return self._missing(lead.sequence) > 1 and self._cache.length(lead.sequence.slot) < lead.common
+        return (
+            self._uncomputed_tokens(lead.sequence) > 1
+            and self._cache.cached_length(lead.sequence.slot) < lead.shared_length
+        )
 
-    def _elect(self, sequence: Sequence) -> None:
+    def _choose_leader(self, sequence: Sequence) -> None:
         """Choose whom to wait for: the one of the older that has most in common beyond what is there already."""
-        self._leads.pop(sequence, None)
-        if self._missing(sequence) <= 1:
+        self._leaders.pop(sequence, None)
+        if self._uncomputed_tokens(sequence) <= 1:
             return
-        at, best = len(sequence.tokens) - self._missing(sequence), None
+        at, best = len(sequence.tokens) - self._uncomputed_tokens(sequence), None
         for other in self.running[: self.running.index(sequence)]:
-            common = sequence.lineage.whole(min(self._offered(other, sequence), sequence.reusable))
-            if common > max(at, best.common if best else 0):
-                best = _Lead(other, common)
+            common = sequence.context.align_down(min(self._shared_length(other, sequence), sequence.reusable_length))
+            if common > max(at, best.shared_length if best else 0):
+                best = _Leader(other, common)
         if best is not None:
-            self._leads[sequence] = best
-            best.sequence.mark(best.common)
+            self._leaders[sequence] = best
+            best.sequence.add_checkpoint(best.shared_length)
 
-    def _offered(self, leader: Sequence, sequence: Sequence) -> int:
+    def _shared_length(self, leader: Sequence, sequence: Sequence) -> int:
         """How much of the sequence's beginning another will have computed with its prompt."""
-        alike = leader.lineage.salt == sequence.lineage.salt and not leader.lineage.shifts
-        if not alike or self._missing(leader) <= 1:
+        alike = leader.context.salt == sequence.context.salt and not leader.context.shifts
+        if not alike or self._uncomputed_tokens(leader) <= 1:
             return 0
         prompt = len(leader.request.prompt)
-        return common_prefix(leader.lineage.keys(prompt), sequence.lineage.keys(prompt))
+        return common_prefix_length(leader.context.prefix_keys(prompt), sequence.context.prefix_keys(prompt))
 
-    def _grants(self) -> list[Grant]:
+    def _schedule_running(self) -> list[ScheduledSequence]:
         """A row for everyone who lacks just one, and rows of prompts as far as the budget allows, those due first."""
         grants = []
         for sequence in self.running:
-            if self._missing(sequence) == 1:
-                grants.append(self._grant(sequence, len(sequence.tokens) - 1, 1))
+            if self._uncomputed_tokens(sequence) == 1:
+                grants.append(self._scheduled(sequence, len(sequence.tokens) - 1, 1))
         if len(grants) < len(self.running):
-            grants += self._prompt_grants(grants)
+            grants += self._schedule_prefill(grants)
         return grants
 
-    def _prompt_grants(self, others: Iterable[Grant]) -> list[Grant]:
+    def _schedule_prefill(self, decoding: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
         """What prompts get beside the grants of others."""
-        grants: list[Grant] = []
-        allowance = self._budget.allow(Work.of(grant.span for grant in others))
-        scored = max(self._scored - sum(len(grant.scored) for grant in others), 0)
-        for sequence in self._prompts():
-            start = len(sequence.tokens) - self._missing(sequence)
+        grants: list[ScheduledSequence] = []
+        allowance = self._budget.allow(Work.of(grant.span for grant in decoding))
+        scored = max(self._max_scored - sum(len(grant.scored_positions) for grant in decoding), 0)
+        for sequence in self._prefill_order():
+            start = len(sequence.tokens) - self._uncomputed_tokens(sequence)
             # A mutual range comes whole, whatever it costs.
-            least = 0 if grants else sum(stop - start for _, stop in sequence.lineage.mutual(start, start + 1))
-            length = self._rows(sequence, start, max(allowance.rows(start), least), scored)
+            least = 0 if grants else sum(stop - start for _, stop in sequence.context.bidirectional(start, start + 1))
+            length = self._chunk_length(sequence, start, max(allowance.rows(start), least), scored)
             if length:
-                grants.append(self._grant(sequence, start, length))
+                grants.append(self._scheduled(sequence, start, length))
                 allowance.take(Work.of([grants[-1].span]))
-                scored = max(scored - len(grants[-1].scored), 0)
+                scored = max(scored - len(grants[-1].scored_positions), 0)
         return grants
 
-    def _grant(self, sequence: Sequence, start: int, length: int) -> Grant:
+    def _scheduled(self, sequence: Sequence, start: int, length: int) -> ScheduledSequence:
         """The next rows of a sequence, whose slot stands at `start`."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        mutual = sequence.lineage.mutual(start, start + length)
-        return Grant(sequence, Span(sequence.slot, start, length, mutual, extended=sequence.extended))
+        mutual = sequence.context.bidirectional(start, start + length)
+        return ScheduledSequence(
+            sequence, Span(sequence.slot, start, length, mutual, long_factors=sequence.long_factors)
+        )
 
-    def _prompts(self) -> list[Sequence]:
+    def _prefill_order(self) -> list[Sequence]:
         """Those who lack more than one row and wait for nobody, those due first; one is due when its followers are."""
-        due = {one: (one.rank, self._came[one] + _PATIENCE * self._missing(one)) for one in self.running}
-        held = {one for one in self.running if self._holds(one)}
+        due = {
+            one: (one.rank, self._admitted_at[one] + _DEADLINE_FACTOR * self._uncomputed_tokens(one))
+            for one in self.running
+        }
+        held = {one for one in self.running if self._waits_for_leader(one)}
         for follower in reversed(self.running):
             if follower in held:
-                leader = self._leads[follower].sequence
+                leader = self._leaders[follower].sequence
                 due[leader] = min(due[leader], due[follower])
-        free = [one for one in self.running if one not in held and self._missing(one) > 1]
+        free = [one for one in self.running if one not in held and self._uncomputed_tokens(one) > 1]
         return sorted(free, key=lambda one: due[one])
 
-    def _rows(self, sequence: Sequence, start: int, most: int, scored: int) -> int:
-        """Rows that one forward may bring, up to `most`: not past the capacity, nor past a mark that needs a state.
+    def _chunk_length(self, sequence: Sequence, start: int, max_tokens: int, max_scored: int) -> int:
+        """Rows that one forward may bring, up to `max_tokens`: not past the capacity, nor past a mark that needs a state.
 
         scored  of them, those that score a token at most
         A mutual range comes whole, or not yet.
         """
-        if sequence.scores is not None and not sequence.request.mutual:
-            most = min(most, max(sequence.scores.next - start, 0) + scored)
-        stop = sequence.lineage.whole(min(start + most, len(sequence.tokens), self._cache.capacity))
+        if sequence.scores is not None and not sequence.request.bidirectional:
+            max_tokens = min(max_tokens, max(sequence.scores.next_position - start, 0) + max_scored)
+        stop = sequence.context.align_down(min(start + max_tokens, len(sequence.tokens), self._cache.capacity))
         # A recurrent state exists only where a span ends.
-        marks = sequence.marks(start, stop) if self._cache.states is not None else []
+        marks = sequence.checkpoints(start, stop) if self._cache.recurrent_states is not None else []
         return (marks[0] if marks else stop) - start
 
     def _preempt(self) -> None:
         """Send the sequence that is served last back in line, because cells ran out."""
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        last = self._fairness.victim(self.running)
+        last = self._fairness.preemption_victim(self.running)
         self._requeue(last)
         self._fairness.slot_lost(last)
 
@@ -343,34 +355,34 @@ class Scheduler:
 
         What it computed is remembered, until somebody needs its cells.
         """
-        self._slots.remember(sequence)
-        self._unseat(sequence)
+        self._slots.insert_prefix(sequence)
+        self._release_slot(sequence)
         self.waiting.insert(bisect_left([other.rank for other in self.waiting], sequence.rank), sequence)
         self.preemptions += 1
         # Others may have waited for it. They do not any more: it may come back behind them, and wait for them.
-        self._follow()
+        self._update_followers()
 
     def _shift(self, sequence: Sequence) -> None:
         """Drop what the sequence drops at a full context, in the cache and in the sequence."""
-        cut, states = sequence.lineage.cut(), sequence.request.recurrent_shift
+        cut, states = sequence.context.next_drop(), sequence.request.recurrent_shift
         assert cut is not None, "a sequence with nothing to drop has ended"
         while sequence.slot is not None:
             try:
                 standing = cut.start
-                if sequence.is_rotated_alike:
-                    standing = self._cache.shift(sequence.slot, cut.start, cut.drop, states=states)
+                if sequence.has_uniform_factors:
+                    standing = self._cache.shift(sequence.slot, cut.start, cut.length, states=states)
             except OutOfCells:
-                self._make_private()
+                self._free_cells_for_copies()
             else:
                 if standing <= cut.start:
                     # Nothing moved. How much of what earlier shifts moved is left may depend on chunks: none shall be.
-                    standing = self._slots.rewind(sequence, min(standing, sequence.lineage.plain))
-                sequence.lineage.shift(cut, standing)
+                    standing = self._slots.rewind(sequence, min(standing, sequence.context.recomputable_length))
+                sequence.context.shift(cut, standing)
                 return
 
-    def _make_private(self) -> None:
+    def _free_cells_for_copies(self) -> None:
         """Free cells for copies of shared ones; a sequence that shares with the memory alone gets its cells back."""
         if len(self.running) > 1:
             self._preempt()
         else:
-            self._cache.forget()
+            self._cache.reset_prefix_cache()

@@ -18,7 +18,7 @@ class Slots:
         self._free = list(range(cache.slots - 1, -1, -1))
 
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         """Slots that no sequence sits in."""
         return len(self._free)
 
@@ -27,34 +27,34 @@ class Slots:
 
         One that was shifted goes back to the latest shift behind which all is found that cannot be computed.
         """
-        if sequence.outgrown:
-            sequence.extend()
+        if sequence.needs_long_factors:
+            sequence.switch_to_long_factors()
         sequence.slot = self._free.pop()
-        while (standing := self.recall(sequence)) < sequence.lineage.floor:
+        while (standing := self.reuse_prefix(sequence)) < sequence.context.restore_length:
             self._cache.clear(sequence.slot)
-            sequence.lineage.back()
+            sequence.context.undo_shift()
         return standing
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart_with_long_factors(self, sequence: Sequence) -> None:
         """Let an outgrown sequence begin anew; others may have what it computed before."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        self.remember(sequence)
+        self.insert_prefix(sequence)
         self._cache.clear(sequence.slot)
-        sequence.extend()
-        self.recall(sequence)
+        sequence.switch_to_long_factors()
+        self.reuse_prefix(sequence)
 
-    def recall(self, sequence: Sequence) -> int:
+    def reuse_prefix(self, sequence: Sequence) -> int:
         """Take over what the cache remembers by now of the sequence's tokens; the length at which it stands then.
 
         What stands behind rows that the sequence needs stays to be computed, one token at least. Where tokens are known
         farther than the slot can stand, others left there before: the sequence makes that a place to resume at.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        keys = sequence.lineage.keys(min(sequence.reusable, self._cache.capacity))
-        salt = sequence.lineage.salt
-        standing = self._cache.recall(sequence.slot, keys, salt=salt)
-        known = self._cache.known(keys, salt=salt)
-        sequence.find(known.length, parted=known.parted)
+        keys = sequence.context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))
+        salt = sequence.context.salt
+        standing = self._cache.reuse_prefix(sequence.slot, keys, salt=salt)
+        known = self._cache.match_prefix(keys, salt=salt)
+        sequence.record_prefix_match(known.length, diverged=known.diverged)
         return self.rewind(sequence, standing)
 
     def rewind(self, sequence: Sequence, length: int) -> int:
@@ -63,24 +63,24 @@ class Slots:
         It never stands inside a mutual range, for that is computed whole.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        standing = min(length, self._cache.length(sequence.slot))
-        while (whole := sequence.lineage.whole(standing)) < self._cache.length(sequence.slot):
+        standing = min(length, self._cache.cached_length(sequence.slot))
+        while (whole := sequence.context.align_down(standing)) < self._cache.cached_length(sequence.slot):
             standing = self._cache.rewind(sequence.slot, whole)
         return standing
 
-    def computed(self, sequence: Sequence, span: Span) -> None:
+    def insert_span(self, sequence: Sequence, span: Span) -> None:
         """Let others have what a span that begins in the prompt computed, and make its marks places to resume at."""
-        if sequence.lineage.shifts:
+        if sequence.context.shifts:
             return
-        for mark in sequence.marks(span.start, span.stop):
-            self._remember(sequence, mark, seal=True)
+        for mark in sequence.checkpoints(span.start, span.stop):
+            self._insert_prefix(sequence, mark, seal=True)
         if span.stop <= len(sequence.request.prompt):
-            self._remember(sequence, span.stop)
+            self._insert_prefix(sequence, span.stop)
 
-    def remember(self, sequence: Sequence) -> None:
+    def insert_prefix(self, sequence: Sequence) -> None:
         """Keep all that the slot holds for those who have the same tokens and the same past."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        self._remember(sequence, self._cache.length(sequence.slot))
+        self._insert_prefix(sequence, self._cache.cached_length(sequence.slot))
 
     def release(self, sequence: Sequence) -> None:
         """Let the sequence leave its slot, which is empty then."""
@@ -89,6 +89,8 @@ class Slots:
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def _remember(self, sequence: Sequence, length: int, *, seal: bool = False) -> None:
+    def _insert_prefix(self, sequence: Sequence, length: int, *, seal: bool = False) -> None:
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        self._cache.remember(sequence.slot, sequence.lineage.keys(length), salt=sequence.lineage.salt, seal=seal)
+        self._cache.insert_prefix(
+            sequence.slot, sequence.context.prefix_keys(length), salt=sequence.context.salt, checkpoint=seal
+        )

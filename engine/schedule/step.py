@@ -11,165 +11,183 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from engine.load.load import Loaded
-from engine.model.sight import Sight
-from engine.sample.logprobs import Ask, logprobs
-from engine.sample.verify import Choose, Trial, verify
-from engine.schedule.scheduler import Grant
-from engine.types.events import Alternative, TokenLogprob
+from engine.load.load import LoadedModel
+from engine.model.encoder_mask import EncoderMask
+from engine.sample.logprobs import LogprobQuery, token_logprobs
+from engine.sample.verify import SampleTokens, VerifyTokens, verify
+from engine.schedule.scheduler import ScheduledSequence
+from engine.types.events import Logprob, TokenLogprob
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StepResult:
     """What is known of one sequence after a step; None is where its output was not finite.
 
     tokens    what it says; none where its prompt is not computed yet, or nothing is to follow it
     logprobs  of these before a None; none where the request did not ask for them
     scores    of further tokens of the prompt, in order
-    states    [rows, width] of further tokens of the prompt; None where none are asked for
+    hidden_states    [rows, width] of further tokens of the prompt; None where none are asked for
     """
 
-    grant: Grant
+    scheduled: ScheduledSequence
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scores: tuple[TokenLogprob | None, ...] = ()
-    states: Tensor | None = None
+    hidden_states: Tensor | None = None
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether some of its output was not finite."""
-        sound = self.states is None or bool(self.states.isfinite().all())
+        sound = self.hidden_states is None or bool(self.hidden_states.isfinite().all())
         return None in self.tokens or None in self.scores or not sound
 
 
 @dataclass(slots=True)
-class _Share:
+class _BatchSlice:
     """What one grant has of a batch.
 
-    logits  the first of its rows of logits
-    states  the first of its rows of states
-    wanted  the rows of the batch whose logits are asked for, those last behind which something is said
-    pooled  the rows whose states are asked for
-    said    of the logits those behind which something is said
+    first_logit_row  the first of its rows of logits
+    first_state_row  the first of its rows of states
+    logit_tokens  the rows of the batch whose logits are asked for, those last behind which something is said
+    pooled_tokens  the rows whose states are asked for
+    sampled_rows    of the logits those behind which something is said
     """
 
-    grant: Grant
-    logits: int
-    states: int
-    wanted: Sequence[int]
-    pooled: Sequence[int]
-    said: range
+    scheduled: ScheduledSequence
+    first_logit_row: int
+    first_state_row: int
+    logit_tokens: Sequence[int]
+    pooled_tokens: Sequence[int]
+    sampled_rows: range
 
 
 class Stepper:
     """Computes steps of one model over one cache. Belongs to the engine thread."""
 
-    def __init__(self, loaded: Loaded, cache: Cache) -> None:
+    def __init__(self, loaded: LoadedModel, cache: Cache) -> None:
         self._runner, self._cache = loaded.runner, cache
-        describe = loaded.tokenizer.alternative
+        describe = loaded.tokenizer.describe_token
         # To read a token costs 30 microseconds, and the likeliest tokens are often the same ones.
-        self._read = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
+        self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
 
-    def run(self, grants: Sequence[Grant]) -> list[Said]:
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """What becomes known of each grant, in order. What raises keeps no row of the step."""
-        compute = self._tell if all([grant.silent for grant in grants]) else self._show
-        with self._cache.forward([grant.rows for grant in grants]) as forward:
-            said = compute(forward, grants)
+        compute = self._sample_only if all([grant.samples_only for grant in scheduled]) else self._sample_and_report
+        with self._cache.forward([grant.batch_span for grant in scheduled]) as forward:
+            said = compute(forward, scheduled)
             for each in said:
-                if each.grant.draft is not None:
+                if each.scheduled.draft is not None:
                     # The last token that was said has no row yet, and neither has anything drafted behind it.
-                    forward.keep(each.grant.span.slot, each.grant.span.stop + len(each.tokens) - 1)
+                    forward.keep(each.scheduled.span.slot, each.scheduled.span.stop + len(each.tokens) - 1)
         return said
 
-    def _tell(self, forward: Forward, grants: Sequence[Grant]) -> list[Said]:
+    def _sample_only(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """What is said, where nobody asks for logits or states."""
         tokens: list[int] = []
         wanted: list[int] = []
-        for grant in grants:
-            tokens += grant.tokens
-            wanted += range(len(tokens) - grant.telling, len(tokens))
-        said = _verified(grants, partial(self._runner.tell, forward, tokens, wanted, _sights(grants)))
-        return [Said(grant, tuple(own)) for grant, own in zip(grants, said, strict=True)]
+        for grant in scheduled:
+            tokens += grant.batch_tokens
+            wanted += range(len(tokens) - grant.sample_count, len(tokens))
+        said = _verify_drafts(
+            scheduled, partial(self._runner.run_and_sample, forward, tokens, wanted, _encoder_masks(scheduled))
+        )
+        return [StepResult(grant, tuple(own)) for grant, own in zip(scheduled, said, strict=True)]
 
-    def _show(self, forward: Forward, grants: Sequence[Grant]) -> list[Said]:
+    def _sample_and_report(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """What is said, and all that is asked for besides."""
-        shares, sights = _shares(grants, forward.spans), _sights(grants)
-        tokens = [token for grant in grants for token in grant.tokens]
-        wanted = [row for share in shares for row in share.wanted]
-        pooled = [row for share in shares for row in share.pooled]
+        shares, sights = _batch_slices(scheduled, forward.spans), _encoder_masks(scheduled)
+        tokens = [token for grant in scheduled for token in grant.batch_tokens]
+        wanted = [row for share in shares for row in share.logit_tokens]
+        pooled = [row for share in shares for row in share.pooled_tokens]
         states = None
         if pooled:
-            logits, states = self._runner.run_with_states(forward, tokens, wanted, pooled, sights)
+            logits, states = self._runner.run_with_hidden_states(forward, tokens, wanted, pooled, sights)
         else:
             logits = self._runner.run(forward, tokens, wanted, sights)
-        rows = [row for share in shares for row in share.said]
+        rows = [row for share in shares for row in share.sampled_rows]
         telling = logits[rows] if len(rows) < len(wanted) else logits
-        said = _verified(grants, partial(self._runner.choose, telling))
-        return list(self._told(shares, said, logits, states))
+        said = _verify_drafts(scheduled, partial(self._runner.sample, telling))
+        return list(self._step_results(shares, said, logits, states))
 
-    def _describe(self, token: int, logprob: float) -> Alternative:
-        known = self._read(token)
-        return Alternative(token, known.text, known.bytes, logprob)
+    def _describe(self, token: int, logprob: float) -> Logprob:
+        known = self._describe_token(token)
+        return Logprob(token, known.text, known.bytes, logprob)
 
-    def _told(
-        self, shares: Sequence[_Share], tokens: Sequence[Sequence[int | None]], logits: Tensor, states: Tensor | None
-    ) -> Iterator[Said]:
+    def _step_results(
+        self,
+        slices: Sequence[_BatchSlice],
+        tokens: Sequence[Sequence[int | None]],
+        logits: Tensor,
+        states: Tensor | None,
+    ) -> Iterator[StepResult]:
         """Everything by grant; log-probabilities are computed for all at once."""
-        asked = [(_scores(share), _said(share, own)) for share, own in zip(shares, tokens, strict=True)]
-        entries = logprobs(logits, [ask for some in asked for asks in some for ask in asks], self._describe)
-        for share, own, (scores, said) in zip(shares, tokens, asked, strict=True):
+        asked = [
+            (_score_queries(share), _logprob_queries(share, own)) for share, own in zip(slices, tokens, strict=True)
+        ]
+        entries = token_logprobs(logits, [ask for some in asked for asks in some for ask in asks], self._describe)
+        for share, own, (scores, said) in zip(slices, tokens, asked, strict=True):
             scored = tuple(next(entries) for _ in scores)
             described = tuple(next(entries) for _ in said)
-            pooled = None if states is None else states[share.states : share.states + len(share.pooled)]
-            yield Said(share.grant, tuple(own), described, scored, pooled)
+            pooled = (
+                None
+                if states is None
+                else states[share.first_state_row : share.first_state_row + len(share.pooled_tokens)]
+            )
+            yield StepResult(share.scheduled, tuple(own), described, scored, pooled)
 
 
-def _shares(grants: Sequence[Grant], spans: Sequence[Span]) -> list[_Share]:
+def _batch_slices(scheduled: Sequence[ScheduledSequence], spans: Sequence[Span]) -> list[_BatchSlice]:
     """How the grants share a batch, one after the other."""
-    shares: list[_Share] = []
+    shares: list[_BatchSlice] = []
     row = logits = states = 0
-    for grant, span in zip(grants, spans, strict=True):
-        scored, pooled = grant.scored, grant.pooled
+    for grant, span in zip(scheduled, spans, strict=True):
+        scored, pooled = grant.scored_positions, grant.pooled_positions
         stop = row + span.length
         before = row - span.start
-        wanted = [*(before + position for position in scored), *range(stop - grant.telling, stop)]
+        wanted = [*(before + position for position in scored), *range(stop - grant.sample_count, stop)]
         said = range(logits + len(scored), logits + len(wanted))
-        shares.append(_Share(grant, logits, states, wanted, [before + position for position in pooled], said))
+        shares.append(_BatchSlice(grant, logits, states, wanted, [before + position for position in pooled], said))
         row = stop
         logits += len(wanted)
         states += len(pooled)
     return shares
 
 
-def _sights(grants: Sequence[Grant]) -> list[Sight | None]:
+def _encoder_masks(scheduled: Sequence[ScheduledSequence]) -> list[EncoderMask | None]:
     """What each sequence sees of its media."""
-    return [grant.sequence.sight for grant in grants]
+    return [grant.sequence.encoder_mask for grant in scheduled]
 
 
-def _verified(grants: Sequence[Grant], choose: Choose) -> list[list[int | None]]:
+def _verify_drafts(scheduled: Sequence[ScheduledSequence], choose: SampleTokens) -> list[list[int | None]]:
     """What each grant says; nothing where nothing is to be said."""
-    speaking = [grant for grant in grants if grant.speaks]
-    trials = [Trial(grant.guesses, grant.sequence.draw(), grant.sequence.stops) for grant in speaking]
+    speaking = [grant for grant in scheduled if grant.is_sampled]
+    trials = [
+        VerifyTokens(grant.draft_tokens, grant.sequence.draw(), grant.sequence.is_stop_token) for grant in speaking
+    ]
     said = verify(trials, choose)
-    if len(speaking) == len(grants):
+    if len(speaking) == len(scheduled):
         return said
     told = iter(said)
-    return [next(told) if grant.speaks else [] for grant in grants]
+    return [next(told) if grant.is_sampled else [] for grant in scheduled]
 
 
-def _scores(share: _Share) -> list[Ask]:
+def _score_queries(batch_slice: _BatchSlice) -> list[LogprobQuery]:
     """What is asked of the rows that score a token of the prompt: each tells of the one behind it."""
-    request = share.grant.sequence.request
-    scored = enumerate(share.grant.scored, share.logits)
-    return [Ask.of(request, row, request.prompt[position + 1]) for row, position in scored]
+    request = batch_slice.scheduled.sequence.request
+    scored = enumerate(batch_slice.scheduled.scored_positions, batch_slice.first_logit_row)
+    return [LogprobQuery.for_request(request, row, request.prompt[position + 1]) for row, position in scored]
 
 
-def _said(share: _Share, tokens: Sequence[int | None]) -> list[Ask]:
+def _logprob_queries(batch_slice: _BatchSlice, tokens: Sequence[int | None]) -> list[LogprobQuery]:
     """What is asked of the rows behind which something was said."""
-    request = share.grant.sequence.request
+    request = batch_slice.scheduled.sequence.request
     if request.logprobs is None:
         return []
-    return [Ask.of(request, row, token) for row, token in zip(share.said, tokens, strict=False) if token is not None]
+    return [
+        LogprobQuery.for_request(request, row, token)
+        for row, token in zip(batch_slice.sampled_rows, tokens, strict=False)
+        if token is not None
+    ]

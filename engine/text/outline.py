@@ -13,38 +13,38 @@ from typing import Generic
 
 from jinja2 import TemplateError
 
-from engine.text.prefix import Pieces, common_prefix
+from engine.text.prefix import Pieces, common_prefix_length
 
 Messages = Sequence[Mapping[str, object]]
 # What rendering raises where a template refuses a conversation.
-REFUSALS = (TemplateError, ValueError, TypeError, KeyError, IndexError)
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[Pieces]):
     """Places in a rendered conversation, in letters or tokens as it was rendered.
 
-    ends       of the leading system messages, of all before the last user message, of that one, and at breakpoints
-    system     where the leading system messages end; 0: there are none, or nobody can tell
+    checkpoints       of the leading system messages, of all before the last user message, of that one, and at breakpoints
+    system_end     where the leading system messages end; 0: there are none, or nobody can tell
     last_user  where the last user message stands; None: there is none
-    opened     what stands behind all messages, or with a continued one, from its beginning on
+    generation_prompt     what stands behind all messages, or with a continued one, from its beginning on
     """
 
-    ends: tuple[int, ...]
-    system: int
+    checkpoints: tuple[int, ...]
+    system_end: int
     last_user: tuple[int, int] | None
-    opened: Pieces
+    generation_prompt: Pieces
 
 
 def outline(
     messages: Messages,
-    whole: Pieces,
+    rendered: Pieces,
     render: Callable[[Messages], Pieces],
     *,
-    finished: int,
+    finished_messages: int,
     breakpoints: Sequence[tuple[int, int]] = (),
 ) -> Outline[Pieces]:
-    """The outline of `whole`, which is what rendering all messages gave; `render` renders the first ones.
+    """The outline of `rendered`, which is what rendering all messages gave; `render` renders the first ones.
 
     finished     messages that are not to be continued: all, or all but the last
     breakpoints  (message, letters): behind so many letters of the content of a message is a place to know
@@ -54,33 +54,38 @@ def outline(
     users = [at for at, role in enumerate(roles) if role == "user"]
     last = users[-1] if users else 0
     ends: dict[int, int] = {0: 0}
-    for count in sorted({system, last, last + 1, finished} - {0}):
-        end = _common(messages[:count], whole, render)
+    for count in sorted({system, last, last + 1, finished_messages} - {0}):
+        end = _rendered_length(messages[:count], rendered, render)
         if end is not None:
             ends[count] = end
     start = max(at for count, at in ends.items() if count <= last)
-    last_user = (start, max(ends.get(last + 1, len(whole)), start)) if users else None
+    last_user = (start, max(ends.get(last + 1, len(rendered)), start)) if users else None
     marks = {end for count, end in ends.items() if count in (system, last, last + 1)}
     for place in dict.fromkeys(breakpoints):
-        shown = _cut(messages, *place)
+        shown = _truncated(messages, *place)
         known = len(shown) in ends and shown == messages[: len(shown)]
-        marks.add(ends[len(shown)] if known else _common(shown, whole, render) or 0)
-    return Outline(tuple(sorted(marks - {0})), ends.get(system, 0), last_user, whole[ends.get(finished, len(whole)) :])
+        marks.add(ends[len(shown)] if known else _rendered_length(shown, rendered, render) or 0)
+    return Outline(
+        tuple(sorted(marks - {0})),
+        ends.get(system, 0),
+        last_user,
+        rendered[ends.get(finished_messages, len(rendered)) :],
+    )
 
 
-def _common(messages: Messages, whole: Pieces, render: Callable[[Messages], Pieces]) -> int | None:
+def _rendered_length(messages: Messages, rendered: Pieces, render: Callable[[Messages], Pieces]) -> int | None:
     """How far these messages are the beginning of the whole; None: the template refuses them."""
     try:
-        return common_prefix(render(messages), whole)
-    except REFUSALS:
+        return common_prefix_length(render(messages), rendered)
+    except TEMPLATE_ERRORS:
         return None  # a template may want a user to speak first, or turns that alternate: then the place is unknown
 
 
-def _cut(messages: Messages, at: int, letters: int) -> Messages:
+def _truncated(messages: Messages, at: int, characters: int) -> Messages:
     """The messages up to so many letters of the content of one."""
     content = messages[at].get("content")
-    if not isinstance(content, str) or letters >= len(content):
+    if not isinstance(content, str) or characters >= len(content):
         return messages[: at + 1]
     # A template may trim what it writes: so another letter than the next one stands behind the cut.
-    last = "-" if content[letters] != "-" else "+"
-    return [*messages[:at], {**messages[at], "content": content[:letters] + last}]
+    last = "-" if content[characters] != "-" else "+"
+    return [*messages[:at], {**messages[at], "content": content[:characters] + last}]

@@ -7,7 +7,7 @@ from typing import TypeVar
 Pieces = TypeVar("Pieces", list[int], str)
 
 
-def common_prefix(left: Pieces, right: Pieces) -> int:
+def common_prefix_length(left: Pieces, right: Pieces) -> int:
     """How far two sequences are the same, by halving: comparing slices is what Python does fast."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:

@@ -21,7 +21,7 @@ _DATE = "%Y-%m-%d"
 _CONTENT = re.compile(r"content(?:'\]|\"\])? is none")
 
 
-def complete(template: str) -> None:
+def extend_environment(template: str) -> None:
     """Let a template change lists, of which transformers gives it its own, write what is listed lazily, and read JSON.
 
     Nothing is done about a template that cannot be read: rendering says what is wrong with it.
@@ -38,12 +38,12 @@ def complete(template: str) -> None:
         environment.tests["none"] = lambda value: value is None or isinstance(value, Undefined)
 
 
-def variables(named: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """What a template reads by names that transformers does not give: the tools, as JSON or one by one, and the day."""
     functions = [tool["function"] for tool in tools]
     text = json.dumps(functions, indent=4, ensure_ascii=False)
     found: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
-    return {name: value for name, value in found.items() if name in named}
+    return {name: value for name, value in found.items() if name in names}
 
 
 def _to_json(
@@ -55,11 +55,11 @@ def _to_json(
 ) -> str:
     """As transformers writes JSON; what a filter makes item by item is a list."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )
 
 
-def _listed(value: object) -> object:
+def _to_list(value: object) -> object:
     if isinstance(value, Iterable):
         return list(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

@@ -15,53 +15,55 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.chat_format.detection import Lexicon, find_dialect
+from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.chat_format.message import Tool
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.text.call_format import CallFormat, find_call_format
-from engine.text.detokenizer import Decoder, IncrementalDetokenizer, TokenBytes, detokenize
-from engine.text.outline import REFUSALS, Messages, outline
-from engine.text.template import complete, variables
-from engine.text.wording import names
-from engine.types.events import Alternative
-from engine.types.request import Rendering
+from engine.text.detokenizer import Detokenizer, IncrementalDetokenizer, TokenBytes, detokenize
+from engine.text.outline import TEMPLATE_ERRORS, Messages, outline
+from engine.text.template import extend_environment, template_variables
+from engine.text.tool_call_format import ToolCallFormat, detect_tool_call_format
+from engine.text.wording import undeclared_variables
+from engine.types.events import Logprob
+from engine.types.request import RenderedPrompt
 
 # A letter that no token has beside others, and how many tokens it may be with a space before it.
-_BEFORE, _LONGEST_BEFORE = "\x02", 4
+_SEPARATOR, _MAX_SEPARATOR_TOKENS = "\x02", 4
 
 
 class Tokenizer:
-    """Encodes prompts and renders chats; `decoder` gives the engine thread what it needs for the way back.
+    """Encodes prompts and renders chats; `detokenizer` gives the engine thread what it needs for the way back.
 
     context  tokens that a sequence may hold: text that is certain to have more is refused unread
     longest  the context that another setting allows, for that error
-    dialect  how the model writes reasoning and tool calls
+    chat_format  how the model writes reasoning and tool calls
     """
 
-    def __init__(self, tokenizer: Any, *, vocabulary: int, context: int, longest: int = 0) -> None:
+    def __init__(self, tokenizer: Any, *, vocabulary_size: int, context: int, max_context: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._context, self._longest_context = context, longest
+        self._context, self._max_context = context, max_context
         known = tokenizer.get_vocab()
-        self._longest = max(len(token.encode()) for token in known)
-        self._tokens = TokenBytes(tokenizer, known)
+        self._max_token_bytes = max(len(token.encode()) for token in known)
+        self._token_bytes = TokenBytes(tokenizer, known)
         # A copy of a fast tokenizer with 262k tokens takes 2 s of processor time.
-        self._reader = tokenizer if getattr(tokenizer, "is_fast", False) else copy.deepcopy(tokenizer)
-        self._read_tokens = self._tokens if self._reader is tokenizer else TokenBytes(self._reader, known)
+        self._engine_tokenizer = tokenizer if getattr(tokenizer, "is_fast", False) else copy.deepcopy(tokenizer)
+        self._engine_token_bytes = (
+            self._token_bytes if self._engine_tokenizer is tokenizer else TokenBytes(self._engine_tokenizer, known)
+        )
         self._lock = threading.Lock()
-        self._vocabulary = vocabulary
-        self._added = tuple(str(token) for token in tokenizer.get_added_vocab())
-        self.special = frozenset(tokenizer.all_special_ids)
-        self.ends = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-        self._names = names(_template(tokenizer))
+        self._vocabulary_size = vocabulary_size
+        self._added_tokens = tuple(str(token) for token in tokenizer.get_added_vocab())
+        self.special_tokens = frozenset(tokenizer.all_special_ids)
+        self.eos_tokens = frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+        self._template_names = undeclared_variables(_template_text(tokenizer))
         for template in _templates(tokenizer):
-            complete(template)
-        self._calls = find_call_format(self._sample) if self.has_chat_template else CallFormat()
+            extend_environment(template)
+        self._call_format = detect_tool_call_format(self._render_sample) if self.has_chat_template else ToolCallFormat()
         response = getattr(tokenizer, "response_template", None)
-        self.dialect = find_dialect(_template(tokenizer), self._lexicon(), response)
+        self.chat_format = detect_chat_format(_template_text(tokenizer), self._lexicon(), response)
 
-    def limited(self, context: int, longest: int) -> Tokenizer:
-        """Itself, for sequences that may hold so many tokens, or `longest` with another setting."""
-        self._context, self._longest_context = context, longest
+    def with_context(self, context: int, max_context: int) -> Tokenizer:
+        """Itself, for sequences that may hold so many tokens, or `max_context` with another setting."""
+        self._context, self._max_context = context, max_context
         return self
 
     def pieces(self) -> dict[int, str]:
@@ -75,16 +77,18 @@ class Tokenizer:
         """
         added = self._tokenizer.get_added_vocab()
         markers = {token for piece, token in added.items() if piece.startswith("<") and piece.endswith(">")}
-        return self._read_tokens.all_bytes(self.pieces(), size), sorted(markers | self._read_tokens.special)
+        return self._engine_token_bytes.all_token_bytes(self.pieces(), size), sorted(
+            markers | self._engine_token_bytes.special_tokens
+        )
 
-    def spell(self, text: str) -> list[int]:
+    def encode_inside_text(self, text: str) -> list[int]:
         """The tokens of a text that stands in the middle of another; none where it is not spelt alone. For any thread.
 
         A tokenizer may put a space before a text, so another letter stands there.
         """
-        tokens = self._read_tokens.encode(_BEFORE + text)
-        for count in range(1, min(len(tokens), _LONGEST_BEFORE) + 1):
-            if b"".join(map(self._read_tokens.bytes_of, tokens[:count])).strip() == _BEFORE.encode():
+        tokens = self._engine_token_bytes.encode(_SEPARATOR + text)
+        for count in range(1, min(len(tokens), _MAX_SEPARATOR_TOKENS) + 1):
+            if b"".join(map(self._engine_token_bytes.token_bytes, tokens[:count])).strip() == _SEPARATOR.encode():
                 return tokens[count:]
         return []
 
@@ -96,14 +100,14 @@ class Tokenizer:
     @property
     def template(self) -> str:
         """The text of that template; empty: there is none."""
-        return _template(self._tokenizer) or ""
+        return _template_text(self._tokenizer) or ""
 
-    def token(self, text: str) -> int | None:
+    def single_token(self, text: str) -> int | None:
         """The one token that the whole text is, if it is one."""
         if not text:
             return None
         with self._lock:
-            tokens = self._encode(_well_formed(text, "prompt"), special=False)
+            tokens = self._encode(_checked_text(text, "prompt"), special=False)
         return tokens[0] if len(tokens) == 1 else None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -111,40 +115,40 @@ class Tokenizer:
 
         Raises InvalidRequest, or ContextTooLong for text that cannot fit.
         """
-        self._check_length(_well_formed(text, "prompt"))
+        self._check_length(_checked_text(text, "prompt"))
         with self._lock:
             return self._encode(text, special=add_special)
 
-    def encode_beginning(self, text: str) -> list[int]:
+    def encode_truncated(self, text: str) -> list[int]:
         """The tokens of a text for the model, of one that cannot fit those of its beginning: more than fit anyway.
 
         Raises InvalidRequest.
         """
         # What `_check_length` takes, in whole characters.
-        most = 4 * self._longest * self._context - 1
-        beginning = _well_formed(text, "prompt").encode()[:most].decode(errors="ignore")
+        most = 4 * self._max_token_bytes * self._context - 1
+        beginning = _checked_text(text, "prompt").encode()[:most].decode(errors="ignore")
         with self._lock:
             return self._encode(beginning, special=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too; raises InvalidRequest for numbers that are none."""
-        known = self._known(tokens, "tokens")
+        known = self._checked_tokens(tokens, "tokens")
         with self._lock:
-            text = self._tokens.decode(known)
-            return detokenize(self._tokens, known) if "\ufffd" in text else text
+            text = self._token_bytes.decode(known)
+            return detokenize(self._token_bytes, known) if "\ufffd" in text else text
 
-    def pieces_of(self, tokens: Sequence[int]) -> list[Alternative]:
+    def describe_tokens(self, tokens: Sequence[int]) -> list[Logprob]:
         """Each token by itself, with its text and its bytes; raises InvalidRequest for numbers that are none."""
         with self._lock:
-            return [_alternative(self._tokens, token, 0.0) for token in self._known(tokens, "tokens")]
+            return [_describe_token(self._token_bytes, token, 0.0) for token in self._checked_tokens(tokens, "tokens")]
 
-    def predict(self, text: str) -> list[int]:
+    def encode_prediction(self, text: str) -> list[int]:
         """The tokens of a text that an answer may hold, without special ones around it.
 
         Raises InvalidRequest for text that no context can hold.
         """
         try:
-            self._check_length(_well_formed(text, "prediction"))
+            self._check_length(_checked_text(text, "prediction"))
             with self._lock:
                 tokens = self._encode(text, special=False)
         except ContextTooLong as error:
@@ -163,7 +167,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, object] | None = None,
         breakpoints: Sequence[tuple[int, int]] = (),
-    ) -> Rendering:
+    ) -> RenderedPrompt:
         """A conversation in the model's template; `arguments` are handed to the template.
 
         A special token that stands in a message is read as plain text, so that no message can end its own turn.
@@ -173,12 +177,12 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
-        offers = [_offer(tool) for tool in tools]
-        self._check_length(*(_well_formed(text, "messages") for text in _strings([messages, offers])))
-        shown, places = self._calls.conversation(messages)
-        offers = self._calls.tools(offers)
+        offers = [_tool_definition(tool) for tool in tools]
+        self._check_length(*(_checked_text(text, "messages") for text in _strings([messages, offers])))
+        shown, places = self._call_format.convert_messages(messages)
+        offers = self._call_format.convert_tools(offers)
         options: dict[str, Any] = {
-            **variables(self._names, offers),
+            **template_variables(self._template_names, offers),
             **(arguments or {}),
             **({"tools": offers} if offers else {}),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -187,32 +191,35 @@ class Tokenizer:
         with self._lock:
             try:
                 return self._render(shown, options, [(places[at], letters) for at, letters in breakpoints])
-            except REFUSALS as error:
+            except TEMPLATE_ERRORS as error:
                 raise InvalidRequest("messages", f"the model's chat template refuses this: {error}") from error
 
-    def decoder(self, prompt: Sequence[int], *, special: bool = False) -> Decoder:
+    def detokenizer(self, prompt: Sequence[int], *, special: bool = False) -> Detokenizer:
         """For the engine thread: turns the tokens that follow `prompt` into text, special ones too or without them."""
-        return IncrementalDetokenizer(self._read_tokens, prompt, special=special)
+        return IncrementalDetokenizer(self._engine_token_bytes, prompt, special=special)
 
-    def alternative(self, token: int, logprob: float) -> Alternative:
+    def describe_token(self, token: int, logprob: float) -> Logprob:
         """For the engine thread: a token with its own text and bytes, as log-probabilities report it."""
-        return _alternative(self._read_tokens, token, logprob)
+        return _describe_token(self._engine_token_bytes, token, logprob)
 
-    def _sample(self, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
+    def _render_sample(self, messages: Messages, tools: Sequence[Mapping[str, object]]) -> str:
         """What the template makes of a few messages with tools."""
-        return self._text(
-            messages, {**variables(self._names, tools), "tools": list(tools), "add_generation_prompt": True}
+        return self._render_text(
+            messages,
+            {**template_variables(self._template_names, tools), "tools": list(tools), "add_generation_prompt": True},
         )
 
-    def _text(self, messages: Messages, options: dict[str, Any]) -> str:
+    def _render_text(self, messages: Messages, options: dict[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-    def _lexicon(self) -> Lexicon:
+    def _lexicon(self) -> Vocabulary:
         """What markers are made of; read once, before anybody else uses the tokenizer."""
         known = {str(token): number for token, number in self._tokenizer.get_added_vocab().items()}
         marked = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = (number in self.special or getattr(marked.get(number), "special", False) for number in known.values())
-        return Lexicon(
+        special = (
+            number in self.special_tokens or getattr(marked.get(number), "special", False) for number in known.values()
+        )
+        return Vocabulary(
             added=known,
             special=frozenset(itertools.compress(known, special)),
             encode=lambda text: self._encode(text, special=False),
@@ -223,34 +230,38 @@ class Tokenizer:
 
         Normalisers may shorten text (spaces, compatibility forms), so four times the room is given.
         """
-        least = sum(len(text.encode()) for text in texts) // (4 * self._longest)
+        least = sum(len(text.encode()) for text in texts) // (4 * self._max_token_bytes)
         if least >= self._context:
-            raise ContextTooLong(least, self._context, exact=False, longest=self._longest_context)
+            raise ContextTooLong(least, self._context, exact=False, max_context=self._max_context)
 
     def _render(
         self, messages: list[dict[str, object]], options: dict[str, Any], breakpoints: Sequence[tuple[int, int]]
-    ) -> Rendering:
+    ) -> RenderedPrompt:
         first = {**options, "add_generation_prompt": False, "continue_final_message": False}
         finished = len(messages) - bool(options["continue_final_message"])
-        find = functools.partial(outline, messages, finished=finished, breakpoints=breakpoints)
+        find = functools.partial(outline, messages, finished_messages=finished, breakpoints=breakpoints)
         strings = _strings([messages, options.get("tools")])
-        if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added):
-            tokens = self._known(self._apply(messages, options))
-            places = find(tokens, lambda some: list(self._apply(some, first)))
-            opened = self._tokens.decode(places.opened)
-            return Rendering(tuple(tokens), places.system or None, places.ends, _ranges(places.last_user), opened)
-        text = self._text(messages, options)
+        if not self._tokenizer.is_fast or any(token in text for text in strings for token in self._added_tokens):
+            tokens = self._checked_tokens(self._render_tokens(messages, options))
+            places = find(tokens, lambda some: list(self._render_tokens(some, first)))
+            opened = self._token_bytes.decode(places.generation_prompt)
+            return RenderedPrompt(
+                tuple(tokens), places.system_end or None, places.checkpoints, _optional_range(places.last_user), opened
+            )
+        text = self._render_text(messages, options)
         read = self._tokenizer(text, add_special_tokens=False, verbose=False)
-        found = find(text, lambda some: self._text(some, first))
+        found = find(text, lambda some: self._render_text(some, first))
         starts, stops = (_Offsets(read.encodings[0], edge) for edge in (0, 1))
-        marks = tuple(bisect_right(stops, end) for end in found.ends)
+        marks = tuple(bisect_right(stops, end) for end in found.checkpoints)
         protected = [
-            (bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in _ranges(found.last_user)
+            (bisect_right(stops, start), bisect_left(starts, stop)) for start, stop in _optional_range(found.last_user)
         ]
-        keep = bisect_right(stops, found.system) if found.system else None
-        return Rendering(tuple(self._known(read["input_ids"])), keep, marks, tuple(protected), found.opened)
+        keep = bisect_right(stops, found.system_end) if found.system_end else None
+        return RenderedPrompt(
+            tuple(self._checked_tokens(read["input_ids"])), keep, marks, tuple(protected), found.generation_prompt
+        )
 
-    def _apply(self, messages: Messages, options: dict[str, Any]) -> list[int]:
+    def _render_tokens(self, messages: Messages, options: dict[str, Any]) -> list[int]:
         """The tokens of a conversation that holds special tokens, which are read as plain text."""
         tokens: list[int] = self._tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=False, sanitize_control_tokens=True, **options
@@ -260,12 +271,12 @@ class Tokenizer:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # transformers calls encode_batch underneath, which lets other threads run; `encode` of the bare tokenizer
         # would hold the interpreter for seconds (measured 4.5 s for 2 M characters).
-        return self._known(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return self._checked_tokens(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _known(self, tokens: Sequence[int], field: str = "prompt") -> list[int]:
+    def _checked_tokens(self, tokens: Sequence[int], field: str = "prompt") -> list[int]:
         """The tokens, checked: an embedding row must exist for each, or the whole batch would break."""
-        if any(not 0 <= token < self._vocabulary for token in tokens):
-            raise InvalidRequest(field, f"a token of this model is a number from 0 to {self._vocabulary - 1}")
+        if any(not 0 <= token < self._vocabulary_size for token in tokens):
+            raise InvalidRequest(field, f"a token of this model is a number from 0 to {self._vocabulary_size - 1}")
         return list(tokens)
 
 
@@ -285,7 +296,7 @@ class _Offsets(Sequence[int]):
         return self._encoding.token_to_chars(token)[self._edge]
 
 
-def _template(tokenizer: Any) -> str:
+def _template_text(tokenizer: Any) -> str:
     """The chat template, or all of them where there are several."""
     return "\n".join(_templates(tokenizer))
 
@@ -295,7 +306,7 @@ def _templates(tokenizer: Any) -> list[str]:
     return list(template.values()) if isinstance(template, Mapping) else [template] if template else []
 
 
-def _offer(tool: Tool) -> dict[str, object]:
+def _tool_definition(tool: Tool) -> dict[str, object]:
     """A tool as templates expect it."""
     function: dict[str, object] = {"name": tool.name}
     if tool.description:
@@ -304,11 +315,11 @@ def _offer(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-def _alternative(known: TokenBytes, token: int, logprob: float) -> Alternative:
-    return Alternative(token, known.text_of(token), known.bytes_of(token), logprob)
+def _describe_token(token_bytes: TokenBytes, token: int, logprob: float) -> Logprob:
+    return Logprob(token, token_bytes.token_text(token), token_bytes.token_bytes(token), logprob)
 
 
-def _ranges(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
+def _optional_range(last_user: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
     return () if last_user is None else (last_user,)
 
 
@@ -324,7 +335,7 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _well_formed(text: str, field: str) -> str:
+def _checked_text(text: str, field: str) -> str:
     """The text itself; half a surrogate pair is no text, and tokenizers crash on it."""
     try:
         text.encode()

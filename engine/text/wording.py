@@ -12,7 +12,7 @@ _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 @lru_cache(maxsize=8)
-def names(template: str) -> frozenset[str]:
+def undeclared_variables(template: str) -> frozenset[str]:
     """Those that the template takes from outside; none of a template that cannot be read."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:

@@ -9,7 +9,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class Logprob:
     """A token that could have been chosen, with its text, its bytes and its log-probability."""
 
     token: int
@@ -22,25 +22,25 @@ class Alternative:
 class TokenLogprob:
     """A chosen token and the likeliest ones at its place, best first (the chosen one may be absent there).
 
-    labels  those of `Request.labels`, in their order
-    offset  characters of the answer before the one that the token begins or continues
+    labels  those of `Request.label_tokens`, in their order
+    text_offset  characters of the answer before the one that the token begins or continues
 
     Log-probabilities are those of the raw logits: before temperature, penalties, bias and filters.
     """
 
-    chosen: Alternative
-    top: tuple[Alternative, ...]
-    labels: tuple[Alternative, ...] = ()
-    offset: int = 0
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+    labels: tuple[Logprob, ...] = ()
+    text_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a request cost. Counts are tokens, but for `context_shifts`.
 
-    accepted_tokens, refused_tokens  drafted ones that were said, and that were not
-    known_tokens  of the prompt that were remembered when it was looked for, whether or not one could go on there
-    parted        whether others went on differently there
+    accepted_tokens, rejected_tokens  drafted ones that were said, and that were not
+    matched_tokens  of the prompt that were remembered when it was looked for, whether or not one could go on there
+    diverged        whether others went on differently there
     """
 
     prompt_tokens: int
@@ -49,9 +49,9 @@ class Usage:
     context_shifts: int = 0
     shifted_tokens: int = 0
     accepted_tokens: int = 0
-    refused_tokens: int = 0
-    known_tokens: int = 0
-    parted: bool = False
+    rejected_tokens: int = 0
+    matched_tokens: int = 0
+    diverged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrefillProgress:
     """Of the prompt's tokens, those that are computed or reused by now."""
 
     computed: int
@@ -81,7 +81,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PromptScored:
     """Log-probabilities of the prompt's tokens from `Request.score_from` on. None is that of the very first token.
 
     They come with the logits of a forward, never from what was remembered.
@@ -114,7 +114,7 @@ class Delta:
 class Finished:
     """The last event of a request that ended well. `stop` is the stop string or token that ended it, if one did.
 
-    ending  the log-probability of a token that ended it and has no text, if the request asked for such
+    end_logprob  the log-probability of a token that ended it and has no text, if the request asked for such
     tokens  generated tokens without a delta: the end token, and those of a stop string that is cut off
     """
 
@@ -122,7 +122,7 @@ class Finished:
     stop: str | int | None
     usage: Usage
     timings: Timings
-    ending: TokenLogprob | None = None
+    end_logprob: TokenLogprob | None = None
     tokens: tuple[int, ...] = ()
 
 
@@ -130,11 +130,11 @@ class Finished:
 class Failed:
     """The last event of a request that broke; `reason` is fit for the client's eyes.
 
-    own  whether its own rules left nothing to say: the same request would break again
+    caused_by_request  whether its own rules left nothing to say: the same request would break again
     """
 
     reason: str
-    own: bool = False
+    caused_by_request: bool = False
 
 
-Event = Started | Progress | Scored | Embedded | Delta | Finished | Failed
+Event = Started | PrefillProgress | PromptScored | Embedded | Delta | Finished | Failed

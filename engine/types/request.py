@@ -14,7 +14,7 @@ Pooling = Literal["last", "mean"]
 # Who is served first: all of "priority" before "default" before "flex".
 Tier = Literal["priority", "default", "flex"]
 # Tokens of a draft at most. A longer one pays in copied text alone, and there the next one follows at once.
-LONGEST_DRAFT = 16
+MAX_DRAFT_TOKENS = 16
 # How latent attention is computed (engine/kernels/latent.py): always one way, or the cheaper one.
 MlaMode = Literal["auto", "absorb", "expand"]
 
@@ -26,14 +26,14 @@ class Dry:
     A token that would go on as after n tokens that are said again, n >= allowed_length, loses
     multiplier x base^(n - allowed_length). Longer repetitions than allowed_length + 64 cost no more.
 
-    last      earlier tokens that are looked at; -1: all
+    lookback      earlier tokens that are looked at; -1: all
     breakers  tokens that no repeated sequence goes across
     """
 
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
-    last: int = -1
+    lookback: int = -1
     breakers: tuple[int, ...] = ()
 
 
@@ -56,16 +56,16 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningLimit:
     """A limit to what a model says before its answer.
 
-    opens   the token that begins it; None: the prompt has begun it already
-    closes  the tokens that end it, which are forced when `budget` tokens have been said in it, as soon as the grammar
+    start_token   the token that begins it; None: the prompt has begun it already
+    end_tokens  the tokens that end it, which are forced when `budget` tokens have been said in it, as soon as the grammar
             allows them; where it begins again, tokens of before count
     """
 
-    opens: int | None
-    closes: tuple[int, ...]
+    start_token: int | None
+    end_tokens: tuple[int, ...]
     budget: int
 
 
@@ -131,10 +131,10 @@ class Media:
     def of(cls, arrays: Mapping[str, Array]) -> Media:
         """Media with their digest; for worker threads, since images have megabytes."""
         ordered = tuple(sorted(arrays.items()))
-        return cls(ordered, digest_of(ordered))
+        return cls(ordered, media_digest(ordered))
 
 
-def digest_of(arrays: Sequence[tuple[str, Array]]) -> bytes:
+def media_digest(arrays: Sequence[tuple[str, Array]]) -> bytes:
     """SHA-256 over names, types, shapes and numbers."""
     digest = hashlib.sha256()
     for name, array in arrays:
@@ -148,7 +148,7 @@ class SpeculationParams:
     """Who guesses at tokens, and how many at a time.
 
     drafter  one kind of drafter, or "auto": the one that seems best; "none" forbids it
-    tokens   of each draft, 0 to LONGEST_DRAFT, where so many can be guessed; None: what the engine's settings say
+    tokens   of each draft, 0 to MAX_DRAFT_TOKENS, where so many can be guessed; None: what the engine's settings say
     """
 
     drafter: DrafterChoice = "auto"
@@ -167,22 +167,22 @@ class Request:
                 tokens and 4 more
     protected   token ranges [start, stop) of the prompt that a shift neither drops nor cuts; where nothing else may go
                 the answer ends with "length"
-    mutual      token ranges [start, stop) of the prompt, ascending, whose tokens see those behind them in the range too
+    bidirectional      token ranges [start, stop) of the prompt, ascending, whose tokens see those behind them in the range too
                 (the tokens of an image in Gemma 3); no shift drops or cuts one
     recurrent_shift  what a shift makes of recurrent states: "rebuild" computes them from the tokens that stay, "carry"
                 leaves them as they are, having seen the dropped text
-    marks       places in the prompt that are worth resuming at, such as ends of messages; they never change the text
+    checkpoints       places in the prompt that are worth resuming at, such as ends of messages; they never change the text
     salt        what is remembered under another salt does not exist for this request
     media       what the model's encoder is to look at; None where it has no encoder, or may do without
     speculation  who may guess at the text; it never changes the text
     prediction  tokens that the client expects the answer to be made of, to guess from
     grammar     what the answer must follow. Where it is complete the text ends, whatever ignore_eos, min_tokens,
                 allowed_tokens and bad_words say
-    thinking    a limit to what is said before the answer
+    reasoning_limit    a limit to what is said before the answer
     min_tokens  before so many tokens nothing ends the text, neither its end nor a stop
-    special     whether special tokens are part of the text
-    score_from  the prompt's tokens from this position on are scored (`Scored`); what stands before may be reused
-    labels      tokens whose log-probability is reported wherever one is, beside the likeliest
+    include_special_tokens     whether special tokens are part of the text
+    score_from  the prompt's tokens from this position on are scored (`PromptScored`); what stands before may be reused
+    label_tokens      tokens whose log-probability is reported wherever one is, beside the likeliest
     pooling     how the last layer's states of the prompt become one vector (`Embedded`); nothing is generated
     tier        who is served first
     timeout_seconds  after this long the answer ends with "length" and the stop "deadline", wherever it is
@@ -203,19 +203,19 @@ class Request:
     overflow: Overflow | None = None
     keep: int | None = None
     protected: tuple[tuple[int, int], ...] = ()
-    mutual: tuple[tuple[int, int], ...] = ()
+    bidirectional: tuple[tuple[int, int], ...] = ()
     recurrent_shift: RecurrentShift = "rebuild"
-    marks: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
     salt: bytes = b""
     media: Media | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     prediction: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    thinking: Thinking | None = None
+    reasoning_limit: ReasoningLimit | None = None
     min_tokens: int = 0
-    special: bool = False
+    include_special_tokens: bool = False
     score_from: int | None = None
-    labels: tuple[int, ...] = ()
+    label_tokens: tuple[int, ...] = ()
     pooling: Pooling | None = None
     tier: Tier = "default"
     timeout_seconds: float | None = None
@@ -224,7 +224,7 @@ class Request:
     group: str = ""
 
     @property
-    def silent(self) -> bool:
+    def prefill_only(self) -> bool:
         """Whether nothing is to be said: then the prompt may fill the context."""
         return self.pooling is not None or self.max_tokens == 0
 
@@ -234,13 +234,13 @@ class EmbeddingInput:
     """A text as the embedding model reads it.
 
     tokens  with the special ones around it
-    parts   which text of a pair each token belongs to, where the model wants to know; else empty
-    prompt  tokens at the start that the text was given for its purpose, special ones in front of them included
+    token_types   which text of a pair each token belongs to, where the model wants to know; else empty
+    prompt_tokens  tokens at the start that the text was given for its purpose, special ones in front of them included
     """
 
     tokens: tuple[int, ...]
-    parts: tuple[int, ...] = ()
-    prompt: int = 0
+    token_types: tuple[int, ...] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +253,15 @@ class EmbeddingJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendering:
+class RenderedPrompt:
     """A conversation as the tokens of a prompt, and what `Request` should know of it.
 
     keep    tokens of the leading system messages; None: there are none
-    opened  what the template wrote behind the last message, where the answer goes on
+    generation_prompt  what the template wrote behind the last message, where the answer goes on
     """
 
     tokens: tuple[int, ...]
     keep: int | None = None
-    marks: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
     protected: tuple[tuple[int, int], ...] = ()
-    opened: str = ""
+    generation_prompt: str = ""

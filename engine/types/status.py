@@ -10,14 +10,14 @@ Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeOffer:
+class QuantizationEstimate:
     """What quantising the weights of a model would bring.
 
-    reads  of each format the bytes of weights that a token would read, in parts of those it reads now
+    relative_bytes  of each format the bytes of weights that a token would read, in parts of those it reads now
     auto   the format that `auto` takes; None: it leaves the weights as they are
     """
 
-    reads: tuple[tuple[str, float], ...]
+    relative_bytes: tuple[tuple[str, float], ...]
     auto: str | None
 
 
@@ -25,12 +25,12 @@ class QuantizeOffer:
 class ModelInfo:
     """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
 
-    longest          tokens that a context may have here with another setting: what the model and the memory allow
-    start            tokens that a prompt begins with where the model has an encoder beside the decoder, or none
+    max_context          tokens that a context may have here with another setting: what the model and the memory allow
+    decoder_start_tokens            tokens that a prompt begins with where the model has an encoder beside the decoder, or none
     batch_invariant  whether the logits of a text are the same bit for bit beside any neighbours, in any chunks and
                      behind any prefix hit; else they are so but for rounding
-    torch_reason     why steps run in torch operations; None: each is one call of the C++ library
-    quantize_offer   what quantising its weights would bring; None: they are quantised, or cannot be
+    not_native_reason     why steps run in torch operations; None: each is one call of the C++ library
+    quantization_estimate   what quantising its weights would bring; None: they are quantised, or cannot be
     """
 
     name: str
@@ -42,12 +42,12 @@ class ModelInfo:
     vocabulary: int
     context: int
     slots: int
-    longest: int = 0
-    start: tuple[int, ...] = ()
+    max_context: int = 0
+    decoder_start_tokens: tuple[int, ...] = ()
     device: str = "cpu"
     batch_invariant: bool = False
-    torch_reason: str | None = None
-    quantize_offer: QuantizeOffer | None = None
+    not_native_reason: str | None = None
+    quantization_estimate: QuantizationEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MemoryPlan:
     cell_bytes       one token's keys and values in every layer that sees the whole text
     window_bytes     what layers that see a window or chunk of it hold besides, however long it is
     cache_bytes      cells x cell_bytes + window_bytes
-    work_bytes       an upper estimate of what one step needs for a while
+    workspace_bytes       an upper estimate of what one step needs for a while
     available_bytes  what the machine had free before the model was loaded
     """
 
@@ -67,13 +67,13 @@ class MemoryPlan:
     cells: int
     cell_bytes: int
     cache_bytes: int
-    work_bytes: int
+    workspace_bytes: int
     available_bytes: int
     window_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftingInfo:
     """Who guesses at text: the kinds of drafters, and the model that drafts with its own memory, where one does."""
 
     kinds: tuple[str, ...] = ()
@@ -82,24 +82,24 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class EmbeddingModelInfo:
     """What the embedding model is.
 
     model        its `context` is the longest text in tokens; it has no slots
-    makes        vectors of texts, or scores of pairs of them
+    output_kind        vectors of texts, or scores of pairs of them
     dimensions   of a vector
     prompts      the names of what texts are given for their purpose
     similarity   how two vectors are compared
-    weights_bytes, work_bytes  what it takes of the memory: always, and for a while
+    weights_bytes, workspace_bytes  what it takes of the memory: always, and for a while
     """
 
     model: ModelInfo
-    makes: Literal["vectors", "scores"]
+    output_kind: Literal["vectors", "scores"]
     dimensions: int
     prompts: tuple[str, ...]
     similarity: Similarity
     weights_bytes: int
-    work_bytes: int
+    workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +127,23 @@ class Stats:
     """The state of the engine after its latest step. Totals count since the start.
 
     cells_used        cells of running sequences
-    cells_remembered  further cells, kept for prompts to come and given up for running ones
-    shelf_memory_bytes, shelf_disk_bytes  of remembered content outside the cells
+    cells_cached  further cells, kept for prompts to come and given up for running ones
+    shelf_memory_bytes, offload_disk_bytes  of remembered content outside the cells
     prefix_hits_total  requests that are over and found a beginning of their prompt in the cache
-    evicted_tokens_total, thinned_tokens_total, loaded_tokens_total, saved_tokens_total  see kvcache.prefix.Counts
+    evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see kvcache.prefix.PrefixCounts
     """
 
     running: int = 0
     waiting: int = 0
     slots: int = 0
     cells_used: int = 0
-    cells_remembered: int = 0
+    cells_cached: int = 0
     cells_total: int = 0
-    shelf_memory_bytes: int = 0
-    shelf_disk_bytes: int = 0
+    offload_memory_bytes: int = 0
+    offload_disk_bytes: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
-    rows_total: int = 0
+    batch_tokens_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
@@ -152,8 +152,8 @@ class Stats:
     prefix_hits_total: int = 0
     failed_total: int = 0
     evicted_tokens_total: int = 0
-    thinned_tokens_total: int = 0
+    trimmed_tokens_total: int = 0
     loaded_tokens_total: int = 0
-    saved_tokens_total: int = 0
+    written_tokens_total: int = 0
     drafts: tuple[DraftCounts, ...] = ()
     embedding: EmbeddingCounts = EmbeddingCounts()

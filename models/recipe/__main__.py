@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.load.resources import processors
+from engine.load.resources import processor_count
 from models.recipe import draft, target
 from models.recipe import tokenizer as words
 from models.recipe.answers import Model
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m models.recipe", description="Make the bundled models.")
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--work", type=Path, default=WORK, help="folder of checkpoints (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=processors(), help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=int, default=processor_count(), help="CPU threads (default: all)")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     for name, stage in STAGES.items():

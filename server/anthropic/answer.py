@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.types.events import Event, Finished, Started
-from server.anthropic.blocks import Blocks
-from server.generation.turn import Ended, Heard, Said, Turn, Voice, said
-from server.generation.usage import written
+from server.anthropic.blocks import ContentBlocks
+from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser, parse_choices
+from server.generation.usage import cache_write_tokens
 from server.http.errors import check_deadline
-from server.http.events import Events
+from server.http.events import ChoiceEvents
 from server.http.sse import named_frame
-from server.http.stream_encoder import Teller
+from server.http.stream_encoder import StreamEncoder
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
 
 
@@ -21,41 +21,41 @@ from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Sto
 class AnthropicAnswer:
     """The answer to one request. `breakpoints`: the client said what is worth keeping, and reads what was kept."""
 
-    turn: Turn
+    turn: ChatTurn
     breakpoints: bool
 
-    async def whole(self, events: Events) -> AnsweredMessage:
+    async def response(self, events: ChoiceEvents) -> AnsweredMessage:
         """All events as one message."""
         message, blocks = self._empty(0), self.blocks()
-        async for _, what in said(self.turn, events):
-            if isinstance(what, Said):
-                list(blocks.push(what.pieces))
-            if isinstance(what, Ended):
+        async for _, what in parse_choices(self.turn, events):
+            if isinstance(what, ChoiceDelta):
+                list(blocks.push(what.deltas))
+            if isinstance(what, ChoiceEnd):
                 check_deadline([what.finished])
                 list(blocks.stop())
                 message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
         return {**message, "content": blocks.content}
 
-    def teller(self) -> Teller:
+    def teller(self) -> StreamEncoder:
         """Tells the events in Anthropic's words."""
-        return _Told(self)
+        return _EventEncoder(self)
 
-    def events(self, heard: Heard, blocks: Blocks) -> Iterator[Mapping[str, object]]:
+    def events(self, heard: ChoiceEvent, blocks: ContentBlocks) -> Iterator[Mapping[str, object]]:
         """Each block begins, is told in pieces, and stops."""
         match heard:
             case Started():
                 yield {"type": "message_start", "message": self._empty(heard.cached_tokens)}
                 yield {"type": "ping"}
-            case Said():
-                yield from blocks.push(heard.pieces)
-            case Ended():
+            case ChoiceDelta():
+                yield from blocks.push(heard.deltas)
+            case ChoiceEnd():
                 check_deadline([heard.finished])
                 yield from blocks.stop()
                 yield {"type": "message_delta", "delta": _stopping(heard), "usage": self._usage(heard.finished)}
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> ContentBlocks:
         """Those of the answer, before anything is said."""
-        return Blocks(partial(self.turn.call_id, 0))
+        return ContentBlocks(partial(self.turn.call_id, 0))
 
     def _empty(self, cached: int) -> AnsweredMessage:
         return AnsweredMessage(
@@ -76,7 +76,7 @@ class AnthropicAnswer:
 
     def _usage(self, finished: Finished) -> AnthropicUsage:
         cost = finished.usage
-        kept = written(finished) if self.breakpoints else 0
+        kept = cache_write_tokens(finished) if self.breakpoints else 0
         return AnthropicUsage(
             input_tokens=cost.prompt_tokens - cost.cached_tokens - kept,
             cache_creation_input_tokens=kept,
@@ -85,13 +85,13 @@ class AnthropicAnswer:
         )
 
 
-class _Told:
+class _EventEncoder:
     def __init__(self, answer: AnthropicAnswer) -> None:
-        self._answer, self._voice, self._blocks = answer, Voice(answer.turn), answer.blocks()
+        self._answer, self._parser, self._blocks = answer, ChoiceParser(answer.turn), answer.blocks()
 
-    def tell(self, choice: int, event: Event) -> bytes:
+    def encode(self, choice: int, event: Event) -> bytes:
         """The events of what is heard."""
-        heard = self._voice.hear(event)
+        heard = self._parser.parse(event)
         return b"".join([named_frame(told) for each in heard for told in self._answer.events(each, self._blocks)])
 
     async def close(self) -> bytes:
@@ -99,7 +99,7 @@ class _Told:
         return named_frame({"type": "message_stop"})
 
 
-def _stopping(ended: Ended) -> Stopping:
+def _stopping(ended: ChoiceEnd) -> Stopping:
     stop = ended.finished.stop
     if ended.reason == "stop" and isinstance(stop, str):
         return Stopping(stop_reason="stop_sequence", stop_sequence=stop)

@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from server.generation.arguments import read_arguments
 from server.schemas.anthropic_answer import AnsweredBlock, AnsweredTool, AnthropicEvent
 
 Kind = Literal["text", "thinking", "tool_use"]
 
 
-class Blocks:
+class ContentBlocks:
     """One after the other, in the order in which they are said.
 
     call_id  the id of the call with a number
@@ -23,31 +23,31 @@ class Blocks:
         self.content: list[AnsweredBlock] = []
         self._call_id = call_id
         self._open: Kind | None = None
-        self._said: list[str] = []
+        self._text: list[str] = []
 
-    def push(self, pieces: Iterable[Piece]) -> Iterator[AnthropicEvent]:
+    def push(self, pieces: Iterable[AnswerDelta]) -> Iterator[AnthropicEvent]:
         """The events of more of the answer."""
         for piece in pieces:
             match piece:
-                case Text(text):
+                case TextDelta(text):
                     if self._open != "text":
                         yield from self._begin("text", {"type": "text", "text": "", "citations": None})
                     yield self._more(text, {"type": "text_delta", "text": text})
-                case Reasoning(text):
+                case ReasoningDelta(text):
                     if self._open != "thinking":
                         yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                     yield self._more(text, {"type": "thinking_delta", "thinking": text})
-                case CallOpened(index, name):
+                case ToolCallStart(index, name):
                     called = AnsweredTool(type="tool_use", id=self._call_id(index), name=name, input={})
                     yield from self._begin("tool_use", called)
-                case CallArguments(_, text):
+                case ToolCallDelta(_, text):
                     yield self._more(text, {"type": "input_json_delta", "partial_json": text})
 
     def stop(self) -> Iterator[AnthropicEvent]:
         """The events of the end of the block that is open, if one is."""
         if self._open is None:
             return
-        text = "".join(self._said)
+        text = "".join(self._text)
         block = self.content[-1]
         if block["type"] == "text":
             block["text"] = text
@@ -65,12 +65,12 @@ class Blocks:
 
     def _begin(self, kind: Kind, empty: AnsweredBlock) -> Iterator[AnthropicEvent]:
         yield from self.stop()
-        self._open, self._said = kind, []
+        self._open, self._text = kind, []
         self.content.append(empty.copy())
         yield AnthropicEvent(type="content_block_start", index=self._index, content_block=empty)
 
     def _more(self, text: str, delta: Any) -> AnthropicEvent:
-        self._said.append(text)
+        self._text.append(text)
         return AnthropicEvent(type="content_block_delta", index=self._index, delta=delta)
 
 

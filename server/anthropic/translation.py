@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.generation.ability import SWITCHES
-from server.generation.renaming import renamed
-from server.http.errors import MESSAGES, ApiError, invalid
+from server.generation.error_fields import with_client_field_names
+from server.generation.support import REASONING_SWITCHES
+from server.http.errors import ANTHROPIC_PREFIX, ApiError, invalid_value
 from server.schemas.anthropic import (
     AnthropicMessage,
     AnthropicTool,
@@ -31,7 +31,7 @@ from server.schemas.chat import ChatRequest
 
 # Claude Code puts a line of this into its system prompt that differs with every request, and would be the end of every
 # cached prefix.
-NONCE = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 _NAMES = {
     r"prompt|messages.*": "messages",
     r"reasoning_effort": "output_config.effort",
@@ -42,12 +42,12 @@ _NAMES = {
     r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
 }
 
-Told = dict[str, object]
+Fields = dict[str, object]
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
     """The chat that answers the body; ApiError at what no chat can hold."""
-    asked: Told = {
+    asked: Fields = {
         "model": body.model,
         "messages": [*_system(body), *(told for message in body.messages for told in _messages(message))],
         "continue_final_message": _is_begun(body) or None,
@@ -61,15 +61,15 @@ def chat_request(body: CountRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:
-        raise invalid("messages", error.errors()[0]["msg"]) from error
+        raise invalid_value("messages", error.errors()[0]["msg"]) from error
 
 
-def reworded(error: ApiError | EngineError) -> ApiError:
+def with_anthropic_field_names(error: ApiError | EngineError) -> ApiError:
     """An error of the chat, with the names that Anthropic's client used."""
-    return renamed(error, MESSAGES, _NAMES)
+    return with_client_field_names(error, ANTHROPIC_PREFIX, _NAMES)
 
 
-def breaks(body: CountRequest) -> bool:
+def has_cache_control(body: CountRequest) -> bool:
     """Whether the client said anywhere what is worth keeping in the cache."""
     system = [] if isinstance(body.system, str | None) else body.system
     said = [block for message in body.messages if not isinstance(message.content, str) for block in message.content]
@@ -78,14 +78,14 @@ def breaks(body: CountRequest) -> bool:
     return marked or body.cache_control is not None
 
 
-def _system(body: CountRequest) -> list[Told]:
+def _system(body: CountRequest) -> list[Fields]:
     """The system's message, without what would keep it from ever being found in the cache."""
     texts = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
-    kept = [_part(block.text, block) for block in texts if not block.text.startswith(NONCE)]
+    kept = [_part(block.text, block) for block in texts if not block.text.startswith(BILLING_HEADER)]
     return [{"role": "system", "content": kept}] if kept else []
 
 
-def _messages(message: AnthropicMessage) -> Iterator[Told]:
+def _messages(message: AnthropicMessage) -> Iterator[Fields]:
     """One message as those of a chat: there, what tools answered stands alone, before what the user says."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -95,7 +95,7 @@ def _messages(message: AnthropicMessage) -> Iterator[Told]:
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     results = [_result(block) for block in message.content if isinstance(block, ToolResultBlock)]
     yield from results
-    told: Told = {"role": message.role, "content": texts or None}
+    told: Fields = {"role": message.role, "content": texts or None}
     if thoughts:
         told["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -104,19 +104,19 @@ def _messages(message: AnthropicMessage) -> Iterator[Told]:
         yield told
 
 
-def _part(text: str, block: Cached) -> Told:
-    part: Told = {"type": "text", "text": text}
+def _part(text: str, block: Cached) -> Fields:
+    part: Fields = {"type": "text", "text": text}
     return part if block.cache_control is None else {**part, "prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
-def _result(block: ToolResultBlock) -> Told:
+def _result(block: ToolResultBlock) -> Fields:
     content = [block.content] if isinstance(block.content, str) else [part.text for part in block.content or ()]
     # Chats have no mark for it.
     text = "\n".join(["Error:", *content] if block.is_error else content)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": [_part(text, block)]}
 
 
-def _call(block: ToolUseBlock) -> Told:
+def _call(block: ToolUseBlock) -> Fields:
     function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
     return {"id": block.id, "type": "function", "function": function}
 
@@ -128,12 +128,12 @@ def _is_begun(body: CountRequest) -> bool:
     return last.role == "assistant" and not called
 
 
-def _tool(tool: AnthropicTool) -> Told:
+def _tool(tool: AnthropicTool) -> Fields:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
-def _choice(body: CountRequest) -> Told:
+def _choice(body: CountRequest) -> Fields:
     choice = body.tool_choice
     if choice is None:
         return {}
@@ -146,22 +146,22 @@ def _choice(body: CountRequest) -> Told:
     return {"tool_choice": told, "parallel_tool_calls": parallel}
 
 
-def _thinking(body: CountRequest) -> Told:
+def _thinking(body: CountRequest) -> Fields:
     """Templates that have a switch for it are told; others think as they do."""
     match body.thinking:
         case ThinkingOff():
-            return {"chat_template_kwargs": dict.fromkeys(SWITCHES, False)}
+            return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, False)}
         case ThinkingOn(budget_tokens=budget, display=display):
             shown = None if display != "omitted" else False
-            kwargs = dict.fromkeys(SWITCHES, True)
+            kwargs = dict.fromkeys(REASONING_SWITCHES, True)
             return {"chat_template_kwargs": kwargs, "thinking_token_budget": budget, "include_reasoning": shown}
         case ThinkingFree(display=display):
             shown = None if display != "omitted" else False
-            return {"chat_template_kwargs": dict.fromkeys(SWITCHES, True), "include_reasoning": shown}
+            return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, True), "include_reasoning": shown}
     return {}
 
 
-def _output(body: CountRequest) -> Told:
+def _output(body: CountRequest) -> Fields:
     config = body.output_config
     if config is None:
         return {}
@@ -172,7 +172,7 @@ def _output(body: CountRequest) -> Told:
     return {"reasoning_effort": config.effort, "response_format": format}
 
 
-def _generating(body: MessagesRequest) -> Told:
+def _generating(body: MessagesRequest) -> Fields:
     return {
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,

@@ -15,7 +15,7 @@ from server.service import Service
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptResult:
     """What one request told: its end, log-probabilities of what it said, and its vector if it asked for one."""
 
     finished: Finished
@@ -23,14 +23,14 @@ class Outcome:
     vector: bytes = b""
 
 
-async def run_all(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> list[Outcome]:
+async def run_all(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> list[PromptResult]:
     """Run the requests, as many at a time as the engine has slots; what they told, in order.
 
     So a long list takes no more places in the queue than that. The first error ends all of them; where the queue is
     full, the rest goes on in fewer places, down to one.
     """
-    work = _Batch(service, requests, endpoint)
-    workers = [asyncio.create_task(work.help()) for _ in range(work.workers)]
+    work = _PromptBatch(service, requests, endpoint)
+    workers = [asyncio.create_task(work.work()) for _ in range(work.workers)]
     try:
         await asyncio.gather(*workers)
     finally:
@@ -40,29 +40,29 @@ async def run_all(service: Service, requests: Sequence[Request], endpoint: Endpo
     return [work.outcomes[at] for at in range(len(requests))]
 
 
-class _Batch:
+class _PromptBatch:
     """The work that is left, and what came of what is done."""
 
     def __init__(self, service: Service, requests: Sequence[Request], endpoint: Endpoint) -> None:
         self._service, self._endpoint = service, endpoint
-        self._left = deque(enumerate(requests))
+        self._pending = deque(enumerate(requests))
         self.workers = min(len(requests), service.engine.info.slots)
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, PromptResult] = {}
 
-    async def help(self) -> None:
+    async def work(self) -> None:
         """Run one after the other until nothing is left."""
-        while self._left:
-            at, request = self._left.popleft()
+        while self._pending:
+            at, request = self._pending.popleft()
             try:
                 self.outcomes[at] = await self._run(request)
             except Overloaded:
                 if self.workers == 1:
                     raise
-                self._left.appendleft((at, request))
+                self._pending.appendleft((at, request))
                 self.workers -= 1
                 return
 
-    async def _run(self, request: Request) -> Outcome:
+    async def _run(self, request: Request) -> PromptResult:
         entries: list[TokenLogprob] = []
         vector = b""
         async with self._service.open(request, self._endpoint) as events:
@@ -73,5 +73,5 @@ class _Batch:
                     case Embedded():
                         vector = event.vector
                     case Finished():
-                        return Outcome(event, tuple(entries), vector)
+                        return PromptResult(event, tuple(entries), vector)
         raise AssertionError("a request ends with Finished, or with an error")

@@ -10,13 +10,13 @@ import anyio.to_thread
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.types.events import Embedded, Finished
 from engine.types.request import EmbeddingInput, EmbeddingJob
-from server.http.errors import invalid, too_long
+from server.http.errors import context_too_long, invalid_value
 from server.metrics import Endpoint
 from server.service import Service
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EmbeddingResult:
     """What became of the inputs, in order, little-endian float32; and how many tokens they had."""
 
     vectors: list[bytes]
@@ -24,10 +24,12 @@ class Made:
 
 
 # Reads one input; raises as the engine's Reader.
-Reading = Callable[[], EmbeddingInput]
+InputReader = Callable[[], EmbeddingInput]
 
 
-async def run_job(service: Service, readings: Sequence[tuple[str, Reading]], id: str, endpoint: Endpoint) -> Made:
+async def run_embedding_job(
+    service: Service, readings: Sequence[tuple[str, InputReader]], id: str, endpoint: Endpoint
+) -> EmbeddingResult:
     """Read the inputs, each with the place in the body that an error shall name, and run them."""
     inputs = await anyio.to_thread.run_sync(lambda: tuple(_read(readings)))
     vectors = []
@@ -37,20 +39,20 @@ async def run_job(service: Service, readings: Sequence[tuple[str, Reading]], id:
                 case Embedded():
                     vectors.append(event.vector)
                 case Finished():
-                    return Made(vectors, event.usage.prompt_tokens)
+                    return EmbeddingResult(vectors, event.usage.prompt_tokens)
     raise AssertionError("a job ends with Finished, or with an error")
 
 
-def _read(readings: Sequence[tuple[str, Reading]]) -> Iterator[EmbeddingInput]:
+def _read(readings: Sequence[tuple[str, InputReader]]) -> Iterator[EmbeddingInput]:
     for place, reading in readings:
         try:
             read = reading()
         except ContextTooLong as error:
             advice = ". Please shorten it, or have it cut."
-            raise too_long(error, place, subject=f"'{place}'", advice=advice) from error
+            raise context_too_long(error, place, subject=f"'{place}'", advice=advice) from error
         except InvalidRequest as error:
             # Half of what can be wrong is about the input itself, whose name is the body's affair.
-            raise invalid(place if error.field == "input" else error.field, error.reason) from error
+            raise invalid_value(place if error.field == "input" else error.field, error.reason) from error
         if not read.tokens:
-            raise invalid(place, "it has no tokens")
+            raise invalid_value(place, "it has no tokens")
         yield read

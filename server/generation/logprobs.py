@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.types.events import Alternative, TokenLogprob
+from engine.types.events import Logprob, TokenLogprob
 from server.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
 from server.schemas.common import Generation, PromptLogprob, PromptLogprobs
 from server.schemas.completions import TextLogprobs
@@ -17,7 +17,7 @@ IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class LogprobFormat:
     """How many of the likeliest tokens are shown beside the chosen one, and whether tokens are named by their ids.
 
     Behind the likeliest stand those that `logprob_token_ids` asks for.
@@ -27,39 +27,39 @@ class Wording:
     by_id: bool = False
 
     @classmethod
-    def of(cls, body: Generation, top: int) -> Wording:
+    def of(cls, body: Generation, top: int) -> LogprobFormat:
         """As the body wants it."""
         return cls(top, bool(body.return_tokens_as_token_ids))
 
-    def name(self, alternative: Alternative) -> str:
+    def name(self, alternative: Logprob) -> str:
         """The text of a token, or vLLM's `token_id:7`."""
         return f"token_id:{alternative.token}" if self.by_id else alternative.text
 
-    def others(self, token: TokenLogprob) -> list[Alternative]:
+    def alternatives(self, token: TokenLogprob) -> list[Logprob]:
         """The likeliest and the labels, each token once."""
         found = {other.token: other for other in (*token.top[: self.top], *token.labels)}
         return list(found.values())
 
 
-EVERYTHING = Wording(20)
+ALL_LOGPROBS = LogprobFormat(20)
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob], wording: Wording = EVERYTHING) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[TokenLogprob], wording: LogprobFormat = ALL_LOGPROBS) -> ChatLogprobs:
     """The shape of chat completions."""
     return ChatLogprobs(content=[_entry(token, wording) for token in tokens], refusal=None)
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int, wording: Wording) -> TextLogprobs:
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, wording: LogprobFormat) -> TextLogprobs:
     """The shape of completions; `offset` is where the answer starts in the text of its choice."""
     return TextLogprobs(
         tokens=[wording.name(token.chosen) for token in tokens],
         token_logprobs=[_finite(token.chosen.logprob) for token in tokens],
         top_logprobs=[_top(token, wording) for token in tokens],
-        text_offset=[offset + token.offset for token in tokens],
+        text_offset=[offset + token.text_offset for token in tokens],
     )
 
 
-def joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
+def concatenated(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
     """The lists of both, one behind the other."""
     return TextLogprobs(
         tokens=first["tokens"] + second["tokens"],
@@ -71,20 +71,20 @@ def joined(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:
     """vLLM's shape: of each token of the prompt itself and the likeliest in its place, by their ids."""
-    return [None if entry is None else _place(entry, top) for entry in entries]
+    return [None if entry is None else _prompt_entry(entry, top) for entry in entries]
 
 
-def placed(tokens: Sequence[TokenLogprob], before: bytes) -> list[TokenLogprob]:
+def with_offsets(tokens: Sequence[TokenLogprob], before: bytes) -> list[TokenLogprob]:
     """The tokens of a prompt with their offsets: characters of it before the one that a token begins or continues."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offset, found = len(decoder.decode(before)), []
     for token in tokens:
-        found.append(replace(token, offset=offset))
+        found.append(replace(token, text_offset=offset))
         offset += len(decoder.decode(token.chosen.bytes))
     return found
 
 
-def _place(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
+def _prompt_entry(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
     ranks = {other.token: rank for rank, other in enumerate(entry.top, start=1)}
     return {
         str(other.token): PromptLogprob(
@@ -94,21 +94,21 @@ def _place(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
     }
 
 
-def _entry(token: TokenLogprob, wording: Wording) -> ChatLogprob:
-    others = [_alternative(other, wording) for other in wording.others(token)]
+def _entry(token: TokenLogprob, wording: LogprobFormat) -> ChatLogprob:
+    others = [_alternative(other, wording) for other in wording.alternatives(token)]
     return ChatLogprob(**_alternative(token.chosen, wording), top_logprobs=others)
 
 
-def _alternative(alternative: Alternative, wording: Wording) -> TopLogprob:
+def _alternative(alternative: Logprob, wording: LogprobFormat) -> TopLogprob:
     return TopLogprob(
         token=wording.name(alternative), logprob=_finite(alternative.logprob), bytes=list(alternative.bytes)
     )
 
 
-def _top(token: TokenLogprob, wording: Wording) -> dict[str, float]:
+def _top(token: TokenLogprob, wording: LogprobFormat) -> dict[str, float]:
     # The chosen token is always in it, so there may be one more than was asked for; OpenAI documents that.
     # Two tokens may have one text; the likelier one stands for it.
-    likeliest = {wording.name(other): _finite(other.logprob) for other in reversed(wording.others(token))}
+    likeliest = {wording.name(other): _finite(other.logprob) for other in reversed(wording.alternatives(token))}
     return {**dict(reversed(likeliest.items())), wording.name(token.chosen): _finite(token.chosen.logprob)}
 
 

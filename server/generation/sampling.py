@@ -8,23 +8,23 @@ from typing import TypeVar
 import anyio.to_thread
 
 from engine.types.request import Dry, SamplingParams, Xtc
-from server.http.errors import invalid
+from server.http.errors import invalid_value
 from server.schemas.common import Generation
 from server.service import Service
 
 Value = TypeVar("Value")
 Encode = Callable[[str], Sequence[int]]
 # llama.cpp's, where nothing else is asked for.
-BREAKERS = ("\n", ":", '"', "*")
+DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
 async def sampling(service: Service, body: Generation) -> SamplingParams:
     """How the body wants its tokens chosen; null is the default of OpenAI. ApiError at tokens that do not exist."""
     vocabulary = service.engine.info.vocabulary
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
-    check_ids("logit_bias", [token for token, _ in bias], vocabulary)
-    check_ids("allowed_token_ids", body.allowed_token_ids or (), vocabulary)
-    dry, bad_words = await _read(service.engine.tokenizer.predict, body)
+    check_token_ids("logit_bias", [token for token, _ in bias], vocabulary)
+    check_token_ids("allowed_token_ids", body.allowed_token_ids or (), vocabulary)
+    dry, bad_words = await _read(service.engine.tokenizer.encode_prediction, body)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=max(_or(body.top_k, 0), 0),
@@ -45,11 +45,11 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
     )
 
 
-def check_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
+def check_token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
     """ApiError at an id that the model does not have."""
     worst = max(ids, default=0)
     if worst >= vocabulary:
-        raise invalid(field, f"this model has {vocabulary} tokens, there is no id {worst}")
+        raise invalid_value(field, f"this model has {vocabulary} tokens, there is no id {worst}")
 
 
 async def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
@@ -72,14 +72,14 @@ def _forms(word: str) -> tuple[str, ...]:
 def _dry(encode: Encode, body: Generation) -> Dry | None:
     if not body.dry_multiplier:
         return None
-    breakers = BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers
+    breakers = DRY_SEQUENCE_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers
     # A breaker is the token that ends it inside a text, as in the first version of DRY (text-generation-webui 5677).
     tokens = dict.fromkeys(encode(f"a{breaker}")[-1] for breaker in breakers)
     return Dry(
         multiplier=body.dry_multiplier,
         base=_or(body.dry_base, 1.75),
         allowed_length=_or(body.dry_allowed_length, 2),
-        last=_or(body.dry_penalty_last_n, -1),
+        lookback=_or(body.dry_penalty_last_n, -1),
         breakers=tuple(tokens),
     )
 
@@ -88,7 +88,7 @@ def _alias(body: Generation, name: str, other: str) -> float | None:
     first: float | None = getattr(body, name)
     second: float | None = getattr(body, other)
     if first is not None and second is not None and first != second:
-        raise invalid(other, f"it is another name of '{name}' and differs from it")
+        raise invalid_value(other, f"it is another name of '{name}' and differs from it")
     return second if first is None else first
 
 

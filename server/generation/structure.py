@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.chat_format.message import Body
-from server.http.errors import invalid
-from server.http.parsing import NotStrict, parse
+from engine.chat_format.message import AnswerConstraint
+from server.http.errors import invalid_value
+from server.http.parsing import StrictJsonError, parse
 from server.schemas.common import Generation
 from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from server.schemas.tools import Schema
@@ -30,16 +30,16 @@ STRUCTURES = frozenset(
 )
 
 
-def structure(body: Generation) -> tuple[str, Body] | None:
+def structure(body: Generation) -> tuple[str, AnswerConstraint] | None:
     """The field that asks for structure, and what it asks for; ApiError where two do."""
     found = [(field, asked) for field, asked in _asked(body) if asked is not None]
     if len(found) > 1:
         (first, _), (second, _) = found[:2]
-        raise invalid(second, f"an answer can follow one structure, and there is '{first}' already")
+        raise invalid_value(second, f"an answer can follow one structure, and there is '{first}' already")
     return found[0] if found else None
 
 
-def _asked(body: Generation) -> Iterator[tuple[str, Body | None]]:
+def _asked(body: Generation) -> Iterator[tuple[str, AnswerConstraint | None]]:
     yield _format(body)
     yield from _structured(body.structured_outputs or StructuredOutputs())
     yield "guided_json", _schema("guided_json", body.guided_json)
@@ -52,52 +52,52 @@ def _asked(body: Generation) -> Iterator[tuple[str, Body | None]]:
     yield "ebnf", _grammar(body.ebnf)
 
 
-def _format(body: Generation) -> tuple[str, Body | None]:
+def _format(body: Generation) -> tuple[str, AnswerConstraint | None]:
     match body.response_format:
         case JsonSchemaFormat(json_schema=named):
             # A name without a schema asks for JSON and leaves the rest open, as OpenAI has it.
             place = "response_format.json_schema.schema"
-            wanted = _schema(place, named.schema_) or Body("json_object")
+            wanted = _schema(place, named.schema_) or AnswerConstraint("json_object")
             return place, replace(wanted, strict=named.strict is not False)
         case JsonObjectFormat(schema_=schema):
-            return "response_format", _schema("response_format.schema", schema) or Body("json_object")
+            return "response_format", _schema("response_format.schema", schema) or AnswerConstraint("json_object")
         case _:
             return "response_format", None
 
 
-def _structured(asked: StructuredOutputs) -> Iterator[tuple[str, Body | None]]:
+def _structured(asked: StructuredOutputs) -> Iterator[tuple[str, AnswerConstraint | None]]:
     yield "structured_outputs.json", _schema("structured_outputs.json", asked.json_)
     yield "structured_outputs.regex", _regex(asked.regex)
     yield "structured_outputs.choice", _choices(asked.choice)
     yield "structured_outputs.grammar", _grammar(asked.grammar)
-    yield "structured_outputs.json_object", Body("json_object") if asked.json_object else None
+    yield "structured_outputs.json_object", AnswerConstraint("json_object") if asked.json_object else None
 
 
-def _schema(field: str, schema: Schema | str | None) -> Body | None:
+def _schema(field: str, schema: Schema | str | None) -> AnswerConstraint | None:
     if schema is None:
         return None
     if isinstance(schema, str):
         schema = _parsed(field, schema)
-    return Body("json_schema", json.dumps(schema, ensure_ascii=False))
+    return AnswerConstraint("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def _parsed(field: str, text: str) -> Schema:
     try:
         schema = parse(text)
-    except NotStrict as error:
-        raise invalid(field, f"it is no strict JSON: {error}") from error
+    except StrictJsonError as error:
+        raise invalid_value(field, f"it is no strict JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise invalid(field, "it is no JSON object")
+        raise invalid_value(field, "it is no JSON object")
     return schema
 
 
-def _regex(text: str | None) -> Body | None:
-    return None if text is None else Body("regex", text)
+def _regex(text: str | None) -> AnswerConstraint | None:
+    return None if text is None else AnswerConstraint("regex", text)
 
 
-def _grammar(text: str | None) -> Body | None:
-    return None if text is None else Body("grammar", text)
+def _grammar(text: str | None) -> AnswerConstraint | None:
+    return None if text is None else AnswerConstraint("grammar", text)
 
 
-def _choices(choices: list[str] | None) -> Body | None:
-    return None if choices is None else Body("choices", choices=tuple(choices))
+def _choices(choices: list[str] | None) -> AnswerConstraint | None:
+    return None if choices is None else AnswerConstraint("choices", choices=tuple(choices))

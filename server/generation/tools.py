@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.chat_format.message import Tool, ToolChoice, custom_tool
-from server.http.errors import invalid
+from server.http.errors import invalid_value
 from server.schemas.chat import ChatRequest
 from server.schemas.tools import (
     AllowedChoice,
@@ -28,12 +28,12 @@ from server.schemas.tools import (
 Definition = FunctionDefinition | LegacyFunction | CustomDefinition
 
 # OpenAI reads a function without parameters as one that takes none, and an empty schema allows any.
-NOTHING: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-ANYTHING: Schema = {"type": "object", "properties": {}}
+EMPTY_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_PARAMETERS: Schema = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolSet:
     """The tools that the model is shown, and what it may do with them.
 
     legacy  whether they came as `functions`, whose answer has one `function_call` in place of `tool_calls`
@@ -44,10 +44,10 @@ class Offer:
     legacy: bool = False
 
 
-def offer(body: ChatRequest) -> Offer:
+def tool_set(body: ChatRequest) -> ToolSet:
     """What the body offers; ApiError at what contradicts itself."""
     if body.functions and body.tools:
-        raise invalid("functions", "it is the older name of 'tools'; give one of them")
+        raise invalid_value("functions", "it is the older name of 'tools'; give one of them")
     if body.functions:
         tools = _tools([(f"functions[{at}]", function) for at, function in enumerate(body.functions)])
         choice = _legacy_choice(body, tools)
@@ -55,10 +55,10 @@ def offer(body: ChatRequest) -> Offer:
         tools = _tools([_defined(at, tool) for at, tool in enumerate(body.tools or ())])
         choice = _choice(body, tools)
     # A model that sees no tools calls none.
-    return Offer(() if choice.mode == "none" else tools, choice, legacy=bool(body.functions))
+    return ToolSet(() if choice.mode == "none" else tools, choice, legacy=bool(body.functions))
 
 
-def place(at: int, tool: Tool, *, legacy: bool) -> str:
+def tool_path(at: int, tool: Tool, *, legacy: bool) -> str:
     """Where tool number `at` stands in a body."""
     return f"functions[{at}]" if legacy else f"tools[{at}].{tool.kind}"
 
@@ -74,12 +74,12 @@ def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for place, definition in offered:
         if definition.name in seen:
-            raise invalid(f"{place}.name", "another tool has this name")
+            raise invalid_value(f"{place}.name", "another tool has this name")
         seen.add(definition.name)
         if isinstance(definition, CustomDefinition):
             continue
         if _parameters(definition).get("type", "object") != "object":
-            raise invalid(f"{place}.parameters.type", "it must be 'object'")
+            raise invalid_value(f"{place}.parameters.type", "it must be 'object'")
     return tuple(_tool(definition) for _, definition in offered)
 
 
@@ -95,7 +95,7 @@ def _tool(definition: Definition) -> Tool:
 
 
 def _parameters(definition: FunctionDefinition | LegacyFunction) -> Schema:
-    return NOTHING if definition.parameters is None else definition.parameters or ANYTHING
+    return EMPTY_PARAMETERS if definition.parameters is None else definition.parameters or ANY_PARAMETERS
 
 
 def _custom(definition: CustomDefinition) -> Tool:
@@ -107,19 +107,19 @@ def _custom(definition: CustomDefinition) -> Tool:
 
 def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if isinstance(body.function_call, Named):
-        raise invalid("function_call", "there are no 'functions'")
+        raise invalid_value("function_call", "there are no 'functions'")
     chosen, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not tools:
         if chosen in (None, "none", "auto"):
             return ToolChoice("none")
-        raise invalid("tool_choice", "there are no 'tools' to choose from")
+        raise invalid_value("tool_choice", "there are no 'tools' to choose from")
     match chosen:
         case NamedFunction() | NamedCustom():
-            names = _known([chosen], tools, "tool_choice")
+            names = _check_names([chosen], tools, "tool_choice")
             return ToolChoice("required", names, parallel=False)
         case AllowedChoice():
             allowed = chosen.allowed_tools
-            names = _known(allowed.tools, tools, "tool_choice.allowed_tools.tools[{}]")
+            names = _check_names(allowed.tools, tools, "tool_choice.allowed_tools.tools[{}]")
             return ToolChoice(allowed.mode, names, parallel)
         case _:
             return ToolChoice(chosen or "auto", (), parallel)
@@ -127,21 +127,21 @@ def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if body.tool_choice is not None:
-        raise invalid("tool_choice", "with 'functions' it is called 'function_call'")
+        raise invalid_value("tool_choice", "with 'functions' it is called 'function_call'")
     if isinstance(body.function_call, Named):
         if body.function_call.name not in {tool.name for tool in tools}:
-            raise invalid("function_call.name", "there is no function of this name")
+            raise invalid_value("function_call.name", "there is no function of this name")
         return ToolChoice("required", (body.function_call.name,), parallel=False)
     return ToolChoice(body.function_call or "auto", (), parallel=False)
 
 
-def _known(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
+def _check_names(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
     """The names that are chosen; `place`: where they stand."""
     known = {(tool.kind, tool.name) for tool in tools}
     found = [(choice.type, _named(choice).name) for choice in chosen]
     for at, (kind, name) in enumerate(found):
         if (kind, name) not in known:
-            raise invalid(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
+            raise invalid_value(f"{place.format(at)}.{kind}.name", "there is no tool of this name")
     return tuple(dict.fromkeys(name for _, name in found))
 
 

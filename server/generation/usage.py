@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from engine.types.events import Finished, Progress, Started, Timings, Usage
-from server.schemas.common import Progress as ProgressBody
+from engine.types.events import Finished, PrefillProgress, Started, Timings, Usage
+from server.schemas.common import PromptProgress as ProgressBody
 from server.schemas.common import TimingsBody, UsageBody
 
 
@@ -25,7 +25,7 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
         completion_tokens_details={
             "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": sum(cost.accepted_tokens for cost in said),
-            "rejected_prediction_tokens": sum(cost.refused_tokens for cost in said),
+            "rejected_prediction_tokens": sum(cost.rejected_tokens for cost in said),
         },
     )
     shifts = sum(cost.context_shifts for cost in said)
@@ -35,7 +35,7 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
     return body
 
 
-def written(finished: Finished) -> int:
+def cache_write_tokens(finished: Finished) -> int:
     """Tokens of the prompt that were computed, and so remembered."""
     return finished.usage.prompt_tokens - finished.usage.cached_tokens
 
@@ -55,12 +55,12 @@ def timings(finished: Finished) -> TimingsBody:
         predicted_ms=_milliseconds(times.generation_seconds),
         predicted_per_token_ms=_milliseconds(_ratio(times.generation_seconds, cost.completion_tokens)),
         predicted_per_second=round(_ratio(cost.completion_tokens, times.generation_seconds), 3),
-        draft_n=cost.accepted_tokens + cost.refused_tokens,
+        draft_n=cost.accepted_tokens + cost.rejected_tokens,
         draft_n_accepted=cost.accepted_tokens,
     )
 
 
-class Meter:
+class ChoiceUsage:
     """What one choice has cost so far, by the clock of this side: for answers that tell it as they go."""
 
     def __init__(self, prompt_tokens: int) -> None:
@@ -73,13 +73,13 @@ class Meter:
         self._started = self._first = time.monotonic()
         self._cached = event.cached_tokens
 
-    def say(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """It has said more."""
         if not self._said:
             self._first = time.monotonic()
         self._said += tokens
 
-    def progress(self, event: Progress) -> ProgressBody:
+    def progress(self, event: PrefillProgress) -> ProgressBody:
         """How far its prompt is."""
         return ProgressBody(
             total=event.prompt_tokens,
@@ -88,7 +88,7 @@ class Meter:
             time_ms=_milliseconds(time.monotonic() - self._started),
         )
 
-    def reading(self) -> Finished:
+    def current(self) -> Finished:
         """As if it ended now."""
         times = Timings(
             queue_seconds=self._started - self._begin,

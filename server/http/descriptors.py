@@ -13,17 +13,17 @@ from typing import Any
 logger = logging.getLogger("cellar.http")
 
 # For all but connections: the store, files of the shelf, the process that compiles grammars, what threads open.
-RESERVED = 128
+RESERVED_DESCRIPTORS = 128
 # Connections that are taken in one turn of the event loop. It takes a few more turns until those that were too many
 # give their descriptors back, so that a burst needs several times as many of the reserve.
-BATCH = 16
+ACCEPT_BATCH = 16
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-def affordable(connections: int) -> int:
+def connection_limit(connections: int) -> int:
     """So many connections, or as many as there are descriptors for; the soft limit is raised where it may be."""
-    wanted = connections + RESERVED
+    wanted = connections + RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -31,10 +31,12 @@ def affordable(connections: int) -> int:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
-    return connections if soft == resource.RLIM_INFINITY else min(connections, max(soft - RESERVED, soft // 2))
+    return (
+        connections if soft == resource.RLIM_INFINITY else min(connections, max(soft - RESERVED_DESCRIPTORS, soft // 2))
+    )
 
 
-class Listening(socket.socket):
+class ListeningSocket(socket.socket):
     """A listening socket that asyncio can serve when descriptors run out.
 
     asyncio retries after a second, but goes on accepting before, up to 2,048 times (Python 3.11 to 3.14), with a
@@ -46,7 +48,7 @@ class Listening(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         """The next connection; BlockingIOError where none is to be taken before the event loop goes on."""
-        self._accepted = (self._accepted + 1) % (BATCH + 1)
+        self._accepted = (self._accepted + 1) % (ACCEPT_BATCH + 1)
         if self._exhausted or not self._accepted:
             self._exhausted, self._accepted = False, 0
             raise BlockingIOError
@@ -57,7 +59,7 @@ class Listening(socket.socket):
             raise
 
 
-def tell_exhaustion(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def log_exhaustion(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """asyncio's handler of exceptions, but a line in place of a traceback where descriptors run out."""
     fault = context.get("exception")
     if isinstance(fault, OSError) and fault.errno in _EXHAUSTED and "socket" in context:

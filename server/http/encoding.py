@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 # Items of a list that are encoded in one call: numbers or texts, and objects or vectors.
-SLICE, NESTED_SLICE = 1024, 4
+SCALAR_SLICE, NESTED_SLICE = 1024, 4
 # Objects of a list that are encoded in slices themselves, such as choices.
-FEW = 64
+MAX_SLICED_OBJECTS = 64
 # The text of a template: nothing that a server or a client is called by has this value.
-HOLE = "\0"
+PLACEHOLDER = "\0"
 
 
 def dumps(value: object) -> bytes:
@@ -32,33 +32,33 @@ def dumps_sliced(value: object) -> bytes:
         return b"{" + b",".join(dumps(key) + b":" + dumps_sliced(item) for key, item in value.items()) + b"}"
     if not isinstance(value, list) or not value:
         return dumps(value)
-    if len(value) <= FEW and isinstance(value[0], dict):
+    if len(value) <= MAX_SLICED_OBJECTS and isinstance(value[0], dict):
         return b"[" + b",".join(map(dumps_sliced, value)) + b"]"
-    size = NESTED_SLICE if isinstance(value[0], dict | list) else SLICE
+    size = NESTED_SLICE if isinstance(value[0], dict | list) else SCALAR_SLICE
     slices = (value[start : start + size] for start in range(0, len(value), size))
     return b"[" + b",".join(dumps(some)[1:-1] for some in slices) + b"]"
 
 
-async def large_json(content: object) -> Response:
+async def large_json_response(content: object) -> Response:
     """A JSON answer that is encoded in a worker thread."""
-    return Response(await anyio.to_thread.run_sync(dumps_sliced, content), media_type=Json.media_type)
+    return Response(await anyio.to_thread.run_sync(dumps_sliced, content), media_type=JsonResponse.media_type)
 
 
-class Template:
+class JsonTemplate:
     """What is written again and again with another text in it: all but the text is encoded once.
 
     pattern  with HOLE, as JSON, wherever the text goes
     """
 
     def __init__(self, pattern: bytes) -> None:
-        self._parts = pattern.split(dumps(HOLE))
+        self._parts = pattern.split(dumps(PLACEHOLDER))
 
     def fill(self, text: str) -> bytes:
         """The pattern with `text` in it."""
         return encode_basestring_ascii(text).encode("ascii").join(self._parts)
 
 
-class Json(Response):
+class JsonResponse(Response):
     """A JSON answer."""
 
     media_type = "application/json"

@@ -1,7 +1,7 @@
 """Every error that a client can see. The only file of this package that knows status codes.
 
-A `Kind` is a row of the table in docs/errors.md: status, type and code. An `ApiError` is one of them with a message.
-Whoever finds the fault raises; the handlers here, and `reply` for what happens outside FastAPI, write the envelope
+A `ErrorKind` is a row of the table in docs/errors.md: status, type and code. An `ApiError` is one of them with a message.
+Whoever finds the fault raises; the handlers here, and `error_response` for what happens outside FastAPI, write the envelope
 {"error": {"message", "type", "param", "code"}}, or the one that clients of another API know. Input is never echoed but
 for short names of fields.
 """
@@ -19,12 +19,12 @@ from starlette.responses import Response
 
 from engine import errors as engine_errors
 from engine.types.events import Finished
-from server.http.encoding import Json
+from server.http.encoding import JsonResponse
 from server.store.database import StoreError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ErrorKind:
     """What an error is, apart from this one's message."""
 
     status: int
@@ -32,40 +32,40 @@ class Kind:
     code: str
 
 
-INVALID_VALUE = Kind(400, "invalid_request_error", "invalid_value")
-INVALID_JSON = Kind(400, "invalid_request_error", "invalid_json")
-INVALID_HTTP = Kind(400, "invalid_request_error", "invalid_http")
-UNKNOWN_PARAMETER = Kind(400, "invalid_request_error", "unknown_parameter")
-UNSUPPORTED_PARAMETER = Kind(400, "invalid_request_error", "unsupported_parameter")
-UNSUPPORTED_VALUE = Kind(400, "invalid_request_error", "unsupported_value")
-PREVIOUS_RESPONSE_NOT_FOUND = Kind(400, "invalid_request_error", "previous_response_not_found")
-CONNECTION_LIMIT = Kind(400, "invalid_request_error", "websocket_connection_limit_reached")
-UNSATISFIABLE = Kind(400, "invalid_request_error", "unsatisfiable")
-CONTEXT_LENGTH_EXCEEDED = Kind(400, "invalid_request_error", "context_length_exceeded")
-INVALID_API_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
-ORIGIN_NOT_ALLOWED = Kind(403, "invalid_request_error", "origin_not_allowed")
-MODEL_NOT_FOUND = Kind(404, "invalid_request_error", "model_not_found")
-RESPONSE_NOT_FOUND = Kind(404, "invalid_request_error", "response_not_found")
-UNKNOWN_URL = Kind(404, "invalid_request_error", "unknown_url")
-METHOD_NOT_ALLOWED = Kind(405, "invalid_request_error", "method_not_allowed")
-REQUEST_TIMEOUT = Kind(408, "invalid_request_error", "request_timeout")
-DEADLINE_EXCEEDED = Kind(408, "invalid_request_error", "deadline_exceeded")
-BODY_TOO_LARGE = Kind(413, "invalid_request_error", "body_too_large")
-UNSUPPORTED_MEDIA_TYPE = Kind(415, "invalid_request_error", "unsupported_media_type")
-HOST_NOT_ALLOWED = Kind(421, "invalid_request_error", "host_not_allowed")
-QUEUE_FULL = Kind(429, "rate_limit_error", "queue_full")
-HEADERS_TOO_LARGE = Kind(431, "invalid_request_error", "headers_too_large")
-INTERNAL_ERROR = Kind(500, "server_error", "internal_error")
-GENERATION_FAILED = Kind(500, "server_error", "generation_failed")
-MODEL_LOADING = Kind(503, "unavailable_error", "model_loading")
-SERVER_DRAINING = Kind(503, "unavailable_error", "server_draining")
-ENGINE_DEAD = Kind(503, "unavailable_error", "engine_dead")
-STORE_UNAVAILABLE = Kind(503, "unavailable_error", "store_unavailable")
+INVALID_VALUE = ErrorKind(400, "invalid_request_error", "invalid_value")
+INVALID_JSON = ErrorKind(400, "invalid_request_error", "invalid_json")
+INVALID_HTTP = ErrorKind(400, "invalid_request_error", "invalid_http")
+UNKNOWN_PARAMETER = ErrorKind(400, "invalid_request_error", "unknown_parameter")
+UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
+UNSUPPORTED_VALUE = ErrorKind(400, "invalid_request_error", "unsupported_value")
+PREVIOUS_RESPONSE_NOT_FOUND = ErrorKind(400, "invalid_request_error", "previous_response_not_found")
+CONNECTION_LIMIT = ErrorKind(400, "invalid_request_error", "websocket_connection_limit_reached")
+UNSATISFIABLE = ErrorKind(400, "invalid_request_error", "unsatisfiable")
+CONTEXT_LENGTH_EXCEEDED = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
+INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
+ORIGIN_NOT_ALLOWED = ErrorKind(403, "invalid_request_error", "origin_not_allowed")
+MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
+RESPONSE_NOT_FOUND = ErrorKind(404, "invalid_request_error", "response_not_found")
+UNKNOWN_URL = ErrorKind(404, "invalid_request_error", "unknown_url")
+METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
+REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
+DEADLINE_EXCEEDED = ErrorKind(408, "invalid_request_error", "deadline_exceeded")
+BODY_TOO_LARGE = ErrorKind(413, "invalid_request_error", "body_too_large")
+UNSUPPORTED_MEDIA_TYPE = ErrorKind(415, "invalid_request_error", "unsupported_media_type")
+HOST_NOT_ALLOWED = ErrorKind(421, "invalid_request_error", "host_not_allowed")
+QUEUE_FULL = ErrorKind(429, "rate_limit_error", "queue_full")
+HEADERS_TOO_LARGE = ErrorKind(431, "invalid_request_error", "headers_too_large")
+INTERNAL_ERROR = ErrorKind(500, "server_error", "internal_error")
+GENERATION_FAILED = ErrorKind(500, "server_error", "generation_failed")
+MODEL_LOADING = ErrorKind(503, "unavailable_error", "model_loading")
+SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
+ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
+STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
 
 # Paths whose clients read errors in another shape.
-MESSAGES = "/v1/messages"
-OLLAMA = "/api/"
-_ANTHROPIC = {
+ANTHROPIC_PREFIX = "/v1/messages"
+OLLAMA_PREFIX = "/api/"
+ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -80,7 +80,7 @@ _ANTHROPIC = {
 }
 
 # What the prompt is made of, by the ends of paths; others call it so. A pair may be too long by either text.
-_PROMPTS: Mapping[str, str | None] = {
+PROMPT_FIELDS: Mapping[str, str | None] = {
     "/chat/completions": "messages",
     "/embeddings": "input",
     "/decisions": "input",
@@ -94,9 +94,9 @@ SWITCHING_PROTOCOLS = 101
 CLIENT_CLOSED = 499
 
 # openai-python ignores a Retry-After above 120 s by not retrying at all.
-LONGEST_RETRY_SECONDS = 60
+MAX_RETRY_SECONDS = 60
 # Until a full disk or a database that is out of reach is worth another try.
-STORE_SECONDS = 10
+STORE_RETRY_SECONDS = 10
 
 logger = logging.getLogger("cellar.http")
 
@@ -106,7 +106,7 @@ class ApiError(HTTPException):
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ErrorKind,
         message: str,
         *,
         param: str | None = None,
@@ -123,31 +123,31 @@ class ApiError(HTTPException):
         return {"error": {**named, **self.details}}
 
 
-def reply(error: ApiError, path: str) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
     """The error as an answer, in the shape that clients of `path` know."""
-    return Json(envelope(error, path), error.kind.status, error.headers)
+    return JsonResponse(error_body(error, path), error.kind.status, error.headers)
 
 
-def envelope(error: ApiError, path: str) -> dict[str, object]:
+def error_body(error: ApiError, path: str) -> dict[str, object]:
     """The body of an error: Anthropic's and Ollama's clients read other shapes than OpenAI's."""
-    if path == MESSAGES or path.startswith(f"{MESSAGES}/"):
-        kind = _ANTHROPIC.get(error.kind.status, "api_error")
+    if path == ANTHROPIC_PREFIX or path.startswith(f"{ANTHROPIC_PREFIX}/"):
+        kind = ANTHROPIC_TYPES.get(error.kind.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
-    if path.startswith(OLLAMA):
+    if path.startswith(OLLAMA_PREFIX):
         return {"error": error.message}
     return error.body
 
 
-def translate(error: engine_errors.EngineError, path: str) -> ApiError:
+def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
     """What an error of the engine means to a client that asked for `path`."""
     match error:
         case engine_errors.ContextTooLong():
             # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
             more = ", which exceeds the available context size when an answer is to follow. Please shorten the prompt."
-            field = next((name for end, name in _PROMPTS.items() if path.endswith(end)), "prompt")
-            return too_long(error, field, subject="the prompt", advice=more)
+            field = next((name for end, name in PROMPT_FIELDS.items() if path.endswith(end)), "prompt")
+            return context_too_long(error, field, subject="the prompt", advice=more)
         case engine_errors.InvalidRequest():
-            return invalid(error.field, error.reason)
+            return invalid_value(error.field, error.reason)
         case engine_errors.Unavailable():
             return _unavailable(error)
         case engine_errors.Unsatisfiable():
@@ -155,43 +155,43 @@ def translate(error: engine_errors.EngineError, path: str) -> ApiError:
         case engine_errors.SequenceFailed():
             return ApiError(GENERATION_FAILED, f"The generation failed: {error.reason}")
         case _:
-            return internal()
+            return internal_error()
 
 
-def invalid(field: str, reason: str) -> ApiError:
+def invalid_value(field: str, reason: str) -> ApiError:
     """A value that a field of the body cannot have, for a reason that goes on behind a colon."""
     return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)
 
 
-def missing(field: str) -> ApiError:
+def missing_parameter(field: str) -> ApiError:
     """A field that the body needs and does not have."""
     return ApiError(INVALID_VALUE, f"Missing required parameter: '{field}'.", param=field)
 
 
-def too_long(error: engine_errors.ContextTooLong, field: str | None, *, subject: str, advice: str) -> ApiError:
+def context_too_long(error: engine_errors.ContextTooLong, field: str | None, *, subject: str, advice: str) -> ApiError:
     """More tokens than the context holds: `subject` has them, and `advice` goes on behind their number."""
     count = error.tokens if error.exact else f"at least {error.tokens}"
     message = f"This model's maximum context length is {error.capacity} tokens. However, {subject} has {count}{advice}"
-    if error.tokens < error.longest:
-        message += f" Started with a larger --context, this server holds up to {error.longest} tokens."
+    if error.tokens < error.max_context:
+        message += f" Started with a larger --context, this server holds up to {error.max_context} tokens."
     details = {"n_prompt_tokens": error.tokens, "n_ctx": error.capacity}
     return ApiError(CONTEXT_LENGTH_EXCEEDED, message, param=field, details=details)
 
 
-def unsupported(field: str, reason: str) -> ApiError:
+def unsupported_parameter(field: str, reason: str) -> ApiError:
     """A documented parameter that the model which is served cannot honour."""
     message = f"This server does not support '{field}' with this model: {reason}."
     return ApiError(UNSUPPORTED_PARAMETER, message, param=field)
 
 
-def internal() -> ApiError:
+def internal_error() -> ApiError:
     """A fault of ours. The log has the rest, under the request id."""
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
 
 
 def check_deadline(finished: Sequence[Finished]) -> None:
     """ApiError where the time of all choices ran out before the first token: then there is no part of an answer."""
-    if all(_nothing_in_time(event) for event in finished):
+    if all(_timed_out_empty(event) for event in finished):
         message = "The time that 'timeout' allows ran out before the first token."
         raise ApiError(DEADLINE_EXCEEDED, message, param="timeout", headers={"x-should-retry": "false"})
 
@@ -203,12 +203,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(StoreError, _on_store)
 
 
-def _nothing_in_time(event: Finished) -> bool:
+def _timed_out_empty(event: Finished) -> bool:
     return event.reason == "length" and event.stop == "deadline" and not event.usage.completion_tokens
 
 
 def _unavailable(error: engine_errors.Unavailable) -> ApiError:
-    retry = {"Retry-After": str(min(max(math.ceil(error.retry_after_seconds), 1), LONGEST_RETRY_SECONDS))}
+    retry = {"Retry-After": str(min(max(math.ceil(error.retry_after_seconds), 1), MAX_RETRY_SECONDS))}
     message = f"{str(error)[:1].upper()}{str(error)[1:]}."
     match error:
         case engine_errors.Overloaded():
@@ -225,22 +225,24 @@ async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path: str = request.scope["path"]
     if isinstance(error, ApiError):
-        return reply(error, path)
+        return error_response(error, path)
     if error.status_code == UNKNOWN_URL.status:
-        return reply(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
+        return error_response(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
     if error.status_code == METHOD_NOT_ALLOWED.status:
-        return reply(ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path)
-    return reply(internal(), path)
+        return error_response(
+            ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path
+        )
+    return error_response(internal_error(), path)
 
 
 async def _on_engine(request: Request, error: Exception) -> Response:
     assert isinstance(error, engine_errors.EngineError)
     path: str = request.scope["path"]
-    return reply(translate(error, path), path)
+    return error_response(from_engine_error(error, path), path)
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
     logger.error("the store of responses failed: %s", error)
     message = "The store of responses is full, broken or out of reach."
-    headers = {"Retry-After": str(STORE_SECONDS)}
-    return reply(ApiError(STORE_UNAVAILABLE, message, headers=headers), request.scope["path"])
+    headers = {"Retry-After": str(STORE_RETRY_SECONDS)}
+    return error_response(ApiError(STORE_UNAVAILABLE, message, headers=headers), request.scope["path"])

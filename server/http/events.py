@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator, Callable
 from engine.types.events import Delta, Event
 
 # Takes a delta of a choice; False: its reader shall.
-Take = Callable[[int, Delta], bool]
+DeltaSink = Callable[[int, Delta], bool]
 
 
-class Events:
+class ChoiceEvents:
     """Pairs of a choice and its event, in order.
 
     reading  yields them; closing it ends the reading
-    shorten  hands deltas that come while the reader waits to a `Take`, right where the engine delivers them
+    shorten  hands deltas that come while the reader waits to a `DeltaSink`, right where the engine delivers them
     """
 
-    def __init__(self, reading: AsyncGenerator[tuple[int, Event], None], shorten: Callable[[Take], None]) -> None:
+    def __init__(self, reading: AsyncGenerator[tuple[int, Event], None], shorten: Callable[[DeltaSink], None]) -> None:
         self.reading, self.shorten = reading, shorten
 
     def __aiter__(self) -> AsyncGenerator[tuple[int, Event], None]:

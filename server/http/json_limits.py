@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import re
 
-DEEPEST = 64
+MAX_DEPTH = 64
 # Strings, arrays and objects; keys of objects are strings.
-MOST_NODES = 2**17
+MAX_NODES = 2**17
 # Values of every kind, so that prompts of token ids may be long.
-MOST_VALUES = 2**19
+MAX_VALUES = 2**19
 # Characters a call of the regular expression engine may read, about 1 ms.
-WINDOW = 2**16
+SCAN_WINDOW = 2**16
 
-_mark = re.compile(r'["\[\]{}]')
+_structural = re.compile(r'["\[\]{}]')
 # Possessive: linear whatever the text.
-_inside = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_string_body = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
-def exceeded(text: str) -> str | None:
+def exceeded_limit(text: str) -> str | None:
     """The limit that a JSON text exceeds, in words; None: none. A text that is no JSON gives either."""
-    counting = text.count(",") >= MOST_VALUES
+    counting = text.count(",") >= MAX_VALUES
     opened = text.count("[") + text.count("{")
-    if opened <= DEEPEST and opened + text.count('"') <= MOST_NODES and not counting:
+    if opened <= MAX_DEPTH and opened + text.count('"') <= MAX_NODES and not counting:
         return None
     depth = nodes = separators = position = 0
-    while (found := _next_mark(text, position)) >= 0:
+    while (found := _next_structural(text, position)) >= 0:
         if counting:
             # Not those inside of strings.
             separators += text.count(",", position, found)
@@ -41,24 +41,24 @@ def exceeded(text: str) -> str | None:
             position = _string_end(text, position)
         else:
             depth += 1
-        if depth > DEEPEST:
-            return f"nested deeper than {DEEPEST} levels"
-        if nodes > MOST_NODES:
-            return f"more than {MOST_NODES} strings, arrays and objects"
-        if separators >= MOST_VALUES:
+        if depth > MAX_DEPTH:
+            return f"nested deeper than {MAX_DEPTH} levels"
+        if nodes > MAX_NODES:
+            return f"more than {MAX_NODES} strings, arrays and objects"
+        if separators >= MAX_VALUES:
             break
-    if counting and separators + text.count(",", position) >= MOST_VALUES:
-        return f"more than {MOST_VALUES} values"
+    if counting and separators + text.count(",", position) >= MAX_VALUES:
+        return f"more than {MAX_VALUES} values"
     return None
 
 
-def _next_mark(text: str, position: int) -> int:
+def _next_structural(text: str, position: int) -> int:
     """The next quote, bracket or brace; -1: there is none."""
     while position < len(text):
-        match = _mark.search(text, position, position + WINDOW)
+        match = _structural.search(text, position, position + SCAN_WINDOW)
         if match:
             return match.start()
-        position += WINDOW
+        position += SCAN_WINDOW
     return -1
 
 
@@ -70,7 +70,7 @@ def _string_end(text: str, position: int) -> int:
     if text[quote - 1] != "\\":
         return quote + 1
     while position < len(text):
-        position = _inside.match(text, position, position + WINDOW).end()  # type: ignore[union-attr]
+        position = _string_body.match(text, position, position + SCAN_WINDOW).end()  # type: ignore[union-attr]
         if text[position : position + 1] == '"':
             return position + 1
         if position == len(text) - 1:

@@ -8,13 +8,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.faults import invalid_field
 from server.http.parsing import StrictRequest, StrictRoute, loads
+from server.http.validation import field_error
 from server.schemas.content import Unhonoured
 
 # The routes whose answers have a list of warnings; the others refuse even so.
-TELLING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-MOST_WARNINGS = 32
+WARNING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+MAX_WARNINGS = 32
 
 Step = int | str
 
@@ -22,7 +22,7 @@ Step = int | str
 class LenientRequest(StrictRequest):
     """A request whose body is read without the fields that nobody honours."""
 
-    def read(self, body: bytes) -> object:
+    def parse_body(self, body: bytes) -> object:
         """The validated body; what was left out of it becomes the warnings of the request."""
         parsed, context = loads(body), Unhonoured()
         value = self.validate(parsed, context)
@@ -35,7 +35,7 @@ class LenientRoute(StrictRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As for `StrictRoute`."""
-        if self.path not in TELLING:
+        if self.path not in WARNING_PATHS:
             return super().get_route_handler()
         return self.handler(LenientRequest)
 
@@ -46,21 +46,21 @@ def warnings(request: Request) -> tuple[str, ...]:
 
 
 def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
-    told = context.left_out[:MOST_WARNINGS]
-    places = _places(body, {id(holder) for holder, _ in told}) if told else {}
+    told = context.left_out[:MAX_WARNINGS]
+    places = _paths_of(body, {id(holder) for holder, _ in told}) if told else {}
     for holder, name in told:
         # A validator may have copied the object: then its place is unknown.
         path = ("body", *places.get(id(holder), ()), name)
-        yield invalid_field({"type": "extra_forbidden", "loc": path}, body).message
+        yield field_error({"type": "extra_forbidden", "loc": path}, body).message
 
 
-def _places(body: object, wanted: set[int]) -> dict[int, tuple[Step, ...]]:
+def _paths_of(body: object, identities: set[int]) -> dict[int, tuple[Step, ...]]:
     """Where in a body the objects of some identities stand."""
     found: dict[int, tuple[Step, ...]] = {}
     pending: list[tuple[object, tuple[Step, ...]]] = [(body, ())]
-    while pending and len(found) < len(wanted):
+    while pending and len(found) < len(identities):
         value, path = pending.pop()
-        if id(value) in wanted:
+        if id(value) in identities:
             found[id(value)] = path
         inner: Sequence[tuple[Step, object]] = ()
         if isinstance(value, dict):

@@ -9,14 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.http.errors import ORIGIN_NOT_ALLOWED, ApiError, reply
+from server.http.errors import ORIGIN_NOT_ALLOWED, ApiError, error_response
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 # Of those that a page may not read unless told so.
-HEADERS = ("x-request-id", "retry-after", "x-should-retry")
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
 
 
-class Origins(CORSMiddleware):
+class OriginsMiddleware(CORSMiddleware):
     """Outside of all other layers, so that pages of these origins read every answer, errors too.
 
     Keys are asked for as ever: they come in headers, which a browser adds for no page by itself, as it does cookies.
@@ -29,7 +29,7 @@ class Origins(CORSMiddleware):
             allow_methods=METHODS,
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=HEADERS,
+            expose_headers=EXPOSED_HEADERS,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -37,4 +37,6 @@ class Origins(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
-        return reply(ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host."), "")
+        return error_response(
+            ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host."), ""
+        )

@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.http.errors import INVALID_JSON, INVALID_VALUE, ApiError
-from server.http.faults import first_fault
-from server.http.json_limits import exceeded
+from server.http.json_limits import exceeded_limit
+from server.http.validation import first_error
 
-LONGEST_INTEGER = 19
+MAX_INTEGER_DIGITS = 19
 # Larger bodies are parsed, validated and translated in a worker thread.
 LARGE_BODY_BYTES = 16 * 1024
 
@@ -48,11 +48,11 @@ class StrictRequest(Request):
         if not body:
             raise ApiError(INVALID_VALUE, "The request needs a body.")
         if len(body) <= LARGE_BODY_BYTES:
-            return self.read(body)
+            return self.parse_body(body)
         # One at a time: each takes the interpreter and several times the memory of its text.
-        return await anyio.to_thread.run_sync(self.read, body, limiter=self.app.state.large_bodies)
+        return await anyio.to_thread.run_sync(self.parse_body, body, limiter=self.app.state.large_bodies)
 
-    def read(self, body: bytes) -> object:
+    def parse_body(self, body: bytes) -> object:
         """The validated body."""
         return self.validate(loads(body))
 
@@ -64,7 +64,7 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route that reads its body through `StrictRequest`.
 
-    responses  as FastAPI takes them, but that their types are looked at by `describe` alone: no request needs them, and
+    responses  as FastAPI takes them, but that their types are looked at by `create_response_fields` alone: no request needs them, and
                they take far more time than all the rest of an app
     """
 
@@ -79,7 +79,7 @@ class StrictRoute(APIRoute):
         super().__init__(path, endpoint, **options)
         self.responses = responses or {}
 
-    def describe(self) -> None:
+    def create_response_fields(self) -> None:
         """Get ready for /openapi.json."""
         self.response_fields = {
             status: create_model_field(f"Response_{status}_{self.unique_id}", response["model"], mode="serialization")
@@ -102,7 +102,7 @@ class StrictRoute(APIRoute):
         model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
         others = (wanted.path_params, wanted.query_params, wanted.header_params, wanted.cookie_params)
         if model is None or any(others) or wanted.dependencies:
-            return self._solved(kind)
+            return self._solved_handler(kind)
         body, http = wanted.body_params[0].name, wanted.request_param_name
 
         async def direct(request: Request) -> Response:
@@ -113,7 +113,7 @@ class StrictRoute(APIRoute):
 
         return direct
 
-    def _solved(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def _solved_handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         solving, model = super().get_route_handler(), self.body_model
 
         async def solved(request: Request) -> Response:
@@ -122,7 +122,7 @@ class StrictRoute(APIRoute):
         return solved
 
 
-async def off_loop(
+async def run_by_size(
     http: Request, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
     """What `work` returns, in a worker thread where the body of the request is large."""
@@ -131,7 +131,7 @@ async def off_loop(
     return await anyio.to_thread.run_sync(lambda: work(*args, **kwargs))
 
 
-def large_bodies() -> CapacityLimiter:
+def large_body_limiter() -> CapacityLimiter:
     """How many large bodies of an app are read at a time."""
     return CapacityLimiter(1)
 
@@ -142,10 +142,10 @@ def validated(model: type[Model], value: object, context: object = None) -> Mode
         return model.model_validate(value, context=context)
     except ValidationError as error:
         faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
-        raise first_fault(faults, value) from error
+        raise first_error(faults, value) from error
 
 
-class NotStrict(ValueError):
+class StrictJsonError(ValueError):
     """Why a text is no strict JSON, and, where the parser knows it, the place."""
 
 
@@ -153,7 +153,7 @@ def loads(body: bytes) -> dict[str, object]:
     """Parse the body of a request; ApiError says what is wrong with it."""
     try:
         value = parse(_decode(body))
-    except NotStrict as error:
+    except StrictJsonError as error:
         raise ApiError(INVALID_JSON, f"We could not parse the JSON body of your request: {error}.") from error
     if not isinstance(value, dict):
         raise ApiError(INVALID_VALUE, "Invalid body: it must be a JSON object.")
@@ -161,8 +161,8 @@ def loads(body: bytes) -> dict[str, object]:
 
 
 def parse(text: str) -> object:
-    """Parse any JSON value; raises NotStrict."""
-    excess = exceeded(text)
+    """Parse any JSON value; raises StrictJsonError."""
+    excess = exceeded_limit(text)
     if excess:
         _refuse(excess)
     try:
@@ -181,7 +181,7 @@ def parse(text: str) -> object:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise NotStrict(reason)
+    raise StrictJsonError(reason)
 
 
 def _decode(body: bytes) -> str:
@@ -197,11 +197,11 @@ def _decode(body: bytes) -> str:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        _refuse(f"the key '{_twice(pairs)[:64]}' is there twice")
+        _refuse(f"the key '{_duplicate_key(pairs)[:64]}' is there twice")
     return value
 
 
-def _twice(pairs: list[tuple[str, object]]) -> str:
+def _duplicate_key(pairs: list[tuple[str, object]]) -> str:
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -222,8 +222,8 @@ def _float(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > LONGEST_INTEGER:
-        _refuse(f"an integer has more than {LONGEST_INTEGER} digits")
+    if len(digits.lstrip("-")) > MAX_INTEGER_DIGITS:
+        _refuse(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
     return int(digits)
 
 

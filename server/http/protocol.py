@@ -23,9 +23,9 @@ from uvicorn.server import ServerState
 
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
-from server.http.paths import SOCKETS
+from server.http.paths import WEBSOCKET_PATHS
 from server.http.stream_encoder import CONNECTION
-from server.settings import Caps
+from server.settings import ClientLimits
 
 logger = logging.getLogger("cellar.http")
 
@@ -39,19 +39,19 @@ TOO_LARGE_MESSAGE = "The request line and headers are too large."
 class StrictConnection(h11.Connection):
     """h11 with a look at the raw head of every request before it is parsed."""
 
-    def __init__(self, caps: Caps) -> None:
+    def __init__(self, caps: ClientLimits) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=caps.head_bytes)
         self._caps = caps
-        self.fault: ApiError | None = None
+        self.error: ApiError | None = None
         # Whether a body is on its way that goes out in chunks.
-        self.chunking = False
+        self.sending_chunks = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         """The bytes of an event. A piece of a chunked body changes no state, so h11's machine need not turn for it."""
-        if self.chunking and isinstance(event, h11.Data):
+        if self.sending_chunks and isinstance(event, h11.Data):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         data = super().send(event)
-        self.chunking = isinstance(event, h11.Response) and data is not None and CHUNKED in data.lower()
+        self.sending_chunks = isinstance(event, h11.Response) and data is not None and CHUNKED in data.lower()
         return data
 
     def next_event(self) -> Any:
@@ -64,7 +64,7 @@ class StrictConnection(h11.Connection):
         except h11.RemoteProtocolError as error:
             too_large = error.error_status_hint == HEADERS_TOO_LARGE.status
             kind = HEADERS_TOO_LARGE if too_large else INVALID_HTTP
-            self.fault = ApiError(kind, TOO_LARGE_MESSAGE if too_large else INVALID_MESSAGE)
+            self.error = ApiError(kind, TOO_LARGE_MESSAGE if too_large else INVALID_MESSAGE)
             raise
 
 
@@ -76,7 +76,7 @@ class StrictProtocol(H11Protocol):
 
     def __init__(
         self,
-        caps: Caps,
+        caps: ClientLimits,
         idle: dict[StrictProtocol, None],
         config: Config,
         server_state: ServerState,
@@ -84,16 +84,16 @@ class StrictProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
-        self.conn = self._strict = StrictConnection(caps)
+        self.conn = self._connection = StrictConnection(caps)
         self._caps, self._idle = caps, idle
-        self.fluent, self._upgraded = True, False
-        self._reading = _Deadline(self.loop, self._too_slow)
-        self._writing = _Deadline(self.loop, self._cut)
+        self.writable, self._upgraded = True, False
+        self._read_deadline = _Deadline(self.loop, self._read_timed_out)
+        self._write_deadline = _Deadline(self.loop, self._write_timed_out)
 
     @property
-    def chunking(self) -> bool:
+    def sending_chunks(self) -> bool:
         """Whether an answer is on its way whose pieces `write` takes."""
-        return self._strict.chunking
+        return self._connection.sending_chunks
 
     def write(self, body: bytes) -> None:
         """Send a piece of the answer: the short way, where `send` goes through all of ASGI."""
@@ -108,22 +108,22 @@ class StrictProtocol(H11Protocol):
             self._idle.pop(crowded, None)
             if crowded is self:
                 return
-        self._await_client()
+        self._set_read_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clocks."""
         self._idle.pop(self, None)
-        self._reading.stop()
-        self._writing.stop()
+        self._read_deadline.stop()
+        self._write_deadline.stop()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         """Handle what has come, and start the clock for what has not."""
         super().handle_events()
-        self._await_client()
+        self._set_read_deadline()
 
     def _should_upgrade(self) -> bool:
-        return self.scope["path"] in SOCKETS and super()._should_upgrade()
+        return self.scope["path"] in WEBSOCKET_PATHS and super()._should_upgrade()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """Hand the connection on to the protocol of WebSockets, which has its own clocks."""
@@ -133,56 +133,56 @@ class StrictProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """The reader takes nothing: give it a while."""
         super().pause_writing()
-        self.fluent = False
-        self._writing.start("write", self._caps.write_seconds)
+        self.writable = False
+        self._write_deadline.start("write", self._caps.write_seconds)
 
     def resume_writing(self) -> None:
         """The reader goes on."""
-        self._writing.stop()
-        self.fluent = True
+        self._write_deadline.stop()
+        self.writable = True
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Answer the fault that the connection found (uvicorn calls this for every one) and close."""
-        self._refuse(self._strict.fault or ApiError(INVALID_HTTP, INVALID_MESSAGE))
+        self._reject(self._connection.error or ApiError(INVALID_HTTP, INVALID_MESSAGE))
 
-    def _await_client(self) -> None:
+    def _set_read_deadline(self) -> None:
         state = self.conn.their_state
         self._idle.pop(self, None)
         if self._upgraded or self.transport.is_closing():
-            self._reading.stop()
+            self._read_deadline.stop()
             return
         if state is h11.IDLE:
             self._idle[self] = None
         if state is h11.SEND_BODY:
-            self._reading.start("body", self._caps.body_seconds)
+            self._read_deadline.start("body", self._caps.body_seconds)
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
-            self._reading.start("head", self._caps.head_seconds)
+            self._read_deadline.start("head", self._caps.head_seconds)
         else:
             # Between two requests uvicorn's keep-alive clock runs; during an answer the client need not say anything.
-            self._reading.stop()
+            self._read_deadline.stop()
 
-    def _too_slow(self) -> None:
+    def _read_timed_out(self) -> None:
         if self.scope is None and not self.conn.trailing_data[0]:
             self.transport.close()
         else:
-            self._refuse(ApiError(REQUEST_TIMEOUT, "The request took too long to arrive."))
+            self._reject(ApiError(REQUEST_TIMEOUT, "The request took too long to arrive."))
 
-    def _cut(self) -> None:
+    def _write_timed_out(self) -> None:
         state = {} if self.scope is None else self.scope["state"]
         logger.info("%s reader stood still, connection cut", state.get("request_id"))
         # close() would wait for the buffer to empty, which it never does.
         self.transport.abort()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send(error)
+            self._send_error(error)
         self.transport.close()
 
-    def _send(self, error: ApiError) -> None:
+    def _send_error(self, error: ApiError) -> None:
         body = dumps(error.body)
         headers = [
             ("content-type", "application/json"),
@@ -196,12 +196,12 @@ class StrictProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
 
-class StrictSocket(WebSocketsSansIOProtocol):
+class StrictWebSocket(WebSocketsSansIOProtocol):
     """One WebSocket connection: uvicorn's, with the deadline of `StrictProtocol` for a reader that stands still."""
 
     def __init__(
         self,
-        caps: Caps,
+        caps: ClientLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -210,21 +210,21 @@ class StrictSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._caps = caps
         # close() would wait for the buffer to empty, which it never does.
-        self._writing = _Deadline(self.loop, lambda: self.transport.abort())
+        self._write_deadline = _Deadline(self.loop, lambda: self.transport.abort())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
-        self._writing.stop()
+        self._write_deadline.stop()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Give a reader that takes nothing a while."""
         super().pause_writing()
-        self._writing.start("write", self._caps.write_seconds)
+        self._write_deadline.start("write", self._caps.write_seconds)
 
     def resume_writing(self) -> None:
         """Go on with a reader that goes on."""
-        self._writing.stop()
+        self._write_deadline.stop()
         super().resume_writing()
 
 
@@ -236,10 +236,10 @@ class _Deadline:
         self._wait: str | None = None
         self._handle: asyncio.TimerHandle | None = None
 
-    def start(self, wait: str, seconds: float) -> None:
-        if wait != self._wait:
+    def start(self, name: str, seconds: float) -> None:
+        if name != self._wait:
             self.stop()
-            self._wait, self._handle = wait, self._loop.call_later(seconds, self._expire)
+            self._wait, self._handle = name, self._loop.call_later(seconds, self._expire)
 
     def stop(self) -> None:
         if self._handle is not None:
@@ -247,17 +247,17 @@ class _Deadline:
         self._wait = self._handle = None
 
 
-def strict_protocol(caps: Caps) -> type[asyncio.Protocol]:
+def strict_protocol(caps: ClientLimits) -> type[asyncio.Protocol]:
     """What uvicorn's `http` setting takes: a protocol class, of which it only ever makes instances."""
     return functools.partial(StrictProtocol, caps, {})  # type: ignore[return-value]
 
 
-def strict_socket(caps: Caps) -> type[asyncio.Protocol]:
+def strict_websocket(caps: ClientLimits) -> type[asyncio.Protocol]:
     """The same for uvicorn's `ws` setting."""
-    return functools.partial(StrictSocket, caps)  # type: ignore[return-value]
+    return functools.partial(StrictWebSocket, caps)  # type: ignore[return-value]
 
 
-def _check_head(data: bytes, caps: Caps) -> None:
+def _check_head(data: bytes, caps: ClientLimits) -> None:
     """Refuse a request line with headers that is too large, or that two parsers might read differently."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[:end]

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.http.encoding import dumps
-from server.http.events import Events
-from server.http.stream_encoder import Frames, Teller, Write, told
-from server.settings import Caps
+from server.http.events import ChoiceEvents
+from server.http.stream_encoder import EncodeError, Frames, StreamEncoder, encode_stream
+from server.settings import ClientLimits
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache"}
@@ -45,27 +45,27 @@ class EventStream(Response):
 
     def __init__(
         self,
-        opening: AbstractAsyncContextManager[Events],
-        teller: Teller,
-        caps: Caps,
-        write: Write = frame,
+        opening: AbstractAsyncContextManager[ChoiceEvents],
+        encoder: StreamEncoder,
+        caps: ClientLimits,
+        encode_error: EncodeError = frame,
         end: bytes = DONE,
     ) -> None:
         super().__init__()
-        self._opening, self._teller, self._caps = opening, teller, caps
-        self._write, self._end = write, end
+        self._opening, self._teller, self._caps = opening, encoder, caps
+        self._write, self._end = encode_error, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit, send, and cancel whatever still runs at the end."""
         async with self._opening as events:
-            frames = told(events, self._teller, scope, self._write, self._end)
-            await send_frames(frames, self._caps, scope, receive, send)
+            frames = encode_stream(events, self._teller, scope, self._write, self._end)
+            await send_event_stream(frames, self._caps, scope, receive, send)
 
 
-async def send_frames(frames: Frames, caps: Caps, scope: Scope, receive: Receive, send: Send) -> None:
+async def send_event_stream(frames: Frames, caps: ClientLimits, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with events, and comments in silence. A client that leaves ends it early."""
     response = EventSourceResponse(
-        _sent(frames, send),
+        _sent_directly(frames, send),
         headers=HEADERS,
         media_type="text/event-stream",
         sep="\n",
@@ -77,7 +77,7 @@ async def send_frames(frames: Frames, caps: Caps, scope: Scope, receive: Receive
     await response(scope, receive, send)
 
 
-async def _sent(frames: Frames, send: Send) -> Frames:
+async def _sent_directly(frames: Frames, send: Send) -> Frames:
     """The content of a response, which sends itself and leaves nothing to be sent."""
     async with aclosing(frames):
         async for body in frames:

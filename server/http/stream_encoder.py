@@ -15,8 +15,8 @@ from starlette.types import Scope
 
 from engine.errors import EngineError
 from engine.types.events import Delta, Event
-from server.http.errors import envelope, internal, translate
-from server.http.events import Events
+from server.http.errors import error_body, from_engine_error, internal_error
+from server.http.events import ChoiceEvents
 
 logger = logging.getLogger("cellar.http")
 
@@ -24,13 +24,13 @@ logger = logging.getLogger("cellar.http")
 CONNECTION = "connection"
 
 Frames = AsyncGenerator[bytes, None]
-Write = Callable[[Mapping[str, object]], bytes]
+EncodeError = Callable[[Mapping[str, object]], bytes]
 
 
-class Teller(Protocol):
+class StreamEncoder(Protocol):
     """One answer in the words of its API."""
 
-    def tell(self, choice: int, event: Event) -> bytes:
+    def encode(self, choice: int, event: Event) -> bytes:
         """What goes over the wire for an event; often nothing."""
 
     async def close(self) -> bytes:
@@ -40,60 +40,62 @@ class Teller(Protocol):
 class Connection(Protocol):
     """ASGI's `send` without its layers, for the body of an answer that has begun.
 
-    fluent  whether the client takes what it is sent
+    writable  whether the client takes what it is sent
     """
 
-    fluent: bool
+    writable: bool
 
     @property
-    def chunking(self) -> bool:
+    def sending_chunks(self) -> bool:
         """Whether the answer is of the kind that `write` can send."""
 
     def write(self, body: bytes) -> None:
         """Send a piece of the body."""
 
 
-async def told(events: Events, teller: Teller, scope: Scope, write: Write, end: bytes) -> Frames:
+async def encode_stream(
+    events: ChoiceEvents, encoder: StreamEncoder, scope: Scope, encode_error: EncodeError, end: bytes
+) -> Frames:
     """What is told of all events and goes no shorter way, then `end`. It is first asked when the answer has begun.
 
-    A fault is told too, as `write` writes an error, and no `end` follows it.
+    A fault is told too, as `encode_error` writes an error, and no `end` follows it.
     """
     path = scope["path"]
-    faults = _shorten(events, teller, scope)
+    faults = _shorten(events, encoder, scope)
     try:
         async for choice, event in events:
             if faults:
                 raise faults[0]
-            if body := teller.tell(choice, event):
+            if body := encoder.encode(choice, event):
                 yield body
-        if body := await teller.close():
+        if body := await encoder.close():
             yield body
     except EngineError as error:
-        yield write(envelope(translate(error, path), path))
+        yield encode_error(error_body(from_engine_error(error, path), path))
         return
     except Exception:
         # The status has gone out: the border of the HTTP side is here.
         logger.exception("a stream failed")
-        yield write(envelope(internal(), path))
+        yield encode_error(error_body(internal_error(), path))
         return
     if end:
         yield end
 
 
-def _shorten(events: Events, teller: Teller, scope: Scope) -> list[Exception]:
+def _shorten(events: ChoiceEvents, teller: StreamEncoder, scope: Scope) -> list[Exception]:
     """Let deltas go the short way, where there is one; what breaks there."""
     faults: list[Exception] = []
     connection: Connection | None = scope.get("state", {}).get(CONNECTION)
-    if connection is not None and connection.chunking:
+    if connection is not None and connection.sending_chunks:
         events.shorten(partial(_send, teller, connection, faults))
     return faults
 
 
-def _send(teller: Teller, connection: Connection, faults: list[Exception], choice: int, delta: Delta) -> bool:
-    if not connection.fluent:
+def _send(teller: StreamEncoder, connection: Connection, faults: list[Exception], choice: int, delta: Delta) -> bool:
+    if not connection.writable:
         return False
     try:
-        body = teller.tell(choice, delta)
+        body = teller.encode(choice, delta)
     except Exception as fault:
         # Who called delivers to all streams; whoever reads this one raises it instead.
         faults.append(fault)

@@ -9,32 +9,32 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from engine.chat_format.message import Piece, Reasoning, Text
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta
 from engine.errors import EngineError
 from engine.types.events import Event
 from server.generation.arguments import read_arguments
-from server.generation.jobs import Made
-from server.generation.renaming import renamed
-from server.generation.reply import Call as MadeCall
-from server.generation.reply import Growing, gather
-from server.generation.turn import Ended, Heard, Said, Turn, Voice
-from server.http.errors import OLLAMA, ApiError
-from server.http.events import Events
-from server.http.ndjson import line
+from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser
+from server.generation.completed_message import MessageBuilder, collect_messages
+from server.generation.completed_message import ToolCall as MadeCall
+from server.generation.error_fields import with_client_field_names
+from server.generation.jobs import EmbeddingResult
+from server.http.errors import OLLAMA_PREFIX, ApiError
+from server.http.events import ChoiceEvents
+from server.http.ndjson import json_line
 from server.http.parsing import validated
-from server.http.stream_encoder import Teller
+from server.http.stream_encoder import StreamEncoder
 from server.openai.embeddings import vector
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
-    AnswerMessage,
-    Asking,
-    Call,
-    Embeddings,
     GenerateRequest,
-    Line,
-    Message,
+    OllamaAnswerMessage,
+    OllamaCall,
     OllamaChatRequest,
-    Options,
+    OllamaEmbeddings,
+    OllamaGenerationFields,
+    OllamaLine,
+    OllamaMessage,
+    OllamaOptions,
 )
 
 _NANOSECONDS = 10**9
@@ -76,51 +76,51 @@ def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
     return _chat({"model": model, "messages": messages, **_common(body)})
 
 
-def reworded(error: ApiError | EngineError) -> ApiError:
+def with_ollama_field_names(error: ApiError | EngineError) -> ApiError:
     """An error of the chat, with the names that Ollama's client used."""
-    return renamed(error, OLLAMA, _NAMES)
+    return with_client_field_names(error, OLLAMA_PREFIX, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class OllamaAnswer:
     """The answer to a chat or, with `plain`, to a prompt, in one piece or line by line."""
 
-    turn: Turn
-    plain: bool
-    begun: float = field(default_factory=time.monotonic)
+    turn: ChatTurn
+    is_generate: bool
+    started_at: float = field(default_factory=time.monotonic)
 
-    async def whole(self, events: Events) -> Line:
+    async def response(self, events: ChoiceEvents) -> OllamaLine:
         """All of it at once."""
-        [reply] = await gather(self.turn, events)
+        [reply] = await collect_messages(self.turn, events)
         return self._say(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
 
-    def teller(self) -> Teller:
+    def teller(self) -> StreamEncoder:
         """Tells it line by line."""
-        return _Lines(self)
+        return _LineEncoder(self)
 
-    def said(self, said: Said) -> Iterator[Line]:
+    def delta_line(self, said: ChoiceDelta) -> Iterator[OllamaLine]:
         """More of it."""
-        text, thinking = (_joined(said.pieces, kind) for kind in (Text, Reasoning))
+        text, thinking = (_joined(said.deltas, kind) for kind in (TextDelta, ReasoningDelta))
         if text or thinking:
             yield self._say(self._line(), text, thinking)
 
-    def ended(self, ended: Ended, growing: Growing) -> Iterator[Line]:
+    def final_lines(self, ended: ChoiceEnd, growing: MessageBuilder) -> Iterator[OllamaLine]:
         """Calls when they are complete, then the costs."""
         if growing.opened:
             yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
         yield self._last(ended)
 
-    def _line(self) -> Line:
-        return Line(model=self.turn.model, created_at=now(), done=False)
+    def _line(self) -> OllamaLine:
+        return OllamaLine(model=self.turn.model, created_at=now(), done=False)
 
-    def _last(self, ended: Ended) -> Line:
+    def _last(self, ended: ChoiceEnd) -> OllamaLine:
         usage, times = ended.finished.usage, ended.finished.timings
-        line = Line(
+        line = OllamaLine(
             model=self.turn.model,
             created_at=now(),
             done=True,
             done_reason="length" if ended.reason == "length" else "stop",
-            total_duration=_duration(time.monotonic() - self.begun),
+            total_duration=_duration(time.monotonic() - self.started_at),
             load_duration=0,
             prompt_eval_count=usage.prompt_tokens,
             prompt_eval_duration=_duration(times.prompt_seconds),
@@ -129,15 +129,15 @@ class OllamaAnswer:
         )
         return self._say(line, "", "")
 
-    def _say(self, line: Line, text: str, thinking: str, calls: Sequence[MadeCall] = ()) -> Line:
+    def _say(self, line: OllamaLine, text: str, thinking: str, calls: Sequence[MadeCall] = ()) -> OllamaLine:
         """The line with what is said in it, where clients of its kind look."""
         line = line.copy()
-        if self.plain:
+        if self.is_generate:
             line["response"] = text
             if thinking:
                 line["thinking"] = thinking
             return line
-        message = line["message"] = AnswerMessage(role="assistant", content=text)
+        message = line["message"] = OllamaAnswerMessage(role="assistant", content=text)
         if thinking:
             message["thinking"] = thinking
         if calls:
@@ -145,29 +145,29 @@ class OllamaAnswer:
         return line
 
 
-class _Lines:
+class _LineEncoder:
     def __init__(self, answer: OllamaAnswer) -> None:
-        self._answer, self._voice, self._growing = answer, Voice(answer.turn), Growing()
+        self._answer, self._parser, self._message = answer, ChoiceParser(answer.turn), MessageBuilder()
 
-    def tell(self, choice: int, event: Event) -> bytes:
+    def encode(self, choice: int, event: Event) -> bytes:
         """Text as it comes, and the end."""
-        return b"".join([line(each) for heard in self._voice.hear(event) for each in self._lines(heard)])
+        return b"".join([json_line(each) for heard in self._parser.parse(event) for each in self._lines(heard)])
 
     async def close(self) -> bytes:
         """Nothing follows."""
         return b""
 
-    def _lines(self, heard: Heard) -> Iterator[Line]:
-        if isinstance(heard, Said):
-            self._growing.take(heard)
-            yield from self._answer.said(heard)
-        elif isinstance(heard, Ended):
-            yield from self._answer.ended(heard, self._growing)
+    def _lines(self, heard: ChoiceEvent) -> Iterator[OllamaLine]:
+        if isinstance(heard, ChoiceDelta):
+            self._message.add(heard)
+            yield from self._answer.delta_line(heard)
+        elif isinstance(heard, ChoiceEnd):
+            yield from self._answer.final_lines(heard, self._message)
 
 
-def embedded(model: str, made: Made, dimensions: int | None, begun: float) -> Embeddings:
+def embed_response(model: str, made: EmbeddingResult, dimensions: int | None, begun: float) -> OllamaEmbeddings:
     """The answer to a list of texts."""
-    return Embeddings(
+    return OllamaEmbeddings(
         model=model,
         embeddings=[list(vector(data, dimensions)) for data in made.vectors],
         total_duration=_duration(time.monotonic() - begun),
@@ -176,23 +176,25 @@ def embedded(model: str, made: Made, dimensions: int | None, begun: float) -> Em
     )
 
 
-def _joined(pieces: Sequence[Piece], kind: type[Text | Reasoning]) -> str:
+def _joined(pieces: Sequence[AnswerDelta], kind: type[TextDelta | ReasoningDelta]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
-def _told(at: int, call: MadeCall) -> Call:
-    return Call(id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)})
+def _told(at: int, call: MadeCall) -> OllamaCall:
+    return OllamaCall(
+        id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)}
+    )
 
 
 def _chat(fields: dict[str, Any]) -> ChatRequest:
     try:
         return validated(ChatRequest, fields)
     except ApiError as error:
-        raise reworded(error) from error
+        raise with_ollama_field_names(error) from error
 
 
-def _common(body: Asking) -> dict[str, Any]:
-    fields: dict[str, Any] = {"stream": body.stream is not False, **_options(body.options or Options())}
+def _common(body: OllamaGenerationFields) -> dict[str, Any]:
+    fields: dict[str, Any] = {"stream": body.stream is not False, **_options(body.options or OllamaOptions())}
     match body.format:
         case None | "":
             pass
@@ -211,7 +213,7 @@ def _common(body: Asking) -> dict[str, Any]:
     return fields
 
 
-def _options(options: Options) -> dict[str, Any]:
+def _options(options: OllamaOptions) -> dict[str, Any]:
     fields = {name: getattr(options, name) for name in _SAME}
     fields["repetition_penalty"] = options.repeat_penalty
     # -1 is as many as the context leaves, -2 as many as fill it.
@@ -220,7 +222,7 @@ def _options(options: Options) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Messages as OpenAI writes them. Ollama's calls need no ids: a result belongs to the next call that has none."""
     open_calls: list[str] = []
     for place, message in enumerate(messages):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.types.events import Finished
-from server.generation.fold import Choice, assembled, fold
-from server.generation.generation import tier
-from server.generation.logprobs import joined, prompt_logprobs, text_logprobs
-from server.generation.spacing import spaced
+from server.generation.choices import CompletedChoice, assembled, collect_choices
+from server.generation.logprobs import completion_logprobs, concatenated, prompt_logprobs
+from server.generation.requests import service_tier
+from server.generation.stream_interval import with_interval
 from server.generation.usage import timings, usage
 from server.http.errors import check_deadline
-from server.http.events import Events
-from server.http.stream_encoder import Teller
-from server.openai.continuation import Continuation
-from server.openai.text_chunks import TextChunks, stop_text
+from server.http.events import ChoiceEvents
+from server.http.stream_encoder import StreamEncoder
+from server.openai.completion_chunks import CompletionChunkEncoder, stop_text
+from server.openai.completion_work import CompletionWork
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 
 
@@ -27,7 +27,7 @@ class CompletionAnswer:
     warnings  of what the body asked for in vain
     """
 
-    work: Continuation
+    work: CompletionWork
     warnings: tuple[str, ...] = ()
 
     @property
@@ -35,14 +35,14 @@ class CompletionAnswer:
         """What was asked for."""
         return self.work.body
 
-    async def whole(self, events: Events) -> Completion:
+    async def response(self, events: ChoiceEvents) -> Completion:
         """All events as one answer."""
-        choices = await fold(events, len(self.work.requests))
+        choices = await collect_choices(events, len(self.work.requests))
         finished = [choice.finished for choice in choices]
         check_deadline(finished)
         return await assembled(sum(choice.scores for choice in choices), partial(self._answer, choices, finished))
 
-    def _answer(self, choices: Sequence[Choice], finished: Sequence[Finished]) -> Completion:
+    def _answer(self, choices: Sequence[CompletedChoice], finished: Sequence[Finished]) -> Completion:
         width = self.work.width
         answer = Completion(
             id=self.work.id,
@@ -50,28 +50,28 @@ class CompletionAnswer:
             created=self.work.created,
             model=self.work.model,
             system_fingerprint=self.work.fingerprint,
-            service_tier=tier(self.body),
+            service_tier=service_tier(self.body),
             choices=[self._choice(at, index, choices) for at, index in enumerate(self._best(choices))],
             usage=usage([finished[start : start + width] for start in range(0, len(finished), width)]),
         )
         self._add(answer, finished)
         return answer
 
-    def teller(self) -> Teller:
+    def teller(self) -> StreamEncoder:
         """The events as the chunks of a stream."""
-        return spaced(TextChunks(self.work, self.warnings), self.body.stream_interval)
+        return with_interval(CompletionChunkEncoder(self.work, self.warnings), self.body.stream_interval)
 
-    def _best(self, choices: Sequence[Choice]) -> list[int]:
+    def _best(self, choices: Sequence[CompletedChoice]) -> list[int]:
         """Of each prompt those that are shown, the likeliest first where there are more."""
         best: list[int] = []
         for start in range(0, len(choices), self.work.width):
             group = list(range(start, start + self.work.width))
-            if self.work.width > self.work.shown:
-                group.sort(key=lambda index: -choices[index].likelihood)
-            best.extend(group[: self.work.shown])
+            if self.work.width > self.work.returned_choices:
+                group.sort(key=lambda index: -choices[index].mean_logprob)
+            best.extend(group[: self.work.returned_choices])
         return best
 
-    def _choice(self, at: int, index: int, choices: Sequence[Choice]) -> TextChoice:
+    def _choice(self, at: int, index: int, choices: Sequence[CompletedChoice]) -> TextChoice:
         choice, body = choices[index], self.body
         # The first choice of a prompt is the one that scored it.
         scored = choices[index - index % self.work.width].scored
@@ -90,15 +90,15 @@ class CompletionAnswer:
             answer["prompt_logprobs"] = prompt_logprobs(scored.entries, body.prompt_logprobs)
         return answer
 
-    def _logprobs(self, index: int, choices: Sequence[Choice]) -> TextLogprobs | None:
+    def _logprobs(self, index: int, choices: Sequence[CompletedChoice]) -> TextLogprobs | None:
         if self.body.logprobs is None:
             return None
         prompt, scored = self.work.prompt(index), choices[index - index % self.work.width].scored
         offset = len(prompt.text) if prompt else 0
-        said = text_logprobs(choices[index].logprobs, offset, self.work.wording)
+        said = completion_logprobs(choices[index].logprobs, offset, self.work.logprob_format)
         if prompt is None or scored is None:
             return said
-        return joined(prompt.logprobs(scored, self.work.wording), said)
+        return concatenated(prompt.logprobs(scored, self.work.logprob_format), said)
 
     def _add(self, answer: Completion, finished: Sequence[Finished]) -> None:
         # The times of several choices overlap and add up to nothing that was ever measured.

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import anyio.to_thread
 
-from engine.types.events import Alternative
-from server.generation.turn import chat_turn
-from server.http.errors import INVALID_VALUE, ApiError, invalid
+from engine.types.events import Logprob
+from server.generation.chat_turn import prepare_chat
+from server.http.errors import INVALID_VALUE, ApiError, invalid_value
 from server.schemas.chat import ChatRequest
-from server.schemas.tokens import Detokenized, DetokenizeRequest, Piece, Rendered, TokenizeRequest, Tokens
+from server.schemas.tokens import Detokenized, DetokenizeRequest, Rendered, TokenizeRequest, TokenPiece, Tokens
 from server.service import Service
 
-MOST_PIECES = 2**17
+MAX_TOKEN_TEXTS = 2**17
 PIECES_SLICE = 1024
 
 
@@ -45,7 +45,7 @@ async def render(service: Service, body: ChatRequest, id: str) -> Rendered:
 
 async def prompt_of(service: Service, body: ChatRequest, id: str) -> list[int]:
     """The tokens that a chat would send to the model."""
-    turn = await chat_turn(service, body, id)
+    turn = await prepare_chat(service, body, id)
     return list(turn.requests[0].prompt)
 
 
@@ -57,9 +57,9 @@ async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]
     special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
         _refuse(("add_special_tokens", "add_special"), body, "the chat template writes special tokens itself")
-        fields = {name: getattr(body, name) for name in _OF_CHATS}
+        fields = {name: getattr(body, name) for name in _CHAT_ONLY}
         return await prompt_of(service, ChatRequest(model=body.model, messages=body.messages, **fields), id)
-    _refuse(_OF_CHATS, body, "it needs 'messages'")
+    _refuse(_CHAT_ONLY, body, "it needs 'messages'")
     text = body.content if body.prompt is None else body.prompt
     assert text is not None, "one of the three is given"
     added = body.prompt is not None if special is None else special
@@ -69,27 +69,27 @@ async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]
 def _add_pieces(service: Service, body: TokenizeRequest, answer: Tokens, tokens: list[int]) -> None:
     """For a worker thread."""
     field = "with_pieces" if body.with_pieces else "return_token_strs"
-    if len(tokens) > MOST_PIECES:
-        raise invalid(field, f"the text has {len(tokens)} tokens, and {MOST_PIECES} may be told one by one")
+    if len(tokens) > MAX_TOKEN_TEXTS:
+        raise invalid_value(field, f"the text has {len(tokens)} tokens, and {MAX_TOKEN_TEXTS} may be told one by one")
     # In slices, between which others may use the tokenizer.
     starts = range(0, len(tokens), PIECES_SLICE)
-    read = service.engine.tokenizer.pieces_of
+    read = service.engine.tokenizer.describe_tokens
     pieces = [piece for start in starts for piece in read(tokens[start : start + PIECES_SLICE])]
     if body.with_pieces:
-        answer["tokens"] = [Piece(id=piece.token, piece=_written(piece)) for piece in pieces]
+        answer["tokens"] = [TokenPiece(id=piece.token, piece=_written(piece)) for piece in pieces]
     if body.return_token_strs:
         answer["token_strs"] = [piece.text for piece in pieces]
 
 
-_OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_CHAT_ONLY = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 def _refuse(names: Sequence[str], body: TokenizeRequest, reason: str) -> None:
     for name in names:
         if getattr(body, name):
-            raise invalid(name, reason)
+            raise invalid_value(name, reason)
 
 
-def _written(piece: Alternative) -> str | list[int]:
+def _written(piece: Logprob) -> str | list[int]:
     """Part of a character is bytes."""
     return piece.text if piece.text.encode() == piece.bytes else list(piece.bytes)

@@ -10,17 +10,17 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from server.http.encoding import dumps
-from server.http.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid
-from server.responses.items import new_id
+from server.http.errors import PREVIOUS_RESPONSE_NOT_FOUND, ApiError, invalid_value
+from server.responses.partial_items import new_id
 from server.schemas.response_input import Input, InputItem, ReferenceInput
 from server.schemas.response_items import ResponseBody
 from server.schemas.responses import plain
-from server.store.store import Record, Store
+from server.store.store import Record, ResponseStore
 
 Item = dict[str, Any]
 
-_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-_PREFIXES = {
+INPUT_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
@@ -29,32 +29,32 @@ _PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-LOST = "The server that worked on this response stopped."
-UNKEPT = "The response could not be kept, since the store is full, broken or out of reach: it cannot be read again."
+WORKER_LOST = "The server that worked on this response stopped."
+NOT_STORED = "The response could not be kept, since the store is full, broken or out of reach: it cannot be read again."
 
 
 class Archive:
     """Responses in a store, as far as they belong to `owner` or to everybody."""
 
-    def __init__(self, store: Store, owner: str = "") -> None:
+    def __init__(self, store: ResponseStore, owner: str = "") -> None:
         self._store, self._owner = store, owner
 
-    async def keep(
-        self, response: ResponseBody, given: Sequence[Item], frames: Sequence[bytes], *, settled: bool
+    async def save(
+        self, response: ResponseBody, input_items: Sequence[Item], frames: Sequence[bytes], *, final: bool
     ) -> None:
         """Keep a response, what it was given and its events; one that is settled stays as it is."""
         # Only our own names: those of clients need not be unique.
         items = [item["id"] for item in response["output"]]
-        body, input = dumps(response), dumps(list(given))
+        body, input = dumps(response), dumps(list(input_items))
         previous = response["previous_response_id"]
         await self._store.put(
-            Record(response["id"], previous, settled, body, input, tuple(items), owner=self._owner), b"".join(frames)
+            Record(response["id"], previous, final, body, input, tuple(items), owner=self._owner), b"".join(frames)
         )
 
     async def response(self, id: str) -> ResponseBody | None:
         """The response as it was kept last; one whose maker is gone has failed."""
         record = await self._store.get(id, self._owner)
-        return None if record is None else _body(record)
+        return None if record is None else _record_body(record)
 
     async def frames(self, id: str) -> list[bytes]:
         """The events of a response, in their order."""
@@ -63,113 +63,115 @@ class Archive:
     async def cancel(self, id: str) -> ResponseBody | None:
         """Settle a response as cancelled, unless it is settled; None: there is none."""
         record = await self._store.get(id, self._owner)
-        if record is None or record.settled or record.lost:
-            return None if record is None else _body(record)
-        response: ResponseBody = {**_body(record), "status": "cancelled"}
-        await self._store.put(replace(record, settled=True, body=dumps(response)))
+        if record is None or record.final or record.lease_expired:
+            return None if record is None else _record_body(record)
+        response: ResponseBody = {**_record_body(record), "status": "cancelled"}
+        await self._store.put(replace(record, final=True, body=dumps(response)))
         return response
 
     async def delete(self, id: str) -> bool:
         """Forget a response; False: there was none."""
         return await self._store.delete(id, self._owner)
 
-    async def renew(self, id: str) -> bool:
+    async def renew_lease(self, id: str) -> bool:
         """Say that it is still being made; False: nobody wants it any more."""
-        return bool(await self._store.renew([id]))
+        return bool(await self._store.renew_leases([id]))
 
     async def history(self, id: str) -> list[Item]:
         """All that was given and answered up to the end of a response. ApiError where a part of it is missing."""
-        records = await self._store.chain(id, self._owner)
+        records = await self._store.history(id, self._owner)
         if not records:
-            raise missing_response(id)
+            raise previous_not_found(id)
         if records[0].previous is not None:
-            raise _missing(f"Previous response with id '{id}' goes on from one that is not kept any more.")
-        if not all(record.settled for record in records):
-            raise _missing(f"Previous response with id '{id}' is not finished.")
-        return [item for record in records for item in (*given(record), *_answered(record))]
+            raise _previous_error(f"Previous response with id '{id}' goes on from one that is not kept any more.")
+        if not all(record.final for record in records):
+            raise _previous_error(f"Previous response with id '{id}' is not finished.")
+        return [item for record in records for item in (*record_input(record), *_record_output(record))]
 
-    async def given(self, id: str) -> list[Item] | None:
+    async def input_items(self, id: str) -> list[Item] | None:
         """All that a response was made from, oldest first; None: it is not kept."""
         record = await self._store.get(id, self._owner)
         if record is None:
             return None
         before = [] if record.previous is None else await self.history(record.previous)
-        return [*before, *given(record)]
+        return [*before, *record_input(record)]
 
-    async def referred(self, input: Sequence[InputItem]) -> list[Item]:
+    async def resolve_references(self, input: Sequence[InputItem]) -> list[Item]:
         """The items, with those that are only named taken from the store. ApiError at names that nothing has."""
         names = [item.id for item in input if isinstance(item, ReferenceInput)]
         known = {
-            item["id"]: item for record in await self._store.holders(names, self._owner) for item in _answered(record)
+            item["id"]: item
+            for record in await self._store.find_by_items(names, self._owner)
+            for item in _record_output(record)
         }
         for name in names:
             if name not in known:
-                raise invalid("input", f"there is no item with the id '{name}' here")
-        return [known[item.id] if isinstance(item, ReferenceInput) else whole(item) for item in input]
+                raise invalid_value("input", f"there is no item with the id '{name}' here")
+        return [known[item.id] if isinstance(item, ReferenceInput) else stored_item(item) for item in input]
 
 
-def listed(input: Input | None) -> Sequence[InputItem]:
+def as_items(input: Input | None) -> Sequence[InputItem]:
     """What a client sent, as items."""
     if not isinstance(input, str):
         return input or ()
-    return _ITEMS.validate_python([{"type": "message", "role": "user", "content": input}])
+    return INPUT_ITEMS.validate_python([{"type": "message", "role": "user", "content": input}])
 
 
-def read(items: Sequence[Item]) -> list[InputItem]:
+def parse_items(items: Sequence[Item]) -> list[InputItem]:
     """Items as a request has them, from those that were kept."""
-    return _ITEMS.validate_python(items)
+    return INPUT_ITEMS.validate_python(items)
 
 
-def whole(item: InputItem) -> Item:
+def stored_item(item: InputItem) -> Item:
     """An item as it is kept and shown: with a name, and its text in parts."""
     told = plain(item)
     content = told.get("content")
     if isinstance(content, str):
         spoken = told.get("role") == "assistant"
-        told["content"] = [_said(content) if spoken else {"type": "input_text", "text": content}]
+        told["content"] = [_output_text(content) if spoken else {"type": "input_text", "text": content}]
     if told["type"] == "reasoning":
         told.setdefault("summary", [])
-    return {"id": new_id(_PREFIXES[told["type"]]), "status": "completed", **told}
+    return {"id": new_id(ID_PREFIXES[told["type"]]), "status": "completed", **told}
 
 
-def check_calls(items: Sequence[Item]) -> None:
+def check_call_outputs(items: Sequence[Item]) -> None:
     """ApiError at the output of a call that nothing before it makes."""
     calls: set[object] = set()
     for item in items:
         if item["type"] in ("function_call", "custom_tool_call"):
             calls.add(item["call_id"])
         elif item["type"].endswith("_call_output") and item["call_id"] not in calls:
-            raise invalid("input", f"no tool call found for the output with call_id '{item['call_id']}'")
+            raise invalid_value("input", f"no tool call found for the output with call_id '{item['call_id']}'")
 
 
-def missing_response(id: str) -> ApiError:
+def previous_not_found(id: str) -> ApiError:
     """The error at a previous response that is not kept."""
-    return _missing(f"Previous response with id '{id[:128]}' not found.")
+    return _previous_error(f"Previous response with id '{id[:128]}' not found.")
 
 
-def given(record: Record) -> list[Item]:
+def record_input(record: Record) -> list[Item]:
     """What the response of a record was given, without what it goes on from."""
     return cast(list[Item], json.loads(record.input))
 
 
-def _answered(record: Record) -> list[Item]:
-    return cast(list[Item], _body(record)["output"])
+def _record_output(record: Record) -> list[Item]:
+    return cast(list[Item], _record_body(record)["output"])
 
 
-def _said(text: str) -> Item:
+def _output_text(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _body(record: Record) -> ResponseBody:
+def _record_body(record: Record) -> ResponseBody:
     body = cast(ResponseBody, json.loads(record.body))
-    return failed(body, LOST) if record.lost else body
+    return failed_response(body, WORKER_LOST) if record.lease_expired else body
 
 
-def failed(response: ResponseBody, reason: str) -> ResponseBody:
+def failed_response(response: ResponseBody, reason: str) -> ResponseBody:
     """The response as one that came to nothing."""
     error = {"code": "server_error", "message": reason}
     return cast(ResponseBody, {**response, "status": "failed", "output": [], "error": error})
 
 
-def _missing(message: str) -> ApiError:
+def _previous_error(message: str) -> ApiError:
     return ApiError(PREVIOUS_RESPONSE_NOT_FOUND, message, param="previous_response_id")

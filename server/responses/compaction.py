@@ -9,35 +9,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from server.generation.reply import Reply
-from server.generation.turn import Turn
+from server.generation.chat_turn import ChatTurn
+from server.generation.completed_message import CompletedMessage
 from server.http.errors import GENERATION_FAILED, ApiError
-from server.responses.history import SUMMARISE
-from server.responses.items import new_id
-from server.responses.run import response_usage
-from server.responses.sealed import seal
-from server.responses.truncation import SYSTEM
+from server.responses.encrypted_content import encode_content
+from server.responses.messages import SUMMARY_PROMPT
+from server.responses.partial_items import new_id
+from server.responses.task import response_usage
+from server.responses.truncation import SYSTEM_ROLES
 from server.schemas.response_items import Compaction, CompactionItem
 from server.schemas.responses import CompactRequest, ResponseRequest
 
 # The part of the context that a summary may take.
-SHARE = 4
-QUESTION = {"type": "message", "role": "user", "content": SUMMARISE}
+SUMMARY_SHARE = 4
+SUMMARY_QUESTION = {"type": "message", "role": "user", "content": SUMMARY_PROMPT}
 
 
 def summary_request(body: CompactRequest, context: int) -> ResponseRequest:
     """The request for the summary, but for the conversation."""
     asked = {"model": body.model, "instructions": body.instructions, "prompt_cache_key": body.prompt_cache_key}
-    return ResponseRequest.model_validate({**asked, "temperature": 0, "max_output_tokens": max(context // SHARE, 1)})
+    return ResponseRequest.model_validate(
+        {**asked, "temperature": 0, "max_output_tokens": max(context // SUMMARY_SHARE, 1)}
+    )
 
 
-def compaction(turn: Turn, items: Sequence[dict[str, Any]], reply: Reply) -> Compaction:
+def compaction(turn: ChatTurn, items: Sequence[dict[str, Any]], reply: CompletedMessage) -> Compaction:
     """What the conversation becomes; ApiError where the model wrote nothing."""
     text = reply.text.strip()
     if not text:
         raise ApiError(GENERATION_FAILED, "The model wrote no summary of this conversation.")
-    summary = CompactionItem(id=new_id("cmp"), type="compaction", encrypted_content=seal(text))
-    kept = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM]
+    summary = CompactionItem(id=new_id("cmp"), type="compaction", encrypted_content=encode_content(text))
+    kept = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM_ROLES]
     usage = response_usage(reply.ended.finished, reply.ended.reasoning_tokens)
     return Compaction(
         id=turn.id, object="response.compaction", created_at=turn.created, output=[*kept, summary], usage=usage

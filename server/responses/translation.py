@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from engine.errors import EngineError
-from server.generation.renaming import renamed
-from server.http.errors import ApiError, invalid, missing
-from server.responses.history import messages
+from server.generation.error_fields import with_client_field_names
+from server.http.errors import ApiError, invalid_value, missing_parameter
+from server.responses.messages import chat_messages
 from server.schemas.chat import ChatRequest
 from server.schemas.response_input import InputItem
 from server.schemas.responses import (
     AllowedFunctions,
     CustomChoice,
-    CustomTool,
     FunctionChoice,
-    FunctionTool,
     GrammarFormat,
     Prompted,
+    ResponseCustomTool,
+    ResponseFunctionTool,
     ResponseRequest,
     SchemaFormat,
     TextConfig,
@@ -27,7 +27,7 @@ from server.schemas.responses import (
 )
 
 # Fields with one name and one meaning in both.
-SAME = (
+SHARED_FIELDS = (
     "cache_salt",
     "frequency_penalty",
     "ignore_eos",
@@ -50,7 +50,7 @@ SAME = (
 )
 # What a chat calls a field, and what it is called here. Places in messages are not those in the input: items are
 # merged, and what was said before comes first.
-_NAMES = {
+FIELD_NAMES = {
     r"messages.*|prompt": "input",
     r"max_completion_tokens|max_tokens": "max_output_tokens",
     r"reasoning_effort": "reasoning.effort",
@@ -64,24 +64,24 @@ _PATH = "/v1/responses"
 
 def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> ChatRequest:
     """The chat that answers `items`, the whole history of it. ApiError at what no chat can hold."""
-    said = messages(body.instructions, items)
+    said = chat_messages(body.instructions, items)
     if not said:
-        raise missing("input")
-    asked = {"model": model, "messages": said, **_prompting(body)}
+        raise missing_parameter("input")
+    asked = {"model": model, "messages": said, **_prompt_fields(body)}
     if isinstance(body, ResponseRequest):
-        asked.update(_generating(body))
+        asked.update(_generation_fields(body))
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:
-        raise invalid("input", error.errors()[0]["msg"]) from error
+        raise invalid_value("input", error.errors()[0]["msg"]) from error
 
 
-def reworded(error: ApiError | EngineError) -> ApiError:
+def renamed_error(error: ApiError | EngineError) -> ApiError:
     """An error of the chat, with the names that the client of a response used."""
-    return renamed(error, _PATH, _NAMES)
+    return with_client_field_names(error, _PATH, FIELD_NAMES)
 
 
-def _prompting(body: Prompted) -> dict[str, object]:
+def _prompt_fields(body: Prompted) -> dict[str, object]:
     text, reasoning = body.text or TextConfig(), body.reasoning
     return {
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
@@ -94,18 +94,18 @@ def _prompting(body: Prompted) -> dict[str, object]:
     }
 
 
-def _generating(body: ResponseRequest) -> dict[str, object]:
+def _generation_fields(body: ResponseRequest) -> dict[str, object]:
     shown = body.includes("message.output_text.logprobs") or bool(body.top_logprobs)
     return {
-        **{name: getattr(body, name) for name in SAME},
+        **{name: getattr(body, name) for name in SHARED_FIELDS},
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": shown or None,
         "top_logprobs": body.top_logprobs if shown else None,
     }
 
 
-def _tool(tool: FunctionTool | CustomTool) -> dict[str, object]:
-    if isinstance(tool, CustomTool):
+def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
+    if isinstance(tool, ResponseCustomTool):
         custom = {"name": tool.name, "description": tool.description, "format": _input_format(tool)}
         return {"type": "custom", "custom": custom}
     named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
@@ -116,18 +116,18 @@ def _tool(tool: FunctionTool | CustomTool) -> dict[str, object]:
 def _choice(body: Prompted) -> object:
     match body.tool_choice:
         case FunctionChoice() | CustomChoice():
-            return _named(body.tool_choice)
+            return _named_tool(body.tool_choice)
         case AllowedFunctions(mode=mode, tools=tools):
-            named = [_named(tool) for tool in tools]
+            named = [_named_tool(tool) for tool in tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     return body.tool_choice
 
 
-def _named(choice: FunctionChoice | CustomChoice) -> dict[str, object]:
+def _named_tool(choice: FunctionChoice | CustomChoice) -> dict[str, object]:
     return {"type": choice.type, choice.type: {"name": choice.name}}
 
 
-def _input_format(tool: CustomTool) -> object:
+def _input_format(tool: ResponseCustomTool) -> object:
     if isinstance(tool.format, GrammarFormat):
         return {"type": "grammar", "grammar": {"syntax": tool.format.syntax, "definition": tool.format.definition}}
     return None if tool.format is None else plain(tool.format)

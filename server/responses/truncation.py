@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 from engine.errors import ContextTooLong
-from server.generation.turn import Turn, chat_turn
+from server.generation.chat_turn import ChatTurn, prepare_chat
 from server.schemas.chat import ChatRequest
 from server.service import Service
 
-SYSTEM = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 
 
-async def fitting_turn(service: Service, body: ChatRequest, id: str) -> Turn:
+async def fitting_turn(service: Service, body: ChatRequest, id: str) -> ChatTurn:
     """The turn of the longest end of the conversation that fits, cut where somebody else than the model spoke.
 
     Leading system messages stay. ContextTooLong where the last message alone is too long.
     """
-    least, most = 0, len(_cuts(body))
-    fitting: Turn | None = None
+    least, most = 0, len(_cut_positions(body))
+    fitting: ChatTurn | None = None
     while least < most:
         middle = (least + most) // 2
-        turn = await _attempt(service, _without(body, middle), id)
+        turn = await _attempt(service, _truncated(body, middle), id)
         if turn is None:
             least = middle + 1
         else:
             fitting, most = turn, middle
-    return fitting or await chat_turn(service, _without(body, least), id)
+    return fitting or await prepare_chat(service, _truncated(body, least), id)
 
 
-async def _attempt(service: Service, body: ChatRequest, id: str) -> Turn | None:
+async def _attempt(service: Service, body: ChatRequest, id: str) -> ChatTurn | None:
     """The turn, if its prompt leaves room for an answer: what was asked for, or a quarter of the context."""
     context = service.engine.info.context
     room = min(body.max_completion_tokens or context // 4, context // 2)
     try:
-        turn = await chat_turn(service, body, id)
+        turn = await prepare_chat(service, body, id)
     except ContextTooLong:
         return None
     return turn if len(turn.requests[0].prompt) + room <= context else None
 
 
-def _cuts(body: ChatRequest) -> list[int]:
+def _cut_positions(body: ChatRequest) -> list[int]:
     """Where the conversation may begin instead: at each question but the first."""
     asked = [place for place, message in enumerate(body.messages) if message.role == "user"]
     return asked[1:]
 
 
-def _without(body: ChatRequest, cuts: int) -> ChatRequest:
+def _truncated(body: ChatRequest, cuts: int) -> ChatRequest:
     """The body without what stands before its cut number `cuts`; 0 cuts nothing."""
     if cuts == 0:
         return body
-    leading = next((place for place, said in enumerate(body.messages) if said.role not in SYSTEM), 0)
-    begin = _cuts(body)[cuts - 1]
+    leading = next((place for place, said in enumerate(body.messages) if said.role not in SYSTEM_ROLES), 0)
+    begin = _cut_positions(body)[cuts - 1]
     return body.model_copy(update={"messages": [*body.messages[:leading], *body.messages[begin:]]})

@@ -10,8 +10,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from server.responses.items import Growing, GrowingCall, GrowingCustomCall, GrowingMessage, GrowingReasoning, Told
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from server.responses.partial_items import (
+    EventFields,
+    PartialCall,
+    PartialCustomCall,
+    PartialItem,
+    PartialMessage,
+    PartialReasoning,
+)
 from server.schemas.chat import ChatLogprob
 from server.schemas.response_items import (
     CacheDiagnostics,
@@ -24,9 +31,9 @@ from server.schemas.response_items import (
     ResponseUsage,
 )
 
-SETTLED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+FINAL_STATUSES = frozenset({"completed", "incomplete", "failed", "cancelled"})
 # The last event of a response. There is none of the name of a response that was cancelled.
-_LAST = {
+FINAL_EVENTS = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
     "failed": "response.failed",
@@ -34,62 +41,62 @@ _LAST = {
 }
 
 
-class Writer:
+class ResponseWriter:
     """Tells one response. `sealed`: reasoning is also given in the form that clients send back."""
 
-    def __init__(self, response: ResponseBody, *, sealed: bool = False) -> None:
-        self._response, self._sealed = response, sealed
+    def __init__(self, response: ResponseBody, *, encrypted: bool = False) -> None:
+        self._response, self._encrypted = response, encrypted
         self._number = 0
         self._done: list[OutputItem] = []
-        self._open: Growing | None = None
-        self._waiting: list[ChatLogprob] = []
+        self._open_output: PartialItem | None = None
+        self._pending_logprobs: list[ChatLogprob] = []
 
     @property
     def response(self) -> ResponseBody:
         """The response as it stands."""
-        growing = [] if self._open is None else [self._open.item("in_progress")]
+        growing = [] if self._open_output is None else [self._open_output.item("in_progress")]
         return {**self._response, "output": [*self._done, *growing]}
 
-    def begin(self) -> Iterator[ResponseEvent]:
+    def created(self) -> Iterator[ResponseEvent]:
         """The response is there; one in the background waits."""
-        yield self._lifecycle("response.created")
+        yield self._lifecycle_event("response.created")
         if self._response["status"] == "queued":
-            yield self._lifecycle("response.queued")
+            yield self._lifecycle_event("response.queued")
 
-    def start(self) -> Iterator[ResponseEvent]:
+    def in_progress(self) -> Iterator[ResponseEvent]:
         """Work on it begins."""
         self._response["status"] = "in_progress"
-        yield self._lifecycle("response.in_progress")
+        yield self._lifecycle_event("response.in_progress")
 
-    def push(self, pieces: Iterable[Piece], logprobs: Sequence[ChatLogprob] = ()) -> Iterator[ResponseEvent]:
+    def add(self, pieces: Iterable[AnswerDelta], logprobs: Sequence[ChatLogprob] = ()) -> Iterator[ResponseEvent]:
         """More of the answer; log-probabilities belong to its text."""
-        self._waiting.extend(logprobs)
+        self._pending_logprobs.extend(logprobs)
         for piece in pieces:
             # Those of a text that was held back come before it; those of anything else are told to nobody.
-            entries, self._waiting = self._waiting, []
+            entries, self._pending_logprobs = self._pending_logprobs, []
             match piece:
-                case Text(text=text):
-                    yield from self._say(text, entries)
-                case Reasoning(text=text):
-                    yield from self._reason(text)
-                case CallOpened(name=name, kind="custom"):
-                    yield from self._opening(GrowingCustomCall(name))
-                case CallOpened(name=name):
-                    yield from self._opening(GrowingCall(name))
-                case CallArguments(text=text):
-                    called = self._open
+                case TextDelta(text=text):
+                    yield from self._add_text(text, entries)
+                case ReasoningDelta(text=text):
+                    yield from self._add_reasoning(text)
+                case ToolCallStart(name=name, kind="custom"):
+                    yield from self._open_item(PartialCustomCall(name))
+                case ToolCallStart(name=name):
+                    yield from self._open_item(PartialCall(name))
+                case ToolCallDelta(text=text):
+                    called = self._open_output
                     # They come behind the call that they belong to.
-                    assert isinstance(called, GrowingCall | GrowingCustomCall)
-                    yield from self._numbered(called.add(text))
+                    assert isinstance(called, PartialCall | PartialCustomCall)
+                    yield from self._item_events(called.add(text))
 
-    def end(
+    def finish(
         self, status: ResponseStatus, usage: ResponseUsage, diagnostics: CacheDiagnostics | None = None
     ) -> Iterator[ResponseEvent]:
         """The answer is whole (completed), or was cut off (incomplete)."""
         whole = status == "completed"
-        if not self._done and self._open is None:
-            yield from self._opening(GrowingMessage())
-        yield from self._closing("completed" if whole else "incomplete")
+        if not self._done and self._open_output is None:
+            yield from self._open_item(PartialMessage())
+        yield from self._close_item("completed" if whole else "incomplete")
         self._response["status"], self._response["usage"] = status, usage
         if diagnostics is not None:
             self._response["prompt_cache_diagnostics"] = diagnostics
@@ -97,72 +104,72 @@ class Writer:
             self._response["completed_at"] = int(time.time())
         else:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._lifecycle("response.completed" if whole else "response.incomplete")
+        yield self._lifecycle_event("response.completed" if whole else "response.incomplete")
 
-    def unkept(self, reason: str) -> Iterator[ResponseEvent]:
+    def not_stored(self, reason: str) -> Iterator[ResponseEvent]:
         """The last event once more, in place of the one told before: the response is over, and was not kept."""
         self._response["store"] = False
         self._response["warnings"] = [*self._response.get("warnings", []), reason]
         self._number -= 1
-        yield self._lifecycle(_LAST[self._response["status"]])
+        yield self._lifecycle_event(FINAL_EVENTS[self._response["status"]])
 
     def cancel(self) -> Iterator[ResponseEvent]:
         """Nobody wants the rest. There is no event of this name: streams end as incomplete, with this status."""
-        yield from self._closing("incomplete")
+        yield from self._close_item("incomplete")
         self._response["status"] = "cancelled"
-        yield self._lifecycle("response.incomplete")
+        yield self._lifecycle_event("response.incomplete")
 
     def fail(self, error: dict[str, Any]) -> Iterator[ResponseEvent]:
         """It broke; `error` is what stands in the envelope of an answer."""
-        yield from self._closing("incomplete")
+        yield from self._close_item("incomplete")
         flat = {name: error.get(name) for name in ("code", "message", "param")}
-        told = {"type": "error", "sequence_number": self._next(), **flat, "error": error}
+        told = {"type": "error", "sequence_number": self._next_number(), **flat, "error": error}
         yield cast(ErrorEvent, told)
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error["message"]}
-        yield self._lifecycle("response.failed")
+        yield self._lifecycle_event("response.failed")
 
-    def _say(self, text: str, logprobs: Sequence[ChatLogprob]) -> Iterator[ResponseEvent]:
-        if not isinstance(self._open, GrowingMessage):
-            yield from self._opening(GrowingMessage())
-        assert isinstance(self._open, GrowingMessage)
-        yield from self._numbered(self._open.add(text, logprobs))
+    def _add_text(self, text: str, logprobs: Sequence[ChatLogprob]) -> Iterator[ResponseEvent]:
+        if not isinstance(self._open_output, PartialMessage):
+            yield from self._open_item(PartialMessage())
+        assert isinstance(self._open_output, PartialMessage)
+        yield from self._item_events(self._open_output.add(text, logprobs))
 
-    def _reason(self, text: str) -> Iterator[ResponseEvent]:
-        if not isinstance(self._open, GrowingReasoning):
-            yield from self._opening(GrowingReasoning(self._sealed))
-        assert isinstance(self._open, GrowingReasoning)
-        yield from self._numbered(self._open.add(text))
+    def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
+        if not isinstance(self._open_output, PartialReasoning):
+            yield from self._open_item(PartialReasoning(self._encrypted))
+        assert isinstance(self._open_output, PartialReasoning)
+        yield from self._item_events(self._open_output.add(text))
 
-    def _opening(self, item: Growing) -> Iterator[ResponseEvent]:
-        yield from self._closing("completed")
-        self._open = item
-        yield self._placed({"type": "response.output_item.added", "item": item.item("in_progress")})
-        yield from self._numbered(item.opened())
+    def _open_item(self, item: PartialItem) -> Iterator[ResponseEvent]:
+        yield from self._close_item("completed")
+        self._open_output = item
+        yield self._output_event({"type": "response.output_item.added", "item": item.item("in_progress")})
+        yield from self._item_events(item.opening_events())
 
-    def _closing(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        if self._open is None:
+    def _close_item(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        if self._open_output is None:
             return
-        yield from self._numbered(self._open.closed(status))
-        whole = self._open.item(status)
-        yield self._placed({"type": "response.output_item.done", "item": whole})
+        yield from self._item_events(self._open_output.closing_events(status))
+        whole = self._open_output.item(status)
+        yield self._output_event({"type": "response.output_item.done", "item": whole})
         self._done.append(whole)
-        self._open = None
+        self._open_output = None
 
-    def _numbered(self, told: Iterable[Told]) -> Iterator[ResponseEvent]:
+    def _item_events(self, told: Iterable[EventFields]) -> Iterator[ResponseEvent]:
         """Events of the open item."""
-        assert self._open is not None
-        id = self._open.id
+        assert self._open_output is not None
+        id = self._open_output.id
         for event in told:
-            yield self._placed({**event, "item_id": id})
+            yield self._output_event({**event, "item_id": id})
 
-    def _placed(self, told: Told) -> ResponseEvent:
-        return cast(ResponseEvent, {**told, "output_index": len(self._done), "sequence_number": self._next()})
+    def _output_event(self, told: EventFields) -> ResponseEvent:
+        return cast(ResponseEvent, {**told, "output_index": len(self._done), "sequence_number": self._next_number()})
 
-    def _lifecycle(self, kind: str) -> ResponseEvent:
-        return cast(ResponseEvent, {"type": kind, "sequence_number": self._next(), "response": self.response})
+    def _lifecycle_event(self, kind: str) -> ResponseEvent:
+        return cast(ResponseEvent, {"type": kind, "sequence_number": self._next_number(), "response": self.response})
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         number = self._number
         self._number += 1
         return number

@@ -10,20 +10,20 @@ from starlette.responses import Response
 
 from engine.errors import EngineError
 from server.anthropic.answer import AnthropicAnswer
-from server.anthropic.translation import breaks, chat_request, reworded
-from server.generation.answering import unless_gone
-from server.generation.generation import generate
-from server.generation.turn import Turn, chat_turn
-from server.http.encoding import Json
-from server.http.errors import MESSAGES, ApiError
-from server.http.parsing import off_loop
+from server.anthropic.translation import chat_request, has_cache_control, with_anthropic_field_names
+from server.generation.answer import cancel_on_disconnect
+from server.generation.chat_turn import ChatTurn, prepare_chat
+from server.generation.requests import generate
+from server.http.encoding import JsonResponse
+from server.http.errors import ANTHROPIC_PREFIX, ApiError
+from server.http.parsing import run_by_size
 from server.http.sse import EventStream, named_frame
-from server.routes.documented import streamed
+from server.routes.openapi import event_stream_responses
 from server.schemas.anthropic import CountRequest, MessagesRequest
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
 from server.service import Service
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": AnthropicErrorBody, "description": "The request cannot be served as it is, or not now."},
     "5XX": {"model": AnthropicErrorBody, "description": "The server cannot serve it now."},
 }
@@ -32,33 +32,35 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post(MESSAGES, responses={**RESPONSES, **streamed(AnsweredMessage, AnthropicEvent)})
+    @app.post(
+        ANTHROPIC_PREFIX, responses={**ANTHROPIC_ERRORS, **event_stream_responses(AnsweredMessage, AnthropicEvent)}
+    )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         turn = await _turn(service, body, request)
-        answer = AnthropicAnswer(turn, breaks(body))
+        answer = AnthropicAnswer(turn, has_cache_control(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
-            return EventStream(opening, answer.teller(), service.settings.caps, named_frame, b"")
+            return EventStream(opening, answer.teller(), service.settings.limits, named_frame, b"")
 
         async def whole() -> Response:
             async with opening as events:
-                return Json(await answer.whole(events))
+                return JsonResponse(await answer.response(events))
 
-        return await unless_gone(request, whole())
+        return await cancel_on_disconnect(request, whole())
 
-    @app.post(f"{MESSAGES}/count_tokens", responses={**RESPONSES, 200: {"model": TokenCount}})
+    @app.post(f"{ANTHROPIC_PREFIX}/count_tokens", responses={**ANTHROPIC_ERRORS, 200: {"model": TokenCount}})
     async def count_message_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of the prompt that a conversation makes."""
         turn = await _turn(service, body, request)
-        return Json(TokenCount(input_tokens=len(turn.requests[0].prompt)))
+        return JsonResponse(TokenCount(input_tokens=len(turn.requests[0].prompt)))
 
 
-async def _turn(service: Service, body: CountRequest, http: Request) -> Turn:
+async def _turn(service: Service, body: CountRequest, http: Request) -> ChatTurn:
     try:
-        chat = await off_loop(http, chat_request, body)
+        chat = await run_by_size(http, chat_request, body)
         # The field is required here, and clients ask for more than small models hold without meaning it.
         most = min(chat.max_tokens or 1, service.engine.info.context)
-        return await chat_turn(service, chat.model_copy(update={"max_tokens": most}), f"msg_{uuid.uuid4().hex}")
+        return await prepare_chat(service, chat.model_copy(update={"max_tokens": most}), f"msg_{uuid.uuid4().hex}")
     except (ApiError, EngineError) as error:
-        raise reworded(error) from error
+        raise with_anthropic_field_names(error) from error

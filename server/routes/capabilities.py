@@ -8,12 +8,12 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from engine.text.wording import names
-from engine.types.status import Embedding
-from server.generation.ability import unable, unheeded
-from server.http.encoding import Json
+from engine.text.wording import undeclared_variables
+from engine.types.status import EmbeddingModelInfo
+from server.generation.support import ignored_parameters, unsupported_parameters
+from server.http.encoding import JsonResponse
 from server.openai import embeddings
-from server.routes.documented import RESPONSES
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas import policy
 from server.schemas.capabilities import Capabilities, EmbeddingCapabilities, Endpoint, ModelCapabilities, Parameter
 from server.schemas.chat import RESERVED_ARGUMENTS, ChatRequest
@@ -26,7 +26,7 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.get("/v1/capabilities", responses={**RESPONSES, 200: {"model": Capabilities}})
+    @app.get("/v1/capabilities", responses={**ERROR_RESPONSES, 200: {"model": Capabilities}})
     async def capabilities() -> Response:
         """Tell what this server does with each parameter, and what its model can do."""
         service.check_ready()
@@ -38,28 +38,28 @@ def add(app: FastAPI, service: Service) -> None:
         )
         if service.engine.embedding is not None and service.settings.embedding_name is not None:
             told["embedding_model"] = _embedding(service.settings.embedding_name, service.engine.embedding)
-        return Json(told)
+        return JsonResponse(told)
 
 
 def _model(service: Service) -> ModelCapabilities:
     info, tokenizer = service.engine.info, service.engine.tokenizer
     return ModelCapabilities(
-        id=service.settings.names[0],
+        id=service.settings.model_names[0],
         context=info.context,
         vocabulary=info.vocabulary,
         chat=bool(tokenizer.template),
-        tools=tokenizer.dialect.calls,
-        reasoning=tokenizer.dialect.reasons,
-        template_arguments=sorted(names(tokenizer.template) - RESERVED_ARGUMENTS),
+        tools=tokenizer.chat_format.supports_tool_calls,
+        reasoning=tokenizer.chat_format.supports_reasoning,
+        template_arguments=sorted(undeclared_variables(tokenizer.template) - RESERVED_ARGUMENTS),
         drafters=list(service.engine.drafting.kinds),
         batch_invariant=info.batch_invariant,
     )
 
 
-def _embedding(name: str, embedding: Embedding) -> EmbeddingCapabilities:
+def _embedding(name: str, embedding: EmbeddingModelInfo) -> EmbeddingCapabilities:
     return EmbeddingCapabilities(
         id=name,
-        makes=embedding.makes,
+        makes=embedding.output_kind,
         context=embedding.model.context,
         vocabulary=embedding.model.vocabulary,
         dimensions=embedding.dimensions,
@@ -79,8 +79,8 @@ def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
 
 def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
     fields = [field.alias or name for name, field in body.model_fields.items()]
-    missing, noted = _missing(service, body), {**policy.NOTED, **_unheeded(service, body)}
-    known = {name: _known(name, missing, noted) for name in fields}
+    missing, noted = _unsupported(service, body), {**policy.NOTED, **_ignored(service, body)}
+    known = {name: _parameter(name, missing, noted) for name in fields}
     refused = {
         name: Parameter(support="refused", accepted=[None, *idle])
         for name, idle in body.documented.items()
@@ -89,25 +89,29 @@ def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
     return {**known, **refused}
 
 
-def _missing(service: Service, body: type[Strict]) -> dict[str, str]:
+def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:
     """What the models cannot do of a body, and why."""
     tokenizer = service.engine.tokenizer
     if issubclass(body, ChatRequest):
-        return unable(tokenizer.dialect, names(tokenizer.template))
+        return unsupported_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))
     if issubclass(body, EmbeddingRequest):
-        return embeddings.unable(service.vectors)
+        return embeddings.unsupported_embedding_parameters(service.embedder)
     if issubclass(body, RerankRequest | ScoreRequest) and service.engine.embedding is None:
         return {"truncate_prompt_tokens": "there is no embedding model"}
     return {}
 
 
-def _unheeded(service: Service, body: type[Strict]) -> dict[str, str]:
+def _ignored(service: Service, body: type[Strict]) -> dict[str, str]:
     """What the model takes no notice of, and why."""
     tokenizer = service.engine.tokenizer
-    return unheeded(tokenizer.dialect, names(tokenizer.template)) if issubclass(body, ChatRequest) else {}
+    return (
+        ignored_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))
+        if issubclass(body, ChatRequest)
+        else {}
+    )
 
 
-def _known(name: str, missing: dict[str, str], noted: Mapping[str, str]) -> Parameter:
+def _parameter(name: str, missing: dict[str, str], noted: Mapping[str, str]) -> Parameter:
     if name in missing:
         return Parameter(support="refused", reason=missing[name], accepted=[None])
     if name in noted:

@@ -7,11 +7,11 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.generation.answering import answer
+from server.generation.answer import answer
 from server.http.lenient import warnings
+from server.openai.completion_work import prepare_completion
 from server.openai.completions import CompletionAnswer
-from server.openai.continuation import continuation
-from server.routes.documented import RESPONSES, streamed
+from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
 from server.schemas.completions import Completion, CompletionRequest
 from server.service import Service
 
@@ -19,9 +19,9 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.post("/v1/completions", responses={**RESPONSES, **streamed(Completion, Completion)})
+    @app.post("/v1/completions", responses={**ERROR_RESPONSES, **event_stream_responses(Completion, Completion)})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        work = await continuation(service, body, f"cmpl-{uuid.uuid4().hex}")
+        work = await prepare_completion(service, body, f"cmpl-{uuid.uuid4().hex}")
         shape = CompletionAnswer(work, (*warnings(request), *work.warnings))
         return await answer(request, service, work.requests, shape, "completions")

@@ -7,10 +7,10 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.generation.answering import unless_gone
-from server.http.encoding import large_json
+from server.generation.answer import cancel_on_disconnect
+from server.http.encoding import large_json_response
 from server.openai.embeddings import embeddings
-from server.routes.documented import RESPONSES
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.embeddings import EmbeddingList, EmbeddingRequest
 from server.service import Service
 
@@ -18,11 +18,11 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the route."""
 
-    @app.post("/v1/embeddings", responses={**RESPONSES, 200: {"model": EmbeddingList}})
+    @app.post("/v1/embeddings", responses={**ERROR_RESPONSES, 200: {"model": EmbeddingList}})
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Turn texts into vectors."""
 
         async def work() -> Response:
-            return await large_json(await embeddings(service, body, f"embd-{uuid.uuid4().hex}"))
+            return await large_json_response(await embeddings(service, body, f"embd-{uuid.uuid4().hex}"))
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from server.routes.documented import RESPONSES
+from server.routes.openapi import ERROR_RESPONSES
 from server.service import Service
 
 
@@ -15,7 +15,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
-    @app.get("/metrics", responses={**RESPONSES, 200: {"content": text}}, response_class=Response)
+    @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
         """All numbers of this server."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -6,8 +6,8 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from engine.types.status import ModelInfo
-from server.http.encoding import Json
-from server.routes.documented import RESPONSES
+from server.http.encoding import JsonResponse
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.models import Model, ModelList, ModelMore
 from server.service import Service
 
@@ -15,29 +15,31 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.get("/v1/models", responses={**RESPONSES, 200: {"model": ModelList}})
+    @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
         """List the names that the models answer to."""
-        names = (*service.settings.names, service.settings.embedding_name)
-        return Json(ModelList(object="list", data=[_model(service, name) for name in names if name is not None]))
+        names = (*service.settings.model_names, service.settings.embedding_name)
+        return JsonResponse(
+            ModelList(object="list", data=[_model(service, name) for name in names if name is not None])
+        )
 
     # Names from the hub hold a slash.
-    @app.get("/v1/models/{model:path}", responses={**RESPONSES, 200: {"model": Model}})
+    @app.get("/v1/models/{model:path}", responses={**ERROR_RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
         """Describe the model under one of its names."""
         known = model if model == service.settings.embedding_name else service.resolve(model)
-        return Json(_model(service, known))
+        return JsonResponse(_model(service, known))
 
 
 def _model(service: Service, name: str) -> Model:
     service.check_ready()
     embedding = service.engine.embedding
     if embedding is not None and name == service.settings.embedding_name:
-        return _described(service, name, name, embedding.model, {"n_embd": embedding.dimensions})
-    return _described(service, name, service.settings.names[0], service.engine.info, {})
+        return _model_entry(service, name, name, embedding.model, {"n_embd": embedding.dimensions})
+    return _model_entry(service, name, service.settings.model_names[0], service.engine.info, {})
 
 
-def _described(service: Service, name: str, root: str, info: ModelInfo, more: ModelMore) -> Model:
+def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: ModelMore) -> Model:
     return Model(
         id=name,
         object="model",

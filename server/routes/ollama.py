@@ -13,43 +13,50 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.errors import EngineError
-from engine.types.status import Embedding as EmbeddingModel
+from engine.types.status import EmbeddingModelInfo as EmbeddingModel
 from engine.types.status import ModelInfo
-from server.generation.answering import unless_gone
-from server.generation.generation import generate
-from server.generation.renaming import renamed
-from server.generation.turn import chat_turn
-from server.http.encoding import Json, large_json
-from server.http.errors import OLLAMA, ApiError, invalid, missing, unsupported
-from server.http.ndjson import LineStream
-from server.http.parsing import off_loop
+from server.generation.answer import cancel_on_disconnect
+from server.generation.chat_turn import prepare_chat
+from server.generation.error_fields import with_client_field_names
+from server.generation.requests import generate
+from server.http.encoding import JsonResponse, large_json_response
+from server.http.errors import OLLAMA_PREFIX, ApiError, invalid_value, missing_parameter, unsupported_parameter
+from server.http.ndjson import NdjsonStream
+from server.http.parsing import run_by_size
 from server.http.version import version
-from server.ollama.translation import OllamaAnswer, chat_body, embedded, generate_body, now, reworded
-from server.openai.embeddings import Wish, answering, check_dimensions, embed, vector
-from server.routes.documented import lined
+from server.ollama.translation import (
+    OllamaAnswer,
+    chat_body,
+    embed_response,
+    generate_body,
+    now,
+    with_ollama_field_names,
+)
+from server.openai.embeddings import EmbeddingOptions, check_dimensions, embed, embedding_model, vector
+from server.routes.openapi import ndjson_responses
 from server.schemas.chat import ChatRequest
 from server.schemas.ollama import (
-    Asking,
-    Embedding,
-    EmbeddingRequest,
-    Embeddings,
-    EmbedRequest,
     GenerateRequest,
-    Line,
     OllamaChatRequest,
+    OllamaEmbedding,
+    OllamaEmbeddingRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
     OllamaErrorBody,
+    OllamaGenerationFields,
+    OllamaLine,
     ShowRequest,
     Version,
 )
 from server.service import Service
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": OllamaErrorBody, "description": "The request cannot be served as it is, or not now."},
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
 # Clients write a tag behind every name; here a name has one model.
-_TAG = ":latest"
+LATEST_TAG = ":latest"
 
 
 def add(app: FastAPI, service: Service) -> None:
@@ -60,53 +67,57 @@ def add(app: FastAPI, service: Service) -> None:
 
 
 def _add_chats(app: FastAPI, service: Service) -> None:
-    @app.post("/api/chat", responses={**RESPONSES, **lined(Line)})
+    @app.post("/api/chat", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        model = _ready(service, body)
+        model = _checked_model(service, body)
         if not body.messages:
-            return Json({**_loaded(model), "message": {"role": "assistant", "content": ""}})
-        return await _answer(service, request, await off_loop(request, chat_body, body, model), plain=False)
+            return JsonResponse({**_load_response(model), "message": {"role": "assistant", "content": ""}})
+        return await _answer(service, request, await run_by_size(request, chat_body, body, model), plain=False)
 
-    @app.post("/api/generate", responses={**RESPONSES, **lined(Line)})
+    @app.post("/api/generate", responses={**OLLAMA_ERRORS, **ndjson_responses(OllamaLine)})
     async def complete(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt."""
-        model = _ready(service, body)
+        model = _checked_model(service, body)
         if body.raw:
-            raise invalid("raw", "prompts without the model's template go to /v1/completions")
+            raise invalid_value("raw", "prompts without the model's template go to /v1/completions")
         if not body.prompt:
-            return Json({**_loaded(model), "response": ""})
-        return await _answer(service, request, await off_loop(request, generate_body, body, model), plain=True)
+            return JsonResponse({**_load_response(model), "response": ""})
+        return await _answer(service, request, await run_by_size(request, generate_body, body, model), plain=True)
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:
-    @app.post("/api/embed", responses={**RESPONSES, 200: {"model": Embeddings}})
-    async def embed_all(body: EmbedRequest, request: Request) -> Response:
+    @app.post("/api/embed", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbeddings}})
+    async def embed_all(body: OllamaEmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        model, begun = answering(service, _name(service, body.model)), time.monotonic()
+        model, begun = embedding_model(service, _without_tag(service, body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
-        wish = Wish(most=0 if body.truncate is False else -1)
+        wish = EmbeddingOptions(max_tokens=0 if body.truncate is False else -1)
 
         async def work() -> Response:
             made = await embed(service, inputs, wish, id=uuid.uuid4().hex, endpoint="ollama")
-            return await large_json(await anyio.to_thread.run_sync(embedded, model, made, body.dimensions, begun))
+            return await large_json_response(
+                await anyio.to_thread.run_sync(embed_response, model, made, body.dimensions, begun)
+            )
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())
 
-    @app.post("/api/embeddings", responses={**RESPONSES, 200: {"model": Embedding}})
-    async def embed_one(body: EmbeddingRequest, request: Request) -> Response:
+    @app.post("/api/embeddings", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbedding}})
+    async def embed_one(body: OllamaEmbeddingRequest, request: Request) -> Response:
         """Turn one text into a vector, as older clients ask for it."""
-        answering(service, _name(service, body.model))
+        embedding_model(service, _without_tag(service, body.model))
 
         async def work() -> Response:
             try:
-                made = await embed(service, [body.prompt], Wish(most=-1), id=uuid.uuid4().hex, endpoint="ollama")
+                made = await embed(
+                    service, [body.prompt], EmbeddingOptions(max_tokens=-1), id=uuid.uuid4().hex, endpoint="ollama"
+                )
             except (ApiError, EngineError) as error:
-                raise renamed(error, OLLAMA, {"input": "prompt"}) from error
-            return Json(Embedding(embedding=list(vector(made.vectors[0]))))
+                raise with_client_field_names(error, OLLAMA_PREFIX, {"input": "prompt"}) from error
+            return JsonResponse(OllamaEmbedding(embedding=list(vector(made.vectors[0]))))
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:
@@ -117,18 +128,18 @@ def _add_cards(app: FastAPI, service: Service) -> None:
         """That a server is here."""
         return PlainTextResponse("Cellar is running")
 
-    @app.get("/api/version", responses={**RESPONSES, 200: {"model": Version}})
+    @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
     async def tell_version() -> Response:
         """The version of this server."""
-        return Json(Version(version=version()))
+        return JsonResponse(Version(version=version()))
 
-    @app.get("/api/tags", responses=RESPONSES)
+    @app.get("/api/tags", responses=OLLAMA_ERRORS)
     async def tags() -> Response:
         """The names that the model answers to."""
         service.check_ready()
-        return Json({"models": [*_entries(service)]})
+        return JsonResponse({"models": [*_entries(service)]})
 
-    @app.get("/api/ps", responses=RESPONSES)
+    @app.get("/api/ps", responses=OLLAMA_ERRORS)
     async def running() -> Response:
         """The same names: the models are loaded as long as the server runs."""
         service.check_ready()
@@ -138,65 +149,65 @@ def _add_cards(app: FastAPI, service: Service) -> None:
             "size_vram": 0 if info.device == "cpu" else memory.weights_bytes + memory.cache_bytes,
             "context_length": info.context,
         }
-        return Json({"models": [{**more, **entry} for entry in _entries(service)]})
+        return JsonResponse({"models": [{**more, **entry} for entry in _entries(service)]})
 
-    @app.post("/api/show", responses=RESPONSES)
+    @app.post("/api/show", responses=OLLAMA_ERRORS)
     async def show(body: ShowRequest) -> Response:
         """What there is to know of the model."""
         name = body.model or body.name
         if name is None:
-            raise missing("model")
+            raise missing_parameter("model")
         service.check_ready()
         embedding = service.engine.embedding
-        if embedding is not None and _name(service, name) == service.settings.embedding_name:
-            return Json(_embedding_card(service, embedding))
-        service.resolve(_name(service, name))
-        return Json(_card(service))
+        if embedding is not None and _without_tag(service, name) == service.settings.embedding_name:
+            return JsonResponse(_embedding_card(service, embedding))
+        service.resolve(_without_tag(service, name))
+        return JsonResponse(_model_card(service))
 
 
-def _loaded(model: str) -> Line:
+def _load_response(model: str) -> OllamaLine:
     """The answer to a body without a prompt, which asks for the model to be loaded: it always is."""
-    return Line(model=model, created_at=now(), done=True, done_reason="load")
+    return OllamaLine(model=model, created_at=now(), done=True, done_reason="load")
 
 
-def _name(service: Service, name: str) -> str:
+def _without_tag(service: Service, name: str) -> str:
     """The name without the tag that is not part of it."""
-    return name if name in service.settings.names else name.removesuffix(_TAG)
+    return name if name in service.settings.model_names else name.removesuffix(LATEST_TAG)
 
 
-def _ready(service: Service, body: Asking) -> str:
+def _checked_model(service: Service, body: OllamaGenerationFields) -> str:
     """The name to answer under; raises what is wrong with the model that was asked for."""
-    model = service.resolve(_name(service, body.model))
+    model = service.resolve(_without_tag(service, body.model))
     service.check_ready()
     context, asked = service.engine.info.context, body.options and body.options.num_ctx
     if asked and asked > context:
-        raise invalid("options.num_ctx", f"this server was started with a context of {context} tokens")
-    if body.think and not service.engine.tokenizer.dialect.reasons:
-        raise unsupported("think", "it writes no reasoning")
+        raise invalid_value("options.num_ctx", f"this server was started with a context of {context} tokens")
+    if body.think and not service.engine.tokenizer.chat_format.supports_reasoning:
+        raise unsupported_parameter("think", "it writes no reasoning")
     return model
 
 
 async def _answer(service: Service, request: Request, body: ChatRequest, *, plain: bool) -> Response:
     try:
-        turn = await chat_turn(service, body, uuid.uuid4().hex)
+        turn = await prepare_chat(service, body, uuid.uuid4().hex)
     except (ApiError, EngineError) as error:
-        raise reworded(error) from error
+        raise with_ollama_field_names(error) from error
     answer = OllamaAnswer(turn, plain)
     opening = generate(service, turn.requests, "ollama")
     if body.stream:
-        return LineStream(opening, answer.teller())
+        return NdjsonStream(opening, answer.teller())
 
     async def whole() -> Response:
         async with opening as events:
-            return Json(await answer.whole(events))
+            return JsonResponse(await answer.response(events))
 
-    return await unless_gone(request, whole())
+    return await cancel_on_disconnect(request, whole())
 
 
 def _entries(service: Service) -> Iterator[dict[str, Any]]:
     """Every model under each of its names; of the embedding model also what /api/ps tells."""
     info, embedding = service.engine.info, service.engine.embedding
-    for name in service.settings.names:
+    for name in service.settings.model_names:
         yield {**_entry(service, name, info), "size": service.engine.memory.weights_bytes}
     if embedding is not None and service.settings.embedding_name is not None:
         size, model = embedding.weights_bytes, embedding.model
@@ -224,19 +235,19 @@ def _details(info: ModelInfo) -> dict[str, Any]:
         "format": "safetensors",
         "family": info.architecture,
         "families": [info.architecture],
-        "parameter_size": _short(info.parameters),
+        "parameter_size": _parameter_size(info.parameters),
         "quantization_level": info.dtype,
     }
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _model_card(service: Service) -> dict[str, Any]:
     info, tokenizer = service.engine.info, service.engine.tokenizer
     chats = tokenizer.has_chat_template
     abilities = {
         "completion": True,
-        "tools": chats and tokenizer.dialect.calls,
-        "thinking": chats and tokenizer.dialect.reasons,
-        "embedding": service.vectors is None,
+        "tools": chats and tokenizer.chat_format.supports_tool_calls,
+        "thinking": chats and tokenizer.chat_format.supports_reasoning,
+        "embedding": service.embedder is None,
     }
     return {
         "modelfile": "",
@@ -258,7 +269,7 @@ def _embedding_card(service: Service, embedding: EmbeddingModel) -> dict[str, An
         "template": "",
         "details": _details(info),
         "model_info": {**_model_info(info), **length},
-        "capabilities": ["embedding"] if embedding.makes == "vectors" else [],
+        "capabilities": ["embedding"] if embedding.output_kind == "vectors" else [],
         "modified_at": _modified(service),
     }
 
@@ -272,7 +283,7 @@ def _model_info(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _short(parameters: int) -> str:
+def _parameter_size(parameters: int) -> str:
     """A count as Ollama writes it: 7.6B, 134.52M, 12.3K."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if parameters >= size:

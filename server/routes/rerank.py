@@ -7,9 +7,9 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.generation.answering import unless_gone
-from server.http.encoding import Json
-from server.routes.documented import RESPONSES
+from server.generation.answer import cancel_on_disconnect
+from server.http.encoding import JsonResponse
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.scoring import Ranking, RerankRequest
 from server.scoring.scoring import rerank
 from server.service import Service
@@ -18,13 +18,13 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post("/v2/rerank", responses={**RESPONSES, 200: {"model": Ranking}})
-    @app.post("/v1/rerank", responses={**RESPONSES, 200: {"model": Ranking}})
-    @app.post("/rerank", responses={**RESPONSES, 200: {"model": Ranking}})
+    @app.post("/v2/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
+    @app.post("/v1/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
+    @app.post("/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
     async def create_ranking(body: RerankRequest, request: Request) -> Response:
         """Put documents in order."""
 
         async def work() -> Response:
-            return Json(await rerank(service, body, f"rerank-{uuid.uuid4().hex}"))
+            return JsonResponse(await rerank(service, body, f"rerank-{uuid.uuid4().hex}"))
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())

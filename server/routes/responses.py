@@ -9,101 +9,109 @@ from fastapi import FastAPI, Query, Request, WebSocket
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.generation.answering import unless_gone
+from server.generation.answer import cancel_on_disconnect
 from server.http.auth import owner
-from server.http.encoding import Json
-from server.http.errors import invalid
+from server.http.encoding import JsonResponse
+from server.http.errors import invalid_value
 from server.http.lenient import warnings
-from server.http.sse import send_frames
+from server.http.sse import send_event_stream
 from server.responses.archive import Item
-from server.responses.desk import Desk
-from server.responses.run import Run
-from server.responses.session import Session
-from server.routes.documented import RESPONSES, streamed
+from server.responses.response_service import ResponseService
+from server.responses.task import ResponseTask
+from server.responses.websocket import WebSocketSession
+from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
 from server.schemas.response_items import (
     Compaction,
     InputItems,
-    InputTokens,
     ResponseBody,
     ResponseDeleted,
     ResponseEvent,
+    ResponseInputTokens,
 )
 from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
 from server.service import Service
-from server.settings import Caps
+from server.settings import ClientLimits
 from server.store.store import open_store
 
 PATH = "/v1/responses"
-WHOLE = {**RESPONSES, **streamed(ResponseBody, ResponseEvent)}
+RESPONSE_SCHEMAS = {**ERROR_RESPONSES, **event_stream_responses(ResponseBody, ResponseEvent)}
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 
-def add(app: FastAPI, service: Service) -> Desk:
+def add(app: FastAPI, service: Service) -> ResponseService:
     """Add the routes; whoever made the app closes what is answered."""
-    desk = Desk(service, open_store(service.settings.store))
-    _add_makers(app, desk, service.settings.caps)
-    _add_readers(app, desk, service.settings.caps)
+    desk = ResponseService(service, open_store(service.settings.store))
+    _add_create_routes(app, desk, service.settings.limits)
+    _add_read_routes(app, desk, service.settings.limits)
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:
-        await Session(socket, desk.of(owner(socket))).serve()
+        await WebSocketSession(socket, desk.for_owner(owner(socket))).serve()
 
     return desk
 
 
-def _add_makers(app: FastAPI, desk: Desk, caps: Caps) -> None:
-    @app.post(PATH, responses=WHOLE)
+def _add_create_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) -> None:
+    @app.post(PATH, responses=RESPONSE_SCHEMAS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer an input, which may go on from an earlier response."""
-        run = await desk.of(owner(request)).create(body, warnings(request))
-        left = None if body.background else run.leave
+        run = await desk.for_owner(owner(request)).create(body, warnings(request))
+        left = None if body.background else run.abort
         if body.stream:
-            return FrameStream(run.follow(), caps, left)
-        return Json(run.response) if body.background else await unless_gone(request, _finished(run))
+            return FrameStreamResponse(run.follow(), caps, left)
+        return (
+            JsonResponse(run.response)
+            if body.background
+            else await cancel_on_disconnect(request, _finished_response(run))
+        )
 
-    @app.post(f"{PATH}/input_tokens", responses={**RESPONSES, 200: {"model": InputTokens}})
+    @app.post(f"{PATH}/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": ResponseInputTokens}})
     async def count_input_tokens(body: Prompted, request: Request) -> Response:
         """Count the tokens of the prompt that an input makes."""
-        return Json(InputTokens(object="response.input_tokens", input_tokens=await desk.of(owner(request)).count(body)))
+        return JsonResponse(
+            ResponseInputTokens(
+                object="response.input_tokens", input_tokens=await desk.for_owner(owner(request)).count(body)
+            )
+        )
 
-    @app.post(f"{PATH}/compact", responses={**RESPONSES, 200: {"model": Compaction}})
+    @app.post(f"{PATH}/compact", responses={**ERROR_RESPONSES, 200: {"model": Compaction}})
     async def compact_conversation(body: CompactRequest, request: Request) -> Response:
         """Replace a conversation by items that take less of the context: the served model writes a summary."""
 
         async def work() -> Response:
-            return Json(await desk.of(owner(request)).compact(body))
+            return JsonResponse(await desk.for_owner(owner(request)).compact(body))
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())
 
-    @app.post(f"{PATH}/{{response_id}}/cancel", responses={**RESPONSES, 200: {"model": ResponseBody}})
+    @app.post(f"{PATH}/{{response_id}}/cancel", responses={**ERROR_RESPONSES, 200: {"model": ResponseBody}})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response in the background."""
-        return Json(await desk.of(owner(request)).cancel(response_id))
+        return JsonResponse(await desk.for_owner(owner(request)).cancel(response_id))
 
 
-def _add_readers(app: FastAPI, desk: Desk, caps: Caps) -> None:
-    @app.get(f"{PATH}/{{response_id}}", responses=WHOLE)
+def _add_read_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) -> None:
+    @app.get(f"{PATH}/{{response_id}}", responses=RESPONSE_SCHEMAS)
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False, starting_after: After = -1
     ) -> Response:
         """Read a response as it stands, or its events behind number `starting_after`, to its end."""
-        own = desk.of(owner(request))
+        own = desk.for_owner(owner(request))
         if not stream:
-            return Json(await own.response(response_id))
+            return JsonResponse(await own.response(response_id))
         run = own.running(response_id)
         if run is not None:
-            return FrameStream(run.follow(starting_after), caps)
-        return FrameStream(_told((await own.frames(response_id))[starting_after + 1 :]), caps)
+            return FrameStreamResponse(run.follow(starting_after), caps)
+        return FrameStreamResponse(_joined_frames((await own.frames(response_id))[starting_after + 1 :]), caps)
 
-    @app.delete(f"{PATH}/{{response_id}}", responses={**RESPONSES, 200: {"model": ResponseDeleted}})
+    @app.delete(f"{PATH}/{{response_id}}", responses={**ERROR_RESPONSES, 200: {"model": ResponseDeleted}})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Forget a response; work on it stops."""
-        await desk.of(owner(request)).delete(response_id)
-        return Json(ResponseDeleted(id=response_id, object="response", deleted=True))
+        await desk.for_owner(owner(request)).delete(response_id)
+        return JsonResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
-    @app.get(f"{PATH}/{{response_id}}/input_items", responses={**RESPONSES, 200: {"model": InputItems}})
+    @app.get(f"{PATH}/{{response_id}}/input_items", responses={**ERROR_RESPONSES, 200: {"model": InputItems}})
     async def list_input_items(
         response_id: str,
         request: Request,
@@ -112,15 +120,15 @@ def _add_readers(app: FastAPI, desk: Desk, caps: Caps) -> None:
         after: str | None = None,
     ) -> Response:
         """List all that a response was made from, latest first."""
-        items = await desk.of(owner(request)).input_items(response_id)
-        return Json(_page(items if order == "asc" else items[::-1], limit, after))
+        items = await desk.for_owner(owner(request)).input_items(response_id)
+        return JsonResponse(_page(items if order == "asc" else items[::-1], limit, after))
 
 
-class FrameStream(Response):
+class FrameStreamResponse(Response):
     """Events that are bytes already; `left` is called at the end, or when the client has gone."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], caps: Caps, left: Callable[[], Awaitable[None]] | None = None
+        self, frames: AsyncGenerator[bytes, None], caps: ClientLimits, left: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         super().__init__()
         self._frames, self._caps, self._left = frames, caps, left
@@ -128,27 +136,27 @@ class FrameStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them as they come."""
         try:
-            await send_frames(self._frames, self._caps, scope, receive, send)
+            await send_event_stream(self._frames, self._caps, scope, receive, send)
         finally:
             if self._left is not None:
                 await self._left()
 
 
-async def _finished(run: Run) -> Response:
+async def _finished_response(run: ResponseTask) -> Response:
     try:
-        return Json(await run.finished())
+        return JsonResponse(await run.wait_finished())
     finally:
-        await run.leave()
+        await run.abort()
 
 
-async def _told(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+async def _joined_frames(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
     yield b"".join(frames)
 
 
 def _page(items: Sequence[Item], limit: int, after: str | None) -> InputItems:
     names = [item["id"] for item in items]
     if after is not None and after not in names:
-        raise invalid("after", "no item has this id")
+        raise invalid_value("after", "no item has this id")
     begin = 0 if after is None else names.index(after) + 1
     page = items[begin : begin + limit]
     return InputItems(

@@ -7,9 +7,9 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from server.generation.answering import unless_gone
-from server.http.encoding import Json
-from server.routes.documented import RESPONSES
+from server.generation.answer import cancel_on_disconnect
+from server.http.encoding import JsonResponse
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.scoring import ScoreList, ScoreRequest
 from server.scoring.scoring import score
 from server.service import Service
@@ -18,12 +18,12 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post("/v1/score", responses={**RESPONSES, 200: {"model": ScoreList}})
-    @app.post("/score", responses={**RESPONSES, 200: {"model": ScoreList}})
+    @app.post("/v1/score", responses={**ERROR_RESPONSES, 200: {"model": ScoreList}})
+    @app.post("/score", responses={**ERROR_RESPONSES, 200: {"model": ScoreList}})
     async def create_scores(body: ScoreRequest, request: Request) -> Response:
         """Score pairs of texts."""
 
         async def work() -> Response:
-            return Json(await score(service, body, f"score-{uuid.uuid4().hex}"))
+            return JsonResponse(await score(service, body, f"score-{uuid.uuid4().hex}"))
 
-        return await unless_gone(request, work())
+        return await cancel_on_disconnect(request, work())

@@ -7,9 +7,9 @@ import uuid
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from server.http.encoding import Json, large_json
+from server.http.encoding import JsonResponse, large_json_response
 from server.openai.tokens import detokenize, prompt_of, render, tokenize
-from server.routes.documented import RESPONSES
+from server.routes.openapi import ERROR_RESPONSES
 from server.schemas.chat import ChatRequest
 from server.schemas.tokens import Detokenized, DetokenizeRequest, InputTokens, Rendered, TokenizeRequest, Tokens
 from server.service import Service
@@ -18,30 +18,30 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    @app.post("/v1/tokenize", responses={**RESPONSES, 200: {"model": Tokens}})
-    @app.post("/tokenize", responses={**RESPONSES, 200: {"model": Tokens}})
+    @app.post("/v1/tokenize", responses={**ERROR_RESPONSES, 200: {"model": Tokens}})
+    @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": Tokens}})
     async def create_tokens(body: TokenizeRequest) -> Response:
         """Cut a text, or a conversation, into tokens."""
-        return await large_json(await tokenize(service, body, _id()))
+        return await large_json_response(await tokenize(service, body, _request_id()))
 
-    @app.post("/v1/detokenize", responses={**RESPONSES, 200: {"model": Detokenized}})
-    @app.post("/detokenize", responses={**RESPONSES, 200: {"model": Detokenized}})
+    @app.post("/v1/detokenize", responses={**ERROR_RESPONSES, 200: {"model": Detokenized}})
+    @app.post("/detokenize", responses={**ERROR_RESPONSES, 200: {"model": Detokenized}})
     async def create_text(body: DetokenizeRequest) -> Response:
         """Turn tokens into text."""
-        return Json(await detokenize(service, body))
+        return JsonResponse(await detokenize(service, body))
 
-    @app.post("/v1/apply-template", responses={**RESPONSES, 200: {"model": Rendered}})
-    @app.post("/apply-template", responses={**RESPONSES, 200: {"model": Rendered}})
+    @app.post("/v1/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
+    @app.post("/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
     async def apply_template(body: ChatRequest) -> Response:
         """Show what a chat would send to the model."""
-        return await large_json(await render(service, body, _id()))
+        return await large_json_response(await render(service, body, _request_id()))
 
-    @app.post("/v1/chat/completions/input_tokens", responses={**RESPONSES, 200: {"model": InputTokens}})
+    @app.post("/v1/chat/completions/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": InputTokens}})
     async def count_input_tokens(body: ChatRequest) -> Response:
         """Count the tokens that a chat would send to the model."""
-        tokens = await prompt_of(service, body, _id())
-        return Json(InputTokens(object="response.input_tokens", input_tokens=len(tokens)))
+        tokens = await prompt_of(service, body, _request_id())
+        return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=len(tokens)))
 
 
-def _id() -> str:
+def _request_id() -> str:
     return f"tok-{uuid.uuid4().hex}"

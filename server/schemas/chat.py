@@ -16,8 +16,8 @@ from server.schemas.common import (
     FinishReason,
     Generation,
     Label,
-    Progress,
     PromptLogprobs,
+    PromptProgress,
     TimingsBody,
     UsageBody,
 )
@@ -275,7 +275,7 @@ class ChatChunk(TypedDict):
     choices: list[ChunkChoice]
     usage: NotRequired[UsageBody | None]
     timings: NotRequired[TimingsBody]
-    prompt_progress: NotRequired[Progress]
+    prompt_progress: NotRequired[PromptProgress]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_cache_diagnostics: NotRequired[PromptCacheDiagnostics]

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from engine.types.request import LONGEST_DRAFT, DrafterChoice, Overflow, RecurrentShift
+from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, Overflow, RecurrentShift
 from server.schemas import policy
 from server.schemas.content import Content, Strict
 from server.schemas.structure import Choices, Grammar, Regex, ResponseFormat, SchemaOrText, StructuredOutputs
@@ -83,11 +83,11 @@ class Prediction(Strict):
     content: Content
 
 
-class Speculation(Strict):
+class SpeculationOptions(Strict):
     """Who may guess at the answer, and how many tokens at a time; null is what the server was told."""
 
     drafter: DrafterChoice | None = None
-    tokens: Annotated[int, Field(ge=0, le=LONGEST_DRAFT)] | None = None
+    tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
 class Generation(Strict):
@@ -161,7 +161,7 @@ class Generation(Strict):
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
     cache_prompt: bool | None = None
     prediction: Prediction | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationOptions | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -225,7 +225,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 AnsweredTier = Literal["default", "flex", "priority"]
 
 
-class Progress(TypedDict):
+class PromptProgress(TypedDict):
     """How far a prompt is, under llama.cpp's names: `total` and `processed` tokens, `cache` those of them reused."""
 
     total: int

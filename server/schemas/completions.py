@@ -16,8 +16,8 @@ from server.schemas.common import (
     AnsweredTier,
     FinishReason,
     Generation,
-    Progress,
     PromptLogprobs,
+    PromptProgress,
     TimingsBody,
     UsageBody,
 )
@@ -113,5 +113,5 @@ class Completion(TypedDict):
     usage: NotRequired[UsageBody | None]
     timings: NotRequired[TimingsBody]
     metadata: NotRequired[dict[str, str]]
-    prompt_progress: NotRequired[Progress]
+    prompt_progress: NotRequired[PromptProgress]
     warnings: NotRequired[list[str]]

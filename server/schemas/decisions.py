@@ -20,7 +20,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Strict):
+class DecisionTextPart(Strict):
     """A piece of a text, of whoever wrote it. The cache is exact to the token, whatever a breakpoint says."""
 
     type: Literal["input_text", "output_text"]
@@ -28,7 +28,7 @@ class TextPart(Strict):
     prompt_cache_breakpoint: Breakpoint | None = None
 
 
-class RefusalPart(Strict):
+class DecisionRefusalPart(Strict):
     """What a model said instead of an answer."""
 
     type: Literal["refusal"]
@@ -48,7 +48,9 @@ def _part(part: object) -> str:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")] | Annotated[JsonPart, Tag("json")],
+    Annotated[DecisionTextPart, Tag("text")]
+    | Annotated[DecisionRefusalPart, Tag("refusal")]
+    | Annotated[JsonPart, Tag("json")],
     Discriminator(
         _part,
         custom_error_type="unsupported_value",
@@ -67,7 +69,7 @@ Text = Annotated[
 ]
 
 
-class MessageItem(Strict):
+class DecisionMessageItem(Strict):
     """A message of a conversation."""
 
     type: Literal["message"] | None = None
@@ -76,7 +78,7 @@ class MessageItem(Strict):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class CallItem(Strict):
+class DecisionCallItem(Strict):
     """A call of a tool: arguments as JSON text for a function, any text for a custom one."""
 
     type: Literal["function_call", "custom_tool_call"]
@@ -89,7 +91,7 @@ class CallItem(Strict):
     status: Status | None = None
 
 
-class OutputItem(Strict):
+class DecisionCallOutputItem(Strict):
     """What a tool answered to the call of that id."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -105,7 +107,9 @@ def _item(item: object) -> str:
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")] | Annotated[CallItem, Tag("call")] | Annotated[OutputItem, Tag("output")],
+    Annotated[DecisionMessageItem, Tag("message")]
+    | Annotated[DecisionCallItem, Tag("call")]
+    | Annotated[DecisionCallOutputItem, Tag("output")],
     Discriminator(_item),
 ]
 Input = Annotated[
@@ -115,49 +119,49 @@ Input = Annotated[
 ]
 
 
-class _Question(Strict):
+class _QuestionFields(Strict):
     name: Label | None = None
     instructions: Text
 
 
-class Predicate(_Question):
+class Predicate(_QuestionFields):
     """How likely a statement about the input is true."""
 
     type: Literal["predicate"]
 
 
-class Choice(Strict):
+class ChoiceOption(Strict):
     """Something to choose. A string and a boolean of the same text are two values."""
 
     value: str | bool
     description: str | None = None
 
 
-def _distinct(choices: list[Choice]) -> list[Choice]:
+def _distinct(choices: list[ChoiceOption]) -> list[ChoiceOption]:
     if len({(type(choice.value), choice.value) for choice in choices}) < len(choices):
         raise PydanticCustomError("invalid_value", "each value may be there once")
     return choices
 
 
-class ChoiceQuestion(_Question):
+class ChoiceQuestion(_QuestionFields):
     """Which of several things fits the input."""
 
     type: Literal["choice"]
-    choices: Annotated[list[Choice], Field(min_length=2, max_length=MOST_CHOICES), AfterValidator(_distinct)]
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MOST_CHOICES), AfterValidator(_distinct)]
 
 
-class Level(Strict):
+class ScoreLevel(Strict):
     """A step of a scale."""
 
     label: str
     description: str | None = None
 
 
-class ScoreQuestion(_Question):
+class ScoreQuestion(_QuestionFields):
     """Where the input stands on a scale of ordered levels."""
 
     type: Literal["score"]
-    levels: Annotated[list[Level], Field(min_length=2, max_length=MOST_CHOICES)]
+    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MOST_CHOICES)]
 
 
 Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
@@ -217,14 +221,14 @@ class ScoreAnswer(TypedDict):
     probabilities: list[ScoreProbability]
 
 
-class InputDetails(TypedDict):
+class DecisionInputDetails(TypedDict):
     """Of the input's tokens, those that were found in the cache, and those that were computed into it."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
-class OutputDetails(TypedDict):
+class DecisionOutputDetails(TypedDict):
     """No question is reasoned about."""
 
     reasoning_tokens: int
@@ -234,9 +238,9 @@ class DecisionUsage(TypedDict):
     """What it cost, in tokens; the input counts for every question, and is computed for the first."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: DecisionInputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: DecisionOutputDetails
     total_tokens: int
 
 

@@ -19,7 +19,7 @@ from server.schemas.content import Object, Strict
 _Any = Annotated[Any, Field()]
 
 
-class Options(Strict):
+class OllamaOptions(Strict):
     """How tokens are chosen, under llama.cpp's names."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_OPTIONS
@@ -51,7 +51,7 @@ class Options(Strict):
     embedding_only: _Any = None
 
 
-class CalledFunction(Strict):
+class OllamaCalledFunction(Strict):
     """A function as the model called it, its arguments as an object."""
 
     name: Label
@@ -60,15 +60,15 @@ class CalledFunction(Strict):
     description: str | None = None
 
 
-class ToolCall(Strict):
+class OllamaToolCall(Strict):
     """A call in the history."""
 
     id: Label | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: OllamaCalledFunction
 
 
-class Message(Strict):
+class OllamaMessage(Strict):
     """One message. Images are refused by name: this server reads text."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_MESSAGE
@@ -78,7 +78,7 @@ class Message(Strict):
     thinking: str | None = None
     tool_name: Label | None = None
     tool_call_id: Label | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=128)] | None = None
 
 
 def _format(value: object) -> str:
@@ -90,27 +90,27 @@ Format = Annotated[
 ]
 
 
-class Asking(Strict):
+class OllamaGenerationFields(Strict):
     """What chat and generate share. `keep_alive` is accepted: the model of this server is always loaded."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA
 
     model: str
-    options: Options | None = None
+    options: OllamaOptions | None = None
     format: Format | None = None
     stream: bool | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | int | None = None
 
 
-class OllamaChatRequest(Asking):
+class OllamaChatRequest(OllamaGenerationFields):
     """POST /api/chat. No messages: the client only wants the model to be there."""
 
-    messages: Annotated[list[Message], Field(max_length=2048)] = []
+    messages: Annotated[list[OllamaMessage], Field(max_length=2048)] = []
     tools: Annotated[list[Object], Field(max_length=128)] | None = None
 
 
-class GenerateRequest(Asking):
+class GenerateRequest(OllamaGenerationFields):
     """POST /api/generate. `raw` takes the prompt as it is, without the model's template."""
 
     prompt: str = ""
@@ -118,23 +118,23 @@ class GenerateRequest(Asking):
     raw: bool | None = None
 
 
-class EmbedRequest(Strict):
+class OllamaEmbedRequest(Strict):
     """POST /api/embed. The embedding model reads what is too long as far as it can, unless `truncate` is false."""
 
     model: str
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
     truncate: bool | None = None
     dimensions: Count | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: str | float | int | None = None
 
 
-class EmbeddingRequest(Strict):
+class OllamaEmbeddingRequest(Strict):
     """POST /api/embeddings, the older one."""
 
     model: str
     prompt: str
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: str | float | int | None = None
 
 
@@ -146,29 +146,29 @@ class ShowRequest(Strict):
     verbose: bool | None = None
 
 
-class Call(TypedDict):
+class OllamaCall(TypedDict):
     """A call in an answer."""
 
     id: str
     function: dict[str, Any]
 
 
-class AnswerMessage(TypedDict):
+class OllamaAnswerMessage(TypedDict):
     """What a line of a chat adds."""
 
     role: Literal["assistant"]
     content: str
     thinking: NotRequired[str]
-    tool_calls: NotRequired[list[Call]]
+    tool_calls: NotRequired[list[OllamaCall]]
 
 
-class Line(TypedDict):
+class OllamaLine(TypedDict):
     """One line, or the answer in one piece; the last one has the costs."""
 
     model: str
     created_at: str
     done: bool
-    message: NotRequired[AnswerMessage]
+    message: NotRequired[OllamaAnswerMessage]
     response: NotRequired[str]
     thinking: NotRequired[str]
     done_reason: NotRequired[Literal["stop", "length", "load"]]
@@ -180,7 +180,7 @@ class Line(TypedDict):
     eval_duration: NotRequired[int]
 
 
-class Embeddings(TypedDict):
+class OllamaEmbeddings(TypedDict):
     """The vectors of a list of texts, and what they cost."""
 
     model: str
@@ -190,7 +190,7 @@ class Embeddings(TypedDict):
     prompt_eval_count: int
 
 
-class Embedding(TypedDict):
+class OllamaEmbedding(TypedDict):
     """The vector of one text."""
 
     embedding: list[float]

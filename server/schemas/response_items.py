@@ -306,7 +306,7 @@ class InputItems(TypedDict):
     has_more: bool
 
 
-class InputTokens(TypedDict):
+class ResponseInputTokens(TypedDict):
     """The tokens of a prompt."""
 
     object: Literal["response.input_tokens"]

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, CacheOptions
-from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, Speculation, Stops
+from server.schemas.common import Count, Label, MetadataKey, MetadataValue, ServiceTier, SpeculationOptions, Stops
 from server.schemas.content import Object, Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
@@ -39,7 +39,7 @@ def _ours(kind: object) -> object:
 FunctionKind = Annotated[Literal["function"], BeforeValidator(_ours)]
 
 
-class FunctionTool(Strict):
+class ResponseFunctionTool(Strict):
     """A function that may be called. Its schema is followed exactly unless `strict` is false, as at OpenAI."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
@@ -57,7 +57,7 @@ class GrammarFormat(GrammarDefinition):
     type: Literal["grammar"]
 
 
-class CustomTool(Strict):
+class ResponseCustomTool(Strict):
     """A tool that takes a text, and what that must be."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
@@ -69,7 +69,7 @@ class CustomTool(Strict):
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("a_function")] | Annotated[CustomTool, Tag("a_custom")],
+    Annotated[ResponseFunctionTool, Tag("a_function")] | Annotated[ResponseCustomTool, Tag("a_custom")],
     Discriminator(custom_or_function),
 ]
 
@@ -157,7 +157,7 @@ def _no_summary(value: object) -> object:
     return value
 
 
-class Reasoning(Strict):
+class ReasoningOptions(Strict):
     """How much is reasoned. A summary is never made, which `auto` leaves to the server."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_REASONING
@@ -194,7 +194,7 @@ class Prompted(Strict):
     tool_choice: FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
 
@@ -228,7 +228,7 @@ class ResponseRequest(Prompted):
     ignore_eos: bool | None = None
     cache_salt: Annotated[Label, Field(min_length=1)] | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationOptions | None = None
 
     @property
     def stored(self) -> bool:

@@ -44,7 +44,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
 
 
-class Piece(TypedDict):
+class TokenPiece(TypedDict):
     """A token with its text, or with its bytes where they are no text by themselves."""
 
     id: int
@@ -54,7 +54,7 @@ class Piece(TypedDict):
 class Tokens(TypedDict):
     """The tokens, as ids or, where asked for, as pieces; `token_strs` are their texts."""
 
-    tokens: list[int] | list[Piece]
+    tokens: list[int] | list[TokenPiece]
     count: int
     max_model_len: int
     token_strs: NotRequired[list[str]]

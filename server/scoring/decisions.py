@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio.to_thread
 
 from engine.types.request import Request
-from server.generation.batch import Outcome, run_all
+from server.generation.batch import PromptResult, run_all
 from server.schemas.decisions import (
     ChoiceAnswer,
     ChoiceQuestion,
@@ -27,19 +27,19 @@ from server.schemas.decisions import (
     ScoreAnswer,
     ScoreQuestion,
 )
-from server.scoring.asking import Asker
-from server.scoring.labels import Fork, Reading, rounded
+from server.scoring.labels import LabelScorer, LabelScores, rounded_probability
+from server.scoring.questions import QuestionEncoder
 from server.scoring.transcript import text_of, transcript
 from server.service import Service
 
-_ABOUT = "Read the input, then answer the question about it.\n\n<input>\n{}\n</input>\n\n"
+_PROMPT_TEMPLATE = "Read the input, then answer the question about it.\n\n<input>\n{}\n</input>\n\n"
 _TRUTH = ("yes", "no")
 _ASK_TRUTH = "Is this true? Answer with yes or no only."
 _ASK_OPTION = "Answer with the {} of one option only."
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
+class _LabelledOption:
     label: str
     text: str
 
@@ -58,34 +58,34 @@ async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
     return Decision(answers=answers, model=model, usage=_usage(outcomes))
 
 
-def _asked(service: Service, body: DecisionRequest, id: str) -> tuple[list[Fork], list[tuple[Request, ...]]]:
+def _asked(service: Service, body: DecisionRequest, id: str) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
     """The questions as the model reads them, and what has to be run for each; for a worker thread."""
-    forks = _forks(service, body)
+    forks = _scorers(service, body)
     return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
 
 
 def _answers(
     questions: Sequence[Question],
-    forks: Sequence[Fork],
+    forks: Sequence[LabelScorer],
     asked: Sequence[tuple[Request, ...]],
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[PromptResult],
 ) -> list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]:
     """For a worker thread: there may be 100,000 options."""
     told = iter(outcomes)
     readings = [
-        fork.read(list(itertools.islice(told, len(requests)))) for fork, requests in zip(forks, asked, strict=True)
+        fork.scores(list(itertools.islice(told, len(requests)))) for fork, requests in zip(forks, asked, strict=True)
     ]
     return [_answer(question, reading) for question, reading in zip(questions, readings, strict=True)]
 
 
-def _forks(service: Service, body: DecisionRequest) -> list[Fork]:
+def _scorers(service: Service, body: DecisionRequest) -> list[LabelScorer]:
     """The questions as the model reads them."""
-    asked = [(_wording(question), _labels(question)) for question in body.questions]
-    asker = Asker(service.engine.tokenizer, service.engine.info.context, "questions")
-    return asker.forks(_ABOUT, transcript(body.input), asked)
+    asked = [(_question_text(question), _labels(question)) for question in body.questions]
+    asker = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, "questions")
+    return asker.label_scorers(_PROMPT_TEMPLATE, transcript(body.input), asked)
 
 
-def _wording(question: Question) -> str:
+def _question_text(question: Question) -> str:
     instructions = text_of(question.instructions)
     if isinstance(question, Predicate):
         return f"Statement: {instructions}\n{_ASK_TRUTH}"
@@ -98,7 +98,7 @@ def _labels(question: Question) -> Sequence[str]:
     return _TRUTH if isinstance(question, Predicate) else [option.label for option in _options(question)]
 
 
-def _options(question: ChoiceQuestion | ScoreQuestion) -> list[_Option]:
+def _options(question: ChoiceQuestion | ScoreQuestion) -> list[_LabelledOption]:
     if isinstance(question, ScoreQuestion):
         texts = [_described(level.label, level.description) for level in question.levels]
         # The number of a level says where it stands.
@@ -106,7 +106,7 @@ def _options(question: ChoiceQuestion | ScoreQuestion) -> list[_Option]:
     else:
         texts = [_described(_plain(choice.value), choice.description) for choice in question.choices]
         names = _letters(len(texts))
-    return [_Option(name, text) for name, text in zip(names, texts, strict=False)]
+    return [_LabelledOption(name, text) for name, text in zip(names, texts, strict=False)]
 
 
 def _letters(count: int) -> Sequence[str]:
@@ -123,7 +123,7 @@ def _plain(value: str | bool) -> str:
     return value if isinstance(value, str) else str(value).lower()
 
 
-def _answer(question: Question, reading: Reading) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
     shares = reading.shares
     match question:
         case Predicate():
@@ -143,7 +143,7 @@ def _answer(question: Question, reading: Reading) -> PredicateAnswer | ChoiceAns
             return ScoreAnswer(
                 type="score",
                 name=question.name,
-                score=rounded(sum(value * share for value, share in enumerate(shares))),
+                score=rounded_probability(sum(value * share for value, share in enumerate(shares))),
                 confidence=reading.confidence,
                 probabilities=[
                     {"label": level.label, "probability": share, "value": value}
@@ -152,7 +152,7 @@ def _answer(question: Question, reading: Reading) -> PredicateAnswer | ChoiceAns
             )
 
 
-def _usage(outcomes: Sequence[Outcome]) -> DecisionUsage:
+def _usage(outcomes: Sequence[PromptResult]) -> DecisionUsage:
     costs = [outcome.finished.usage for outcome in outcomes]
     prompt, cached = sum(cost.prompt_tokens for cost in costs), sum(cost.cached_tokens for cost in costs)
     said = sum(cost.completion_tokens for cost in costs)

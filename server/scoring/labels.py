@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.types.request import Request, SamplingParams, SpeculationParams
-from server.generation.batch import Outcome
+from server.generation.batch import PromptResult
 from server.generation.logprobs import IMPOSSIBLE
 
 Path = tuple[int, ...]
@@ -22,11 +22,11 @@ DIGITS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LabelScores:
     """How likely the labels are among themselves, in their order, and all of them together among all that could be."""
 
     shares: tuple[float, ...]
-    mass: float
+    total_probability: float
 
     @property
     def best(self) -> int:
@@ -36,11 +36,11 @@ class Reading:
     @property
     def confidence(self) -> float:
         """How likely the best label is among all that could be."""
-        return rounded(self.shares[self.best] * self.mass)
+        return rounded_probability(self.shares[self.best] * self.total_probability)
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class LabelScorer:
     """A prompt with labels that may follow it. No label is the beginning of another one."""
 
     prompt: Path
@@ -56,18 +56,20 @@ class Fork:
                 max_tokens=1,
                 ignore_eos=True,
                 logprobs=0,
-                labels=tokens,
+                label_tokens=tokens,
                 speculation=SpeculationParams("none"),
             )
 
-    def read(self, outcomes: Sequence[Outcome]) -> Reading:
+    def scores(self, outcomes: Sequence[PromptResult]) -> LabelScores:
         """How likely the labels are."""
         told = {path: _told(outcome) for path, outcome in zip(self._places(), outcomes, strict=True)}
         weights = [sum(told[label[:at]][label[at]] for at in range(len(label))) for label in self.labels]
         highest = max(weights)
         parts = [math.exp(weight - highest) for weight in weights]
         whole = math.fsum(parts)
-        return Reading(tuple(rounded(part / whole) for part in parts), min(math.exp(highest) * whole, 1.0))
+        return LabelScores(
+            tuple(rounded_probability(part / whole) for part in parts), min(math.exp(highest) * whole, 1.0)
+        )
 
     def _places(self) -> dict[Path, Path]:
         """By the tokens behind the prompt, those of labels that may follow."""
@@ -78,11 +80,11 @@ class Fork:
         return {path: tuple(tokens) for path, tokens in found.items()}
 
 
-def rounded(share: float) -> float:
+def rounded_probability(share: float) -> float:
     """A probability as it is told: in digits that do not depend on what else was computed at the same time."""
     return float(f"{share:.{DIGITS}g}")
 
 
-def _told(outcome: Outcome) -> Mapping[int, float]:
+def _told(outcome: PromptResult) -> Mapping[int, float]:
     (entry,) = outcome.logprobs
     return {label.token: max(label.logprob, IMPOSSIBLE) for label in entry.labels}

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import anyio.to_thread
 
 from engine.types.request import Request
-from server.generation.batch import Outcome, run_all
-from server.http.errors import invalid, unsupported
+from server.generation.batch import PromptResult, run_all
+from server.http.errors import invalid_value, unsupported_parameter
 from server.metrics import Endpoint
 from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
-from server.scoring.asking import Asker
-from server.scoring.comparing import Pairs, compare, compares
-from server.scoring.labels import Fork
+from server.scoring.labels import LabelScorer
+from server.scoring.questions import QuestionEncoder
+from server.scoring.similarity import Pairs, compare, uses_embedding_model
 from server.service import Service
 
 # The one that Qwen3-Reranker was trained with for a query without another.
@@ -64,7 +64,7 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(first) not in (1, len(second)):
-        raise invalid("text_1", f"{len(first)} texts cannot be paired with {len(second)}")
+        raise invalid_value("text_1", f"{len(first)} texts cannot be paired with {len(second)}")
     return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
@@ -72,10 +72,10 @@ async def _scores(
     service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
 ) -> tuple[str, list[float], ScoringUsage]:
     """Who answers, the scores of the pairs, and what they cost."""
-    if service.settings.embedding_name is None or not compares(service, body.model):
+    if service.settings.embedding_name is None or not uses_embedding_model(service, body.model):
         model = service.resolve(body.model)
         if body.truncate_prompt_tokens is not None:
-            raise unsupported("truncate_prompt_tokens", "it is no embedding model")
+            raise unsupported_parameter("truncate_prompt_tokens", "it is no embedding model")
         return model, *await _relevance(service, pairs, body, id, endpoint)
     scores, tokens = await compare(service, pairs, body, id, endpoint)
     return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
@@ -94,28 +94,30 @@ async def _relevance(
 
 def _asked(
     service: Service, pairs: Pairs, instruction: str, field: str, id: str
-) -> tuple[list[Fork], list[tuple[Request, ...]]]:
+) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
     """The questions as the model reads them, and what has to be run for each; for a worker thread."""
-    forks = _forks(service, pairs, instruction, field)
+    forks = _scorers(service, pairs, instruction, field)
     return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
 
 
-def _read(forks: Sequence[Fork], asked: Sequence[tuple[Request, ...]], outcomes: Sequence[Outcome]) -> list[float]:
+def _read(
+    forks: Sequence[LabelScorer], asked: Sequence[tuple[Request, ...]], outcomes: Sequence[PromptResult]
+) -> list[float]:
     """The probability of the first answer to each question; for a worker thread."""
     told = iter(outcomes)
-    return [fork.read([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
+    return [fork.scores([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
 
 
-def _forks(service: Service, pairs: Pairs, instruction: str, field: str) -> list[Fork]:
+def _scorers(service: Service, pairs: Pairs, instruction: str, field: str) -> list[LabelScorer]:
     """The questions as the model reads them."""
-    asker = Asker(service.engine.tokenizer, service.engine.info.context, field)
+    asker = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, field)
     return [
-        asker.fork(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
+        asker.label_scorer(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
         for query, document in pairs
     ]
 
 
-def _usage(outcomes: Sequence[Outcome]) -> ScoringUsage:
+def _usage(outcomes: Sequence[PromptResult]) -> ScoringUsage:
     tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
     said = sum(outcome.finished.usage.completion_tokens for outcome in outcomes)
     return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + said)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from server.http.errors import UNKNOWN_PARAMETER, ApiError, invalid, missing
-from server.schemas.decisions import CallItem, Item, JsonPart, MessageItem, OutputItem, Part, RefusalPart
+from server.http.errors import UNKNOWN_PARAMETER, ApiError, invalid_value, missing_parameter
+from server.schemas.decisions import (
+    DecisionCallItem,
+    DecisionCallOutputItem,
+    DecisionMessageItem,
+    DecisionRefusalPart,
+    Item,
+    JsonPart,
+    Part,
+)
 
 
 def transcript(input: str | Sequence[Item]) -> str:
@@ -17,13 +25,13 @@ def transcript(input: str | Sequence[Item]) -> str:
     lines = []
     for at, item in enumerate(input):
         match item:
-            case MessageItem():
+            case DecisionMessageItem():
                 lines.append(f"[{item.role}]\n{text_of(item.content)}")
-            case CallItem():
+            case DecisionCallItem():
                 called[item.call_id] = item.name
                 lines.append(f"[call of {item.name}]\n{_arguments(item, at)}")
-            case OutputItem():
-                lines.append(f"[answer of {_name(called, item.call_id, at)}]\n{text_of(item.output)}")
+            case DecisionCallOutputItem():
+                lines.append(f"[answer of {_tool_name(called, item.call_id, at)}]\n{text_of(item.output)}")
     return "\n\n".join(lines)
 
 
@@ -35,23 +43,23 @@ def text_of(content: str | Sequence[Part]) -> str:
 def _written(part: Part) -> str:
     if isinstance(part, JsonPart):
         return json.dumps(part.data, ensure_ascii=False, separators=(",", ":"))
-    return part.refusal if isinstance(part, RefusalPart) else part.text
+    return part.refusal if isinstance(part, DecisionRefusalPart) else part.text
 
 
-def _arguments(item: CallItem, at: int) -> str:
+def _arguments(item: DecisionCallItem, at: int) -> str:
     """What the call says, under the name that its type has for it."""
     wanted, other = ("arguments", "input") if item.type == "function_call" else ("input", "arguments")
     said, extra = getattr(item, wanted), getattr(item, other)
     if said is None or extra is not None:
         place = f"input[{at}].{wanted if said is None else other}"
         if said is None:
-            raise missing(place)
+            raise missing_parameter(place)
         raise ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{place}'.", param=place)
     return str(said)
 
 
-def _name(called: dict[str, str], call_id: str, at: int) -> str:
+def _tool_name(called: dict[str, str], call_id: str, at: int) -> str:
     if call_id not in called:
         place = f"input[{at}].call_id"
-        raise invalid(place, "no call before it has this id")
+        raise invalid_value(place, "no call before it has this id")
     return called[call_id]

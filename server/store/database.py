@@ -41,26 +41,26 @@ class Database(Protocol):
 class SqliteDatabase:
     """A file, or memory that ends with the connection. Several processes may have the same file open."""
 
-    def __init__(self, place: str) -> None:
-        with _explained(sqlite3.Error, OSError):
-            if place != MEMORY:
-                _make_private(Path(place))
+    def __init__(self, location: str) -> None:
+        with _as_store_error(sqlite3.Error, OSError):
+            if location != MEMORY:
+                _make_private(Path(location))
             # Which thread it is does not matter, as long as they take turns.
-            self._connection = sqlite3.connect(place, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(location, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         # Readers do not wait for writers. What a power cut loses is the latest, never the whole.
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
             self.run(f"PRAGMA {pragma}")
 
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
         """The rows that a statement answers with."""
-        with _explained(sqlite3.Error), closing(self._connection.execute(statement, tuple(values))) as cursor:
+        with _as_store_error(sqlite3.Error), closing(self._connection.execute(statement, tuple(values))) as cursor:
             return cursor.fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All statements of the block, or none if it raises."""
         self.run("BEGIN IMMEDIATE")
-        with _explained(sqlite3.Error), self._connection:
+        with _as_store_error(sqlite3.Error), self._connection:
             yield
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class PostgresDatabase:
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
         """The rows that a statement answers with."""
         statement = statement.replace("BLOB", "BYTEA").replace("?", "%s")
-        with _explained(self._psycopg.Error):
+        with _as_store_error(self._psycopg.Error):
             cursor = self._connection.execute(statement, tuple(values) or None)
             rows: list[Row] = cursor.fetchall() if cursor.description else []
             return rows
@@ -90,7 +90,7 @@ class PostgresDatabase:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All statements of the block, or none if it raises."""
-        with _explained(self._psycopg.Error), self._connection.transaction():
+        with _as_store_error(self._psycopg.Error), self._connection.transaction():
             yield
 
     def close(self) -> None:
@@ -105,14 +105,14 @@ class PostgresDatabase:
         return self._current
 
 
-def connect(place: str) -> Database:
+def connect(location: str) -> Database:
     """The database at a URL of PostgreSQL, in a file, or in memory; StoreError says why there is none."""
-    return PostgresDatabase(place) if is_url(place) else SqliteDatabase(place)
+    return PostgresDatabase(location) if is_url(location) else SqliteDatabase(location)
 
 
-def is_url(place: str) -> bool:
+def is_url(location: str) -> bool:
     """Whether it names a PostgreSQL database rather than a file."""
-    return place.startswith(("postgresql://", "postgres://"))
+    return location.startswith(("postgresql://", "postgres://"))
 
 
 def _make_private(path: Path) -> None:
@@ -122,7 +122,7 @@ def _make_private(path: Path) -> None:
 
 
 @contextmanager
-def _explained(*faults: type[Exception]) -> Iterator[None]:
+def _as_store_error(*faults: type[Exception]) -> Iterator[None]:
     try:
         yield
     except faults as error:

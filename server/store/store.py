@@ -19,11 +19,11 @@ from typing import TypeVar
 from server.store.database import MEMORY, Database, Row, StoreError, Value, connect, is_url
 
 LEASE_SECONDS = 30.0
-MEMORY_BYTES = 64 * 2**20
+MAX_MEMORY_BYTES = 64 * 2**20
 # Longer conversations must be sent anew; so no request can make the server read without end.
-LONGEST_CHAIN = 1000
+MAX_HISTORY = 1000
 
-_SCHEMA = (
+SCHEMA = (
     """CREATE TABLE IF NOT EXISTS responses (
         id TEXT PRIMARY KEY,
         previous TEXT,
@@ -47,25 +47,27 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
 )
 # Databases that an earlier version made have no owners.
-_OWNED = "SELECT owner FROM responses LIMIT 1"
-_OWN = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
-_PUT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
+SELECT_OWNER = "SELECT owner FROM responses LIMIT 1"
+ADD_OWNER = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
+UPSERT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
         bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
     WHERE responses.settled = 0"""
 # What has no owner is everybody's: it was made while there was one key, or none.
-_MINE = "id = ? AND owner IN (?, '')"
-_READ = f"UPDATE responses SET used = ? WHERE {_MINE} RETURNING id, previous, owner, settled, lease, body, input"
-_LOOK = f"SELECT id, previous, owner, settled, lease, body, input FROM responses WHERE {_MINE}"
-_CHAIN = """WITH RECURSIVE chain (id, previous, depth) AS (
+VISIBLE = "id = ? AND owner IN (?, '')"
+SELECT_AND_TOUCH = (
+    f"UPDATE responses SET used = ? WHERE {VISIBLE} RETURNING id, previous, owner, settled, lease, body, input"
+)
+SELECT_ONLY = f"SELECT id, previous, owner, settled, lease, body, input FROM responses WHERE {VISIBLE}"
+SELECT_HISTORY = """WITH RECURSIVE chain (id, previous, depth) AS (
         SELECT id, previous, 0 FROM responses WHERE id = ?
         UNION ALL
         SELECT older.id, older.previous, chain.depth + 1 FROM responses AS older
         JOIN chain ON older.id = chain.previous WHERE chain.depth < ?
     ) SELECT id FROM chain ORDER BY depth DESC"""
-_HOLDER = "SELECT response FROM items WHERE id = ? ORDER BY response LIMIT 1"
-_EVICT = """DELETE FROM responses WHERE id IN (
+SELECT_BY_ITEM = "SELECT response FROM items WHERE id = ? ORDER BY response LIMIT 1"
+EVICT = """DELETE FROM responses WHERE id IN (
         SELECT id FROM (
             SELECT id, ROW_NUMBER() OVER newest AS place, SUM(bytes) OVER newest AS total
             FROM responses WINDOW newest AS (ORDER BY used DESC, id)
@@ -76,7 +78,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RetentionLimits:
     """What is kept at most: rows, bytes of all rows, and seconds since a response was made."""
 
     rows: int = 100_000
@@ -89,29 +91,29 @@ class Record:
     """One response.
 
     previous  the response that it goes on from
-    settled   it will not change any more
+    final   it will not change any more
     body, input  of server/responses
     items     names of the items in body and input, by which the response can be found too; given to `put` only
-    lost      it is not settled, and whoever worked on it is gone
+    lease_expired      it is not settled, and whoever worked on it is gone
     owner     who alone may read it; "": everybody
     """
 
     id: str
     previous: str | None
-    settled: bool
+    final: bool
     body: bytes
     input: bytes
     items: tuple[str, ...] = ()
-    lost: bool = False
+    lease_expired: bool = False
     owner: str = ""
 
 
 @dataclass(slots=True)
-class Store:
+class ResponseStore:
     """Records in a database that is opened at the first use. All methods may be called from the event loop."""
 
     place: str = MEMORY
-    limits: Limits = field(default_factory=Limits)
+    limits: RetentionLimits = field(default_factory=RetentionLimits)
     clock: Callable[[], float] = time.time
     _database: Database | None = None
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
@@ -126,34 +128,34 @@ class Store:
 
     async def events(self, id: str, owner: str = "") -> bytes:
         """What was put beside the record."""
-        statement = f"SELECT events FROM responses WHERE {_MINE}"
+        statement = f"SELECT events FROM responses WHERE {VISIBLE}"
         rows = await self._in_worker(lambda database: database.run(statement, [id, owner]))
         return zlib.decompress(rows[0][0]) if rows else b""
 
-    async def chain(self, id: str, owner: str = "") -> list[Record]:
+    async def history(self, id: str, owner: str = "") -> list[Record]:
         """The record and all that it goes on from, oldest first; whoever is missing ends it. Empty: there is none."""
 
         def read(database: Database) -> list[Record]:
-            ids = [row[0] for row in database.run(_CHAIN, [id, LONGEST_CHAIN])]
+            ids = [row[0] for row in database.run(SELECT_HISTORY, [id, MAX_HISTORY])]
             return [record for each in ids if (record := self._get(database, each, owner)) is not None]
 
         return await self._in_worker(read)
 
-    async def holders(self, items: Sequence[str], owner: str = "") -> list[Record]:
+    async def find_by_items(self, items: Sequence[str], owner: str = "") -> list[Record]:
         """The records that these items stand in."""
 
         def read(database: Database) -> list[Record]:
-            found = {row[0] for item in items for row in database.run(_HOLDER, [item])}
+            found = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
             return [record for each in sorted(found) if (record := self._get(database, each, owner)) is not None]
 
         return await self._in_worker(read)
 
     async def delete(self, id: str, owner: str = "") -> bool:
         """Forget a record; False: there was none."""
-        statement = f"DELETE FROM responses WHERE {_MINE} RETURNING id"
+        statement = f"DELETE FROM responses WHERE {VISIBLE} RETURNING id"
         return bool(await self._in_worker(lambda database: database.run(statement, [id, owner])))
 
-    async def renew(self, ids: Sequence[str]) -> set[str]:
+    async def renew_leases(self, ids: Sequence[str]) -> set[str]:
         """Say that these are still being made. Those that somebody else settled or deleted are not in the answer."""
         statement = "UPDATE responses SET lease = ? WHERE id = ? AND settled = 0 RETURNING id"
 
@@ -174,12 +176,12 @@ class Store:
             self._database.close()
 
     async def _in_worker(self, work: Callable[[Database], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: work(self._opened()))
+        return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: work(self._connected()))
 
-    def _opened(self) -> Database:
+    def _connected(self) -> Database:
         if self._database is None:
             database = connect(self.place)
-            for statement in _SCHEMA:
+            for statement in SCHEMA:
                 database.run(statement)
             _add_owners(database)
             self._database = database
@@ -188,22 +190,22 @@ class Store:
     def _put(self, database: Database, record: Record, events: bytes) -> None:
         parts = [zlib.compress(part) for part in (record.body, record.input, events)]
         now, size = self.clock(), sum(len(part) for part in parts)
-        state: list[Value] = [int(record.settled), now + LEASE_SECONDS, now, now, size]
+        state: list[Value] = [int(record.final), now + LEASE_SECONDS, now, now, size]
         with database.transaction():
-            database.run(_PUT, [record.id, record.previous, record.owner, *state, *parts])
+            database.run(UPSERT, [record.id, record.previous, record.owner, *state, *parts])
             for item in record.items:
                 database.run("INSERT INTO items VALUES (?, ?) ON CONFLICT DO NOTHING", [item, record.id])
             database.run("DELETE FROM responses WHERE created < ?", [now - self.limits.seconds])
             ((rows, total),) = database.run("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM responses")
             if rows > self.limits.rows or total > self.limits.bytes:
-                database.run(_EVICT, [self.limits.rows, self.limits.bytes])
+                database.run(EVICT, [self.limits.rows, self.limits.bytes])
 
     def _get(self, database: Database, id: str, owner: str) -> Record | None:
         try:
-            rows = database.run(_READ, [self.clock(), id, owner])
+            rows = database.run(SELECT_AND_TOUCH, [self.clock(), id, owner])
         except StoreError:
             # A disk that is full or read-only can be read: what is lost is when that was.
-            rows = database.run(_LOOK, [id, owner])
+            rows = database.run(SELECT_ONLY, [id, owner])
         return self._record(rows[0]) if rows else None
 
     def _record(self, row: Row) -> Record:
@@ -212,31 +214,31 @@ class Store:
             id=id,
             previous=previous,
             owner=owner,
-            settled=bool(settled),
+            final=bool(settled),
             body=zlib.decompress(body),
             input=zlib.decompress(input),
-            lost=not settled and lease < self.clock(),
+            lease_expired=not settled and lease < self.clock(),
         )
 
 
 def _add_owners(database: Database) -> None:
     try:
-        database.run(_OWNED)
+        database.run(SELECT_OWNER)
     except StoreError:
-        database.run(_OWN)
+        database.run(ADD_OWNER)
 
 
-def open_store(setting: str | None) -> Store | None:
+def open_store(setting: str | None) -> ResponseStore | None:
     """The store that `--store` names: a file, a URL of PostgreSQL, "memory" or "none"; None takes the default file.
 
     Nothing is opened yet. Where the default file cannot be, in a read-only image say, it is memory.
     """
     if setting == "none":
         return None
-    place = default_place() if setting is None else MEMORY if setting == "memory" else setting
+    place = default_location() if setting is None else MEMORY if setting == "memory" else setting
     if place == MEMORY:
-        return Store(MEMORY, Limits(bytes=MEMORY_BYTES))
-    return Store(place if is_url(place) else str(Path(place).expanduser()))
+        return ResponseStore(MEMORY, RetentionLimits(bytes=MAX_MEMORY_BYTES))
+    return ResponseStore(place if is_url(place) else str(Path(place).expanduser()))
 
 
 def check_store(setting: str | None) -> None:
@@ -248,11 +250,11 @@ def check_store(setting: str | None) -> None:
         database = connect(store.place)
         database.run("SELECT 1")
     except StoreError as error:
-        raise StoreError(f"--store: responses cannot be kept {place_of(setting)}: {error}") from error
+        raise StoreError(f"--store: responses cannot be kept {describe_location(setting)}: {error}") from error
     database.close()
 
 
-def place_of(setting: str | None) -> str:
+def describe_location(setting: str | None) -> str:
     """Where responses are kept, for people to read. No password is in it."""
     store = open_store(setting)
     if store is None:
@@ -260,7 +262,7 @@ def place_of(setting: str | None) -> str:
     return {MEMORY: "in memory"}.get(store.place, "in PostgreSQL" if is_url(store.place) else f"in {store.place}")
 
 
-def default_place() -> str:
+def default_location() -> str:
     """A file in the user's folder for data, by the rules of XDG; memory where it cannot be written."""
     data = Path(os.environ.get("XDG_DATA_HOME", ""))
     try:

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.client import Answer
+from bench.client import StreamedAnswer
 from bench.launch import started
 from bench.options import BenchOptions
 from bench.plan import plan_of
-from bench.prompts import Ids, Length, Words, length
-from bench.samples import Run, Sample, outcomes, percentile
-from bench.target import Unusable
-from server.cli import Options, make_app
+from bench.prompts import TokenIdPrompts, TokenRatio, WordPrompts, fit_ratio
+from bench.samples import LoadRun, Sample, outcomes, percentile
+from bench.target import BenchError
+from server.cli import ServeOptions, make_app
 from tests.server.peer import MEASURED, Peer, running_peer
 
 
@@ -67,56 +67,56 @@ def test_only_whole_answers_count() -> None:
     """Tokens of an answer that broke off count nowhere, its outcome does, and what never ended is lost."""
     whole = Sample(outcome="ok", sent=0.0, arrivals=(1.0, 1.5, 2.0), finished=2.5, completion_tokens=5)
     broken = Sample(outcome="cut", sent=0.0, arrivals=(9.0, 99.0), finished=99.0, completion_tokens=2)
-    run = Run(planned=4, seconds=2.5, samples=(whole, broken, whole))
+    run = LoadRun(planned=4, seconds=2.5, samples=(whole, broken, whole))
 
     assert {"ok": 2, "cut": 1, "lost": 1} == outcomes([run])
     assert 4.0 == run.tokens_second
-    assert (1.0, [0.5, 0.5], 0.25) == (whole.first, whole.gaps, whole.token)
+    assert (1.0, [0.5, 0.5], 0.25) == (whole.first_token_seconds, whole.gaps, whole.seconds_per_token)
 
 
 def test_the_first_text_is_not_the_first_event() -> None:
     """An event that carries only a role, or nothing, is no arrival."""
-    answer = Answer()
-    answer.take(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}', 0.1)
-    answer.take(b": ping", 0.2)
-    answer.take(b'data: {"choices":[{"delta":{"content":"a"}}]}\r', 0.3)
-    answer.take(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}', 0.4)
-    answer.take(b"data: [DONE]", 0.5)
+    answer = StreamedAnswer()
+    answer.parse_line(b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}', 0.1)
+    answer.parse_line(b": ping", 0.2)
+    answer.parse_line(b'data: {"choices":[{"delta":{"content":"a"}}]}\r', 0.3)
+    answer.parse_line(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}', 0.4)
+    answer.parse_line(b"data: [DONE]", 0.5)
 
     assert ([0.3], "a", {"completion_tokens": 1}, "ok") == (answer.arrivals, answer.text, answer.usage, answer.outcome)
 
 
 def test_a_finish_reason_ends_an_answer_and_an_error_is_never_undone() -> None:
     """Some servers never send [DONE], and some send it behind an error."""
-    answer, failed = Answer(), Answer()
-    answer.take(b'data: {"choices":[{"delta":{"content":"a"}}]}', 0.1)
+    answer, failed = StreamedAnswer(), StreamedAnswer()
+    answer.parse_line(b'data: {"choices":[{"delta":{"content":"a"}}]}', 0.1)
 
     assert "cut" == answer.outcome
 
-    answer.take(b'data: {"choices":[{"delta":{},"finish_reason":"length"}]}', 0.2)
-    failed.take(b'data: {"error": "it broke"}', 0.1)
-    failed.take(b"data: [DONE]", 0.2)
+    answer.parse_line(b'data: {"choices":[{"delta":{},"finish_reason":"length"}]}', 0.2)
+    failed.parse_line(b'data: {"error": "it broke"}', 0.1)
+    failed.parse_line(b"data: [DONE]", 0.2)
 
     assert ("ok", "error event") == (answer.outcome, failed.outcome)
 
 
 def test_prompts_share_what_they_should() -> None:
     """Lone prompts have nothing in common, users of one key their system prompt, in words and in ids."""
-    words, ids = Words(Length(around=7.0, word=2.0), seed=1), Ids(seed=1)
-    first, second = (words.user(207, 20, "key", number=number) for number in range(2))
-    one, other = (ids.user(64, 8, "key", number=number) for number in range(2))
+    words, ids = WordPrompts(TokenRatio(template_tokens=7.0, word=2.0), seed=1), TokenIdPrompts(seed=1)
+    first, second = (words.shared_system(207, 20, "key", number=number) for number in range(2))
+    one, other = (ids.shared_system(64, 8, "key", number=number) for number in range(2))
 
     assert (first[0], 100, 10) == (second[0], len(first[0][1].split()), len(first[1][1].split()))
     assert first[1] != second[1]
     assert (one[:64], 72) == (other[:64], len(one))
     assert one[64:] != other[64:]
-    assert 50 == len({tuple(ids.lone(4, number)) for number in range(50)})
-    assert words.lone(107, "a") == words.lone(107, "a") != words.lone(107, "b")
+    assert 50 == len({tuple(ids.unshared(4, number)) for number in range(50)})
+    assert words.unshared(107, "a") == words.unshared(107, "a") != words.unshared(107, "b")
 
 
 def test_two_counts_tell_the_length_of_a_prompt() -> None:
     """The line through two counted prompts gives the tokens of the template and of a word."""
-    assert Length(around=7.0, word=2.0) == length((40, 87), (160, 327))
+    assert TokenRatio(template_tokens=7.0, word=2.0) == fit_ratio((40, 87), (160, 327))
 
 
 def test_all_scenarios_are_measured(peer: Peer, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_context_that_holds_nothing_is_refused(
 
 def test_the_started_server_gets_the_same_options() -> None:
     """All but the address and the keys, which every process list would show."""
-    given = Options(quantize="int8", slots=3, served_model_name=["a", "b"], lenient=True, api_key="secret", port=9)
+    given = ServeOptions(quantize="int8", slots=3, served_model_name=["a", "b"], lenient=True, api_key="secret", port=9)
 
     assert [
         *("--quantize", "int8", "--slots", "3", "--served-model-name", "a", "--served-model-name", "b", "--lenient")
@@ -364,12 +364,12 @@ def test_a_started_server_does_not_outlive_a_signal(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     """The end of its own output is in the message, and a program that is not there is named."""
     with (
-        pytest.raises(Unusable, match="no such model"),
+        pytest.raises(BenchError, match="no such model"),
         started((sys.executable, "-c", "raise SystemExit('no such model')"), ready="/", log=tmp_path / "log"),
     ):
         pass
     with (
-        pytest.raises(Unusable, match="nowhere cannot be started"),
+        pytest.raises(BenchError, match="nowhere cannot be started"),
         started((str(tmp_path / "nowhere"),), ready="/", log=tmp_path / "log"),
     ):
         pass

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from bench.client import Ask, Server, send
+from bench.client import RequestOptions, Server, send
 from bench.samples import Sample
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -40,7 +40,9 @@ def asked(writes: Sequence[bytes], *, seconds: float = 20.0, stays: bool = False
         async with listening:
             port = listening.sockets[0].getsockname()[1]
             server = Server("x", f"http://127.0.0.1:{port}/v1", "m", "key")
-            return (await send(server, Ask(timeout_seconds=seconds), prompt=[1], max_tokens=2, begun=0.0)).read()
+            return (
+                await send(server, RequestOptions(timeout_seconds=seconds), prompt=[1], max_tokens=2, begun=0.0)
+            ).read()
 
     sample = asyncio.run(measured())
     return sample, requests[0]
@@ -101,7 +103,7 @@ def test_patience_ends(writes: list[bytes]) -> None:
 def test_a_server_that_is_not_there_is_an_outcome() -> None:
     """Nothing is raised, and the reason is told."""
     server = Server("x", "http://127.0.0.1:9/v1", "m")
-    sample = asyncio.run(send(server, Ask(timeout_seconds=20), prompt=[1], max_tokens=1, begun=0.0)).read()
+    sample = asyncio.run(send(server, RequestOptions(timeout_seconds=20), prompt=[1], max_tokens=1, begun=0.0)).read()
 
     assert "connection" == sample.outcome
     assert "ConnectionRefused" in sample.text

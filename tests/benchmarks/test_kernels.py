@@ -7,21 +7,21 @@ import torch
 
 from benchmarks import kernels
 from benchmarks.kernels import TITLES, Bench, Limits, Shape, Work
-from engine.kernels.cpu.native import Native
+from engine.kernels.cpu.attention import NativeAttention
 from tests.libraries import built
 
 SHAPE = Shape("tiny", 4, 2, 16)
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Native:
+def native(monkeypatch: pytest.MonkeyPatch) -> NativeAttention:
     """The kernel, over small pools."""
     monkeypatch.setattr(kernels, "POOL_BYTES", 2**20)
     torch.set_num_threads(1)
-    return Native(built("attention"))
+    return NativeAttention(built("attention"))
 
 
-def test_a_line_has_a_cell_for_every_head(native: Native) -> None:
+def test_a_line_has_a_cell_for_every_head(native: NativeAttention) -> None:
     """Of tables side by side, and of those that share."""
     work, limits = Work("verify", 2, 70, sequences=3), Limits(1e9, 1e9)
     alone = kernels.row(SHAPE, work, torch.float32, native, limits, rounds=1)

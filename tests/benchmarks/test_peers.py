@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, Result
-from bench.session import Measured
+from bench.benchmark import Measured
+from bench.cells import DECODE, FASTER, FIRST, PREFILL, RATE, CellResult
 from benchmarks.duel import Row, document, rows, table
 from benchmarks.goals import GOALS
 from benchmarks.known import PEERS, Share
@@ -60,7 +60,7 @@ def test_no_ratio_is_made_of_nothing() -> None:
     """Tokens that share their pieces have no time in between: such a figure is left out, and the others are not."""
     cell = next(cell for cell, _ in Sizes().cells(["streams"], [8]).values())
     gap, sides = "between p50, ms", ((0.0, 5.0), (3.0, 5.0))
-    results = [[Result({RATE: 10.0, gap: ms}, ()) for ms in side] for side in sides]
+    results = [[CellResult({RATE: 10.0, gap: ms}, ()) for ms in side] for side in sides]
     measured = [Measured(name, cell, own) for name, own in zip(("us", "peer"), results, strict=True)]
 
     assert [RATE] == [row.figure for row in rows(measured, GOALS["none"])]

@@ -20,8 +20,8 @@ def test_a_planted_tree_has_its_nodes() -> None:
     """It is as large as was asked for, and knows all its texts."""
     tree, count = plant(500)
 
-    assert 500 <= tree.nodes <= 503
-    assert [3 * EDGE] * count == [tree.known(text(number), b"").length for number in range(count)]
+    assert 500 <= tree.node_count <= 503
+    assert [3 * EDGE] * count == [tree.match(text(number), b"").length for number in range(count)]
 
 
 def test_figures_are_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engine.kernels.cache_folder import cache_folder
-from server.cli import Options
+from server.cli import ServeOptions
 from tests.container.dockerfile import ROOT, last, stages
 
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
@@ -62,7 +62,7 @@ def test_no_secret_has_a_value() -> None:
 
 def test_every_option_reaches_the_container() -> None:
     """A variable that compose.yaml leaves out is dropped in silence. The address inside is the image's own."""
-    options = {field.name for field in fields(Options)} | {"model"}
+    options = {field.name for field in fields(ServeOptions)} | {"model"}
     named = {name for name in SERVICE["environment"] if name.startswith("CELLAR_")}
 
     assert {f"CELLAR_{option.upper()}" for option in options - {"host", "port"}} == named

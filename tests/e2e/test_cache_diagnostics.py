@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.text.prefix import common_prefix
+from engine.text.prefix import common_prefix_length
 from tests.e2e.story import TURNS, Chat, serve
 from tests.engine.models import save_model
 
@@ -49,7 +49,7 @@ def test_the_bundled_model_tells_why_a_prompt_was_computed() -> None:
         for at, content in ((0, "You are a pantry."), (3, "Since what year?"), (1, "What do you hold, and why?")):
             other = await chat(changed(at, content), **ASKED)
             assert ("diverged", at) == why(other)
-            alike = common_prefix(first["prompt_token_ids"], other["prompt_token_ids"])
+            alike = common_prefix_length(first["prompt_token_ids"], other["prompt_token_ids"])
             assert alike == told(other)["first_divergent_token"] == told(other)["cached_tokens"]
 
         assert ("unknown", None) == why(await chat(TURNS, **ASKED, cache_salt="other"))

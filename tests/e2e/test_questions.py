@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.engine import Engine
 from engine.text.tokenizer import Tokenizer
-from server.scoring.asking import Asker
+from server.scoring.questions import QuestionEncoder
 from server.settings import Settings
 from tests.server.fakes import serve_in_thread
 
@@ -149,12 +149,14 @@ def test_what_says_nothing_may_fill_the_context(url: str) -> None:
 )
 def test_a_text_is_cut_once_as_it_is_cut_for_every_question(text: str) -> None:
     """The tokens of all questions about a text are those of each by itself."""
-    asker = Asker(Tokenizer(AutoTokenizer.from_pretrained(MODEL), vocabulary=4096, context=4096), 4096, "documents")
+    asker = QuestionEncoder(
+        Tokenizer(AutoTokenizer.from_pretrained(MODEL), vocabulary_size=4096, context=4096), 4096, "documents"
+    )
     asked = [(f"{word} is it?", ["A", "B"]) for word in ("What", " Which", "\nHow", "", "<|im_end|>")]
     frame = "<input>\n{}\n</input>\n\n"
 
-    expected = [asker.fork(frame.format(text) + question, labels) for question, labels in asked]
-    assert expected == asker.forks(frame, text, asked)
+    expected = [asker.label_scorer(frame.format(text) + question, labels) for question, labels in asked]
+    assert expected == asker.label_scorers(frame, text, asked)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -84,7 +84,7 @@ def test_a_conversation_survives_a_restart(folder: Callable[[str], Path], tmp_pa
 
     where = folder(family)
     for _ in range(2):
-        serve(where, story, shelf=str(tmp_path / "shelf"))
+        serve(where, story, disk_cache=str(tmp_path / "shelf"))
     first, _, again, other = said
 
     assert cached(first) == 0

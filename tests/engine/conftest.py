@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from tests.engine.models import Reference, load_model, save_model
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def loaded(folder: Callable[[str], Path]) -> Callable[..., Loaded]:
+def loaded(folder: Callable[[str], Path]) -> Callable[..., LoadedModel]:
     """A family's tiny model as the engine loads it, in float64 unless said otherwise."""
     return cache(lambda family, dtype="float64": load_model(folder(family), dtype))
 

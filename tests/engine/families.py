@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from engine.load.selftest import Facts, find_runner
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence, rope
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
-from engine.model.ties import TiesInOrder
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
+from engine.model.ties import StableTopK
 from kvcache.cache import Cache
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
 from kvcache.spec import Span
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
@@ -38,19 +38,19 @@ class Family:
 
     name: str
     model: Any
-    runner: Runner | GatheringRunner
+    runner: PackedRunner | SequentialRunner
     recurrent: bool
     prompt: tuple[int, ...]
 
-    def cache(self, shelf: ShelfConfig | None = None) -> Cache:
+    def cache(self, shelf: OffloadConfig | None = None) -> Cache:
         """An empty cache for it, but for what the shelf holds."""
         specs = [plan.spec for plan in self.runner.layers]
         state_bytes = 2**30 if self.recurrent else None
-        return Cache(specs, slots=4, capacity=2 * LENGTH, cells=8 * LENGTH, state_bytes=state_bytes, shelf=shelf)
+        return Cache(specs, slots=4, capacity=2 * LENGTH, cells=8 * LENGTH, state_bytes=state_bytes, offload=shelf)
 
     def feed(self, cache: Cache, *parts: tuple[int, tuple[int, ...]]) -> list[Tensor]:
         """One forward that appends (slot, tokens) parts; the logits after each."""
-        spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in parts]
+        spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
         tokens = [token for _, tokens in parts for token in tokens]
         wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
         with cache.forward(spans) as forward:
@@ -60,7 +60,7 @@ class Family:
         """The logits after some tokens, by transformers without us; equal scores are selected in order."""
         way = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
-        with torch.inference_mode(), TiesInOrder():
+        with torch.inference_mode(), StableTopK():
             logits: Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation(way)
         return logits
@@ -68,7 +68,7 @@ class Family:
     def goes_on(self, cache: Cache, length: int) -> bool:
         """Whether a prompt that leaves the family's after `length` tokens gets the logits of a cold start."""
         prompt = (*self.prompt[:length], 258, 259)
-        standing = cache.recall(1, prompt[:-1])
+        standing = cache.reuse_prefix(1, prompt[:-1])
         right = self.agrees(self.alone(prompt), self.feed(cache, (1, prompt[standing:]))[0])
         cache.clear(1)
         return right
@@ -90,7 +90,7 @@ def build(name: str, **own: Any) -> Family:
     hooks.install_latent(model)
     generator = torch.Generator().manual_seed(1)
     prompt = tuple(torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist())
-    facts = Facts(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, switch=switch)
+    facts = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, switch=switch)
     return Family(name, model, find_runner(name, model, facts), recurrent, prompt)
 
 
@@ -139,7 +139,7 @@ def resumed(family: Family) -> bool:
     cache = family.cache()
     for at in range(0, LENGTH, 6):
         family.feed(cache, (0, family.prompt[at : at + 6]))
-        cache.remember(0, family.prompt[: at + 6])
+        cache.insert_prefix(0, family.prompt[: at + 6])
     cache.clear(0)
     return all(family.goes_on(cache, length) for length in range(1, LENGTH))
 
@@ -148,9 +148,9 @@ def thinned(family: Family) -> bool:
     """As above when memory is short: what going on at the end of a prompt does not need is gone."""
     cache = family.cache()
     family.feed(cache, (0, family.prompt[:8]))
-    cache.remember(0, family.prompt[:8], seal=True)
+    cache.insert_prefix(0, family.prompt[:8], checkpoint=True)
     family.feed(cache, (0, family.prompt[8:]))
-    cache.remember(0, family.prompt)
+    cache.insert_prefix(0, family.prompt)
     cache.clear(0)
     cache.evict(LENGTH // 2)
     return all(family.goes_on(cache, length) for length in range(1, LENGTH))
@@ -159,15 +159,15 @@ def thinned(family: Family) -> bool:
 def restarted(family: Family) -> bool:
     """As above in the next process, with what the last one wrote to files."""
     with tempfile.TemporaryDirectory() as folder:
-        shelf = ShelfConfig(folder=Path(folder), disk_bytes=2**30, identity=family.name)
+        shelf = OffloadConfig(folder=Path(folder), disk_bytes=2**30, identity=family.name)
         cache = family.cache(shelf)
         for at in range(0, LENGTH, 6):
             family.feed(cache, (0, family.prompt[at : at + 6]))
-            cache.remember(0, family.prompt[: at + 6])
-        while cache.save_some(2**30):
+            cache.insert_prefix(0, family.prompt[: at + 6])
+        while cache.flush_to_disk(2**30):
             pass
         again = family.cache(shelf)
-        found = again.known(family.prompt).length
+        found = again.match_prefix(family.prompt).length
         return found == LENGTH and all(family.goes_on(again, length) for length in range(1, LENGTH))
 
 
@@ -178,13 +178,13 @@ def speculated(family: Family) -> bool:
         cache = family.cache()
         family.feed(cache, (0, family.prompt[:start]))
         guesses = (*family.prompt[known : known + right], 258, 258, 258)[:3]
-        with cache.forward([Span(0, start, known - start + 3, guessed=3)]) as forward:
+        with cache.forward([Span(0, start, known - start + 3, draft_tokens=3)]) as forward:
             rows = family.runner.run(forward, (*family.prompt[start:known], *guesses), [1, 2, 3, 4])
             forward.keep(0, known + right)
         verified = (
             family.agrees(family.alone(family.prompt[: known + at]), row) for at, row in enumerate(rows[: right + 1])
         )
-        rest = family.feed(cache, (0, family.prompt[cache.length(0) :]))[0]
+        rest = family.feed(cache, (0, family.prompt[cache.cached_length(0) :]))[0]
         if not (all(verified) and family.agrees(family.alone(family.prompt), rest)):
             return False
     return True
@@ -260,7 +260,7 @@ def _generates(family: Family, start: int) -> bool:
     prompt = torch.tensor([(*family.prompt, *family.prompt)[:start]])
     way = family.model.config._attn_implementation
     family.model.set_attn_implementation("eager")
-    with torch.inference_mode(), TiesInOrder():
+    with torch.inference_mode(), StableTopK():
         said = family.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -279,19 +279,22 @@ def _generates(family: Family, start: int) -> bool:
 def _has_idle_window(family: Family) -> bool:
     """Whether the configuration names a window that no layer has: transformers' cache would drop keys all the same."""
     named = getattr(family.model.config.get_text_config(), "sliding_window", None) is not None
-    return named and all(plan.spec.reach.kind == "full" for plan in family.runner.layers)
+    return named and all(plan.spec.attention_range.kind == "full" for plan in family.runner.layers)
 
 
 def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]:
     """The logits after each token from `start` on, beside a short neighbour; a restarted sequence is computed anew."""
     cache, switch = family.cache(), family.runner.switch
     assert switch is not None
-    extended = start > switch.original
+    extended = start > switch.original_length
     for length in range(start, len(tokens)):
-        if switch.restarts and not extended and length > switch.original:
+        if switch.recomputes and not extended and length > switch.original_length:
             extended = True
             cache.clear(0)
-        spans = [Span(0, cache.length(0), length - cache.length(0), extended=extended), Span(1, cache.length(1), 1)]
+        spans = [
+            Span(0, cache.cached_length(0), length - cache.cached_length(0), long_factors=extended),
+            Span(1, cache.cached_length(1), 1),
+        ]
         own = [*tokens[spans[0].start : length], 7]
         with cache.forward(spans) as forward:
             yield family.runner.run(forward, own, [spans[0].length - 1])[0]
@@ -311,10 +314,12 @@ CHECKS: dict[str, Callable[[Family], bool]] = {
 def row(name: str) -> list[str]:
     """One row of the table."""
     family = build(name)
-    kinds = {plan.spec.reach.kind for plan in family.runner.layers} | ({"recurrent"} if family.recurrent else set())
+    kinds = {plan.spec.attention_range.kind for plan in family.runner.layers} | (
+        {"recurrent"} if family.recurrent else set()
+    )
     kinds |= {"latent"} if any(plan.spec.value_width == 0 for plan in family.runner.layers) else set()
     results = ["PASS" if check(family) else "FAIL" for check in CHECKS.values()]
-    way = "packed" if isinstance(family.runner, Runner) else "one by one"
+    way = "packed" if isinstance(family.runner, PackedRunner) else "one by one"
     return [name, ", ".join(sorted(kinds)), way, *results, shifted(family), rotated(name)]
 
 

@@ -16,18 +16,18 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.kernels import choice, linear, reference
+from engine.kernels import dispatch, linear, reference
 from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
-from engine.load import native as choosing
-from engine.load.selftest import Facts, find_runner
+from engine.load import selection as choosing
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.store import Store
-from engine.quantize.surgery import quantize
-from engine.quantize.survey import Survey
+from engine.quantize.plan import LayerSurvey
+from engine.quantize.quantize import quantize
+from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
@@ -42,15 +42,15 @@ class Quantised:
     """A tiny quantised model of one family, ready to run over cells."""
 
     name: str
-    runner: Runner | GatheringRunner
-    facts: Facts
+    runner: PackedRunner | SequentialRunner
+    facts: ModelTraits
 
     @property
     def path(self) -> str:
         """What computes its forwards."""
         if isinstance(self.runner, NativeRunner):
             return "native"
-        return "packed" if isinstance(self.runner, Runner) else "one by one"
+        return "packed" if isinstance(self.runner, PackedRunner) else "one by one"
 
     def cache(self) -> Cache:
         """An empty one."""
@@ -60,7 +60,7 @@ class Quantised:
 
     def feed(self, cache: Cache, *parts: tuple[int, Sequence[int]]) -> list[Tensor]:
         """One forward that appends (slot, tokens) parts; the logits of all rows, by part."""
-        spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in parts]
+        spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
         tokens = [token for _, tokens in parts for token in tokens]
         with cache.forward(spans) as forward:
             logits = self.runner.run(forward, tokens, list(range(len(tokens))))
@@ -81,15 +81,15 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     recurrent = recurrence.install(model)
     hooks.install_latent(model)
     hooks.install_bias(model)
-    attend = choice.fastest(torch.float32, torch.float32) if native else reference.attend
-    facts = Facts(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
-    survey = Survey(model)
+    attend = dispatch.attention_kernel(torch.float32, torch.float32) if native else reference.attend
+    facts = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
+    survey = LayerSurvey(model)
     runner = find_runner(name, model, facts)
-    quantize(model, survey.close(), Store(name, bits), choice.multiplies() if native else linear.prepare)
+    quantize(model, survey.close(), WeightStore(name, bits), dispatch.best_linear() if native else linear.prepare)
     if native:
         runner = choosing.select(model, runner, facts, context=CONTEXT).runner
     if invariant:
-        runner.make_invariant(choice.row_invariant() if native else TiledProduct())
+        runner.make_invariant(dispatch.best_row_invariant() if native else TiledProduct())
     return Quantised(name, runner, facts)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core import Core
-from engine.load.load import Loaded
-from engine.schedule.scheduler import Grant
-from engine.schedule.step import Said
+from engine.load.load import LoadedModel
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.step import StepResult
 from engine.schedule.work import Work
 from engine.types.events import Delta
 from engine.types.request import Request
@@ -49,21 +49,21 @@ class Machine:
     said: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
-    def engine(self, loaded: Loaded, **settings: Any) -> Core:
+    def engine(self, loaded: LoadedModel, **settings: Any) -> Core:
         """An engine on this machine, with its own target of time between tokens."""
         engine = core(loaded, **{"itl_target_ms": None, "context": 2304, "slots": 8, **settings})
         self._stepper, engine._stepper = engine._stepper, self  # type: ignore[assignment]
         engine._clock = lambda: self.now
         return engine
 
-    def run(self, grants: Sequence[Grant]) -> list[Said]:
+    def run(self, grants: Sequence[ScheduledSequence]) -> list[StepResult]:
         """In place of the engine's stepper: the same, and it takes time."""
         said = self._stepper.run(grants)
-        took = self.seconds(Work.of(grant.rows for grant in grants))
+        took = self.seconds(Work.of(grant.batch_span for grant in grants))
         self.now += took
         for each in said:
             if each.tokens:
-                self.said.setdefault(each.grant.sequence.request.id, []).append(self.now)
+                self.said.setdefault(each.scheduled.sequence.request.id, []).append(self.now)
         prompt = {grant.sequence.request.id: grant.span.length for grant in grants if grant.span.length > 1}
         self.steps.append(Step(self.now, took, len(grants) - len(prompt), prompt))
         return said

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from tests.engine.models import CONTEXT, VOCABULARY, core
 from tests.engine.play import Job, ask
 
@@ -22,7 +22,7 @@ class Mix:
     cells: int
     jobs: tuple[Job, ...]
 
-    def core(self, loaded: Loaded) -> Core:
+    def core(self, loaded: LoadedModel) -> Core:
         """An engine of these settings."""
         return core(loaded, slots=self.slots, chunk=self.chunk, cells=self.cells)
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.speculation import Speculation
-from engine.load.load import Loaded, load
+from engine.load.load import LoadedModel, load
 
 CONTEXT = 128
 END = 257
@@ -147,13 +147,13 @@ def save_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
-def load_model(folder: Path, dtype: str = "float64", **settings: Any) -> Loaded:
+def load_model(folder: Path, dtype: str = "float64", **settings: Any) -> LoadedModel:
     """The folder as the engine loads it."""
     return load(EngineConfig(model=str(folder), dtype=dtype, **{"context": CONTEXT, **settings}), lambda phase: None)
 
 
 def core(
-    loaded: Loaded,
+    loaded: LoadedModel,
     *,
     slots: int = 4,
     cells: int | None = None,

@@ -16,11 +16,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.model import hooks, recurrence
-from engine.model.layers import LayerPlan, plan_layers
+from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import Margin, recording
-from engine.native.decoder import NoShape
-from engine.native.shape import find_decoder
-from engine.native.widening import Widened
+from engine.native.decoder import UnsupportedArchitecture
+from engine.native.detection import find_decoder
+from engine.native.float32_mode import Float32Mode
 from tests.engine.native.decoders import CONTEXT
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
@@ -60,27 +60,27 @@ def model_of(name: str, dtype: torch.dtype, *, outliers: bool = True) -> Any:
     hooks.install_latent(model)
     hooks.install_bias(model)
     recurrence.install(model)
-    model.set_attn_implementation(hooks.NAME)
+    model.set_attn_implementation(hooks.ATTENTION_NAME)
     return model
 
 
 def planned(
     name: str, dtype: torch.dtype, *, outliers: bool = True
-) -> tuple[tuple[LayerPlan, ...], tuple[Margin, ...]]:
+) -> tuple[tuple[CachedLayer, ...], tuple[Margin, ...]]:
     """The plan of a family's model, and the margins of what was decided."""
     with recording() as margins:
-        layers = plan_layers(model_of(name, dtype, outliers=outliers), vocabulary=VOCABULARY)
+        layers = find_cached_layers(model_of(name, dtype, outliers=outliers), vocabulary=VOCABULARY)
     return layers, margins.narrowest
 
 
 def native_reason(name: str) -> str | None:
     """Why the native step cannot run a family's model with outliers, in bfloat16; None: it can."""
     model = model_of(name, torch.bfloat16)
-    layers = plan_layers(model, vocabulary=VOCABULARY)
+    layers = find_cached_layers(model, vocabulary=VOCABULARY)
     try:
-        with Widened(model):
+        with Float32Mode(model):
             find_decoder(model, layers, vocabulary=VOCABULARY, context=CONTEXT)
-    except NoShape as error:
+    except UnsupportedArchitecture as error:
         return error.reason
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.core import Core
-from engine.types.events import Delta, Embedded, Failed, Finished, Progress, Scored, Started, TokenLogprob
+from engine.types.events import Delta, Embedded, Failed, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -29,8 +29,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    progress: list[PrefillProgress] = field(default_factory=list)
+    scored: list[PromptScored] = field(default_factory=list)
     embedded: list[Embedded] = field(default_factory=list)
     end: Finished | Failed | None = None
 
@@ -61,11 +61,11 @@ def take(answer: Answer, event: object) -> None:
     match event:
         case Started():
             answer.started.append(event)
-        case Progress():
+        case PrefillProgress():
             answer.progress.append(event)
-        case Scored() | Embedded():
+        case PromptScored() | Embedded():
             assert not answer.tokens, "what a prompt tells comes before the answer"
-            (answer.scored if isinstance(event, Scored) else answer.embedded).append(event)
+            (answer.scored if isinstance(event, PromptScored) else answer.embedded).append(event)
         case Delta():
             answer.tokens += event.tokens
             answer.logprobs += event.logprobs

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.load.selftest import Facts, find_runner
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
-from engine.model.sight import Sight
+from engine.model.encoder_mask import EncoderMask
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
 from kvcache.cache import Cache
 from kvcache.holes import HOLE
 from kvcache.node import Node
-from kvcache.shelf import ShelfConfig
-from kvcache.spec import Reach, Span
+from kvcache.offload import OffloadConfig
+from kvcache.spec import AttentionRange, Span
 from tests.engine import encoders, tiny
 from tests.engine.models import load_model
 from tests.kvcache.ledger import oldest
@@ -94,10 +94,10 @@ def text(vocabulary: int, seed: int) -> tuple[int, ...]:
 class Talk:
     """A model over cells, what is said, and the logits after every token of one forward over all of it."""
 
-    runner: Runner | GatheringRunner
+    runner: PackedRunner | SequentialRunner
     recurrent: bool
     vocabulary: int = tiny.VOCABULARY
-    sight: Sight | None = None
+    sight: EncoderMask | None = None
     tokens: tuple[int, ...] = field(init=False)
     logits: Tensor = field(init=False)
 
@@ -107,9 +107,9 @@ class Talk:
         self.logits = self.feed(self.cache(), 0, len(self.tokens))
 
     @property
-    def reaches(self) -> list[Reach]:
+    def reaches(self) -> list[AttentionRange]:
         """What the layers see."""
-        return [plan.spec.reach.within(LENGTH + BEYOND) for plan in self.runner.layers]
+        return [plan.spec.attention_range.limited_to(LENGTH + BEYOND) for plan in self.runner.layers]
 
     def cache(
         self,
@@ -117,7 +117,7 @@ class Talk:
         cells: int = AMPLE,
         rows: int | None = None,
         states: int | None = None,
-        shelf: ShelfConfig | None = None,
+        shelf: OffloadConfig | None = None,
     ) -> Cache:
         """An empty cache, but for what the shelf holds; it remembers so many recurrent states, None: all."""
         return Cache(
@@ -125,17 +125,17 @@ class Talk:
             slots=SLOTS,
             capacity=LENGTH + BEYOND,
             cells=cells,
-            rows=rows,
+            max_batch_tokens=rows,
             state_bytes=self._budget(states) if self.recurrent else None,
-            shelf=shelf,
+            offload=shelf,
             dtype=torch.float64,
         )
 
     def feed(self, cache: Cache, slot: int, stop: int, tokens: Sequence[int] = ()) -> Tensor:
         """Compute what a slot lacks of the first `stop` tokens, of the conversation if of no other; every row."""
-        start, tokens = cache.length(slot), tokens or self.tokens
+        start, tokens = cache.cached_length(slot), tokens or self.tokens
         span = Span(slot, start, stop - start)
-        assert 0 == cache.make_room([span])
+        assert 0 == cache.evict_for([span])
         with Exact(), cache.forward([span]) as forward:
             return self.runner.run(forward, tokens[start:stop], list(range(stop - start)), [self.sight])
 
@@ -148,11 +148,11 @@ class Talk:
             if stop <= upto:
                 self.feed(cache, slot, stop, tokens)
                 if remember:
-                    cache.remember(slot, tokens[:stop], seal=stop in MARKS)
+                    cache.insert_prefix(slot, tokens[:stop], checkpoint=stop in MARKS)
 
     def goes_on(self, cache: Cache, slot: int, position: int) -> bool:
         """Whether what a slot says, from where it stands to a little past a position, is what was said undisturbed."""
-        start, stop = cache.length(slot), position + BEYOND
+        start, stop = cache.cached_length(slot), position + BEYOND
         return bool((self.feed(cache, slot, stop) - self.logits[start:stop]).abs().max() <= TOLERANCE)
 
     def computed(self, position: int, start: int = 0) -> int:
@@ -160,7 +160,7 @@ class Talk:
         unseen = {reach: set(range(oldest(reach, start))) for reach in self.reaches}
         return self._deepest(position, {0, *ends()}, unseen)
 
-    def thinned(self, position: int, kept: Sequence[int]) -> int:
+    def trimmed(self, position: int, kept: Sequence[int]) -> int:
         """The deepest place to go on at with what going on at some positions takes, and no more."""
         every = set(range(max(kept)))
         unseen = {
@@ -172,10 +172,12 @@ class Talk:
         """The deepest place to go on at with what the tree has in cells."""
         nodes = list(_resident(cache, self.tokens))
         unseen = {
-            group.spec.reach: {node.start + at for node in nodes for at in np.flatnonzero(node.held[own] == HOLE)}
+            group.spec.attention_range: {
+                node.start + at for node in nodes for at in np.flatnonzero(node.references[own] == HOLE)
+            }
             for own, group in enumerate(cache.groups)
         }
-        states = {node.start + at for node in nodes for at in node.held[-1].states} if self.recurrent else set()
+        states = {node.start + at for node in nodes for at in node.references[-1].states} if self.recurrent else set()
         return self._deepest(min(position, nodes[-1].stop if nodes else 0), {0, *states}, unseen)
 
     def _budget(self, states: int | None) -> int:
@@ -184,10 +186,10 @@ class Talk:
             return 2**40
         cache = self.cache()
         self.feed(cache, 0, 1)
-        assert cache.states is not None, "only asked of recurrent models"
-        return states * cache.states.hold(0, 0, 1).bytes
+        assert cache.recurrent_states is not None, "only asked of recurrent models"
+        return states * cache.recurrent_states.acquire(0, 0, 1).bytes
 
-    def _deepest(self, position: int, states: set[int], unseen: dict[Reach, set[int]]) -> int:
+    def _deepest(self, position: int, states: set[int], unseen: dict[AttentionRange, set[int]]) -> int:
         def fits(at: int) -> bool:
             seen = all(holes.isdisjoint(range(oldest(reach, at), at)) for reach, holes in unseen.items())
             return seen and (at in states or not self.recurrent)
@@ -221,7 +223,7 @@ def _decoder(family: str, own: dict[str, Any]) -> Talk:
     model.set_experts_implementation("eager")
     recurrent = recurrence.install(model)
     hooks.install_latent(model)
-    facts = Facts(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
+    facts = ModelTraits(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
     with Exact():
         return Talk(find_runner(family, model, facts), recurrent)
 
@@ -234,5 +236,5 @@ def _with_encoder(folder: Path) -> Talk:
         loaded = load_model(encoders.save_encoder_model("bart", folder), context=LENGTH + BEYOND)
     assert loaded.encoder is not None
     media = encoders.media("bart", 1)
-    sight = loaded.encoder.sight(loaded.encoder.encode(media), media, text(loaded.info.vocabulary, 1))
+    sight = loaded.encoder.mask(loaded.encoder.encode(media), media, text(loaded.info.vocabulary, 1))
     return Talk(loaded.runner, False, loaded.info.vocabulary, sight)

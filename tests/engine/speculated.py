@@ -18,7 +18,7 @@ from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
 from engine.draft.speculation import Speculation
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter
 from engine.types.request import Grammar, Request, SamplingParams
 from kvcache.cache import Cache
@@ -26,7 +26,7 @@ from tests.engine.draft import drafters
 from tests.engine.models import END, VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
 KINDS = {
     "full": "llama",
@@ -151,7 +151,7 @@ def _asked(kind: str, batch: int, shift: bool) -> tuple[Request, ...]:
 
 
 @cache
-def _alone(loaded: Loaded, request: Request) -> Answer:
+def _alone(loaded: LoadedModel, request: Request) -> Answer:
     return play(core(loaded, slots=1, context=CONTEXT), [Job(request)])[request.id]
 
 
@@ -190,7 +190,7 @@ def _drafter(
     raise AssertionError(case.drafter)
 
 
-def model_drafter(loaded: Loaded, *, slots: int = 4) -> ModelDrafter:
+def model_drafter(loaded: LoadedModel, *, slots: int = 4) -> ModelDrafter:
     """A model as a drafter, with a cache of its own."""
     cache = Cache(
         [plan.spec for plan in loaded.layers],

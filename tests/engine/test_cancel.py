@@ -7,19 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from tests.engine.models import Reference, core
 from tests.engine.play import Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
 LONG = tuple(at % 200 for at in range(90))
 
 
 def available(engine: Core) -> int:
     """Cells that no slot uses: free ones, and remembered ones that anybody may have."""
-    return engine.cache.free_cells + engine.cache.idle_cells()
+    return engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_cancelled_in_the_queue(loaded: Models) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from tests.engine.models import core
 from tests.engine.play import Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
 RECURRENT = ["lfm2", "mamba2"]
 PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
@@ -28,7 +28,7 @@ def cached(engine: Core, prompt: tuple[int, ...], name: str, **fields: object) -
 def test_a_prompt_is_resumed_at_its_marks(loaded: Models, family: str) -> None:
     """Who leaves a prompt at one of its marks computes only what is new; elsewhere, from the mark before."""
     engine = core(loaded(family), slots=2, chunk=256)
-    cached(engine, PROMPT, "first", marks=(13, 40))
+    cached(engine, PROMPT, "first", checkpoints=(13, 40))
 
     assert 13 == cached(engine, (*PROMPT[:13], 251), "at the first")
     assert 40 == cached(engine, (*PROMPT[:40], 251), "at the second")
@@ -62,7 +62,7 @@ def test_a_common_beginning_is_computed_once(loaded: Models, family: str) -> Non
     users = [Job(ask(str(at), (*PROMPT[:37], 100 + at, 7), 1, ignore_eos=True)) for at in range(6)]
     play(engine, users)
 
-    assert 37 + 6 * 2 == engine.stats().rows_total
+    assert 37 + 6 * 2 == engine.stats().batch_tokens_total
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", *RECURRENT])
@@ -79,10 +79,10 @@ def test_a_prompt_seen_before_costs_one_row_though_memory_was_short(loaded: Mode
 def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: str) -> None:
     """Where a message ends, one can go on although the cells before and behind it had to go."""
     engine = core(loaded(family), slots=2, cells=300, chunk=16)
-    cached(engine, PROMPT, "first", marks=(13, 40))
+    cached(engine, PROMPT, "first", checkpoints=(13, 40))
     cached(engine, tuple(reversed(PROMPT)), "other")
-    group = next(group for group in engine.cache.groups if group.spec.reach.kind == "window")
-    held = group.pool.cells - group.pool.free
+    group = next(group for group in engine.cache.groups if group.spec.attention_range.kind == "window")
+    held = group.pool.cells - group.pool.free_cells
 
     assert held < 2 * len(PROMPT)
     assert 40 == cached(engine, (*PROMPT[:40], 251), "at the second mark")
@@ -92,17 +92,17 @@ def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: 
 def test_what_became_of_remembered_tokens_is_among_the_numbers(loaded: Models, tmp_path: Path) -> None:
     """Thinned while memory was short, evicted, written in a pause, and loaded for the next who asked."""
     engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, shelf=str(tmp_path))
-    cached(engine, PROMPT, "first", marks=(13, 40))
+    cached(engine, PROMPT, "first", checkpoints=(13, 40))
     cached(engine, tuple(reversed(PROMPT)), "other")
-    engine.cache.forget()
-    while engine.rest():
+    engine.cache.reset_prefix_cache()
+    while engine.flush_when_idle():
         pass
     cached(engine, PROMPT, "again")
-    counts, stats = engine.cache.counts, engine.stats()
+    counts, stats = engine.cache.prefix_counts, engine.stats()
 
-    assert 0 < min(counts.evicted, counts.thinned, counts.loaded, counts.saved)
-    assert (counts.evicted, counts.thinned) == (stats.evicted_tokens_total, stats.thinned_tokens_total)
-    assert (counts.loaded, counts.saved) == (stats.loaded_tokens_total, stats.saved_tokens_total)
+    assert 0 < min(counts.evicted, counts.trimmed, counts.loaded, counts.written)
+    assert (counts.evicted, counts.trimmed) == (stats.evicted_tokens_total, stats.trimmed_tokens_total)
+    assert (counts.loaded, counts.written) == (stats.loaded_tokens_total, stats.written_tokens_total)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
@@ -115,7 +115,10 @@ def test_no_mark_changes_the_text(loaded: Models, family: str) -> None:
         chance = random.Random(seed)
         settings = {"chunk": chance.choice((5, 16, 256)), "checkpoint": chance.choice((4, 16, 1024))}
         marked = [
-            Job(ask(str(at), prompt, 6, marks=tuple(chance.randint(-2, 70) for _ in range(4))), chance.randint(0, 12))
+            Job(
+                ask(str(at), prompt, 6, checkpoints=tuple(chance.randint(-2, 70) for _ in range(4))),
+                chance.randint(0, 12),
+            )
             for at, prompt in enumerate(prompts)
         ]
         answers = play(core(loaded(family), slots=3, **settings), marked)

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Failed, Finished
 from tests.engine.models import END, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 PROMPT = (5, 4, 3, 2, 1)
 
 
-def one(loaded: Loaded, **fields: object) -> tuple[Answer, Finished]:
+def one(loaded: LoadedModel, **fields: object) -> tuple[Answer, Finished]:
     """The answer to the prompt, and how it ended."""
     answer = play(core(loaded), [Job(ask("one", PROMPT, **{"count": 20, "ignore_eos": True, **fields}))])["one"]
     assert isinstance(answer.end, Finished), answer.end
@@ -99,10 +99,10 @@ def test_the_token_that_ends_is_scored_too(loaded: Models, reference: References
     answer, end = one(loaded("llama"), stop_token_ids=(expected[9],), logprobs=0)
     _, silent = one(loaded("llama"), stop_token_ids=(expected[9],))
 
-    assert end.ending is not None
-    assert expected[9] == end.ending.chosen.token
+    assert end.end_logprob is not None
+    assert expected[9] == end.end_logprob.chosen.token
     assert end.usage.completion_tokens == len(answer.logprobs) + 1
-    assert silent.ending is None
+    assert silent.end_logprob is None
 
 
 def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
@@ -119,7 +119,7 @@ def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
 def test_text_is_the_tokens_decoded(loaded: Models) -> None:
     """All deltas together are what decoding all tokens at once gives."""
     answer, _ = one(loaded("llama"), count=60)
-    reader = loaded("llama").tokenizer._reader
+    reader = loaded("llama").tokenizer._engine_tokenizer
 
     assert reader.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) == answer.text
 
@@ -128,11 +128,11 @@ def test_a_prompt_known_before_is_not_computed_again(loaded: Models) -> None:
     """All but the last token come from the cache, and the answer is the same."""
     engine = core(loaded("llama"))
     first = play(engine, [Job(ask("first", PROMPT * 8, 5))])["first"]
-    rows = engine.stats().rows_total
+    rows = engine.stats().batch_tokens_total
     second = play(engine, [Job(ask("second", PROMPT * 8, 5))])["second"]
 
     assert (0, len(PROMPT * 8) - 1) == (first.started[0].cached_tokens, second.started[0].cached_tokens)
-    assert 5 == engine.stats().rows_total - rows
+    assert 5 == engine.stats().batch_tokens_total - rows
     assert first.tokens == second.tokens
 
 
@@ -190,7 +190,7 @@ def test_a_row_without_finite_logits_fails_alone(loaded: Models, reference: Refe
     assert isinstance(answers["second"].end, Failed)
     for name in ("first", "third"):
         assert list(reference("llama").greedy(prompts[name], 10)) == answers[name].tokens
-    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
     assert 1 == engine.stats().failed_total
 
 
@@ -229,7 +229,7 @@ def test_the_numbers_add_up(loaded: Models) -> None:
     assert sum(usage.completion_tokens for usage in usages) == stats.generated_tokens_total
     assert (0, 0, 2) == (stats.running, stats.waiting, stats.slots)
     computed = sum(usage.prompt_tokens - usage.cached_tokens + usage.completion_tokens - 1 for usage in usages)
-    assert computed == stats.rows_total
+    assert computed == stats.batch_tokens_total
 
 
 def test_what_broke_is_not_remembered(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from engine.draft.adaptive import AdaptiveDepth
 from engine.draft.depth import Depth, FixedDepth
 from engine.draft.offer import Candidate
 from engine.draft.speculation import Speculation
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter, Want
-from engine.schedule.scheduler import Grant
-from engine.schedule.step import Said
+from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.step import StepResult
 from engine.schedule.work import Work
 from engine.types.events import Delta, Failed, Finished, TokenLogprob
 from engine.types.request import SpeculationParams
@@ -23,14 +23,14 @@ from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wr
 from tests.engine.models import VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
 PROMPT = (5, 4, 3, 2, 1)
 KINDS = ("llama", "gemma3", "llama4", "mamba2", "qwen3_next", "deepseek_v3")
 by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def drafted(loaded: Loaded, drafter: Drafter, depth: Depth | None = None) -> Core:
+def drafted(loaded: LoadedModel, drafter: Drafter, depth: Depth | None = None) -> Core:
     """An engine with four drafts at a time, or as the depth says."""
     return core(loaded, speculation=Speculation(None, drafter, depth or FixedDepth(4), lambda: 0.0))
 
@@ -40,12 +40,12 @@ def knowing(outputs: Mapping[str, Sequence[int]], prompt: Sequence[int] = PROMPT
     return always_right(outputs, dict.fromkeys(outputs, len(prompt)))
 
 
-def alone(loaded: Loaded, prompt: Sequence[int] = PROMPT, count: int = 24) -> Answer:
+def alone(loaded: LoadedModel, prompt: Sequence[int] = PROMPT, count: int = 24) -> Answer:
     """What is said without drafts."""
     return play(core(loaded), [Job(ask("one", prompt, count, ignore_eos=True))])["one"]
 
 
-def goes_on(engine: Core, loaded: Loaded, text: Sequence[int]) -> int:
+def goes_on(engine: Core, loaded: LoadedModel, text: Sequence[int]) -> int:
     """Ask for what follows a text, which must be what it is alone; the tokens of it that were known."""
     answer = play(engine, [Job(ask("next", text, 8, ignore_eos=True))])["next"]
     assert alone(loaded, text, 8).tokens == answer.tokens
@@ -67,7 +67,7 @@ def test_a_stop_string_inside_a_draft(loaded: Models, kind: str) -> None:
     assert ("stop", stop, plain.tokens) == (answer.end.reason, answer.end.stop, answer.tokens)
     said = plain.end.usage.completion_tokens
     assert said == answer.end.usage.completion_tokens
-    assert engine.cache.known((*PROMPT, *whole.tokens)).length <= len(PROMPT) + said
+    assert engine.cache.match_prefix((*PROMPT, *whole.tokens)).length <= len(PROMPT) + said
     assert goes_on(engine, loaded(kind), (*PROMPT, *whole.tokens[:said], 7, 8)) <= len(PROMPT) + said
 
 
@@ -96,7 +96,7 @@ def test_a_stop_token_inside_a_draft(loaded: Models, kind: str) -> None:
 
         assert isinstance(answer.end, Finished)
         assert ("stop", whole[at], whole[:first]) == (answer.end.reason, answer.end.stop, answer.tokens)
-        assert engine.cache.known((*PROMPT, *whole)).length <= len(PROMPT) + first
+        assert engine.cache.match_prefix((*PROMPT, *whole)).length <= len(PROMPT) + first
         assert goes_on(engine, loaded(kind), (*PROMPT, *whole[: first + 1], 7)) <= len(PROMPT) + first
 
 
@@ -111,7 +111,7 @@ def test_a_limit_inside_a_draft(loaded: Models, kind: str) -> None:
         assert isinstance(answer.end, Finished)
         assert ("length", whole[:count]) == (answer.end.reason, answer.tokens)
         assert count == answer.end.usage.completion_tokens
-        assert 0 == answer.end.usage.refused_tokens
+        assert 0 == answer.end.usage.rejected_tokens
         assert -(-count // 5) == count - answer.end.usage.accepted_tokens
 
 
@@ -140,7 +140,7 @@ def test_logprobs_are_the_same(loaded: Models, kind: str) -> None:
             assert all(a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-6) for a, b in pairs)
 
 
-def spoilt(loaded: Loaded, drafter: Drafter) -> dict[str, Answer]:
+def spoilt(loaded: LoadedModel, drafter: Drafter) -> dict[str, Answer]:
     """Two requests, drafted for together; of a step with ten rows of logits the eighth says NaN, once."""
     engine = drafted(loaded, drafter)
     spoils = iter([7])
@@ -155,7 +155,7 @@ def spoilt(loaded: Loaded, drafter: Drafter) -> dict[str, Answer]:
     answers = play(engine, [Job(ask(name, PROMPT, 20, ignore_eos=True)) for name in ("first", "second")])
     hook.remove()
     assert next(spoils, None) is None, "nothing was spoilt"
-    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
     return answers
 
 
@@ -265,14 +265,14 @@ class Timed:
         return self._drafter.propose(wants)
 
 
-def paced(loaded: Loaded, drafter: Timed, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
+def paced(loaded: LoadedModel, drafter: Timed, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
     """An engine of chosen depths, whose steps take a second, and a tenth more for each row but the first."""
     engine = core(loaded, speculation=Speculation(None, drafter, AdaptiveDepth(), clock))
     engine._clock = clock
     run = engine._stepper.run
 
-    def timed(grants: Sequence[Grant]) -> list[Said]:
-        clock.now += 1 + 0.1 * (sum(grant.rows.length for grant in grants) - 1)
+    def timed(grants: Sequence[ScheduledSequence]) -> list[StepResult]:
+        clock.now += 1 + 0.1 * (sum(grant.batch_span.length for grant in grants) - 1)
         return run(grants)
 
     monkeypatch.setattr(engine._stepper, "run", timed)

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.draft.loading import load_draft, make_speculation
 from engine.engine import Engine
 from engine.errors import DraftTooLarge, InvalidRequest, ModelMissing, ModelUnsupported
-from engine.load.load import Loaded, load
+from engine.load.load import LoadedModel, load
 from engine.types.events import Delta, Finished
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from tests.engine.models import CONTEXT, core, save_model, save_tokenizer
@@ -24,7 +24,7 @@ from tests.engine.play import Job, ask, play
 
 BUNDLED_DRAFT = Path(__file__).parents[2] / "models" / "draft"
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 Folder = Callable[[str], Path]
 
 
@@ -105,7 +105,7 @@ def test_the_bundled_pair_drafts_with_every_setting_that_allows_it(settings: dic
     asked = EngineConfig(**{"context": 64, "slots": 1, "kernels": "reference", **settings})
     draft = load_draft(asked, load(asked, lambda phase: None), lambda phase: None)
 
-    assert isinstance(draft, Loaded)
+    assert isinstance(draft, LoadedModel)
     assert BUNDLED_DRAFT == Path(draft.info.folder)
 
 
@@ -129,7 +129,7 @@ def test_a_draft_that_does_not_fit_beside_the_model_is_refused(
 ) -> None:
     """What the model's own cache will take is not there for the draft, and the answer says whom it is about."""
     target = loaded("llama")
-    promised = target.memory.cache_bytes + target.memory.work_bytes
+    promised = target.memory.cache_bytes + target.memory.workspace_bytes
     asked = config(folder("llama"), folder("llama"))
     monkeypatch.setattr("engine.load.load.available_bytes", lambda: promised + 2**18)
 
@@ -176,7 +176,7 @@ def test_tokens_that_only_one_of_them_knows_do_no_harm(
     alone, drafted = play(core(target), [job])["a"], play(core(target, speculation=speculation), [job])["a"]
 
     assert isinstance(drafted.end, Finished)
-    assert drafted.end.usage.accepted_tokens + drafted.end.usage.refused_tokens > 0
+    assert drafted.end.usage.accepted_tokens + drafted.end.usage.rejected_tokens > 0
     assert alone.tokens == drafted.tokens
 
 
@@ -242,7 +242,7 @@ def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: 
         engine = core(target, speculation=speculation)
         before = sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors"))
         texts.append(play(engine, [Job(ask("one", prompt, 12))])["one"].tokens)
-        while engine.rest():
+        while engine.flush_when_idle():
             pass
         read.append(sum(file.stat().st_size for file in tmp_path.glob("*/*.safetensors")) - before)
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.model.encoder import Encoder
 from engine.types.events import Failed, Finished
 from engine.types.request import Media, Request, SamplingParams
 from kvcache.cache import Cache
-from kvcache.encoder import Entry
+from kvcache.encoder_cache import EncoderEntry
 from kvcache.spec import Span
 from tests.engine.encoders import KINDS, START, Alone, array, media, prompt, save_encoder_model
 from tests.engine.models import CONTEXT, core, load_model
 from tests.engine.play import GREEDY, Answer, Job, play, take
 
-Models = Callable[[str], Loaded]
+Models = Callable[[str], LoadedModel]
 References = Callable[[str], Alone]
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -69,10 +69,10 @@ def check(reference: Alone, requests: list[Request], answers: dict[str, Answer])
     assert all(isinstance(answers[request.id].end, Finished) for request in requests)
 
 
-def short_of_room(loaded: Loaded, entries: float, one: Media) -> Loaded:
+def short_of_room(loaded: LoadedModel, entries: float, one: Media) -> LoadedModel:
     """The model with room for so many entries of a size."""
     assert loaded.encoder is not None
-    budget = int(entries * loaded.encoder.size_bytes(one))
+    budget = int(entries * loaded.encoder.entry_bytes(one))
     return dataclasses.replace(loaded, encoder=Encoder(loaded.model, budget_bytes=budget))
 
 
@@ -86,8 +86,8 @@ def test_any_batch_says_what_each_says_alone(kind: str, chunk: int, models: Mode
     answers = play(engine, [Job(request, at) for at, request in enumerate(requests)])
 
     check(references(kind), requests, answers)
-    assert len({request.media for request in requests if request.media}) == engine.crossing.encoded
-    assert 0 == engine.crossing.store.pinned_bytes
+    assert len({request.media for request in requests if request.media}) == engine.encoder_inputs.encoded_total
+    assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
 def traffic(kind: str, seed: int) -> list[Job]:
@@ -102,7 +102,7 @@ def traffic(kind: str, seed: int) -> list[Job]:
     return jobs
 
 
-def run_mix(kind: str, seed: int, loaded: Loaded, reference: Alone) -> None:
+def run_mix(kind: str, seed: int, loaded: LoadedModel, reference: Alone) -> None:
     """One random mix, at times with too few cells, at times with room for hardly more than the largest entry."""
     chance, jobs = random.Random(seed + 10_000), traffic(kind, seed)
     most = max((job.request.media for job in jobs if job.request.media), key=lambda one: len(one.arrays[-1][1].data))
@@ -118,7 +118,7 @@ def run_mix(kind: str, seed: int, loaded: Loaded, reference: Alone) -> None:
         right = reference.greedy(request.prompt, request.media, 8)
         assert isinstance(answer.end, Finished) or job.leaves is not None, seed
         assert tuple(answer.tokens) == (right if answer.end else right[: len(answer.tokens)]), seed
-    assert 0 == engine.crossing.store.pinned_bytes
+    assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
 @every_kind
@@ -146,7 +146,7 @@ def test_preemption_does_not_change_the_text(kind: str, models: Models, referenc
 
     check(references(kind), requests, answers)
     assert 0 < engine.stats().preemptions_total
-    assert 0 == engine.crossing.store.pinned_bytes
+    assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
 @every_kind
@@ -166,7 +166,7 @@ def test_a_prefix_is_found_under_its_own_media_only(kind: str, models: Models, r
     cached = [answers[request.id].started[0].cached_tokens for request in requests]
     assert [0, len(tokens) - 1, 0, len(tokens)] == cached
     assert answers["1"].tokens != answers["3"].tokens
-    assert 2 == engine.crossing.encoded
+    assert 2 == engine.encoder_inputs.encoded_total
 
 
 @every_kind
@@ -194,11 +194,11 @@ def test_a_copied_beginning_goes_on_as_if_it_had_been_computed(
     one = media(kind, 4, 2)
     tokens = prompt(kind, 4, 16, images=2)
     expected = references(kind).logits(tokens, one)
-    sight = loaded.encoder.sight(loaded.encoder.encode(one), one, tokens)
+    sight = loaded.encoder.mask(loaded.encoder.encode(one), one, tokens)
     cells = Cache([plan.spec for plan in loaded.layers], slots=2, capacity=32, cells=64, dtype=torch.float64)
 
     def feed(slot: int, stop: int) -> torch.Tensor:
-        span = Span(slot, cells.length(slot), stop - cells.length(slot))
+        span = Span(slot, cells.cached_length(slot), stop - cells.cached_length(slot))
         with cells.forward([span]) as forward:
             return loaded.runner.run(forward, tokens[span.start : span.stop], [span.length - 1], [sight])[0]
 
@@ -216,7 +216,7 @@ def test_the_store_keeps_its_budget_and_the_line_waits(kind: str, models: Models
     size = 1 if kind == "mllama" else 6
     requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at % 3, size)) for at in range(6)]
     engine = core(short_of_room(models(kind), 2.5, requests[0].media), slots=4)
-    store, most, together = engine.crossing.store, 0, 0
+    store, most, together = engine.encoder_inputs.store, 0, 0
     for request in requests:
         engine.submit(request)
     answers = {request.id: Answer() for request in requests}
@@ -228,7 +228,7 @@ def test_the_store_keeps_its_budget_and_the_line_waits(kind: str, models: Models
     check(references(kind), requests, answers)
     assert most <= store.budget_bytes
     assert (2, 2) == (together, len(store))
-    assert 3 < engine.crossing.encoded
+    assert 3 < engine.encoder_inputs.encoded_total
 
 
 @every_kind
@@ -241,19 +241,19 @@ def test_who_leaves_gives_the_entry_back(kind: str, models: Models) -> None:
         engine.submit(request)
     engine.step()
     engine.step()
-    pinned = engine.crossing.store.pinned_bytes
+    pinned = engine.encoder_inputs.store.pinned_bytes
     for request in requests:
         engine.cancel(request.id)
 
     assert pinned > 0
-    assert 0 == engine.crossing.store.pinned_bytes
+    assert 0 == engine.encoder_inputs.store.pinned_bytes
     assert not engine.busy
 
 
 class Broken(Encoder):
     """An encoder that fails at media with a certain first number."""
 
-    def encode(self, media: Media) -> Entry:
+    def encode(self, media: Media) -> EncoderEntry:
         """Raises at the second media of the test."""
         if self.bad is not None and media.digest == self.bad:
             raise RuntimeError("no memory for this")
@@ -264,8 +264,8 @@ class Broken(Encoder):
 
 def test_what_a_decoder_begins_with_is_known(models: Models) -> None:
     """The token that starts a decoder is told; a model that only decodes begins with its prompt."""
-    assert [(START,)] * 3 == [models(kind).info.start for kind in ("bart", "whisper", "t5")]
-    assert () == models("mllama").info.start
+    assert [(START,)] * 3 == [models(kind).info.decoder_start_tokens for kind in ("bart", "whisper", "t5")]
+    assert () == models("mllama").info.decoder_start_tokens
 
 
 def test_media_that_break_the_encoder_fail_alone(models: Models, references: References) -> None:
@@ -279,7 +279,7 @@ def test_media_that_break_the_encoder_fail_alone(models: Models, references: Ref
 
     assert Failed("the media could not be encoded (RuntimeError)") == answers["1"].end
     check(references("bart"), [requests[0], requests[2]], answers)
-    assert 0 == engine.crossing.store.pinned_bytes
+    assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
 def test_media_without_finite_numbers_fail_alone(models: Models, references: References) -> None:
@@ -333,14 +333,14 @@ def test_the_next_process_does_not_encode_again(
     requests = [mixed(kind, number) for number in range(3)]
     first = core(models(kind), shelf=str(tmp_path))
     check(references(kind), requests, play(first, [Job(request) for request in requests]))
-    while first.rest():
+    while first.flush_when_idle():
         pass
     second = core(models(kind), shelf=str(tmp_path))
     answers = play(second, [Job(request) for request in requests])
 
     check(references(kind), requests, answers)
-    assert 0 < first.crossing.encoded
-    assert 0 == second.crossing.encoded
+    assert 0 < first.encoder_inputs.encoded_total
+    assert 0 == second.encoder_inputs.encoded_total
 
 
 def test_media_are_kept_apart_by_salt(models: Models) -> None:
@@ -350,4 +350,4 @@ def test_media_are_kept_apart_by_salt(models: Models) -> None:
     for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one")):
         play(subject, [Job(ask(name, tokens, one, salt=salt))])
 
-    assert 2 == subject.crossing.encoded
+    assert 2 == subject.encoder_inputs.encoded_total

@@ -131,9 +131,9 @@ REFUSED = [
     (ask("bad", ()), InvalidRequest),
     (ask("bad", (1, VOCABULARY)), InvalidRequest),
     (ask("bad", (-1,)), InvalidRequest),
-    (ask("bad", (1, 2, 3), mutual=((1, 4),)), InvalidRequest),
-    (ask("bad", (1, 2, 3), mutual=((1, 3), (0, 1))), InvalidRequest),
-    (ask("bad", (1, 2, 3), mutual=((1, 1),)), InvalidRequest),
+    (ask("bad", (1, 2, 3), bidirectional=((1, 4),)), InvalidRequest),
+    (ask("bad", (1, 2, 3), bidirectional=((1, 3), (0, 1))), InvalidRequest),
+    (ask("bad", (1, 2, 3), bidirectional=((1, 1),)), InvalidRequest),
     (ask("bad", (1,), sampling=SamplingParams(logit_bias=((VOCABULARY, 1.0),))), InvalidRequest),
     (ask("bad", range(CONTEXT)), ContextTooLong),
     (ask("bad", (1,) * 1000), ContextTooLong),
@@ -160,13 +160,13 @@ def test_a_prompt_that_is_too_long_learns_what_another_context_holds(folder: Fol
     """Both ways to find that: by counting tokens, and by the length of the text alone."""
 
     async def story(engine: Engine) -> None:
-        assert (64, CONTEXT) == (engine.info.context, engine.info.longest)
+        assert (64, CONTEXT) == (engine.info.context, engine.info.max_context)
         with pytest.raises(ContextTooLong) as counted:
             await answer(engine, ask("long", (1,) * 80))
         with pytest.raises(ContextTooLong) as estimated:
             engine.tokenizer.encode("the " * 10**6)
 
-        assert [(64, CONTEXT)] * 2 == [(each.value.capacity, each.value.longest) for each in (counted, estimated)]
+        assert [(64, CONTEXT)] * 2 == [(each.value.capacity, each.value.max_context) for each in (counted, estimated)]
 
     tell(folder("llama"), story, context=64)
 
@@ -175,7 +175,7 @@ def test_the_default_context_is_the_models(folder: Folder) -> None:
     """Where the memory holds it; there is nothing longer to ask for."""
 
     async def story(engine: Engine) -> None:
-        assert (CONTEXT, CONTEXT, 8) == (engine.info.context, engine.info.longest, engine.info.slots)
+        assert (CONTEXT, CONTEXT, 8) == (engine.info.context, engine.info.max_context, engine.info.slots)
 
     tell(folder("llama"), story, context=None, slots=None)
 
@@ -308,7 +308,7 @@ def test_a_failing_step_fails_its_own_requests_only(folder: Folder) -> None:
         raise RuntimeError("no logits")
 
     async def story(engine: Engine) -> None:
-        hook = engine._ready_model().model.register_forward_pre_hook(broken)
+        hook = engine._require_model().model.register_forward_pre_hook(broken)
         events = await answer(engine, ask("breaks", (1, 2), 5, ignore_eos=True))
         hook.remove()
         after = await answer(engine, ask("after", (1, 2), 5, ignore_eos=True))

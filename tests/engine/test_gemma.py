@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.load.load import Loaded, load
+from engine.load.load import LoadedModel, load
 from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.rotary import rotate
@@ -29,7 +29,7 @@ LAYERS, SLIDING, FULL = 18, 10_000.0, 1_000_000.0
 PROMPT = "The function returns a new list with the words of the sentence"
 SCORED, CHUNK = 2000, 250
 
-Start = Callable[..., Loaded]
+Start = Callable[..., LoadedModel]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     kept = tmp_path_factory.mktemp("outcomes")
 
     @cache
-    def loaded(dtype: str = "auto", quantize: str = "none") -> Loaded:
+    def loaded(dtype: str = "auto", quantize: str = "none") -> LoadedModel:
         settings: dict[str, Any] = {"model": str(folder), "context": 4096, "dtype": dtype, "quantize": quantize}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(outcomes, "cache_folder", lambda kind: kept / kind)
@@ -62,15 +62,15 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def cells(loaded: Loaded, slots: int = 4) -> Cache:
+def cells(loaded: LoadedModel, slots: int = 4) -> Cache:
     """An empty cache."""
     specs = [plan.spec for plan in loaded.layers]
-    return Cache(specs, slots=slots, capacity=SCORED + 100, cells=2 * SCORED, dtype=loaded.stored)
+    return Cache(specs, slots=slots, capacity=SCORED + 100, cells=2 * SCORED, dtype=loaded.kv_dtype)
 
 
-def feed(loaded: Loaded, cache: Cache, *parts: tuple[int, list[int]]) -> Tensor:
+def feed(loaded: LoadedModel, cache: Cache, *parts: tuple[int, list[int]]) -> Tensor:
     """The logits after every token of (slot, tokens) parts of one forward."""
-    spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in parts]
+    spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
     tokens = [token for _, own in parts for token in own]
     with cache.forward(spans) as forward:
         return loaded.runner.run(forward, tokens, list(range(len(tokens))))
@@ -96,7 +96,7 @@ def test_the_native_step_runs_it(start: Start, quantize: str) -> None:
     loaded = start(quantize=quantize)
 
     assert isinstance(loaded.runner, NativeRunner)
-    assert loaded.info.torch_reason is None
+    assert loaded.info.not_native_reason is None
 
 
 def test_greedy_text_is_that_of_transformers(start: Start, reference: Any) -> None:
@@ -135,15 +135,15 @@ def test_a_shift_rotates_the_keys_of_all_layers(start: Start) -> None:
         assert apart < 0.01
 
 
-def keys(loaded: Loaded, cache: Cache) -> list[Tensor]:
+def keys(loaded: LoadedModel, cache: Cache) -> list[Tensor]:
     """The keys of slot 0 in each layer, [heads, tokens, width]."""
-    length = cache.length(0)
+    length = cache.cached_length(0)
     found = []
     with cache.forward([Span(0, length, 1)]) as forward:
         for layer in range(len(loaded.layers)):
-            stored, _ = forward.stored(layer)
+            stored, _ = forward.layer_kv(layer)
             own = forward.segments(layer)[0].cells
-            found.append(stored.spread(stored.read(own, torch.float32))[:, :length].clone())
+            found.append(stored.transform(stored.read(own, torch.float32))[:, :length].clone())
         forward.keep(0, length)
     return found
 

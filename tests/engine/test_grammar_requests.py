@@ -18,15 +18,15 @@ from engine.draft.lookup import LookupDrafter
 from engine.draft.speculation import Speculation
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter
 from engine.types.events import Failed, Finished
-from engine.types.request import Dry, Grammar, Request, SamplingParams, Thinking, Xtc
+from engine.types.request import Dry, Grammar, ReasoningLimit, Request, SamplingParams, Xtc
 from tests.engine.draft import drafters
 from tests.engine.models import CONTEXT, END, VOCABULARY, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 SCHEMAS: list[dict[str, object]] = [
     {
@@ -72,7 +72,7 @@ def requests(count: int = 60) -> list[Request]:
     return [*some, *plain]
 
 
-def alone(loaded: Loaded, some: Sequence[Request]) -> dict[str, Answer]:
+def alone(loaded: LoadedModel, some: Sequence[Request]) -> dict[str, Answer]:
     """What each says by itself."""
     engine = core(loaded, slots=1)
     return {request.id: play(engine, [Job(request)])[request.id] for request in some}
@@ -142,7 +142,7 @@ def test_a_model_drafts_inside_the_grammar(loaded: Models, whole: dict[str, Answ
 
     assert [whole[request.id].tokens for request in some] == [answers[request.id].tokens for request in some]
     assert all(usage.accepted_tokens > 0.4 * usage.completion_tokens for usage in usages)
-    assert all(usage.refused_tokens <= 1 for usage in usages)
+    assert all(usage.rejected_tokens <= 1 for usage in usages)
 
 
 BUNDLED = (
@@ -161,7 +161,16 @@ def test_the_bundled_model_follows_grammars() -> None:
     loaded = load(config, lambda phase: None)
     prompt = loaded.tokenizer.encode("Say something about yourself.")
     jobs = [
-        Job(ask(f"{at}-{seed}", prompt, 80, sampling=SamplingParams(seed=seed), grammar=Grammar(source), special=True))
+        Job(
+            ask(
+                f"{at}-{seed}",
+                prompt,
+                80,
+                sampling=SamplingParams(seed=seed),
+                grammar=Grammar(source),
+                include_special_tokens=True,
+            )
+        )
         for at, source in enumerate(BUNDLED)
         for seed in range(4)
     ]
@@ -185,9 +194,9 @@ def test_a_dead_end_fails_the_request_alone(loaded: Models) -> None:
 
     assert isinstance(answers["dead"].end, Failed)
     assert "leave no token" in answers["dead"].end.reason
-    assert answers["dead"].end.own
+    assert answers["dead"].end.caused_by_request
     assert alone(loaded("llama"), [fine])["fine"].tokens == answers["fine"].tokens
-    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_what_was_said_before_a_dead_end_is_told_with_and_without_drafts(loaded: Models) -> None:
@@ -206,7 +215,7 @@ def test_what_was_said_before_a_dead_end_is_told_with_and_without_drafts(loaded:
         assert ("the", letters[:3]) == (answers["dead"].text, answers["dead"].tokens)
         assert isinstance(answers["stopped"].end, Finished)
         assert ("t", "he") == (answers["stopped"].text, answers["stopped"].end.stop)
-    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_a_complete_grammar_ends_whatever_else_is_asked(loaded: Models) -> None:
@@ -231,7 +240,7 @@ def test_a_complete_grammar_ends_whatever_else_is_asked(loaded: Models) -> None:
 def test_thoughts_are_forced_to_their_end_inside_a_grammar(loaded: Models) -> None:
     """When the budget is spent, or as soon as a character that has begun is whole."""
     source = 'start: THOUGHT "!" /[0-9]{2}/\nTHOUGHT: /[^!]{1,60}/'
-    bang = next(token for token in range(256) if loaded("llama").tokenizer.alternative(token, 0.0).text == "!")
+    bang = next(token for token in range(256) if loaded("llama").tokenizer.describe_token(token, 0.0).text == "!")
     some = [
         ask(
             f"{seed}",
@@ -239,7 +248,7 @@ def test_thoughts_are_forced_to_their_end_inside_a_grammar(loaded: Models) -> No
             80,
             sampling=SamplingParams(seed=seed, temperature=2.0),
             grammar=Grammar(source),
-            thinking=Thinking(opens=None, closes=(bang,), budget=7),
+            reasoning_limit=ReasoningLimit(start_token=None, end_tokens=(bang,), budget=7),
         )
         for seed in range(12)
     ]
@@ -281,7 +290,7 @@ def test_drafts_behind_a_stop_string_are_not_said(loaded: Models) -> None:
     usage, drafts = answer.end.usage, engine.stats().drafts
 
     assert usage.completion_tokens - 1 <= usage.accepted_tokens <= usage.completion_tokens
-    assert sum(sum(one.drafted) for one in drafts) == usage.accepted_tokens + usage.refused_tokens
+    assert sum(sum(one.drafted) for one in drafts) == usage.accepted_tokens + usage.rejected_tokens
 
 
 WRONG = {
@@ -290,7 +299,7 @@ WRONG = {
     "logit_bias": {"sampling": SamplingParams(logit_bias=((VOCABULARY, 1.0),))},
     "stop_token_ids": {"stop_token_ids": (-1,)},
     "min_tokens": {"min_tokens": 17},
-    "thinking": {"thinking": Thinking(None, (), 4)},
+    "thinking": {"thinking": ReasoningLimit(None, (), 4)},
     "typical_p": {"sampling": SamplingParams(typical_p=0.0)},
     "top_n_sigma": {"sampling": SamplingParams(top_n_sigma=float("nan"))},
     "dry": {"sampling": SamplingParams(dry=Dry(1.0, base=0.5))},

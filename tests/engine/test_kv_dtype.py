@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import ModelUnsupported
-from engine.load.load import Loaded, load
+from engine.load.load import LoadedModel, load
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import core, load_model
 from tests.engine.play import Answer, Job, ask, play
 
-Load = Callable[..., Loaded]
+Load = Callable[..., LoadedModel]
 HALVES = ("bfloat16", "float16")
 TEXT = "Cellar keeps the keys and values of every token in cells, and sequences that begin alike share them."
 
@@ -38,10 +38,10 @@ def bundled() -> Load:
     return cache(lambda kv_dtype: load(EngineConfig(kv_dtype=kv_dtype, context=256, slots=2), lambda phase: None))
 
 
-def logits(loaded: Loaded, tokens: list[int], *chunks: int) -> Tensor:
+def logits(loaded: LoadedModel, tokens: list[int], *chunks: int) -> Tensor:
     """The logits after every token of a prompt that is computed in chunks."""
     specs = [plan.spec for plan in loaded.layers]
-    some = Cache(specs, slots=1, capacity=len(tokens), cells=len(tokens), dtype=loaded.stored)
+    some = Cache(specs, slots=1, capacity=len(tokens), cells=len(tokens), dtype=loaded.kv_dtype)
     rows, start = [], 0
     for length in chunks or (len(tokens),):
         with some.forward([Span(0, start, length)]) as forward:
@@ -56,7 +56,7 @@ def divergence(right: Tensor, other: Tensor) -> Tensor:
     return (expected.exp() * (expected - actual)).sum(-1)
 
 
-def alone(loaded: Loaded, job: Job) -> Answer:
+def alone(loaded: LoadedModel, job: Job) -> Answer:
     """What an engine says that has nothing else to do and remembers nothing."""
     return play(core(loaded, slots=1, chunk=256), [Job(job.request)])[job.request.id]
 
@@ -127,7 +127,7 @@ def test_an_answer_fills_and_shifts_its_cells(kv_dtype: str, stored: Load) -> No
     engine = core(loaded, slots=2, context=32)
     answer = play(engine, [Job(ask("one", range(3, 20), 60, overflow="shift", ignore_eos=True))])["one"]
 
-    assert getattr(torch, kv_dtype) == loaded.stored == engine.cache.groups[0].pool.dtype
+    assert getattr(torch, kv_dtype) == loaded.kv_dtype == engine.cache.groups[0].pool.dtype
     assert 60 == len(answer.tokens)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from engine.kernels import latent, reference
-from engine.load.load import Loaded
-from engine.model.runner import Runner
+from engine.load.load import LoadedModel
+from engine.model.runner import PackedRunner
 from engine.types.request import MlaMode, Request
 from kvcache.forward import Segment
-from kvcache.planes import FloatPlane, Stored
-from kvcache.spec import Reach
+from kvcache.kv_buffer import FloatKVBuffer, LayerKV
+from kvcache.spec import AttentionRange
 from tests.engine.models import END, Reference, core, load_model
 from tests.engine.play import GREEDY, Job, play
 
@@ -26,14 +26,14 @@ FAMILIES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("chunk", "mla"), [(3, "auto"), (64, "auto"), (5, "absorb"), (5, "expand")])
 def test_any_batch_says_what_each_says_alone(
-    family: str, chunk: int, mla: MlaMode, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    family: str, chunk: int, mla: MlaMode, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """Prompts with common beginnings in too few slots, computed in any way: each answer is that of `generate`."""
     draw = random.Random(chunk)
     base = [draw.randrange(250) for _ in range(50)]
     prompts = {f"{at}": (*base[: draw.randrange(1, 50)], at) for at in range(6)}
     model = loaded(family)
-    engine = core(replace(model, runner=Runner(model.model, model.layers, mla)), slots=3, chunk=chunk)
+    engine = core(replace(model, runner=PackedRunner(model.model, model.layers, mla)), slots=3, chunk=chunk)
     jobs = [Job(Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=6)) for name, prompt in prompts.items()]
 
     answers = play(engine, jobs)
@@ -64,7 +64,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
-def test_a_cell_holds_one_latent(loaded: Callable[..., Loaded]) -> None:
+def test_a_cell_holds_one_latent(loaded: Callable[..., LoadedModel]) -> None:
     """The cache stores the latent and the turned part once, not keys and values of every head."""
     model = loaded("deepseek_v3")
 
@@ -72,7 +72,7 @@ def test_a_cell_holds_one_latent(loaded: Callable[..., Loaded]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_the_turned_part_shifts(family: str, loaded: Callable[..., Loaded]) -> None:
+def test_only_the_turned_part_shifts(family: str, loaded: Callable[..., LoadedModel]) -> None:
     """A shift knows a rotation for the last columns of the cell, and leaves the latent alone."""
     rotations = {plan.spec.rotation for plan in loaded(family).layers}
 
@@ -87,13 +87,15 @@ def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> N
     torch.manual_seed(rows)
     heads, width, value, rank, turned = 4, 6, 5, 16, 4
     draw = {"dtype": torch.float64}
-    projection = latent.Projection(torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw))
-    cells = Stored(FloatPlane(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
+    projection = latent.LatentProjection(
+        torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw)
+    )
+    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
     query = torch.randn(heads, rows, width + turned, **draw)
     length = before + rows
     index = slice(3, 3 + length) if contiguous else torch.randperm(64)[:length]
     segment = Segment(slice(0, rows), before, index)
-    arguments = (query, cells, segment, Reach(), projection, 0.3)
+    arguments = (query, cells, segment, AttentionRange(), projection, 0.3)
 
     assert torch.allclose(latent._absorbed(*arguments), latent._expanded(*arguments), atol=1e-12)
 
@@ -102,10 +104,12 @@ def test_expanding_takes_no_more_memory_than_allowed(monkeypatch: pytest.MonkeyP
     """Heads are expanded a few at a time, and what comes out is the same."""
     heads, width, value, rank, turned, length = 6, 6, 5, 16, 4, 50
     draw = {"dtype": torch.float64}
-    projection = latent.Projection(torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw))
-    cells = Stored(FloatPlane(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
+    projection = latent.LatentProjection(
+        torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw)
+    )
+    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
     query = torch.randn(heads, 9, width + turned, **draw)
-    arguments = (query, cells, Segment(slice(0, 9), length - 9, slice(0, length)), Reach(), projection, 0.3)
+    arguments = (query, cells, Segment(slice(0, 9), length - 9, slice(0, length)), AttentionRange(), projection, 0.3)
     whole = latent._expanded(*arguments)
     seen: list[int] = []
     own = reference.attend_one

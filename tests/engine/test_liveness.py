@@ -12,7 +12,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.liveness import Watchdog
-from engine.loop import Duties
+from engine.loop import EngineLoop
 from engine.types.status import Stats
 
 LIMIT, STRIDE = 120.0, 10.0
@@ -30,10 +30,10 @@ class Clock:
 
 def observed(watchdog: Watchdog, clock: Clock, seconds: float, pulse: float = 5.0) -> bool:
     """Whether the thread is stuck after so many seconds, observed once a pulse."""
-    stuck = watchdog.stuck()
+    stuck = watchdog.is_stuck()
     for _ in range(int(seconds / pulse)):
         clock.now += pulse
-        stuck = watchdog.stuck()
+        stuck = watchdog.is_stuck()
     return stuck
 
 
@@ -49,7 +49,7 @@ def watchdog(clock: Clock) -> Watchdog:
 
 def test_a_step_is_stuck_behind_the_limit(watchdog: Watchdog, clock: Clock) -> None:
     """A step that does not end counts as stuck after the limit, and not before."""
-    watchdog.working()
+    watchdog.step_started()
 
     assert not observed(watchdog, clock, LIMIT - 5)
     assert observed(watchdog, clock, 5)
@@ -58,7 +58,7 @@ def test_a_step_is_stuck_behind_the_limit(watchdog: Watchdog, clock: Clock) -> N
 def test_the_next_step_starts_the_time_anew(watchdog: Watchdog, clock: Clock) -> None:
     """Many steps of less than the limit are no stuck one."""
     for _ in range(5):
-        watchdog.working()
+        watchdog.step_started()
 
         assert not observed(watchdog, clock, LIMIT - 10)
 
@@ -67,30 +67,30 @@ def test_the_next_step_starts_the_time_anew(watchdog: Watchdog, clock: Clock) ->
 def test_no_time_counts_without_a_step(watchdog: Watchdog, clock: Clock, waits: bool) -> None:
     """Neither before the first step, which a slow start delays, nor while the thread waits for requests."""
     if waits:
-        watchdog.working()
+        watchdog.step_started()
         observed(watchdog, clock, LIMIT - 10)
-        watchdog.waiting()
+        watchdog.idle()
 
     assert not observed(watchdog, clock, 10 * LIMIT)
-    watchdog.working()
+    watchdog.step_started()
     assert not observed(watchdog, clock, LIMIT - 5)
     assert observed(watchdog, clock, 5)
 
 
 def test_a_suspended_process_is_not_stuck(watchdog: Watchdog, clock: Clock) -> None:
     """A clock that jumps by hours inside a step adds one stride."""
-    watchdog.working()
+    watchdog.step_started()
     observed(watchdog, clock, 60)
     clock.now += 8 * 3600
 
-    assert not watchdog.stuck()
+    assert not watchdog.is_stuck()
     assert not observed(watchdog, clock, 45)
     assert observed(watchdog, clock, 5)
 
 
 def test_a_clock_that_goes_back_is_no_fault(watchdog: Watchdog, clock: Clock) -> None:
     """Time that is taken back counts as none."""
-    watchdog.working()
+    watchdog.step_started()
     observed(watchdog, clock, 60)
     clock.now -= 3600
 
@@ -102,9 +102,9 @@ def test_a_slow_start_is_alive_when_it_is_ready(
     folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load of any length leaves the engine alive, also before its thread has looked for the first request."""
-    go_on, stats = threading.Event(), Duties.stats
+    go_on, stats = threading.Event(), EngineLoop.stats
 
-    def late(duties: Duties) -> Stats:
+    def late(duties: EngineLoop) -> Stats:
         go_on.wait(20)
         return stats(duties)
 
@@ -112,7 +112,7 @@ def test_a_slow_start_is_alive_when_it_is_ready(
         clock.now += 1000.0
 
     async def scene() -> None:
-        monkeypatch.setattr(Duties, "stats", late)
+        monkeypatch.setattr(EngineLoop, "stats", late)
         engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1), on_phase=slow, clock=clock)
         engine.start()
         await engine.wait_ready()
@@ -127,14 +127,14 @@ def test_a_slow_start_is_alive_when_it_is_ready(
 
 def test_an_idle_engine_wakes_nobody(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may look whether there is something to save; the event loop hears of it only if there was."""
-    monkeypatch.setattr("engine.engine._IDLE_SECONDS", 0.001)
+    monkeypatch.setattr("engine.engine._FLUSH_RETRY_SECONDS", 0.001)
     delivered: list[object] = []
 
     async def scene() -> int:
         engine = Engine(EngineConfig(model=str(folder("llama")), context=64, slots=1))
         engine.start()
         await engine.wait_ready()
-        await engine._rested.wait()
+        await engine._flushed.wait()
         engine._deliver = lambda *told: delivered.append(told)  # type: ignore[method-assign]
         # Of the thread: so many times it has looked again.
         looked = engine._watchdog._steps

@@ -105,7 +105,7 @@ def test_what_does_not_fit_at_all_is_refused_before_it_is_computed(kind: str, en
     size = encoder.encode(one).bytes
     small = Encoder(encoder.model, budget_bytes=size - 1)
 
-    assert size == encoder.size_bytes(one)
+    assert size == encoder.entry_bytes(one)
     with pytest.raises(InvalidRequest, match=f"encoded it takes {size} bytes, and all encoded media may take"):
         small.check(one, prompt(kind, 1, 6, images=1))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from tests.engine.mixes import LONGEST, Mix, mix, prompts
 from tests.engine.models import END, Reference
@@ -22,7 +22,7 @@ ALSO = ("gemma2", "gemma3", "mistral", "cohere", "smollm3", "gpt2")
 # What float32 may differ by between two orders of summation, for logits of this size (reliability M22).
 ROUNDING = 2e-5
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 
@@ -57,7 +57,7 @@ def check_clean(engine: Core) -> None:
     """Nobody runs or waits; the cells in use are those that the cache remembers for others, and all can be had."""
     stats = engine.stats()
     assert (0, 0) == (stats.running, stats.waiting)
-    assert engine.cache.idle_cells() == engine.cache.cells - engine.cache.free_cells
+    assert engine.cache.evictable_cells() == engine.cache.cells - engine.cache.free_cells
     engine.cache.evict(engine.cache.cells)
     assert engine.cache.cells == engine.cache.free_cells
 

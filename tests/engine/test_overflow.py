@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Finished, Usage
 from kvcache.cache import Cache
 from tests.engine.models import Reference, core
 from tests.engine.play import Answer, Job, ask, play, take
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 CONTEXT = 24
@@ -27,7 +27,7 @@ def finished(answer: Answer) -> Finished:
     return answer.end
 
 
-def one(loaded: Loaded, count: int | None, **fields: object) -> Answer:
+def one(loaded: LoadedModel, count: int | None, **fields: object) -> Answer:
     """The answer to the prompt in a small context."""
     engine = core(loaded, slots=2, context=CONTEXT, chunk=7)
     return play(engine, [Job(ask("one", PROMPT, count, ignore_eos=True, **fields))])["one"]
@@ -97,7 +97,7 @@ def test_kept_tokens_stay_and_moved_keys_are_where_they_belong(loaded: Models) -
     assert everything[:3] + everything[3 + dropped :] == sequence.tokens
 
     assert sequence.slot is not None
-    length = engine.cache.length(sequence.slot)
+    length = engine.cache.cached_length(sequence.slot)
     fresh = core(loaded("llama"), slots=2, context=CONTEXT)
     fresh.submit(ask("fresh", sequence.tokens[:length], 5, ignore_eos=True))
     fresh.step()
@@ -109,7 +109,7 @@ def test_kept_tokens_stay_and_moved_keys_are_where_they_belong(loaded: Models) -
 
 def keys(cache: Cache, slot: int, length: int) -> torch.Tensor:
     """The first layer's keys of a slot, in order."""
-    group, own = cache.home(0)
+    group, own = cache.layer_group(0)
     return group.pool.keys.rows[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.request import Request
 from tests.engine.models import END, Reference, core
 from tests.engine.play import GREEDY, Job, play
@@ -28,7 +28,7 @@ def text(answer: tuple[int, ...]) -> tuple[int, ...]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_any_batch_says_what_each_says_alone(
-    family: str, chunk: int, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    family: str, chunk: int, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """Prompts of unequal lengths with common beginnings, in too few slots: each answer is that of `generate`."""
     draw = random.Random(chunk)
@@ -44,7 +44,7 @@ def test_any_batch_says_what_each_says_alone(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_resumes_anywhere(
-    family: str, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """After one long conversation, a prompt that leaves it at any position gets the answer of a cold start."""
     draw = random.Random(3)
@@ -60,7 +60,7 @@ def test_a_conversation_resumes_anywhere(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Callable[..., Loaded]) -> None:
+def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Callable[..., LoadedModel]) -> None:
     """A prompt that continues prompt and answer computes only what is new; the same prompt again, only its last row."""
     engine = core(loaded(family), slots=2, chunk=16)
     prompt = tuple(range(30, 70))
@@ -75,7 +75,7 @@ def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Call
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "jamba"])
 def test_preemption_does_not_change_the_text(
-    family: str, loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """With too few cells for all, sequences leave and come back, and say the same."""
     prompts = {f"{at}": tuple((at * 31 + 5 * step) % 250 for step in range(30)) for at in range(6)}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.prefix import LEAST_LOADED
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
+from kvcache.prefix import MIN_LOAD_TOKENS
 from tests.engine.resumed import BEYOND, KINDS, LENGTH, MARKS, Talk, build, ends, text
 
 # Where cuts are, beside them, and some others; and all.
@@ -46,7 +46,7 @@ def test_what_is_remembered_goes_on_anywhere(talks: Talks, kind: str, positions:
     for position in positions:
         memory.clear(1)
 
-        assert talk.computed(position) == memory.recall(1, talk.tokens[:position])
+        assert talk.computed(position) == memory.reuse_prefix(1, talk.tokens[:position])
         assert talk.goes_on(memory, 1, position), position
 
 
@@ -99,7 +99,7 @@ def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions:
         memory.clear(1)
         expected = talk.remembered(memory, position)
 
-        assert expected == memory.recall(1, talk.tokens[:position])
+        assert expected == memory.reuse_prefix(1, talk.tokens[:position])
         assert talk.goes_on(memory, 1, position), position
 
 
@@ -108,15 +108,15 @@ def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions:
 def test_what_was_given_up_comes_back_from_host_memory(talks: Talks, kind: str, positions: list[int]) -> None:
     """All goes to the shelf without what going on at ends does not take, and comes back as far as it is asked for."""
     talk = talks(kind)
-    memory = talk.cache(shelf=ShelfConfig(memory_bytes=2**30))
+    memory = talk.cache(shelf=OffloadConfig(memory_bytes=2**30))
     talk.play(memory)
     for position in positions:
         memory.clear(1)
-        memory.forget()
-        deepest = talk.thinned(position, (*MARKS, LENGTH))
-        expected = deepest if deepest >= LEAST_LOADED else 0
+        memory.reset_prefix_cache()
+        deepest = talk.trimmed(position, (*MARKS, LENGTH))
+        expected = deepest if deepest >= MIN_LOAD_TOKENS else 0
 
-        assert expected == memory.recall(1, talk.tokens[:position])
+        assert expected == memory.reuse_prefix(1, talk.tokens[:position])
         assert talk.goes_on(memory, 1, position), position
 
 
@@ -128,16 +128,16 @@ def test_the_next_process_goes_on_anywhere(
 ) -> None:
     """A new cache over the same files has all that was in cells when it was written, or what was saved of it."""
     talk = talks(kind)
-    shelf = ShelfConfig(memory_bytes=2**30, folder=tmp_path, disk_bytes=2**30, identity=kind)
+    shelf = OffloadConfig(memory_bytes=2**30, folder=tmp_path, disk_bytes=2**30, identity=kind)
     memory = talk.cache(shelf=shelf)
     talk.play(memory)
     if given_up:
-        memory.forget()
-    while memory.save_some(2**30):
+        memory.reset_prefix_cache()
+    while memory.flush_to_disk(2**30):
         pass
     for position in positions:
         again = talk.cache(shelf=shelf)
-        expected = talk.thinned(position, (*MARKS, LENGTH)) if given_up else talk.computed(position)
+        expected = talk.trimmed(position, (*MARKS, LENGTH)) if given_up else talk.computed(position)
 
-        assert (expected if position >= LEAST_LOADED else 0) == again.recall(1, talk.tokens[:position])
+        assert (expected if position >= MIN_LOAD_TOKENS else 0) == again.reuse_prefix(1, talk.tokens[:position])
         assert talk.goes_on(again, 1, position), position

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.request import Request, SamplingParams
 from tests.engine.mixes import prompts
 from tests.engine.models import CONTEXT, VOCABULARY, core
 from tests.engine.play import Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
 COUNT = 12
 
@@ -46,12 +46,12 @@ def texts(engine: Core, jobs: list[Job]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in play(engine, jobs, most_steps=20_000).items()}
 
 
-def alone(loaded: Loaded, request: Request) -> list[int]:
+def alone(loaded: LoadedModel, request: Request) -> list[int]:
     """The tokens of a request that nobody disturbs, in an engine of its own."""
     return texts(core(loaded, slots=1), [Job(request)])[request.id]
 
 
-def differences(loaded: Loaded, number: int) -> int:
+def differences(loaded: LoadedModel, number: int) -> int:
     """How many of the requests say anything else in a crowd, in other chunks, behind others or with too few cells."""
     chance = random.Random(number)
     some = requests(number, chance)

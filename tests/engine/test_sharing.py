@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Finished
 from engine.types.request import Request
 from tests.engine.models import Reference, core
@@ -20,7 +20,7 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
     return Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=tokens, ignore_eos=True)
 
 
-def test_a_common_beginning_is_computed_once(loaded: Callable[..., Loaded]) -> None:
+def test_a_common_beginning_is_computed_once(loaded: Callable[..., LoadedModel]) -> None:
     """64 users of one system prompt of 2048 tokens who arrive at once cost its rows once, and one copy of its cells."""
     engine = core(loaded("llama"), slots=64, context=2304, cells=4000, chunk=256)
     users = [request(f"user {at}", (*LONG, 100 + at, 7), 4) for at in range(64)]
@@ -29,13 +29,13 @@ def test_a_common_beginning_is_computed_once(loaded: Callable[..., Loaded]) -> N
 
     stats = engine.stats()
     assert all(isinstance(answer.end, Finished) for answer in answers.values())
-    assert stats.rows_total == len(LONG) + 64 * 2 + 64 * 3
-    assert stats.cells_used + stats.cells_remembered <= len(LONG) + 64 * 6
+    assert stats.batch_tokens_total == len(LONG) + 64 * 2 + 64 * 3
+    assert stats.cells_used + stats.cells_cached <= len(LONG) + 64 * 6
     assert stats.cached_tokens_total == 63 * len(LONG)
 
 
 def test_users_of_one_prompt_get_what_they_get_alone(
-    loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """Taking over another's prompt, finished or half computed, does not change a token."""
     engine = core(loaded("qwen3"), slots=5, chunk=11)
@@ -47,7 +47,7 @@ def test_users_of_one_prompt_get_what_they_get_alone(
     assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
 
 
-def test_a_leader_that_leaves_hands_over(loaded: Callable[..., Loaded]) -> None:
+def test_a_leader_that_leaves_hands_over(loaded: Callable[..., LoadedModel]) -> None:
     """When the client whose prompt others wait for goes away, they go on with what it had computed."""
     engine = core(loaded("llama"), slots=4, chunk=8)
     users = [Job(request(f"user {at}", (*SYSTEM, at), 3), leaves=4 if at == 0 else None) for at in range(4)]
@@ -56,11 +56,11 @@ def test_a_leader_that_leaves_hands_over(loaded: Callable[..., Loaded]) -> None:
 
     finished = [answer for answer in answers.values() if isinstance(answer.end, Finished)]
     assert len(finished) == 3
-    assert engine.stats().rows_total == len(SYSTEM) + 3 + 3 * 2
+    assert engine.stats().batch_tokens_total == len(SYSTEM) + 3 + 3 * 2
 
 
 def test_four_times_too_many_sequences_all_finish_as_alone(
-    loaded: Callable[..., Loaded], reference: Callable[..., Reference]
+    loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """With a quarter of the cells that all would need, nobody fails and no token changes."""
     prompts = {f"user {at}": tuple((at * 31 + 5 * step) % 250 for step in range(40)) for at in range(8)}
@@ -72,7 +72,7 @@ def test_four_times_too_many_sequences_all_finish_as_alone(
     assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
 
 
-def test_salts_keep_sequences_apart(loaded: Callable[..., Loaded]) -> None:
+def test_salts_keep_sequences_apart(loaded: Callable[..., LoadedModel]) -> None:
     """Nobody waits for, finds or changes what is computed under another salt, at the same time or later."""
     engine = core(loaded("llama"), slots=6, chunk=16)
     users = [
@@ -82,7 +82,7 @@ def test_salts_keep_sequences_apart(loaded: Callable[..., Loaded]) -> None:
     answers = play(engine, [Job(user) for user in users])
     later = play(engine, [Job(replace(users[0], id=salt, salt=salt.encode())) for salt in "abc"])
 
-    assert engine.stats().rows_total == 2 * (len(SYSTEM) + 3 * 2 + 3 * 3) + 2 * 4 + len(SYSTEM) + 2 + 3
+    assert engine.stats().batch_tokens_total == 2 * (len(SYSTEM) + 3 * 2 + 3 * 3) + 2 * 4 + len(SYSTEM) + 2 + 3
     assert {"a": len(SYSTEM) + 1, "b": len(SYSTEM) + 1, "c": 0} == {
         salt: answer.started[0].cached_tokens for salt, answer in later.items()
     }

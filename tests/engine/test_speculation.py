@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from tests.engine.speculated import KINDS, Case, covering, differences, every, played
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 CASES = ("none", "right", "itself", "wrong")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.types.events import Finished
-from kvcache.attention import AttentionGroup
+from kvcache.attention_group import AttentionGroup
 from tests.engine.models import VOCABULARY, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 
@@ -17,13 +17,13 @@ FAMILIES = ("gemma3", "mistral")
 PROMPT = tuple(at * 31 % VOCABULARY for at in range(3, 53))
 NEW = (5, 6, 7, 8, 9)
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 
 def windows(engine: Core) -> list[AttentionGroup]:
     """The groups that do not see everything."""
-    return [group for group in engine.cache.groups if group.spec.reach.kind != "full"]
+    return [group for group in engine.cache.groups if group.spec.attention_range.kind != "full"]
 
 
 def answer(engine: Core, name: str, prompt: tuple[int, ...], count: int) -> Answer:
@@ -49,7 +49,7 @@ def test_a_slot_keeps_what_its_next_row_sees(loaded: Models, family: str) -> Non
     while engine.busy:
         engine.step()
         for group in windows(engine):
-            most = max(most, group.used_by_slots() - 2 * (group.spec.reach.size - 1))
+            most = max(most, group.used_by_slots() - 2 * (group.spec.attention_range.size - 1))
 
     assert windows(engine)
     assert 0 < most <= 8 + 2

@@ -169,7 +169,7 @@ def tokenizer_of(kind: str) -> Any:
 @cache
 def served(kind: str) -> Tokenizer:
     """It as the engine has it."""
-    return Tokenizer(tokenizer_of(kind), vocabulary=SIZE, context=1000)
+    return Tokenizer(tokenizer_of(kind), vocabulary_size=SIZE, context=1000)
 
 
 @cache
@@ -226,7 +226,7 @@ def expected(kind: str, prompt: Sequence[int], tokens: Sequence[int], *, special
 
 def streamed(kind: str, prompt: Sequence[int], tokens: Sequence[int], *, special: bool) -> list[str]:
     """The same, token by token, and the rest."""
-    decoder = served(kind).decoder(prompt, special=special)
+    decoder = served(kind).detokenizer(prompt, special=special)
     return [*map(decoder.push, tokens), decoder.flush()]
 
 
@@ -271,10 +271,10 @@ def faults(kind: str, seed: int) -> list[str]:
 
 def _until(kind: str, prompt: Sequence[int], tokens: Sequence[int], stop: str, *, special: bool) -> str:
     """The text of a stream before a stop string."""
-    stream = TextStream(served(kind).decoder(prompt, special=special), (stop,))
+    stream = TextStream(served(kind).detokenizer(prompt, special=special), (stop,))
     deltas = []
     for token in tokens:
-        deltas.append(stream.push(token, TokenLogprob(served(kind).alternative(token, 0.0), ())))
+        deltas.append(stream.push(token, TokenLogprob(served(kind).describe_token(token, 0.0), ())))
         if stream.stop is not None:
             break
     else:

@@ -12,15 +12,15 @@ from tests.house.source import ROOT, sources
 BOUNDARIES = {
     "engine/engine.py": "end of the engine thread",
     "engine/core.py": "a failing step fails its own sequences",
-    "engine/chat_format/lark.py": "an invalid grammar is refused with a message",
+    "engine/chat_format/lark_writer.py": "an invalid grammar is refused with a message",
     "engine/embedder/loading.py": "an embedding model that cannot run is refused with a message",
-    "engine/embedder/turns.py": "a failing batch fails its own jobs",
+    "engine/embedder/scheduler.py": "a failing batch fails its own jobs",
     "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
     "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/draft/heads.py": "an MTP head that cannot be loaded is refused with a message",
-    "server/http/limits.py": "HTTP boundary, before the first byte of a response",
+    "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/stream_encoder.py": "HTTP boundary, after the first byte of a response",
-    "server/responses/run.py": "HTTP boundary of a background response",
+    "server/responses/task.py": "HTTP boundary of a background response",
 }
 # Files of the engine with coroutines: they run on the event loop, everything else on the engine thread.
 EVENT_LOOP = {"engine/engine.py", "engine/output/stream.py"}

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from kvcache.cache import Cache
-from kvcache.spec import Reach
+from kvcache.spec import AttentionRange
 from tests.kvcache.ledger import Entry, Ledger
 
 # Which entry stands in each cell, for every reach.
-Known: TypeAlias = dict[Reach, dict[int, Entry]]
+Known: TypeAlias = dict[AttentionRange, dict[int, Entry]]
 
 
 def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
@@ -28,14 +28,14 @@ def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
     while open_nodes:
         before, node = open_nodes.pop()
         for at in range(len(node.tokens)):
-            found[(*before, *node.tokens[: at + 1].tolist())] = [int(held[at]) for held in node.held]
+            found[(*before, *node.tokens[: at + 1].tolist())] = [int(held[at]) for held in node.references]
         open_nodes += [((*before, *node.tokens.tolist()), child) for child in node.children.values()]
     return found
 
 
-def place(cache: Cache, reach: Reach) -> int:
+def place(cache: Cache, reach: AttentionRange) -> int:
     """The number of the first group of a reach."""
-    return next(at for at, group in enumerate(cache.groups) if group.spec.reach == reach)
+    return next(at for at, group in enumerate(cache.groups) if group.spec.attention_range == reach)
 
 
 def known_entries(cache: Cache, ledger: Ledger) -> Known:
@@ -61,8 +61,8 @@ def fingerprint(cache: Cache) -> list[object]:
     return [
         (
             [(group.length(slot), group.table(slot).tobytes()) for slot in range(cache.slots)],
-            group.pool.references.tobytes(),
-            group.pool.free,
+            group.pool.reference_counts.tobytes(),
+            group.pool.free_cells,
             group.pool.keys.rows.numpy().tobytes(),
             group.pool.values.rows.numpy().tobytes(),
         )

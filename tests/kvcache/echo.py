@@ -11,16 +11,16 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from kvcache.attention import AttentionGroup
+from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
-from kvcache.cells import Cells
+from kvcache.cell_pool import CellArray
 from kvcache.holes import HOLE
-from kvcache.shelf import ShelfConfig
-from kvcache.spec import LayerSpec, Reach, Span
+from kvcache.offload import OffloadConfig
+from kvcache.spec import AttentionRange, LayerSpec, Span
 
 FULL = LayerSpec(1, 2, 2)
-WINDOW = LayerSpec(2, 2, 2, Reach("window", 4))
-CHUNK = LayerSpec(1, 2, 4, Reach("chunk", 8))
+WINDOW = LayerSpec(2, 2, 2, AttentionRange("window", 4))
+CHUNK = LayerSpec(1, 2, 4, AttentionRange("chunk", 8))
 STATE = ("state", 3)
 
 
@@ -39,31 +39,35 @@ def make(
     capacity: int = 64,
     cells: int = 192,
     state_bytes: int | None = None,
-    shelf: ShelfConfig | None = None,
+    shelf: OffloadConfig | None = None,
 ) -> Cache:
     """A cache of some layers."""
-    return Cache(layers or (FULL,), slots=slots, capacity=capacity, cells=cells, state_bytes=state_bytes, shelf=shelf)
+    return Cache(layers or (FULL,), slots=slots, capacity=capacity, cells=cells, state_bytes=state_bytes, offload=shelf)
 
 
 def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = None, salt: bytes = b"") -> None:
     """Compute what a slot that holds the first of these tokens lacks of the first `upto`."""
-    start, stop = cache.length(slot), len(tokens) if upto is None else upto
+    start, stop = cache.cached_length(slot), len(tokens) if upto is None else upto
     if start == stop:
         return
     span = Span(slot, start, stop - start)
     marks = torch.tensor(digests(tokens[:stop], salt)[start:])
-    assert 0 == cache.make_room([span])
+    assert 0 == cache.evict_for([span])
     with cache.forward([span]) as forward:
         for group in cache.groups:
             for layer in group.spec.layers:
                 rows = marks[None, :, None].expand(group.spec.heads, len(marks), 1)
-                forward.write(layer, rows.repeat(1, 1, group.spec.key_width), rows.repeat(1, 1, group.spec.value_width))
-        if cache.states is not None:
-            assert start == 0 or forward.state(span.slot, span.start, STATE) == digests(tokens[:start], salt)[-1]
-            forward.put_state(span.slot, span.stop, STATE, marks[-1].clone())
+                forward.store_kv(
+                    layer, rows.repeat(1, 1, group.spec.key_width), rows.repeat(1, 1, group.spec.value_width)
+                )
+        if cache.recurrent_states is not None:
+            assert (
+                start == 0 or forward.recurrent_state(span.slot, span.start, STATE) == digests(tokens[:start], salt)[-1]
+            )
+            forward.store_recurrent_state(span.slot, span.stop, STATE, marks[-1].clone())
 
 
-def echo(group: AttentionGroup, cells: Cells, expected: Sequence[float]) -> None:
+def echo(group: AttentionGroup, cells: CellArray, expected: Sequence[float]) -> None:
     """Check what the cells hold that are no holes."""
     there = torch.from_numpy(cells[cells != HOLE])
     wanted = [mark for mark, cell in zip(expected, cells, strict=True) if cell != HOLE]
@@ -74,30 +78,30 @@ def echo(group: AttentionGroup, cells: Cells, expected: Sequence[float]) -> None
 
 def check(cache: Cache, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
     """Check that a slot holds these tokens, and all that their next row sees."""
-    assert len(tokens) == cache.length(slot)
+    assert len(tokens) == cache.cached_length(slot)
     marks = digests(tokens, salt)
     for group in cache.groups:
         table = group.table(slot)
-        assert HOLE not in table[group.spec.reach.oldest(len(tokens)) :]
+        assert HOLE not in table[group.spec.attention_range.oldest_visible(len(tokens)) :]
         echo(group, table, marks)
-    if cache.states is not None and len(tokens):
-        state = cache.states.state(slot, len(tokens), STATE)
+    if cache.recurrent_states is not None and len(tokens):
+        state = cache.recurrent_states.get_tensor(slot, len(tokens), STATE)
         assert state is not None
         assert marks[-1] == float(state)
 
 
 def remember(cache: Cache, tokens: Sequence[int], *, seal: bool = False, salt: bytes = b"") -> None:
     """Compute tokens in the first slot from what is remembered, remember them, and empty the slot."""
-    cache.recall(0, tokens, salt=salt)
+    cache.reuse_prefix(0, tokens, salt=salt)
     feed(cache, 0, tokens, salt=salt)
-    cache.remember(0, tokens, salt=salt, seal=seal)
+    cache.insert_prefix(0, tokens, salt=salt, checkpoint=seal)
     cache.clear(0)
 
 
 def recalled(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
     """How many of the tokens the second slot gets from what is remembered, after a check of all that it got."""
     cache.clear(1)
-    length = cache.recall(1, tokens, salt=salt)
+    length = cache.reuse_prefix(1, tokens, salt=salt)
     check(cache, 1, tokens[:length], salt=salt)
     cache.clear(1)
     return length
@@ -108,19 +112,19 @@ def no_leak(cache: Cache) -> None:
     nodes = [child for root in cache._tree._radix.roots.values() for child in root.children.values()]
     for node in nodes:
         nodes.extend(node.children.values())
-    assert len(nodes) == cache._tree.nodes
+    assert len(nodes) == cache._tree.node_count
     for index, group in enumerate(cache.groups):
         owners = np.zeros(group.pool.cells, dtype=np.int32)
         tables = [group.table(slot) for slot in range(cache.slots)]
-        for cells in tables + [node.held[index] for node in nodes if node.resident]:
+        for cells in tables + [node.references[index] for node in nodes if node.resident]:
             np.add.at(owners, cells[cells != HOLE], 1)
-        assert owners.tolist() == group.pool.references.tolist()
-        assert group.pool.free == int((owners == 0).sum())
+        assert owners.tolist() == group.pool.reference_counts.tolist()
+        assert group.pool.free_cells == int((owners == 0).sum())
 
 
 def save_all(cache: Cache, size: int = 10**6) -> None:
     """Write all that can be written, some `size` bytes at a time; that must come to an end."""
     for _ in range(500):
-        if not cache.save_some(size):
+        if not cache.flush_to_disk(size):
             return
     raise AssertionError("saving goes on for ever")

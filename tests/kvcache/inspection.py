@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvcache.attention import AttentionGroup
+from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
-from kvcache.cells import Cells
+from kvcache.cell_pool import CellArray
 from kvcache.holes import HOLE
 from kvcache.node import Node
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
 from tests.kvcache import ledger
 from tests.kvcache.echo import no_leak
 from tests.kvcache.story import STATE, Content, Seat, turned
@@ -23,25 +23,25 @@ oldest = lru_cache(maxsize=None)(ledger.oldest)
 def check_slot(cache: Cache, slot: int, seat: Seat, content: Content) -> None:
     """Check that a slot holds its tokens, and all that their next row sees."""
     tokens = tuple(seat.tokens)
-    assert len(tokens) == cache.length(slot)
+    assert len(tokens) == cache.cached_length(slot)
     if not tokens:
         return
     marks = content.marks(seat.salt, tokens)
     for group in cache.groups:
         table = group.table(slot)
-        assert HOLE not in table[oldest(group.spec.reach, len(tokens)) :]
+        assert HOLE not in table[oldest(group.spec.attention_range, len(tokens)) :]
         _check_cells(group, table, marks, 0)
-    if cache.states is not None:
-        state = cache.states.state(slot, len(tokens), STATE)
+    if cache.recurrent_states is not None:
+        state = cache.recurrent_states.get_tensor(slot, len(tokens), STATE)
         assert state is not None
         assert content.state(seat.salt, tokens) == float(state)
 
 
 def stands(cache: Cache, slot: int, length: int) -> int:
     """The deepest length up to the one asked for with all that a row behind it needs, by trying all."""
-    tables = [(group.spec.reach, group.table(slot)) for group in cache.groups]
-    states = None if cache.states is None else cache.states._rows[slot].states
-    for at in range(min(length, cache.length(slot)), 0, -1):
+    tables = [(group.spec.attention_range, group.table(slot)) for group in cache.groups]
+    states = None if cache.recurrent_states is None else cache.recurrent_states._slots[slot].states
+    for at in range(min(length, cache.cached_length(slot)), 0, -1):
         seen = all(HOLE not in table[oldest(reach, at) : at] for reach, table in tables)
         if seen and (states is None or at in states):
             return at
@@ -62,7 +62,7 @@ def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int
         depth += matched
         if depth < node.stop:
             break
-    standing = cache.length(slot)
+    standing = cache.cached_length(slot)
     for at in range(depth, standing, -1):
         if _goes_on(cache, path, standing, at):
             return at
@@ -72,39 +72,41 @@ def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int
 def check_tree(cache: Cache, content: Content) -> None:
     """Check that every node holds its edge, every reference belongs to somebody, and ends are the first to go."""
     no_leak(cache)
-    order = {node: at for at, node in enumerate(cache._tree._radix.resident)}
+    order = {node: at for at, node in enumerate(cache._tree._radix.lru)}
     states = 0
     for salt, root in cache._tree._radix.roots.items():
         assert root.children
         for node, before in _walk(root, ()):
             tokens = (*before, *node.tokens.tolist())
             assert node.start == len(before)
-            assert node.resident or node.shelved == len(node.tokens)
-            assert node.warm == sum(child.resident for child in node.children.values())
-            assert node.resident == (node in order) == bool(node.held)
+            assert node.resident or node.offloaded_tokens == len(node.tokens)
+            assert node.resident_children == sum(child.resident for child in node.children.values())
+            assert node.resident == (node in order) == bool(node.references)
             assert all(
                 node.resident and order[child] < order[node] for child in node.children.values() if child.resident
             )
-            for group, held in zip(cache.groups, node.held, strict=False):
+            for group, held in zip(cache.groups, node.references, strict=False):
                 _check_cells(group, held, content.marks(salt, tokens)[node.start :], node.start)
-            if cache.states is not None and node.resident:
-                for at, state in node.held[-1].states.items():
+            if cache.recurrent_states is not None and node.resident:
+                for at, state in node.references[-1].states.items():
                     assert 0 < at <= len(node.tokens)
                     assert content.state(salt, tokens[: node.start + at]) == float(state[STATE])
-                states += node.held[-1].bytes
-    assert cache.states is None or states == cache.states._held <= max(cache.states._budget, 0)
+                states += node.references[-1].bytes
+    assert cache.recurrent_states is None or states == cache.recurrent_states._held_bytes <= max(
+        cache.recurrent_states._budget, 0
+    )
 
 
-def check_shelf(cache: Cache, config: ShelfConfig) -> None:
+def check_shelf(cache: Cache, config: OffloadConfig) -> None:
     """Check that budgets are kept, what is counted is there, and every piece belongs to its edge."""
-    here = cache._tree.shelf
+    here = cache._tree.offload
     assert here.memory_bytes == sum(entry.memory_bytes for entry in here._memory) <= here.memory_budget
     assert here.disk_bytes == sum(entry.file_bytes for entry in here._files) <= config.disk_bytes
     found = set()
     for root in cache._tree._radix.roots.values():
         for node, _ in _walk(root, ()):
             at = 0
-            for piece in node.pieces:
+            for piece in node.entry_slices:
                 tokens = piece.entry.tokens[piece.start : piece.stop]
                 assert node.tokens[at : at + len(tokens)].tolist() == tokens.tolist()
                 assert node.start + at == piece.entry.start + piece.start
@@ -115,7 +117,7 @@ def check_shelf(cache: Cache, config: ShelfConfig) -> None:
     assert found == here._files | set(here._memory)
 
 
-def _check_cells(group: AttentionGroup, cells: Cells, marks: np.ndarray, start: int) -> None:
+def _check_cells(group: AttentionGroup, cells: CellArray, marks: np.ndarray, start: int) -> None:
     """Check what cells hold that are no holes: those of positions from `start` on."""
     (there,) = np.nonzero(cells != HOLE)
     expected = marks[there]
@@ -126,11 +128,11 @@ def _check_cells(group: AttentionGroup, cells: Cells, marks: np.ndarray, start: 
 
 def _goes_on(cache: Cache, path: Sequence[Node], standing: int, at: int) -> bool:
     for own, group in enumerate(cache.groups):
-        first = max(oldest(group.spec.reach, at), standing)
+        first = max(oldest(group.spec.attention_range, at), standing)
         for node in path:
-            if HOLE in node.held[own][max(first - node.start, 0) : max(at - node.start, 0)]:
+            if HOLE in node.references[own][max(first - node.start, 0) : max(at - node.start, 0)]:
                 return False
-    return cache.states is None or any(at - node.start in node.held[-1].states for node in path)
+    return cache.recurrent_states is None or any(at - node.start in node.references[-1].states for node in path)
 
 
 def _walk(node: Node, before: tuple[int, ...]) -> Iterator[tuple[Node, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvcache.spec import Reach
+from kvcache.spec import AttentionRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ Path: TypeAlias = tuple[int, ...]
 Entries: TypeAlias = list[Entry | None]
 
 
-def oldest(reach: Reach, position: int) -> int:
+def oldest(reach: AttentionRange, position: int) -> int:
     """The first position that a query sees, by trying all: windows count the query itself."""
     if reach.kind == "full":
         return 0
@@ -43,7 +43,7 @@ def oldest(reach: Reach, position: int) -> int:
 class Store:
     """What layers of one reach hold, in `cells` cells."""
 
-    def __init__(self, reach: Reach, slots: int, cells: int) -> None:
+    def __init__(self, reach: AttentionRange, slots: int, cells: int) -> None:
         self.reach, self.cells = reach, cells
         self.slots: list[Entries] = [[] for _ in range(slots)]
         self.tree: dict[Path, Entry | None] = {}
@@ -77,7 +77,7 @@ class Store:
         unseen = oldest(self.reach, start)
         return [None] * unseen + self.slots[slot][unseen:]
 
-    def lacking(self, spans: Mapping[int, int]) -> int:
+    def load_shortfall(self, spans: Mapping[int, int]) -> int:
         """By how much a number of rows for each of some slots does not fit once they released what they do not see."""
         after = self.without_unseen(spans)
         return max(sum(spans.values()) - after.free, 0)
@@ -100,7 +100,7 @@ class Store:
 class Ledger:
     """What every slot must hold."""
 
-    def __init__(self, slots: int, capacity: int, pools: Mapping[Reach, int], *, shiftable: bool) -> None:
+    def __init__(self, slots: int, capacity: int, pools: Mapping[AttentionRange, int], *, shiftable: bool) -> None:
         self.capacity, self.shiftable = capacity, shiftable
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         self.stores = {reach: Store(reach, slots, cells) for reach, cells in pools.items()}
@@ -116,9 +116,9 @@ class Ledger:
         tokens = [(start + at) * 7 % 5 + 5 * variant for at in range(count)]
         return [Entry(token, serial=time, atom=time) for token, time in zip(tokens, times, strict=True)]
 
-    def lacking(self, spans: Mapping[int, int]) -> int:
+    def load_shortfall(self, spans: Mapping[int, int]) -> int:
         """Rows of the spans that do not fit, in the store that has the fewest cells for them."""
-        return max(store.lacking(spans) for store in self.stores.values())
+        return max(store.load_shortfall(spans) for store in self.stores.values())
 
     def append(self, slot: int, entries: Sequence[Entry]) -> None:
         """Rows that were kept; what they do not see is released, though there be none."""
@@ -126,7 +126,7 @@ class Ledger:
         for store in self.stores.values():
             store.slots[slot] = store.faded(slot, len(store.slots[slot])) + list(entries)
 
-    def shed(self) -> None:
+    def release_out_of_reach(self) -> None:
         """Every slot releases what it does not see from its end."""
         for slot in range(len(self.texts)):
             self.append(slot, [])
@@ -149,7 +149,7 @@ class Ledger:
         """Drop what lies behind `length`."""
         return self.copy_prefix(slot, slot, length)
 
-    def moves(self, slot: int, keep: int, drop: int) -> bool:
+    def shift_invariant(self, slot: int, keep: int, drop: int) -> bool:
         """Whether a shift moves what follows, rather than leave it to be computed."""
         return self.shiftable and all(store.moved(slot, keep, drop) is not None for store in self.stores.values())
 
@@ -165,7 +165,7 @@ class Ledger:
 
     def shift(self, slot: int, keep: int, drop: int) -> int:
         """Drop [keep, keep + drop); what follows moves, out of shared storage if it was in any."""
-        if not self.moves(slot, keep, drop):
+        if not self.shift_invariant(slot, keep, drop):
             return self.rewind(slot, keep)
         copies = [entry.atom for entry in self.fresh(len(self.texts[slot]))]
         del self.texts[slot][keep : keep + drop]

@@ -157,7 +157,7 @@ KEPT = {
         "prefix.py", "for _, entry in sorted(found, key=lambda pair: pair[0].used):", "for _, entry in found:"
     ),
     "few tokens are loaded": Mutant(
-        "prefix.py", "if depth - max(standing, path[first].start) < LEAST_LOADED:", "if False:"
+        "prefix.py", "if depth - max(standing, path[first].start) < MIN_LOAD_TOKENS:", "if False:"
     ),
     "what helps nobody is loaded": Mutant("prefix.py", "depth = self._promised(path, standing, depth)", "pass"),
     "what lies on the shelf has no holes": Mutant("attention.py", ".numpy(), 0, HOLE)", ".numpy(), 0, 0)"),
@@ -169,7 +169,7 @@ KEPT = {
     "what is written waits on": Mutant(
         "shelf.py", "            self._empty(entry)\n        for each", "            pass\n        for each"
     ),
-    "what waits has no end": Mutant("shelf.py", "min(WAITING_BYTES, config.disk_bytes)", "config.disk_bytes"),
+    "what waits has no end": Mutant("shelf.py", "min(WRITE_BUFFER_BYTES, config.disk_bytes)", "config.disk_bytes"),
     "the shelf's memory has no end": Mutant(
         "shelf.py", "while self.memory_bytes > self.memory_budget:", "while False:"
     ),

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from kvcache.cache import Cache
 from kvcache.forward import Forward
-from kvcache.spec import LayerSpec, Reach, Rotation, Span
+from kvcache.spec import AttentionRange, LayerSpec, Rotation, Span
 from tests.kvcache.ledger import oldest
 
 TOKENS = 11
 
-HALF = LayerSpec(2, 5, 2, Reach(), Rotation("half", 1, (0.21, 0.047)))
-INTERLEAVED = LayerSpec(2, 5, 2, Reach(), Rotation("interleaved", 0, (0.13, 0.31)))
-NEGATIVE_WINDOW = LayerSpec(1, 3, 2, Reach("window", 4), Rotation("interleaved", 0, (-0.21,)))
-NO_POSITION = LayerSpec(1, 3, 4, Reach(), Rotation())
-LEARNED = LayerSpec(1, 3, 4, Reach(), None)
-LEARNED_SIBLING = LayerSpec(2, 5, 2, Reach(), None)
-PAIR = LayerSpec(1, 3, 2, Reach("window", 2), Rotation("half", 0, (0.13,)))
-LONE = LayerSpec(1, 3, 2, Reach("window", 1), Rotation("half", 0, (0.13,)))
-CHUNKED = LayerSpec(1, 3, 2, Reach("chunk", 4), Rotation("half", 0, (0.21,)))
+HALF = LayerSpec(2, 5, 2, AttentionRange(), Rotation("half", 1, (0.21, 0.047)))
+INTERLEAVED = LayerSpec(2, 5, 2, AttentionRange(), Rotation("interleaved", 0, (0.13, 0.31)))
+NEGATIVE_WINDOW = LayerSpec(1, 3, 2, AttentionRange("window", 4), Rotation("interleaved", 0, (-0.21,)))
+NO_POSITION = LayerSpec(1, 3, 4, AttentionRange(), Rotation())
+LEARNED = LayerSpec(1, 3, 4, AttentionRange(), None)
+LEARNED_SIBLING = LayerSpec(2, 5, 2, AttentionRange(), None)
+PAIR = LayerSpec(1, 3, 2, AttentionRange("window", 2), Rotation("half", 0, (0.13,)))
+LONE = LayerSpec(1, 3, 2, AttentionRange("window", 1), Rotation("half", 0, (0.13,)))
+CHUNKED = LayerSpec(1, 3, 2, AttentionRange("chunk", 4), Rotation("half", 0, (0.21,)))
 
 SHIFTABLE = (HALF, NEGATIVE_WINDOW, INTERLEAVED, NO_POSITION)
 WINDOWED = (NEGATIVE_WINDOW, PAIR, LONE)
@@ -68,12 +68,12 @@ def write(forward: Forward, layers: Sequence[LayerSpec], tokens: Sequence[int], 
     positions = [position for span in forward.spans for position in range(span.start, span.stop)]
     for index, layer in enumerate(layers):
         keys = torch.from_numpy(key_rows(layer, tokens, positions))
-        forward.write(index, keys, torch.from_numpy(value_rows(layer, tokens, serials)))
+        forward.store_kv(index, keys, torch.from_numpy(value_rows(layer, tokens, serials)))
 
 
 def feed(cache: Cache, layers: Sequence[LayerSpec], slot: int, tokens: Sequence[int]) -> None:
     """Append tokens to a slot; their serial numbers are zero."""
-    with cache.forward([Span(slot, cache.length(slot), len(tokens))]) as forward:
+    with cache.forward([Span(slot, cache.cached_length(slot), len(tokens))]) as forward:
         write(forward, layers, tokens, [0] * len(tokens))
 
 
@@ -82,15 +82,15 @@ def read(cache: Cache, layers: Sequence[LayerSpec], slot: int) -> list[int]:
 
     Where no layer has a token's cell any more it is -1.
     """
-    length = cache.length(slot)
+    length = cache.cached_length(slot)
     tokens = np.full(length, -1)
     for index, layer in enumerate(layers):
-        group, own = cache.home(index)
+        group, own = cache.layer_group(index)
         table = group.table(slot)
         (there,) = np.nonzero(table >= 0)
         cells = torch.from_numpy(table[there])
         here = group.pool.values.rows[own][0, cells, 0].to(torch.int64).numpy()
-        assert set(range(oldest(layer.reach, length), length)) <= set(there.tolist())
+        assert set(range(oldest(layer.attention_range, length), length)) <= set(there.tolist())
         known = tokens[there] >= 0
         assert tokens[there][known].tolist() == here[known].tolist()
         tokens[there] = here

@@ -14,13 +14,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.spec import LayerSpec, Reach, Rotation
+from kvcache.spec import AttentionRange, LayerSpec, Rotation
 
 TURN = 0.1
 FULL = LayerSpec(1, 2, 2, rotation=Rotation("half", 0, (TURN,)))
-WINDOW = LayerSpec(2, 2, 1, Reach("window", 4), Rotation("half", 0, (TURN,)))
-CHUNK = LayerSpec(1, 2, 3, Reach("chunk", 8), Rotation("half", 0, (TURN,)))
-LONE = LayerSpec(1, 2, 2, Reach("window", 1), Rotation("half", 0, (TURN,)))
+WINDOW = LayerSpec(2, 2, 1, AttentionRange("window", 4), Rotation("half", 0, (TURN,)))
+CHUNK = LayerSpec(1, 2, 3, AttentionRange("chunk", 8), Rotation("half", 0, (TURN,)))
+LONE = LayerSpec(1, 2, 2, AttentionRange("window", 1), Rotation("half", 0, (TURN,)))
 STATE = ("state", 3)
 STATE_BYTES = 8
 
@@ -47,9 +47,9 @@ class Content:
 
     def __init__(self) -> None:
         self._pasts: dict[bytes, Past] = {}
-        self.marks = lru_cache(maxsize=None)(self._marks)
+        self.marks = lru_cache(maxsize=None)(self._checkpoints)
 
-    def _marks(self, salt: bytes, tokens: tuple[int, ...]) -> NDArray[np.float64]:
+    def _checkpoints(self, salt: bytes, tokens: tuple[int, ...]) -> NDArray[np.float64]:
         past = self._pasts.get(salt, Past())
         pairs = zip(tokens, past.tokens, strict=False)
         same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache import prefix
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
 from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ import os, sys
 from itertools import count
 from pathlib import Path
 from kvcache import shelf
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
 from tests.kvcache.echo import FULL, WINDOW, make, remember
 shelf.PIECE_BYTES = 600
 print("ready", flush=True)
@@ -37,7 +37,7 @@ for line in sys.stdin:
         os.waitpid(child, 0)
         print("dead", flush=True)
         continue
-    config = ShelfConfig(folder=Path(folder), disk_bytes=10**9, identity="model")
+    config = OffloadConfig(folder=Path(folder), disk_bytes=10**9, identity="model")
     cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
     for number in count(int(first)):
         remember(cache, [number % 7, number, *range(30)], seal=True)
@@ -80,7 +80,7 @@ def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
     for turn in range(times):
         kill_one(nursery, folder, 1000 * turn, draw)
         reports: list[str] = []
-        config = ShelfConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
+        config = OffloadConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
         cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
         ends = [end for root in cache._tree._radix.roots.values() for end in paths(root, [])]
         for path, whole in ends[-20:]:
@@ -96,13 +96,13 @@ def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
 def paths(node: prefix.Node, before: list[int]) -> list[tuple[list[int], bool]]:
     """The tokens of every end below a node, and whether the text that was saved ended there."""
     here = [*before, *node.tokens.tolist()]
-    return [end for child in node.children.values() for end in paths(child, here)] or [(here, node.sealed)]
+    return [end for child in node.children.values() for end in paths(child, here)] or [(here, node.fixed_end)]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load few tokens too."""
-    monkeypatch.setattr(prefix, "LEAST_LOADED", 1)
+    monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
 
 
 def test_a_killed_process_leaves_whole_files(nursery: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import disk, prefix, shelf
+from kvcache import disk, offload, prefix
 from kvcache.cache import Cache
-from kvcache.disk import Disk, Refused, Stretch
-from kvcache.shelf import ShelfConfig
+from kvcache.disk import DiskFolder, FileHeader, InvalidFile
+from kvcache.offload import OffloadConfig
 from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember, save_all
 
 TEXT = tuple(range(100, 140))
@@ -26,16 +26,16 @@ TEXT = tuple(range(100, 140))
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the few tokens of these tests, in pieces of a few."""
-    monkeypatch.setattr(prefix, "LEAST_LOADED", 1)
-    monkeypatch.setattr(shelf, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
+    monkeypatch.setattr(offload, "MAX_ENTRY_BYTES", 1000)
 
 
 class Reports(list[str]):
     """What the shelf had to say."""
 
-    def config(self, folder: Path, *, identity: str = "model") -> ShelfConfig:
+    def config(self, folder: Path, *, identity: str = "model") -> OffloadConfig:
         """A shelf of files that reports here."""
-        return ShelfConfig(folder=folder, disk_bytes=10**7, identity=identity, report=self.append)
+        return OffloadConfig(folder=folder, disk_bytes=10**7, identity=identity, report=self.append)
 
 
 def opened(folder: Path, reports: Reports | None = None, *, identity: str = "model") -> Cache:
@@ -84,8 +84,8 @@ def refuse_flips(count: int, written: Path, folder: Path) -> None:
     """Flip that many bits, and check that no flipped file is read; now and then, what a cache makes of it."""
     name = files(folder)[0].parent
     for turn, (file, bit) in enumerate(flips(count, written, folder)):
-        single = Disk(folder, "model")
-        with pytest.raises(Refused):
+        single = DiskFolder(folder, "model")
+        with pytest.raises(InvalidFile):
             single.read(file.name)
         if turn % 50 == 0:
             kept = {path: path.read_bytes() for path in files(folder)}
@@ -148,7 +148,7 @@ def test_another_model_never_sees_the_files(folder: Path) -> None:
     other = opened(folder, identity="other")
     assert 0 == recalled(other, TEXT)
     remember(other, (1, 2, 3))
-    other.save_some(10**6)
+    other.flush_to_disk(10**6)
     (there,) = {file.parent for file in files(folder)} - {here}
     for file in files(here):
         shutil.copy(file, there)
@@ -163,9 +163,9 @@ def test_what_another_model_left_makes_room(folder: Path) -> None:
     size = sum(file.stat().st_size for file in files(folder))
     oldest = files(folder)[0]
     os.utime(oldest, (0, 0))
-    make(FULL, shelf=ShelfConfig(folder=folder, disk_bytes=size, identity="other"))
+    make(FULL, shelf=OffloadConfig(folder=folder, disk_bytes=size, identity="other"))
     assert oldest.exists()
-    make(FULL, shelf=ShelfConfig(folder=folder, disk_bytes=size - 1, identity="other"))
+    make(FULL, shelf=OffloadConfig(folder=folder, disk_bytes=size - 1, identity="other"))
 
     assert not oldest.exists()
     assert [] != files(folder)
@@ -182,7 +182,7 @@ def test_another_version_is_deleted(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
     """What nobody can reach does not stay."""
     cache = opened(folder)
-    first = next(file for file in files(folder) if Disk(folder, "model").read(file.name) and starts_at_zero(file))
+    first = next(file for file in files(folder) if DiskFolder(folder, "model").read(file.name) and starts_at_zero(file))
     first.unlink()
     again = opened(folder)
 
@@ -194,11 +194,11 @@ def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
 @pytest.mark.parametrize("start", [-5, -1, 5, 6])
 def test_a_file_that_says_it_holds_no_tokens_is_deleted(start: int, tmp_path: Path) -> None:
     """A stretch begins within its path, whoever wrote the file."""
-    single = Disk(tmp_path, "model")
+    single = DiskFolder(tmp_path, "model")
     for begin in (start, 4):
-        single.write(single.encode(Stretch(b"", begin, np.arange(5), True), [{}]))
+        single.write(single.encode(FileHeader(b"", begin, np.arange(5), True), [{}]))
 
-    assert [4] == [found.stretch.start for found in single.scan()]
+    assert [4] == [found.header.start for found in single.scan()]
     assert 1 == len(files(tmp_path))
 
 
@@ -240,7 +240,7 @@ def written_again(folder: Path) -> Path:
     beside = folder / "beside"
     cache = opened(beside)
     remember(cache, TEXT)
-    cache.save_some(10**6)
+    cache.flush_to_disk(10**6)
     return beside
 
 
@@ -261,13 +261,13 @@ def test_a_disk_that_fails_is_reported_once_and_left_alone(
         patch.setattr(time, "monotonic", lambda: start)
         patch.setattr(os, call, full)
         for _ in range(20):
-            assert not cache.save_some(10**6)
+            assert not cache.flush_to_disk(10**6)
         assert 1 == len(reports)
         assert [] == [file for file in tmp_path.rglob("*") if file.is_file()]
         # After a second it is tried again, and then not for two.
         for seconds, tried in ((1.5, 2), (3.0, 2), (4.0, 3)):
             patch.setattr(time, "monotonic", lambda at=start + seconds: at)
-            assert not cache.save_some(10**6)
+            assert not cache.flush_to_disk(10**6)
             assert tried == len(reports)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
@@ -289,8 +289,8 @@ def test_a_folder_that_vanishes_is_made_anew(folder: Path) -> None:
 
 def test_equal_content_has_one_name(tmp_path: Path) -> None:
     """Two processes that computed the same write the same file."""
-    single = Disk(tmp_path, "model")
-    stretch = Stretch(b"salt", 0, np.arange(5), True)
+    single = DiskFolder(tmp_path, "model")
+    stretch = FileHeader(b"salt", 0, np.arange(5), True)
     names = {single.write(single.encode(stretch, [{"a": torch.arange(3)}, {}])) for _ in range(20)}
 
     assert 1 == len(names)

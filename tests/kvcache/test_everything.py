@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvcache import disk, prefix, shelf
+from kvcache import disk, offload, prefix
 from tests.kvcache.world import World
 
 # How often each operation comes; prompts most often, for the rest needs something to work on.
@@ -64,10 +64,10 @@ HAPPENINGS = (
 def small_parts() -> Iterator[None]:
     """Load and shelve a few tokens, in pieces of a few, and do not wait until files are safe."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix, "LEAST_LOADED", 2)
-        patch.setattr(prefix, "LEAST_SHELVED", 3)
-        patch.setattr(shelf, "PIECE_BYTES", 240)
-        patch.setattr(shelf, "WAITING_BYTES", 1000)
+        patch.setattr(prefix, "MIN_LOAD_TOKENS", 2)
+        patch.setattr(prefix, "MIN_OFFLOAD_TOKENS", 3)
+        patch.setattr(offload, "MAX_ENTRY_BYTES", 240)
+        patch.setattr(offload, "WRITE_BUFFER_BYTES", 1000)
         patch.setattr(disk.os, "fsync", lambda descriptor: None)
         yield
 

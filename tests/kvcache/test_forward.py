@@ -7,7 +7,7 @@ import torch
 
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan, CacheError
-from kvcache.spec import Reach, Span
+from kvcache.spec import AttentionRange, Span
 from tests.kvcache.payload import INTERLEAVED, NEGATIVE_WINDOW, NO_POSITION, SHIFTABLE, feed, read, write
 
 
@@ -108,8 +108,8 @@ def test_segments_cut_the_batch_by_slot(cache: Cache) -> None:
         segments = forward.segments(1)
         write(forward, SHIFTABLE, [4, 5, 6], [0] * 3)
 
-    assert [(slice(0, 2), 0), (slice(2, 3), 3)] == [(segment.rows, segment.start) for segment in segments]
-    assert 3 == forward.rows
+    assert [(slice(0, 2), 0), (slice(2, 3), 3)] == [(segment.batch_slice, segment.start) for segment in segments]
+    assert 3 == forward.batch_tokens
 
 
 def test_segments_begin_where_their_rows_see_first(cache: Cache) -> None:
@@ -119,9 +119,9 @@ def test_segments_begin_where_their_rows_see_first(cache: Cache) -> None:
     with cache.forward([Span(1, 9, 2)]) as forward:
         window, full = (forward.segments(layer)[0] for layer in (1, 0))
         write(forward, SHIFTABLE, [10, 0], [0] * 2)
-        held = forward.stored(1)[1].read(window.cells, torch.float64)[0, :, 0].tolist()
+        held = forward.layer_kv(1)[1].read(window.cells, torch.float64)[0, :, 0].tolist()
 
-    assert (6, 9, 0, 9) == (window.first, window.start, full.first, full.start)
+    assert (6, 9, 0, 9) == (window.oldest_visible, window.start, full.oldest_visible, full.start)
     assert [7, 8, 9, 10, 0] == held
 
 
@@ -141,7 +141,7 @@ def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
 
 def test_a_slot_that_is_cut_back_to_one_run_is_a_slice_again() -> None:
     """Where cells do not follow each other an index reads them, and a view once the break is gone."""
-    layers = [layer for layer in SHIFTABLE if layer.reach.kind == "full"]
+    layers = [layer for layer in SHIFTABLE if layer.attention_range.kind == "full"]
     cache = Cache(layers, slots=2, capacity=16, cells=64, dtype=torch.float64)
     feed(cache, layers, 0, [1, 2, 3])
     cache.copy_prefix(0, 1, 3)
@@ -165,7 +165,7 @@ def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
     """What a layer wrote in this forward is there before it ends."""
     with cache.forward([Span(0, 0, 3)]) as forward:
         write(forward, SHIFTABLE, [4, 5, 6], [0] * 3)
-        keys, values = forward.stored(2)
+        keys, values = forward.layer_kv(2)
         (segment,) = forward.segments(2)
 
         assert [4, 5, 6] == values.read(segment.cells, torch.float64)[0, :, 0].tolist()
@@ -177,7 +177,9 @@ def test_a_layer_finds_its_own_reach(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 1)]) as forward:
         write(forward, SHIFTABLE, [1], [0])
 
-        assert [Reach(), Reach("window", 4), Reach(), Reach()] == [forward.reach(layer) for layer in range(4)]
+        assert [AttentionRange(), AttentionRange("window", 4), AttentionRange(), AttentionRange()] == [
+            forward.attention_range(layer) for layer in range(4)
+        ]
 
 
 def test_rows_are_stored_in_the_type_of_the_cache() -> None:
@@ -189,6 +191,6 @@ def test_rows_are_stored_in_the_type_of_the_cache() -> None:
     cache.rewind(0, 1)
     with cache.forward([Span(0, 1, 1), Span(1, 1, 2)]) as forward:
         write(forward, layers, [5, 6, 7], [0] * 3)
-    group, _ = cache.home(0)
+    group, _ = cache.layer_group(0)
 
     assert [[1, 5], [4, 6, 7]] == [group.pool.values.rows[0, 0, group.table(slot), 0].tolist() for slot in (0, 1)]

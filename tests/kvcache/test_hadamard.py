@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcache.hadamard import transform
+from kvcache.hadamard import hadamard_transform
 
 BLOCKS = {1: 1, 2: 2, 3: 1, 8: 8, 64: 64, 80: 16, 96: 32, 128: 128, 576: 64}
 
@@ -27,7 +27,7 @@ def test_it_is_a_product_with_the_matrix(width: int, block: int) -> None:
     """A width is cut into blocks of the largest power of two that divides it."""
     some = rows(2, 5, width, dtype=torch.float64)
 
-    torch.testing.assert_close(transform(some), some @ matrix(width, block), rtol=0, atol=1e-13)
+    torch.testing.assert_close(hadamard_transform(some), some @ matrix(width, block), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("width", BLOCKS)
@@ -35,17 +35,17 @@ def test_it_is_its_own_inverse(width: int) -> None:
     """Twice is nothing, and lengths stay."""
     some = rows(3, width, dtype=torch.float64)
 
-    torch.testing.assert_close(transform(transform(some)), some, rtol=0, atol=1e-13)
-    torch.testing.assert_close(transform(some).norm(dim=-1), some.norm(dim=-1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(hadamard_transform(hadamard_transform(some)), some, rtol=0, atol=1e-13)
+    torch.testing.assert_close(hadamard_transform(some).norm(dim=-1), some.norm(dim=-1), rtol=1e-13, atol=0)
 
 
 def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     """A row alone, among others, and in another layout gives the same bits."""
     some = rows(4, 37, 128)
-    together = transform(some)
+    together = hadamard_transform(some)
 
-    assert all(torch.equal(together[:, at], transform(some[:, at])) for at in range(37))
-    assert torch.equal(together, transform(some.transpose(0, 1).contiguous()).transpose(0, 1))
+    assert all(torch.equal(together[:, at], hadamard_transform(some[:, at])) for at in range(37))
+    assert torch.equal(together, hadamard_transform(some.transpose(0, 1).contiguous()).transpose(0, 1))
 
 
 def test_what_stands_out_is_shared_out() -> None:
@@ -53,21 +53,21 @@ def test_what_stands_out_is_shared_out() -> None:
     some = torch.zeros(128)
     some[5] = 12.0
 
-    torch.testing.assert_close(transform(some).abs(), torch.full((128,), 12.0 / 128**0.5))
+    torch.testing.assert_close(hadamard_transform(some).abs(), torch.full((128,), 12.0 / 128**0.5))
 
 
 def test_half_precision_is_computed_in_float32() -> None:
     """Seven sums in bfloat16 would lose what quantising keeps."""
     some = rows(2, 128).bfloat16()
 
-    assert torch.equal(transform(some.float()), transform(some))
+    assert torch.equal(hadamard_transform(some.float()), hadamard_transform(some))
 
 
 def test_no_rows_are_no_rows_and_the_input_stays() -> None:
     """Nothing is written in place."""
     for some in (rows(2, 1, 8), rows(1, 1, 8)):
         before = some.clone()
-        transform(some)
+        hadamard_transform(some)
 
         assert torch.equal(before, some)
-    assert (2, 0, 8) == transform(rows(2, 0, 8)).shape
+    assert (2, 0, 8) == hadamard_transform(rows(2, 0, 8)).shape

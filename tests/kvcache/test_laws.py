@@ -53,8 +53,10 @@ class Laws(RuleBasedStateMachine):
     def open(self, layers: tuple[LayerSpec, ...], capacity: int, scarcity: int, rows: int | None) -> None:
         cells = max(capacity, SLOTS * capacity - scarcity)
         self.layers = layers
-        self.cache = Cache(layers, slots=SLOTS, capacity=capacity, cells=cells, rows=rows, dtype=torch.float64)
-        pools = {group.spec.reach: group.pool.cells for group in self.cache.groups}
+        self.cache = Cache(
+            layers, slots=SLOTS, capacity=capacity, cells=cells, max_batch_tokens=rows, dtype=torch.float64
+        )
+        pools = {group.spec.attention_range: group.pool.cells for group in self.cache.groups}
         self.ledger = Ledger(SLOTS, capacity, pools, shiftable=layers not in UNSHIFTABLE)
         self.expected_keys = [
             np.stack([key_rows(layer, range(TOKENS), [position] * TOKENS) for position in range(capacity)], axis=1)
@@ -65,14 +67,14 @@ class Laws(RuleBasedStateMachine):
     def feed(self, plan: list[tuple[int, int, int]], fails: bool, variant: int = 0) -> None:
         """Rows for several slots; of each span the last few may be given up, and a failure gives up all."""
         rows = [
-            (slot, min(count, self.ledger.capacity - self.cache.length(slot)), dropped)
+            (slot, min(count, self.ledger.capacity - self.cache.cached_length(slot)), dropped)
             for slot, count, dropped in plan
-            if self.cache.length(slot) < self.ledger.capacity
+            if self.cache.cached_length(slot) < self.ledger.capacity
         ]
-        asked = [Span(slot, self.cache.length(slot), count) for slot, count, _ in rows]
+        asked = [Span(slot, self.cache.cached_length(slot), count) for slot, count, _ in rows]
         if not asked:
             return
-        if self.ledger.lacking({span.slot: span.length for span in asked}):
+        if self.ledger.load_shortfall({span.slot: span.length for span in asked}):
             self.refused(OutOfCells, lambda: self.cache.forward(asked).__enter__())
             return
         fresh = [self.ledger.fresh(span.length, span.start, variant) for span in asked]
@@ -104,8 +106,10 @@ class Laws(RuleBasedStateMachine):
         """Rows for one slot after the other until next to no cell is free."""
         for at in range(SLOTS):
             slot = (first + at) % SLOTS
-            count = self.ledger.capacity - self.cache.length(slot)
-            count = next((rows for rows in range(count, 0, -1) if not self.ledger.lacking({slot: rows + left})), 0)
+            count = self.ledger.capacity - self.cache.cached_length(slot)
+            count = next(
+                (rows for rows in range(count, 0, -1) if not self.ledger.load_shortfall({slot: rows + left})), 0
+            )
             if count:
                 self.feed([(slot, count, 0)], fails=False)
 
@@ -124,15 +128,17 @@ class Laws(RuleBasedStateMachine):
     def check_segments(self, forward, asked: list[Span]) -> None:
         assert sum(span.length for span in asked) == forward.rows
         for layer in range(len(self.layers)):
-            group, _ = self.cache.home(layer)
+            group, _ = self.cache.layer_group(layer)
             row = 0
             for span, segment in zip(asked, forward.segments(layer), strict=True):
-                cells = np.arange(group.pool.references.size)[as_index(segment.cells)]
+                cells = np.arange(group.pool.reference_counts.size)[as_index(segment.cells)]
                 assert (slice(row, row + span.length), span.start) == (segment.rows, segment.start)
-                assert oldest(self.layers[layer].reach, span.start) == segment.first
+                assert oldest(self.layers[layer].attention_range, span.start) == segment.first
                 assert group.table(span.slot)[segment.first :].tolist() == cells.tolist()
                 assert HOLE not in cells, "a row sees what was released"
-                assert (group.pool.references[cells[-span.length :]] == 1).all(), "a new row goes to a shared cell"
+                assert (group.pool.reference_counts[cells[-span.length :]] == 1).all(), (
+                    "a new row goes to a shared cell"
+                )
                 row += span.length
 
     @rule(source=slots, other=slots, length=lengths)
@@ -143,7 +149,7 @@ class Laws(RuleBasedStateMachine):
 
     @rule(slot=slots, less=st.sampled_from((-2, 0, 1, 1, 2, 3, 5, 18)))
     def rewind(self, slot: int, less: int) -> None:
-        length = max(0, self.cache.length(slot) - less)
+        length = max(0, self.cache.cached_length(slot) - less)
         expected = self.ledger.rewind(slot, length)
         if length == 0:
             self.count("clear")
@@ -162,10 +168,10 @@ class Laws(RuleBasedStateMachine):
         drop = 1 + drop % max(1, length - keep) + beyond
         if keep + drop > length:
             self.refused(ValueError, lambda: self.cache.shift(slot, keep, drop))
-        elif self.ledger.moves(slot, keep, drop) and self.ledger.shift_lacks(slot, keep, drop):
+        elif self.ledger.shift_invariant(slot, keep, drop) and self.ledger.shift_lacks(slot, keep, drop):
             self.shift_that_lacks(slot, keep, drop)
         else:
-            moves = self.ledger.moves(slot, keep, drop)
+            moves = self.ledger.shift_invariant(slot, keep, drop)
             self.count("shift" if moves else f"shift refused by the {'window' if self.ledger.shiftable else 'model'}")
             expected = self.ledger.shift(slot, keep, drop)
             assert expected == self.cache.shift(slot, keep, drop)
@@ -175,7 +181,7 @@ class Laws(RuleBasedStateMachine):
         known, standing = known_entries(self.cache, self.ledger), -1
         with suppress(OutOfCells):
             standing = self.cache.shift(slot, keep, drop)
-        self.ledger.shed()
+        self.ledger.release_out_of_reach()
         self.forgotten(known)
         assert (standing < 0) == self.ledger.shift_lacks(slot, keep, drop)
         self.count("shift without cells" if standing < 0 else "shift that made room")
@@ -194,15 +200,15 @@ class Laws(RuleBasedStateMachine):
                 (ValueError, lambda: self.cache.rewind(slot, -1)),
                 (ValueError, lambda: self.cache.shift(slot, -1, 1)),
                 (ValueError, lambda: self.cache.shift(slot, 0, 0)),
-                (ValueError, lambda: self.cache.remember(slot, [0] * (self.cache.length(slot) + 1))),
+                (ValueError, lambda: self.cache.insert_prefix(slot, [0] * (self.cache.cached_length(slot) + 1))),
             )[kind - 7]
             self.refused(error, act)
-        elif self.cache.length(slot) < self.ledger.capacity and not self.ledger.lacking({slot: 1}):
+        elif self.cache.cached_length(slot) < self.ledger.capacity and not self.ledger.load_shortfall({slot: 1}):
             self.meddle(slot, other, kind % 7)
 
     def bad_spans(self, slot: int, other: int, kind: int) -> list[Span]:
-        standing = self.cache.length(slot)
-        good = Span(other, self.cache.length(other), 1)
+        standing = self.cache.cached_length(slot)
+        good = Span(other, self.cache.cached_length(other), 1)
         bad = (
             [Span(slot, standing + 1, 1)],
             [Span(slot, standing - 1, 2)],
@@ -216,15 +222,15 @@ class Laws(RuleBasedStateMachine):
 
     def meddle(self, slot: int, other: int, kind: int) -> None:
         """Everything is refused while a forward is open, and the forward goes on."""
-        (entry,) = self.ledger.fresh(1, self.cache.length(slot))
-        with self.cache.forward([Span(slot, self.cache.length(slot), 1)]) as forward:
+        (entry,) = self.ledger.fresh(1, self.cache.cached_length(slot))
+        with self.cache.forward([Span(slot, self.cache.cached_length(slot), 1)]) as forward:
             act: Callable[[], object] = (
-                lambda: self.cache.forward([Span(other, self.cache.length(other), 1)]).__enter__(),
+                lambda: self.cache.forward([Span(other, self.cache.cached_length(other), 1)]).__enter__(),
                 lambda: self.cache.copy_prefix(slot, other, 3),
                 lambda: self.cache.rewind(other, 0),
                 lambda: self.cache.shift(other, 0, 1),
-                lambda: self.cache.recall(other, [1]),
-                lambda: self.cache.remember(other, []),
+                lambda: self.cache.reuse_prefix(other, [1]),
+                lambda: self.cache.insert_prefix(other, []),
                 lambda: self.cache.evict(1),
             )[kind]
             self.refused(CacheError, act)
@@ -238,7 +244,7 @@ class Laws(RuleBasedStateMachine):
         text = self.ledger.texts[slot]
         tokens = text[: max(0, len(text) - less)]
         known = known_entries(self.cache, self.ledger)
-        self.cache.remember(slot, tokens, seal=seal)
+        self.cache.insert_prefix(slot, tokens, checkpoint=seal)
         left = tree_cells(self.cache)
         for reach, store in self.ledger.stores.items():
             own = {tuple(text[: at + 1]): entry for at, entry in enumerate(store.slots[slot][: len(tokens)])}
@@ -261,13 +267,13 @@ class Laws(RuleBasedStateMachine):
         wanted = max(held, wanted[: len(wanted) - less] + (TOKENS,) * wrong, key=len)[: self.ledger.capacity]
         self.count("recall" if len(wanted) > len(held) else "recall of what is there")
         expected = self.ledger.recall(slot, wanted)
-        assert expected == self.cache.recall(slot, wanted)
+        assert expected == self.cache.reuse_prefix(slot, wanted)
 
     @rule(wanted=st.integers(0, 20))
     def evict(self, wanted: int) -> None:
         """What comes free is what is said, and enough if there is enough."""
         self.count("evict")
-        free, idle = self.cache.free_cells, self.cache.idle_cells()
+        free, idle = self.cache.free_cells, self.cache.evictable_cells()
         known = known_entries(self.cache, self.ledger)
         freed = self.cache.evict(wanted)
         self.forgotten(known)
@@ -277,22 +283,22 @@ class Laws(RuleBasedStateMachine):
     @rule(plan=spans)
     def make_room(self, plan: list[tuple[int, int, int]]) -> None:
         """Rows fit if they are said to; if not, they would not though all were forgotten that no slot sees."""
-        rows = {slot: min(count, self.ledger.capacity - self.cache.length(slot)) for slot, count, _ in plan}
+        rows = {slot: min(count, self.ledger.capacity - self.cache.cached_length(slot)) for slot, count, _ in plan}
         rows = {slot: count for slot, count in rows.items() if count}
         if not rows:
             return
-        lacked, known = self.ledger.lacking(rows), known_entries(self.cache, self.ledger)
-        left = self.cache.make_room([Span(slot, self.cache.length(slot), count) for slot, count in rows.items()])
+        lacked, known = self.ledger.load_shortfall(rows), known_entries(self.cache, self.ledger)
+        left = self.cache.evict_for([Span(slot, self.cache.cached_length(slot), count) for slot, count in rows.items()])
         if lacked:
-            self.ledger.shed()
+            self.ledger.release_out_of_reach()
         self.forgotten(known)
         self.count("room made" if lacked and not left else "no room" if left else "room enough")
-        assert left == self.ledger.lacking(rows)
+        assert left == self.ledger.load_shortfall(rows)
         if left:
             for store in self.ledger.stores.values():
                 store.tree = {}
-            assert left == self.ledger.lacking(rows)
-            self.cache.forget()
+            assert left == self.ledger.load_shortfall(rows)
+            self.cache.reset_prefix_cache()
 
     def forgotten(self, known: Known) -> None:
         """Let the ledger forget what the tree did: ends, or what is not seen from ends."""
@@ -313,11 +319,11 @@ class Laws(RuleBasedStateMachine):
     @invariant()
     def reads_as_its_ledger(self) -> None:
         texts, stores = self.ledger.texts, self.ledger.stores
-        assert [len(text) for text in texts] == [self.cache.length(slot) for slot in range(SLOTS)]
+        assert [len(text) for text in texts] == [self.cache.cached_length(slot) for slot in range(SLOTS)]
         positions = np.array([position for text in texts for position in range(len(text))], dtype=np.int64)
         for index, layer in enumerate(self.layers):
-            group, own = self.cache.home(index)
-            held = [entry for slot in stores[layer.reach].slots for entry in slot]
+            group, own = self.cache.layer_group(index)
+            held = [entry for slot in stores[layer.attention_range].slots for entry in slot]
             there = np.array([entry is not None for entry in held], dtype=np.bool_)
             cells = np.concatenate([group.table(slot) for slot in range(SLOTS)])
             assert (there == (cells != HOLE)).all()
@@ -332,18 +338,18 @@ class Laws(RuleBasedStateMachine):
     def counts_what_it_owns(self) -> None:
         whole = [store for reach, store in self.ledger.stores.items() if reach.kind == "full"]
         assert [store.free for store in whole] == [self.cache.free_cells] * len(whole)
-        assert [store.idle for store in whole] == [self.cache.idle_cells()] * len(whole)
+        assert [store.idle for store in whole] == [self.cache.evictable_cells()] * len(whole)
         paths = tree_cells(self.cache)
         for index, group in enumerate(self.cache.groups):
-            store = self.ledger.stores[group.spec.reach]
+            store = self.ledger.stores[group.spec.attention_range]
             atoms = [entry.atom for entry in store.owned()]
             tables = [group.table(slot) for slot in range(SLOTS)]
             held = np.array([paths[path][index] for path in store.tree], dtype=np.int64)
             cells = np.concatenate((*tables, held))
             cells = cells[cells != HOLE]
-            owners = np.bincount(cells, minlength=group.pool.references.size)
-            assert (owners == group.pool.references).all()
-            assert int((owners == 0).sum()) == group.pool.free == store.free
+            owners = np.bincount(cells, minlength=group.pool.reference_counts.size)
+            assert (owners == group.pool.reference_counts).all()
+            assert int((owners == 0).sum()) == group.pool.free_cells == store.free
             assert len(set(atoms)) == len(set(cells.tolist())) == len(set(zip(atoms, cells.tolist(), strict=True)))
             assert all(len(set(table[table != HOLE])) == np.count_nonzero(table != HOLE) for table in tables)
 
@@ -352,10 +358,10 @@ class Laws(RuleBasedStateMachine):
             return
         for slot in range(SLOTS):
             self.cache.clear(slot)
-        self.cache.forget()
+        self.cache.reset_prefix_cache()
         for group in self.cache.groups:
-            assert not group.pool.references.any()
-            assert group.pool.cells == group.pool.free
+            assert not group.pool.reference_counts.any()
+            assert group.pool.cells == group.pool.free_cells
 
     def count(self, operation: str) -> None:
         self.tally[operation] += 1

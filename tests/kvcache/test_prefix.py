@@ -8,18 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcache.attention import AttentionGroup
+from kvcache.attention_group import AttentionGroup
 from kvcache.cache import Cache
-from kvcache.cells import Cells
+from kvcache.cell_pool import CellArray
 from kvcache.holes import HOLE
 from kvcache.node import Node
-from kvcache.spec import LayerSpec, Reach, Span
+from kvcache.spec import AttentionRange, LayerSpec, Span
 from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember
 from tests.kvcache.echo import feed as feed_echo
 
 SLOTS, CAPACITY, CELLS = 4, 40, 100
 # Two groups of different geometry, so that the tree holds two tables of cells a node.
-LAYERS = (LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, Reach("window", 3)))
+LAYERS = (LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, AttentionRange("window", 3)))
 
 slots = st.integers(0, SLOTS - 1)
 salts = st.sampled_from([b"", b"tenant"])
@@ -30,19 +30,19 @@ words = st.lists(st.integers(0, 1), max_size=12)
 def feed(cache: Cache, slot: int, tokens: list[int]) -> None:
     """Append tokens whose values say what they are."""
     rows = torch.tensor(tokens, dtype=torch.float32)
-    with cache.forward([Span(slot, cache.length(slot), len(tokens))]) as forward:
+    with cache.forward([Span(slot, cache.cached_length(slot), len(tokens))]) as forward:
         for index, layer in enumerate(LAYERS):
             shape = (layer.heads, len(tokens), 2)
-            forward.write(index, torch.zeros(shape), rows[None, :, None].expand(shape))
+            forward.store_kv(index, torch.zeros(shape), rows[None, :, None].expand(shape))
 
 
-def read(group: AttentionGroup, cells: Cells) -> list[int]:
+def read(group: AttentionGroup, cells: CellArray) -> list[int]:
     """The tokens that the cells hold, without the holes."""
     present = torch.from_numpy(cells[cells != HOLE])
     return group.pool.values.rows[0][0, present, 0].int().tolist()
 
 
-def as_far_as_held(cells: Cells, tokens: list[int]) -> list[int]:
+def as_far_as_held(cells: CellArray, tokens: list[int]) -> list[int]:
     """The tokens whose cells are no holes."""
     return [token for token, cell in zip(tokens, cells, strict=True) if cell != HOLE]
 
@@ -70,7 +70,7 @@ class TreeLaws(RuleBasedStateMachine):
         """Compute some tokens, evicting what is needed."""
         if not tokens or len(self.content[slot]) + len(tokens) > CAPACITY:
             return
-        if not self.cache.make_room([Span(slot, len(self.content[slot]), len(tokens))]):
+        if not self.cache.evict_for([Span(slot, len(self.content[slot]), len(tokens))]):
             feed(self.cache, slot, tokens)
             self.content[slot] += tokens
 
@@ -78,7 +78,7 @@ class TreeLaws(RuleBasedStateMachine):
     def remember(self, slot: int, share: float) -> None:
         """Let others have some of what a slot computed."""
         tokens = self.content[slot][: int(share * len(self.content[slot]))]
-        self.cache.remember(slot, tokens, salt=self.salt[slot])
+        self.cache.insert_prefix(slot, tokens, salt=self.salt[slot])
         self.remembered[self.salt[slot]] |= {tuple(tokens[:length]) for length in range(len(tokens) + 1)}
 
     @rule(slot=slots, salt=salts, tokens=words)
@@ -88,7 +88,7 @@ class TreeLaws(RuleBasedStateMachine):
             self.salt[slot] = salt
         wanted = (self.content[slot] + tokens)[:CAPACITY]
         standing = len(self.content[slot])
-        length = self.cache.recall(slot, wanted, salt=self.salt[slot])
+        length = self.cache.reuse_prefix(slot, wanted, salt=self.salt[slot])
 
         assert standing <= length <= len(wanted)
         assert length == standing or tuple(wanted[:length]) in self.remembered[self.salt[slot]]
@@ -103,7 +103,7 @@ class TreeLaws(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, 40))
     def evict(self, wanted: int) -> None:
         """Free cells: exactly as many as is said, and enough if there are enough."""
-        free, idle = self.cache.free_cells, self.cache.idle_cells()
+        free, idle = self.cache.free_cells, self.cache.evictable_cells()
         freed = self.cache.evict(wanted)
 
         assert free + freed == self.cache.free_cells
@@ -124,11 +124,11 @@ class TreeLaws(RuleBasedStateMachine):
         for node in found:
             assert node.parent is not None
             assert node.parent.children[int(node.tokens[0])] is node
-            for group, held in zip(self.cache.groups, node.held, strict=True):
+            for group, held in zip(self.cache.groups, node.references, strict=True):
                 assert len(node.tokens) == len(held)
                 assert as_far_as_held(held, node.tokens.tolist()) == read(group, held)
 
-        assert len(found) == self.cache._tree.nodes
+        assert len(found) == self.cache._tree.node_count
 
     @invariant()
     def references_are_owners(self) -> None:
@@ -136,12 +136,12 @@ class TreeLaws(RuleBasedStateMachine):
         for index, group in enumerate(self.cache.groups):
             owners = np.zeros(group.pool.cells, dtype=np.int32)
             for cells in [group.table(slot) for slot in range(SLOTS)] + [
-                node.held[index] for node in nodes(self.cache)
+                node.references[index] for node in nodes(self.cache)
             ]:
                 np.add.at(owners, cells[cells != HOLE], 1)
 
-            assert owners.tolist() == group.pool.references.tolist()
-            assert group.pool.free == int((owners == 0).sum())
+            assert owners.tolist() == group.pool.reference_counts.tolist()
+            assert group.pool.free_cells == int((owners == 0).sum())
 
     def teardown(self) -> None:
         """Without slots and memories every cell is free again."""
@@ -150,7 +150,7 @@ class TreeLaws(RuleBasedStateMachine):
         self.cache.evict(CELLS)
 
         assert self.cache.free_cells == CELLS
-        assert self.cache._tree.nodes == 0
+        assert self.cache._tree.node_count == 0
 
 
 TreeLaws.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
@@ -161,10 +161,10 @@ def test_the_longest_remembered_beginning_is_recalled() -> None:
     """A prompt starts where the deepest common beginning ends, inside an edge too."""
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3, 4, 5])
-    cache.remember(0, [1, 2, 3, 4, 5])
+    cache.insert_prefix(0, [1, 2, 3, 4, 5])
     cache.clear(0)
 
-    assert 3 == cache.recall(1, [1, 2, 3, 9, 9, 9])
+    assert 3 == cache.reuse_prefix(1, [1, 2, 3, 9, 9, 9])
 
 
 def test_what_was_wanted_last_stays_longest() -> None:
@@ -172,14 +172,14 @@ def test_what_was_wanted_last_stays_longest() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     for first in (1, 2):
         feed(cache, 0, [first, 7, 7, 7])
-        cache.remember(0, [first, 7, 7, 7])
+        cache.insert_prefix(0, [first, 7, 7, 7])
         cache.clear(0)
-    cache.recall(0, [1, 7, 7, 7])
+    cache.reuse_prefix(0, [1, 7, 7, 7])
     cache.clear(0)
     cache.evict(4)
 
-    assert 4 == cache.recall(0, [1, 7, 7, 7])
-    assert 0 == cache.recall(1, [2, 7, 7, 7])
+    assert 4 == cache.reuse_prefix(0, [1, 7, 7, 7])
+    assert 0 == cache.reuse_prefix(1, [2, 7, 7, 7])
 
 
 def test_a_long_end_loses_only_what_is_needed() -> None:
@@ -187,39 +187,39 @@ def test_a_long_end_loses_only_what_is_needed() -> None:
     cache = Cache(LAYERS, slots=1, capacity=CAPACITY, cells=CELLS)
     text = list(range(30))
     feed(cache, 0, text)
-    cache.remember(0, text)
+    cache.insert_prefix(0, text)
     cache.clear(0)
 
     assert 6 == cache.evict(6)
-    assert 24 == cache.recall(0, text)
+    assert 24 == cache.reuse_prefix(0, text)
 
 
 def test_tenants_do_not_meet() -> None:
     """What one salt remembers does not exist for another."""
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3])
-    cache.remember(0, [1, 2, 3], salt=b"one")
+    cache.insert_prefix(0, [1, 2, 3], salt=b"one")
 
-    assert 0 == cache.recall(1, [1, 2, 3], salt=b"two")
-    assert 3 == cache.recall(1, [1, 2, 3], salt=b"one")
+    assert 0 == cache.reuse_prefix(1, [1, 2, 3], salt=b"two")
+    assert 3 == cache.reuse_prefix(1, [1, 2, 3], salt=b"one")
 
 
 def test_cells_that_are_held_under_two_salts_can_be_had() -> None:
     """Neither of two ends with the same cells frees anything alone; together they do, unless a slot uses them."""
     cache = Cache(LAYERS, slots=SLOTS, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3, 4, 5, 6])
-    cache.remember(0, [1, 2, 3, 4, 5, 6])
-    cache.remember(0, [1, 2, 3, 4], salt=b"tenant")
+    cache.insert_prefix(0, [1, 2, 3, 4, 5, 6])
+    cache.insert_prefix(0, [1, 2, 3, 4], salt=b"tenant")
 
     assert 0 == cache.evict(CELLS)
-    assert 4 == cache.recall(1, [1, 2, 3, 4], salt=b"tenant")
+    assert 4 == cache.reuse_prefix(1, [1, 2, 3, 4], salt=b"tenant")
     cache.clear(0)
     cache.clear(1)
     assert 6 == cache.evict(CELLS)
     assert CELLS == cache.free_cells
     feed(cache, 0, [1, 2, 3])
     for salt in (b"", b"tenant"):
-        cache.remember(0, [1, 2, 3], salt=salt)
+        cache.insert_prefix(0, [1, 2, 3], salt=salt)
     cache.clear(0)
     assert 1 == cache.evict(1)
 
@@ -228,13 +228,13 @@ def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:
     """What the tree keeps for eviction is bounded by what it holds, however often that is recalled."""
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3])
-    cache.remember(0, [1, 2, 3])
+    cache.insert_prefix(0, [1, 2, 3])
     for _ in range(1000):
-        cache.recall(1, [1, 2, 3])
+        cache.reuse_prefix(1, [1, 2, 3])
         cache.clear(1)
     cache.clear(0)
 
-    assert len(cache._tree._radix.resident) == 1
+    assert len(cache._tree._radix.lru) == 1
     assert 3 == cache.evict(3)
 
 
@@ -244,8 +244,8 @@ def test_growth_joins_an_end_unless_that_is_sealed() -> None:
     nodes_then = []
     for length, seal in ((5, False), (10, True), (15, False), (20, False)):
         feed(cache, 0, list(range(length - 5, length)))
-        cache.remember(0, list(range(length)), seal=seal)
-        nodes_then.append(cache._tree.nodes)
+        cache.insert_prefix(0, list(range(length)), checkpoint=seal)
+        nodes_then.append(cache._tree.node_count)
 
     assert [1, 1, 2, 2] == nodes_then
 
@@ -254,10 +254,10 @@ def test_a_sealed_place_inside_an_edge_becomes_an_end() -> None:
     """Who passes through a longer text may seal his own end in it."""
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, list(range(20)))
-    cache.remember(0, list(range(20)))
-    cache.remember(0, list(range(8)), seal=True)
+    cache.insert_prefix(0, list(range(20)))
+    cache.insert_prefix(0, list(range(8)), checkpoint=True)
 
-    assert [(8, True), (12, False)] == [(len(node.tokens), node.sealed) for node in nodes(cache)]
+    assert [(8, True), (12, False)] == [(len(node.tokens), node.fixed_end) for node in nodes(cache)]
 
 
 def thinned() -> Cache:
@@ -265,7 +265,7 @@ def thinned() -> Cache:
     cache = make(FULL, WINDOW)
     for length in (20, 40):
         remember(cache, range(length), seal=True)
-    used = cache.groups[1].pool.cells - cache.groups[1].pool.free
+    used = cache.groups[1].pool.cells - cache.groups[1].pool.free_cells
     assert cache._tree.evict([0, used - 2 * 3])
     return cache
 
@@ -274,7 +274,7 @@ def test_thinning_keeps_the_ends() -> None:
     """What is left of a windowed text is enough to go on where its nodes end, and nowhere between."""
     cache = thinned()
 
-    assert 2 * 3 == cache.groups[1].pool.cells - cache.groups[1].pool.free
+    assert 2 * 3 == cache.groups[1].pool.cells - cache.groups[1].pool.free_cells
     assert [40, 20, 20, 0] == [recalled(cache, range(length)) for length in (40, 39, 20, 19)]
 
 
@@ -282,8 +282,8 @@ def test_tokens_are_known_farther_than_they_are_recalled() -> None:
     """So a sequence can see where others left, and make that a place to resume at."""
     cache = thinned()
 
-    assert (30, 20) == (cache.known([*range(30), 99]).length, recalled(cache, [*range(30), 99]))
-    assert 0 == cache.known(range(30), salt=b"other").length
+    assert (30, 20) == (cache.match_prefix([*range(30), 99]).length, recalled(cache, [*range(30), 99]))
+    assert 0 == cache.match_prefix(range(30), salt=b"other").length
 
 
 def test_the_tree_tells_where_texts_part() -> None:
@@ -293,16 +293,16 @@ def test_the_tree_tells_where_texts_part() -> None:
         remember(cache, text)
     texts = ([1, 2, 3, 9], [1, 2, 9], [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 2, 3], [9])
 
-    assert [True, True, False, False, False, False] == [cache.known(text).parted for text in texts]
-    assert not cache.known([1, 2, 9], salt=b"other").parted
+    assert [True, True, False, False, False, False] == [cache.match_prefix(text).diverged for text in texts]
+    assert not cache.match_prefix([1, 2, 9], salt=b"other").diverged
 
 
 def test_gaps_are_healed_by_who_computes_them_anew() -> None:
     """Where two texts part, the second visitor computes what is missing, and the third finds it."""
     cache = thinned()
-    cache.recall(0, [*range(30), 99])
+    cache.reuse_prefix(0, [*range(30), 99])
     feed_echo(cache, 0, range(30))
-    cache.remember(0, range(30), seal=True)
+    cache.insert_prefix(0, range(30), checkpoint=True)
     cache.clear(0)
 
     assert 30 == recalled(cache, [*range(30), 77])
@@ -327,7 +327,7 @@ def test_a_shortened_end_can_be_gone_on_from() -> None:
     cache = make(FULL, state_bytes=10**6)
     for length in (10, 20, 30):
         feed_echo(cache, 0, range(length))
-        cache.remember(0, range(length))
+        cache.insert_prefix(0, range(length))
     cache.clear(0)
 
     assert 10 == cache.evict(4)
@@ -341,7 +341,7 @@ def test_a_long_end_in_a_large_cache_goes_in_pieces() -> None:
     text = range(1000, 1050)
     feed_echo(cache, 1, text[:40])
     for length in range(41, 51):
-        assert cache.make_room([Span(1, length - 1, 1)]) == 0
+        assert cache.evict_for([Span(1, length - 1, 1)]) == 0
         feed_echo(cache, 1, text[:length])
 
     # Three runs, each from the middle of what is free to its end.
@@ -353,11 +353,11 @@ def test_each_group_gets_what_it_lacks() -> None:
     """A window's need takes no cells from those who see everything, as long as there is something to thin."""
     cache = make(FULL, WINDOW)
     remember(cache, range(40))
-    full, window = (group.pool.free for group in cache.groups)
+    full, window = (group.pool.free_cells for group in cache.groups)
 
     assert cache._tree.evict([0, 5])
-    assert full == cache.groups[0].pool.free
-    assert window + 5 <= cache.groups[1].pool.free
+    assert full == cache.groups[0].pool.free_cells
+    assert window + 5 <= cache.groups[1].pool.free_cells
 
 
 def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan
-from kvcache.recurrent import Marks, RecurrentStates, State
-from kvcache.spec import LayerSpec, Reach, Span
+from kvcache.recurrent import Checkpoints, RecurrentState, RecurrentStates
+from kvcache.spec import AttentionRange, LayerSpec, Span
 
 LAYERS = (LayerSpec(1, 2, 2),)
 BYTES = 8
@@ -21,20 +21,22 @@ def make(*, state_bytes: int = 10**6, layers: tuple[LayerSpec, ...] = LAYERS) ->
 
 def feed(cache: Cache, slot: int, length: int, *, keep: int | None = None) -> None:
     """Compute some tokens; the state adds them up."""
-    span = Span(slot, cache.length(slot), length)
+    span = Span(slot, cache.cached_length(slot), length)
     with cache.forward([span]) as forward:
         for layer in range(len(LAYERS) if cache.groups else 0):
-            forward.write(layer, torch.zeros(1, length, 2), torch.zeros(1, length, 2))
-        before = forward.state(span.slot, span.start, "count")
-        forward.put_state(span.slot, span.stop, "count", torch.tensor(length) if before is None else before + length)
+            forward.store_kv(layer, torch.zeros(1, length, 2), torch.zeros(1, length, 2))
+        before = forward.recurrent_state(span.slot, span.start, "count")
+        forward.store_recurrent_state(
+            span.slot, span.stop, "count", torch.tensor(length) if before is None else before + length
+        )
         if keep is not None:
             forward.keep(slot, keep)
 
 
 def count(cache: Cache, slot: int) -> int:
     """What the state of a slot has seen."""
-    assert cache.states is not None
-    state = cache.states.state(slot, cache.length(slot), "count")
+    assert cache.recurrent_states is not None
+    state = cache.recurrent_states.get_tensor(slot, cache.cached_length(slot), "count")
     return 0 if state is None else int(state)
 
 
@@ -44,7 +46,7 @@ def test_a_state_has_seen_what_its_slot_holds() -> None:
     for length in (5, 1, 1, 7):
         feed(cache, 0, length)
 
-    assert (14, 14) == (cache.length(0), count(cache, 0))
+    assert (14, 14) == (cache.cached_length(0), count(cache, 0))
 
 
 def test_a_rewind_lands_on_a_state() -> None:
@@ -65,7 +67,7 @@ def test_a_forward_that_keeps_part_of_a_span_goes_back_to_its_start() -> None:
     feed(cache, 0, 5)
     feed(cache, 0, 4, keep=7)
 
-    assert (5, 5) == (cache.length(0), count(cache, 0))
+    assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 
 
 @pytest.mark.parametrize("kept", range(1, 5))
@@ -73,14 +75,14 @@ def test_guesses_stay_as_far_as_they_are_kept(kept: int) -> None:
     """Before each guess there is a state: a slot stands wherever it is left, and before the first row if not at all."""
     cache = make()
     feed(cache, 0, 5)
-    span = Span(0, 5, 4, guessed=3)
+    span = Span(0, 5, 4, draft_tokens=3)
     with cache.forward([span]) as forward:
-        forward.write(0, torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
+        forward.store_kv(0, torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
         for stop in range(6, 10):
-            forward.put_state(0, stop, "count", torch.tensor(stop))
+            forward.store_recurrent_state(0, stop, "count", torch.tensor(stop))
         forward.keep(0, 5 + kept)
 
-    assert (5 + kept, 5 + kept) == (cache.length(0), count(cache, 0))
+    assert (5 + kept, 5 + kept) == (cache.cached_length(0), count(cache, 0))
 
 
 @pytest.mark.parametrize("guessed", [-1, 4, 5])
@@ -89,9 +91,9 @@ def test_rows_that_are_all_guesses_are_refused(guessed: int) -> None:
     cache = make()
     feed(cache, 0, 5)
     with pytest.raises(BadSpan):
-        cache.forward([Span(0, 5, 4, guessed=guessed)]).__enter__()
+        cache.forward([Span(0, 5, 4, draft_tokens=guessed)]).__enter__()
 
-    assert (5, 5) == (cache.length(0), count(cache, 0))
+    assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 
 
 def test_a_slot_that_is_shifted_empty_begins_anew() -> None:
@@ -100,8 +102,8 @@ def test_a_slot_that_is_shifted_empty_begins_anew() -> None:
     feed(cache, 0, 5)
 
     assert 0 == cache.shift(0, 0, 5, states="carry")
-    assert cache.states is not None
-    assert cache.states.state(0, 0, "count") is None
+    assert cache.recurrent_states is not None
+    assert cache.recurrent_states.get_tensor(0, 0, "count") is None
     feed(cache, 0, 3)
     assert 3 == count(cache, 0)
 
@@ -113,12 +115,12 @@ def test_a_failed_forward_leaves_the_state_as_it_was() -> None:
     span = Span(0, 5, 3)
     try:
         with cache.forward([span]) as forward:
-            forward.put_state(span.slot, span.stop, "count", torch.tensor(99))
+            forward.store_recurrent_state(span.slot, span.stop, "count", torch.tensor(99))
             raise RuntimeError("broken")
     except RuntimeError:
         pass
 
-    assert (5, 5) == (cache.length(0), count(cache, 0))
+    assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 
 
 def test_a_copy_shares_the_state_of_its_length() -> None:
@@ -141,11 +143,11 @@ def test_a_copy_has_no_state_of_what_it_did_not_copy(layers: tuple[LayerSpec, ..
         feed(cache, 0, length)
     other = [0, 1, 2, 3, 4, *range(20, 30)]
     feed(cache, 2, len(other))
-    cache.remember(2, other)
+    cache.insert_prefix(2, other)
 
     assert 5 == cache.copy_prefix(0, 1, 5)
     assert 5 == cache.rewind(1, 11)
-    assert 15 == cache.recall(1, other)
+    assert 15 == cache.reuse_prefix(1, other)
     assert 5 == cache.rewind(1, 12)
 
 
@@ -155,8 +157,8 @@ def test_a_slot_goes_back_into_what_it_recalled() -> None:
     tokens = list(range(20))
     for length in (5, 6, 9):
         feed(cache, 0, length)
-        cache.remember(0, tokens[: cache.length(0)])
-    assert 20 == cache.recall(1, tokens)
+        cache.insert_prefix(0, tokens[: cache.cached_length(0)])
+    assert 20 == cache.reuse_prefix(1, tokens)
     feed(cache, 1, 3)
 
     assert 11 == cache.rewind(1, 15)
@@ -169,25 +171,25 @@ def test_the_tree_resumes_where_cells_and_states_meet() -> None:
     tokens = list(range(20))
     for length in (5, 6, 9):
         feed(cache, 0, length)
-        cache.remember(0, tokens[: cache.length(0)])
+        cache.insert_prefix(0, tokens[: cache.cached_length(0)])
     cache.clear(0)
 
-    assert 11 == cache.recall(1, [*tokens[:15], 99])
+    assert 11 == cache.reuse_prefix(1, [*tokens[:15], 99])
     assert 11 == count(cache, 1)
-    assert 20 == cache.recall(2, [*tokens, 99])
+    assert 20 == cache.reuse_prefix(2, [*tokens, 99])
 
 
 def test_what_one_kind_of_memory_lowers_the_others_are_asked_again() -> None:
     """A window has its end at 26, but the last state before it is at 20, where the window was released: so 10."""
-    cache = make(layers=(LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, Reach("window", 4))))
+    cache = make(layers=(LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, AttentionRange("window", 4))))
     tokens = list(range(30))
     for length in (10, 10, 10):
         feed(cache, 0, length)
-        cache.remember(0, tokens[: min(cache.length(0), 26)], seal=cache.length(0) == 10)
+        cache.insert_prefix(0, tokens[: min(cache.cached_length(0), 26)], checkpoint=cache.cached_length(0) == 10)
     cache.clear(0)
-    cache._tree.evict([0, cache.groups[1].pool.cells - cache.groups[1].pool.free - 2 * 3, 0])
+    cache._tree.evict([0, cache.groups[1].pool.cells - cache.groups[1].pool.free_cells - 2 * 3, 0])
 
-    assert [10, 10] == [cache.recall(slot, tokens[:stop]) for slot, stop in ((1, 26), (2, 25))]
+    assert [10, 10] == [cache.reuse_prefix(slot, tokens[:stop]) for slot, stop in ((1, 26), (2, 25))]
     assert 10 == count(cache, 1)
 
 
@@ -197,15 +199,15 @@ def test_a_state_where_an_edge_is_cut_belongs_to_the_upper_part() -> None:
     tokens = list(range(20))
     for length in (5, 6, 9):
         feed(cache, 0, length)
-        cache.remember(0, tokens[: cache.length(0)])
-    cache.remember(0, tokens[:11], seal=True)
-    assert cache.states is not None
-    upper, lower = cache._tree._radix.resident
+        cache.insert_prefix(0, tokens[: cache.cached_length(0)])
+    cache.insert_prefix(0, tokens[:11], checkpoint=True)
+    assert cache.recurrent_states is not None
+    upper, lower = cache._tree._radix.lru
 
-    assert [{5, 11}, {9}] == sorted((set(node.held[-1].states) for node in (upper, lower)), key=len, reverse=True)
-    assert 3 * BYTES == cache.states._held
-    cache.forget()
-    assert 0 == cache.states._held
+    assert [{5, 11}, {9}] == sorted((set(node.references[-1].states) for node in (upper, lower)), key=len, reverse=True)
+    assert 3 * BYTES == cache.recurrent_states._held_bytes
+    cache.reset_prefix_cache()
+    assert 0 == cache.recurrent_states._held_bytes
 
 
 def test_states_shift_by_being_computed_anew() -> None:
@@ -224,9 +226,9 @@ def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
         feed(cache, 0, length)
 
     assert 11 == cache.shift(0, 2, 4, states="carry")
-    assert (11, 15) == (cache.length(0), count(cache, 0))
+    assert (11, 15) == (cache.cached_length(0), count(cache, 0))
     feed(cache, 0, 3)
-    assert (14, 18) == (cache.length(0), count(cache, 0))
+    assert (14, 18) == (cache.cached_length(0), count(cache, 0))
     assert 0 == cache.rewind(0, 10)
 
 
@@ -237,8 +239,8 @@ def test_checkpoints_before_the_cut_outlive_a_carried_shift() -> None:
         feed(cache, 0, length)
 
     assert 12 == cache.shift(0, 10, 3, states="carry")
-    cache.remember(0, list(range(12)))
-    assert 10 == cache.recall(1, list(range(11)))
+    cache.insert_prefix(0, list(range(12)))
+    assert 10 == cache.reuse_prefix(1, list(range(11)))
     assert (10, 10) == (cache.rewind(0, 11), count(cache, 0))
     assert (4, 4) == (cache.rewind(0, 9), count(cache, 0))
 
@@ -260,10 +262,10 @@ def test_remembered_states_keep_to_their_budget() -> None:
     cache = make(state_bytes=2 * BYTES)
     for first in range(5):
         feed(cache, 0, 4)
-        cache.remember(0, [first, 1, 2, 3])
+        cache.insert_prefix(0, [first, 1, 2, 3])
         cache.clear(0)
 
-    assert [0, 0, 0, 4, 4] == [cache.recall(0, [first, 1, 2, 3]) + 0 * cache.rewind(0, 0) for first in range(5)]
+    assert [0, 0, 0, 4, 4] == [cache.reuse_prefix(0, [first, 1, 2, 3]) + 0 * cache.rewind(0, 0) for first in range(5)]
     assert 120 - 8 == cache.free_cells
 
 
@@ -271,10 +273,10 @@ def test_a_model_without_attention_needs_no_cells() -> None:
     """With recurrent layers alone everything works, and cells never run out."""
     cache = make(layers=())
     feed(cache, 0, 30)
-    cache.remember(0, list(range(30)))
+    cache.insert_prefix(0, list(range(30)))
 
     assert 120 == cache.free_cells
-    assert 30 == cache.recall(1, list(range(35)))
+    assert 30 == cache.reuse_prefix(1, list(range(35)))
 
 
 def test_thinning_keeps_the_state_at_the_end() -> None:
@@ -282,25 +284,25 @@ def test_thinning_keeps_the_state_at_the_end() -> None:
     cache = make(state_bytes=2 * BYTES)
     for length in (4, 4, 4):
         feed(cache, 0, length)
-        cache.remember(0, list(range(cache.length(0))))
+        cache.insert_prefix(0, list(range(cache.cached_length(0))))
     cache.clear(0)
 
-    assert cache.states is not None
-    assert 0 == cache.states.surplus()
-    assert 12 == cache.recall(1, list(range(12)))
-    assert 0 == cache.recall(2, list(range(11)))
+    assert cache.recurrent_states is not None
+    assert 0 == cache.recurrent_states.over_budget()
+    assert 12 == cache.reuse_prefix(1, list(range(12)))
+    assert 0 == cache.reuse_prefix(2, list(range(11)))
 
 
 def test_states_are_saved_with_their_names() -> None:
     """Names are tuples of words and numbers, nested or not; all of them, and every type, come back."""
     states = RecurrentStates(1, 10**6)
-    tensors: State = {
+    tensors: RecurrentState = {
         ("scan", 3): torch.randn(2, 3, dtype=torch.float64),
         "conv": torch.arange(6).view(2, 3).T,
         (1, ("a:b", 2)): torch.ones(2, dtype=torch.bfloat16),
         7: torch.tensor(4),
     }
-    held = Marks(8, {3: tensors, 5: {}, 8: tensors})
+    held = Checkpoints(8, {3: tensors, 5: {}, 8: tensors})
     again = states.load(states.save(held), 2, 8)
 
     assert (6, {1, 6}) == (again.length, set(again.states))
@@ -314,7 +316,7 @@ def test_states_are_saved_with_their_names() -> None:
 def test_what_is_saved_keeps_nothing_else_alive() -> None:
     """A state may be a view of a whole batch's, or the same at two positions: what is saved is a tensor of its own."""
     batch = torch.ones(100, 4)
-    saved = RecurrentStates(1, 10**6).save(Marks(8, {3: {"conv": batch[7]}, 8: {"conv": batch[7]}}))
+    saved = RecurrentStates(1, 10**6).save(Checkpoints(8, {3: {"conv": batch[7]}, 8: {"conv": batch[7]}}))
 
     assert [16, 16] == [tensor.untyped_storage().nbytes() for tensor in saved.values()]
     assert 2 == len({tensor.data_ptr() for tensor in saved.values()})

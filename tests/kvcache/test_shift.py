@@ -42,9 +42,9 @@ def test_what_is_remembered_is_left_alone() -> None:
     """The prefix tree still has the text as it was."""
     cache = cache_of()
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
-    cache.remember(0, [1, 2, 3, 4, 5, 6])
+    cache.insert_prefix(0, [1, 2, 3, 4, 5, 6])
     cache.shift(0, 1, 2)
-    cache.recall(1, [1, 2, 3, 4, 5, 6])
+    cache.reuse_prefix(1, [1, 2, 3, 4, 5, 6])
 
     assert [1, 4, 5, 6] == read(cache, SHIFTABLE, 0)
     assert [1, 2, 3, 4, 5, 6] == read(cache, SHIFTABLE, 1)
@@ -54,9 +54,9 @@ def test_dropped_cells_pay_for_copies() -> None:
     """With no cell free, a shift may use those that it frees itself."""
     cache = cache_of(cells=9)
     feed(cache, SHIFTABLE, 1, [1, 2, 3])
-    cache.remember(1, [1, 2, 3])
+    cache.insert_prefix(1, [1, 2, 3])
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
-    cache.remember(0, [1, 2, 3, 4, 5, 6])
+    cache.insert_prefix(0, [1, 2, 3, 4, 5, 6])
     assert 0 == cache.free_cells
 
     assert 3 == cache.shift(0, 0, 3)

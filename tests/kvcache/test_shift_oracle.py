@@ -84,14 +84,14 @@ class Model:
 def fill(cache: Cache, model: Model, slot: int, tokens: list[int]) -> None:
     """Let a slot hold tokens as the model computes them from the start."""
     keys, values = model.rows(tokens)
-    start = cache.length(slot)
+    start = cache.cached_length(slot)
     with cache.forward([Span(slot, start, len(tokens) - start)]) as forward:
-        forward.write(0, keys[:, start:], values[:, start:])
+        forward.store_kv(0, keys[:, start:], values[:, start:])
 
 
 def stored(cache: Cache, slot: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a slot in position order."""
-    group, own = cache.home(0)
+    group, own = cache.layer_group(0)
     cells = torch.from_numpy(group.table(slot).copy())
     return group.pool.keys.rows[own][:, cells], group.pool.values.rows[own][:, cells]
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.spec import GroupSpec, LayerSpec, Reach, Rotation, Span, group_layers
+from kvcache.spec import AttentionRange, GroupSpec, LayerSpec, Rotation, Span, group_layers
 
 PLAIN = LayerSpec(2, 8, 8)
 
 
 def test_layers_of_one_geometry_and_reach_share_a_group() -> None:
     """Alternating layers fall into two groups, in the order of their first layers; rotations may differ inside."""
-    window = LayerSpec(2, 8, 8, Reach("window", 4))
+    window = LayerSpec(2, 8, 8, AttentionRange("window", 4))
     other = LayerSpec(2, 8, 8, rotation=Rotation("half", 0, (0.5,)))
 
     assert [(0, 2, 4), (1, 3)] == [group.layers for group in group_layers([PLAIN, window, PLAIN, window, other])]
@@ -28,8 +28,8 @@ def test_layers_of_one_geometry_and_reach_share_a_group() -> None:
         LayerSpec(1, 8, 8),
         LayerSpec(2, 4, 8),
         LayerSpec(2, 8, 4),
-        LayerSpec(2, 8, 8, Reach("window", 8)),
-        LayerSpec(2, 8, 8, Reach("chunk", 8)),
+        LayerSpec(2, 8, 8, AttentionRange("window", 8)),
+        LayerSpec(2, 8, 8, AttentionRange("chunk", 8)),
     ],
 )
 def test_layers_that_differ_have_groups_of_their_own(other: LayerSpec) -> None:
@@ -41,8 +41,8 @@ def test_layers_that_differ_have_groups_of_their_own(other: LayerSpec) -> None:
     ("layers", "shiftable"),
     [
         ([PLAIN], True),
-        ([LayerSpec(2, 8, 8, Reach("window", 4))], True),
-        ([LayerSpec(2, 8, 8, Reach("chunk", 4))], False),
+        ([LayerSpec(2, 8, 8, AttentionRange("window", 4))], True),
+        ([LayerSpec(2, 8, 8, AttentionRange("chunk", 4))], False),
         ([PLAIN, LayerSpec(2, 8, 8, rotation=None)], False),
     ],
 )
@@ -61,39 +61,41 @@ def test_the_oldest_position_is_the_first_that_is_seen(kind: Literal["full", "wi
         "chunk": lambda query, key: query // size == key // size,
     }[kind]
     expected = [min(key for key in range(query + 1) if sees(query, key)) for query in range(20)]
-    reach = Reach(kind, size)
+    reach = AttentionRange(kind, size)
 
-    assert expected == [reach.oldest(query) for query in range(20)]
-    assert expected == reach.oldest(np.arange(20)).tolist()
+    assert expected == [reach.oldest_visible(query) for query in range(20)]
+    assert expected == reach.oldest_visible(np.arange(20)).tolist()
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 def test_a_reach_that_covers_all_positions_is_full(kind: Literal["window", "chunk"]) -> None:
     """A layer within a length that it sees as a whole is one that sees everything."""
-    layer = LayerSpec(2, 8, 8, Reach(kind, 8))
+    layer = LayerSpec(2, 8, 8, AttentionRange(kind, 8))
 
-    assert [layer, PLAIN, PLAIN] == [layer.within(length) for length in (9, 8, 7)]
-    assert PLAIN == PLAIN.within(1)
+    assert [layer, PLAIN, PLAIN] == [layer.limited_to(length) for length in (9, 8, 7)]
+    assert PLAIN == PLAIN.limited_to(1)
 
 
 @pytest.mark.parametrize(
     ("reach", "cells", "expected"),
     [
-        (Reach(), 1000, 1000),
-        (Reach("window", 8), 1000, 2 * (3 * 7 + 20)),
-        (Reach("chunk", 8), 1000, 2 * (3 * 7 + 20)),
-        (Reach("window", 1), 1000, 40),
-        (Reach("window", 8), 70, 70),
+        (AttentionRange(), 1000, 1000),
+        (AttentionRange("window", 8), 1000, 2 * (3 * 7 + 20)),
+        (AttentionRange("chunk", 8), 1000, 2 * (3 * 7 + 20)),
+        (AttentionRange("window", 1), 1000, 40),
+        (AttentionRange("window", 8), 70, 70),
     ],
 )
-def test_a_pool_holds_what_slots_see_twice(reach: Reach, cells: int, expected: int) -> None:
+def test_a_pool_holds_what_slots_see_twice(reach: AttentionRange, cells: int, expected: int) -> None:
     """Three slots and twenty rows: seven cells a slot before its rows, and as much again; never more than all."""
-    assert expected == group_layers([LayerSpec(2, 8, 8, reach)])[0].pool_cells(cells, slots=3, rows=20)
+    assert expected == group_layers([LayerSpec(2, 8, 8, reach)])[0].pool_cells(cells, slots=3, max_batch_tokens=20)
 
 
 def test_a_cell_is_one_token_in_every_layer() -> None:
     """Bytes of a cell: layers x heads x both widths x the element's size."""
-    assert 3 * 2 * (8 + 4) * 2 == GroupSpec(2, 8, 4, Reach(), (0, 1, 2), (None,) * 3).cell_bytes(torch.bfloat16)
+    assert 3 * 2 * (8 + 4) * 2 == GroupSpec(2, 8, 4, AttentionRange(), (0, 1, 2), (None,) * 3).cell_bytes(
+        torch.bfloat16
+    )
 
 
 def test_a_span_stops_after_its_last_row() -> None:

@@ -14,7 +14,7 @@ import torch
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 from kvcache.forward import Forward
-from kvcache.shelf import ShelfConfig
+from kvcache.offload import OffloadConfig
 from kvcache.spec import LayerSpec, Span
 from tests.kvcache.inspection import check_shelf, check_slot, check_tree, in_cells, oldest, stands
 from tests.kvcache.story import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, Seat, turned
@@ -45,7 +45,7 @@ class Part:
 
     slot: int
     tokens: list[int]
-    guessed: int
+    draft_tokens: int
     kept: int
 
 
@@ -59,7 +59,7 @@ class World:
         self.cells = draw.choice((44, 64, 100, 160))
         self.rows = draw.choice((None, 4, 8))
         memory_bytes, disk_bytes = draw.choice((0, 1000, 4000, 10**6)), draw.choice((0, 8000, 10**6))
-        self.config = ShelfConfig(memory_bytes, folder if disk_bytes else None, disk_bytes, "model")
+        self.config = OffloadConfig(memory_bytes, folder if disk_bytes else None, disk_bytes, "model")
         # Under each salt all that was ever remembered; and some of it, to be asked for again.
         self.remembered: dict[bytes, set[tuple[int, ...]]] = {}
         self.latest: deque[Seat] = deque(maxlen=24)
@@ -81,11 +81,11 @@ class World:
         self.inspect()
         for slot in range(SLOTS):
             self.cache.clear(slot)
-        self.cache.forget()
+        self.cache.reset_prefix_cache()
         for group in self.cache.groups:
-            assert not group.pool.references.any()
-            assert group.pool.cells == group.pool.free
-        assert self.cache.states is None or 0 == self.cache.states._held
+            assert not group.pool.reference_counts.any()
+            assert group.pool.cells == group.pool.free_cells
+        assert self.cache.recurrent_states is None or 0 == self.cache.recurrent_states._held_bytes
 
     def count(self, operation: str) -> None:
         """Take note of an operation of the cache."""
@@ -108,9 +108,9 @@ class World:
             slots=SLOTS,
             capacity=CAPACITY,
             cells=self.cells,
-            rows=self.rows,
+            max_batch_tokens=self.rows,
             state_bytes=None if self.states is None else self.states * STATE_BYTES,
-            shelf=self.config,
+            offload=self.config,
             dtype=torch.float64,
         )
         self.seats = [Seat() for _ in range(SLOTS)]
@@ -124,7 +124,7 @@ class World:
     def reopen(self) -> None:
         """The process ends, all being written."""
         self.count("restart")
-        while self.cache.save_some(10**9):
+        while self.cache.flush_to_disk(10**9):
             pass
         self.open()
 
@@ -167,7 +167,7 @@ class World:
         """Empty a slot; what is remembered stays."""
         self.empty(self.slot())
 
-    def fork(self) -> None:
+    def label_scorer(self) -> None:
         """Let a slot go on from another's beginning, or from its own."""
         source, target = self.slot(), self.slot()
         length = self.draw.randint(0, CAPACITY)
@@ -194,7 +194,7 @@ class World:
         keep = self.draw.randrange(length)
         drop = self.draw.randint(1, length - keep)
         carry = self.draw.random() < 0.7
-        below, moves = stands(self.cache, slot, keep), self.moves(length, keep, drop, carry)
+        below, moves = stands(self.cache, slot, keep), self.shift_invariant(length, keep, drop, carry)
         try:
             standing = self.cache.shift(slot, keep, drop, states="carry" if carry else "rebuild")
         except OutOfCells:
@@ -208,9 +208,9 @@ class World:
         else:
             del seat.tokens[standing:]
 
-    def moves(self, length: int, keep: int, drop: int, carry: bool) -> bool:
+    def shift_invariant(self, length: int, keep: int, drop: int, carry: bool) -> bool:
         """Whether a shift moves what follows."""
-        reaches = [layer.reach.within(CAPACITY) for layer in self.layers]
+        reaches = [layer.attention_range.limited_to(CAPACITY) for layer in self.layers]
         seen = all(oldest(reach, length) == 0 or oldest(reach, length - drop) >= keep for reach in reaches)
         return seen and (carry or self.states is None) and all(reach.kind != "chunk" for reach in reaches)
 
@@ -220,14 +220,14 @@ class World:
         spans = [Span(slot, CAPACITY - count, self.draw.randint(1, count)) for slot, count in rows.items() if count]
         if spans:
             self.count("make room")
-            lacking = self.cache.make_room(spans)
+            lacking = self.cache.evict_for(spans)
             if lacking:
-                self.cache.forget()
-                assert lacking == self.cache.make_room(spans)
+                self.cache.reset_prefix_cache()
+                assert lacking == self.cache.evict_for(spans)
 
     def evict(self) -> None:
         """Take cells from the tree: enough, if it has enough."""
-        wanted, free, idle = self.draw.randint(1, 60), self.cache.free_cells, self.cache.idle_cells()
+        wanted, free, idle = self.draw.randint(1, 60), self.cache.free_cells, self.cache.evictable_cells()
         self.count("evict")
         freed = self.cache.evict(wanted)
         assert free + freed == self.cache.free_cells
@@ -236,17 +236,20 @@ class World:
     def forget(self) -> None:
         """Take all cells from the tree."""
         self.count("forget")
-        self.cache.forget()
-        assert self.cache.idle_cells() == 0
+        self.cache.reset_prefix_cache()
+        assert self.cache.evictable_cells() == 0
 
     def save(self) -> None:
         """Write some of what is remembered: nothing whose beginning is not in files."""
         self.count("save")
-        files = self.cache._tree.shelf._files
+        files = self.cache._tree.offload._files
         before = set(files)
-        self.cache.save_some(self.draw.choice((1, 1, 2000, 10**9)))
+        self.cache.flush_to_disk(self.draw.choice((1, 1, 2000, 10**9)))
         for node in [node for entry in files - before for node in entry.nodes]:
-            assert all(above.shelved == len(above.tokens) and above.filed == above.pieces for above in node.path()[:-1])
+            assert all(
+                above.offloaded_tokens == len(above.tokens) and above.written_slices == above.entry_slices
+                for above in node.path()[:-1]
+            )
 
     def lose(self) -> None:
         """Somebody deletes a file, or it is damaged."""
@@ -277,7 +280,7 @@ class World:
         seat = self.seats[slot]
         standing, there = len(seat.tokens), in_cells(self.cache, slot, wanted, seat.salt)
         self.count("recall")
-        length = self.cache.recall(slot, wanted, salt=seat.salt)
+        length = self.cache.reuse_prefix(slot, wanted, salt=seat.salt)
         assert max(standing, there) <= length <= max(standing, len(wanted))
         if length > standing:
             self.count("recalled" if length == there else "recalled from the shelf")
@@ -289,7 +292,7 @@ class World:
         seat = self.seats[slot]
         tokens = seat.tokens[:length]
         self.count("remember")
-        self.cache.remember(slot, tokens, salt=seat.salt, seal=self.draw.random() < 0.5)
+        self.cache.insert_prefix(slot, tokens, salt=seat.salt, checkpoint=self.draw.random() < 0.5)
         self.remembered.setdefault(seat.salt, set()).update(tuple(tokens[:some]) for some in range(length + 1))
         self.latest.append(Seat(tokens, seat.salt))
 
@@ -298,9 +301,10 @@ class World:
         parts = [self.part(slot, tokens[len(self.seats[slot].tokens) :]) for slot, tokens in wanted]
         parts = [part for part in parts if part.tokens]
         spans = [
-            Span(part.slot, len(self.seats[part.slot].tokens), len(part.tokens), guessed=part.guessed) for part in parts
+            Span(part.slot, len(self.seats[part.slot].tokens), len(part.tokens), draft_tokens=part.draft_tokens)
+            for part in parts
         ]
-        if not spans or self.cache.make_room(spans):
+        if not spans or self.cache.evict_for(spans):
             return
         fails = self.draw.random() < 0.1
         self.count("forward that failed" if fails else "forward")
@@ -313,9 +317,9 @@ class World:
             return
         for part, span in zip(parts, spans, strict=True):
             stop = span.start + part.kept
-            if self.cache.states is not None:
+            if self.cache.recurrent_states is not None:
                 stop = max(at for at in (span.start, *places(span)) if at <= stop)
-            assert stop == self.cache.length(part.slot)
+            assert stop == self.cache.cached_length(part.slot)
             self.seats[part.slot].tokens += part.tokens[: stop - span.start]
 
     def part(self, slot: int, tokens: list[int]) -> Part:
@@ -338,7 +342,7 @@ class World:
         keys = torch.from_numpy(turned(marks, positions))
         for layer, spec in enumerate(self.layers):
             values = torch.from_numpy(marks)[None, :, None].repeat(spec.heads, 1, spec.value_width)
-            forward.write(layer, keys[None].repeat(spec.heads, 1, 1), values)
+            forward.store_kv(layer, keys[None].repeat(spec.heads, 1, 1), values)
         for span, part, seat in zip(forward.spans, parts, before, strict=True):
             self.advance(forward, span, seat, part.tokens)
             if part.kept < len(part.tokens):
@@ -347,16 +351,18 @@ class World:
 
     def advance(self, forward: Forward, span: Span, seat: Seat, tokens: Sequence[int]) -> None:
         """Read the state before a span and write those behind its pieces."""
-        if self.cache.states is None:
+        if self.cache.recurrent_states is None:
             return
-        state = forward.state(span.slot, span.start, STATE)
+        state = forward.recurrent_state(span.slot, span.start, STATE)
         assert (state is None) == (span.start == 0)
         assert state is None or float(state) == self.content.state(seat.salt, seat.tokens)
         for stop in places(span):
             text = (*seat.tokens, *tokens[: stop - span.start])
-            forward.put_state(span.slot, stop, STATE, torch.tensor(self.content.state(seat.salt, text)).double())
+            forward.store_recurrent_state(
+                span.slot, stop, STATE, torch.tensor(self.content.state(seat.salt, text)).double()
+            )
 
 
 def places(span: Span) -> range:
     """Where a slot may be left standing by a forward: before each guess, and behind the last row."""
-    return range(span.stop - span.guessed, span.stop + 1)
+    return range(span.stop - span.draft_tokens, span.stop + 1)

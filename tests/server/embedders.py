@@ -25,7 +25,7 @@ class FakeReader:
 
     def text(self, text: str, *, prompt: str = "", most: int | None = None) -> EmbeddingInput:
         letters = (prompt + text).encode()[: None if most is None else most - 2]
-        return self._checked(EmbeddingInput((1, *letters, 2), prompt=len(prompt)))
+        return self._checked(EmbeddingInput((1, *letters, 2), prompt_tokens=len(prompt)))
 
     def pair(self, query: str, document: str, *, most: int | None = None) -> EmbeddingInput:
         letters = (1, *query.encode(), 2, *document.encode())[: None if most is None else most - 1]

@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.chat_format.detection import Lexicon, find_dialect
-from engine.errors import ContextTooLong, Draining, EngineError, InvalidRequest, Loading, TooCostly
-from engine.types.events import Alternative, Delta, Event, Failed, Finished, Started, Timings, TokenLogprob, Usage
-from engine.types.request import EmbeddingJob, Grammar, Rendering, Request
-from engine.types.status import Drafting, Embedding, MemoryPlan, ModelInfo, Stats
+from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.errors import ContextTooLong, Draining, EngineError, GrammarTooCostly, InvalidRequest, Loading
+from engine.types.events import Delta, Event, Failed, Finished, Logprob, Started, Timings, TokenLogprob, Usage
+from engine.types.request import EmbeddingJob, Grammar, RenderedPrompt, Request
+from engine.types.status import DraftingInfo, EmbeddingModelInfo, MemoryPlan, ModelInfo, Stats
 from server.lifecycle import Lifecycle, listen
-from server.settings import Caps, Settings
+from server.settings import ClientLimits, Settings
 from tests.server.embedders import FakeReader, count_letters
 
 INFO = ModelInfo(
@@ -37,7 +37,12 @@ INFO = ModelInfo(
     batch_invariant=True,
 )
 MEMORY = MemoryPlan(
-    weights_bytes=4 << 20, cells=256, cell_bytes=512, cache_bytes=131072, work_bytes=1 << 20, available_bytes=1 << 30
+    weights_bytes=4 << 20,
+    cells=256,
+    cell_bytes=512,
+    cache_bytes=131072,
+    workspace_bytes=1 << 20,
+    available_bytes=1 << 30,
 )
 TIMINGS = Timings(queue_seconds=0.5, prompt_seconds=0.25, generation_seconds=0.125)
 WORDS = ("Hello", " wor", "ld")
@@ -85,10 +90,10 @@ def finished(request: Request, **changes: Any) -> Finished:
 
 def entry(token: int, text: str, top: int, *, offset: int = 0) -> TokenLogprob:
     """A chosen token behind so many characters, and `top` others of which the last was impossible."""
-    others = [Alternative(100 + place, f"<{place}>", b"x", -float(place + 1)) for place in range(top)]
+    others = [Logprob(100 + place, f"<{place}>", b"x", -float(place + 1)) for place in range(top)]
     if others:
-        others[-1] = Alternative(100 + top - 1, others[-1].text, b"x", -math.inf)
-    return TokenLogprob(Alternative(token, text, text.encode(), -0.5), tuple(others), offset=offset)
+        others[-1] = Logprob(100 + top - 1, others[-1].text, b"x", -math.inf)
+    return TokenLogprob(Logprob(token, text, text.encode(), -0.5), tuple(others), text_offset=offset)
 
 
 # As in Qwen's templates: reasoning between <think>, calls as JSON between <tool_call>.
@@ -106,8 +111,8 @@ class FakeTokenizer:
         self.template, self.opened = template, opened
         self.rendered: list[dict[str, Any]] = []
         marks = {mark: token for mark, token in (("<think>", 254), ("</think>", 255)) if mark in template}
-        lexicon = Lexicon(marks, frozenset(), lambda text: [marks[text]] if text in marks else self.encode(text))
-        self.dialect = find_dialect(template, lexicon)
+        lexicon = Vocabulary(marks, frozenset(), lambda text: [marks[text]] if text in marks else self.encode(text))
+        self.dialect = detect_chat_format(template, lexicon)
 
     @property
     def has_chat_template(self) -> bool:
@@ -116,24 +121,24 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_beginning(self, text: str) -> list[int]:
+    def encode_truncated(self, text: str) -> list[int]:
         return self.encode(text)[: 4 * INFO.context]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()
 
-    def pieces_of(self, tokens: Sequence[int]) -> list[Alternative]:
-        return [Alternative(token, chr(token), bytes([token]), 0.0) for token in tokens]
+    def describe_tokens(self, tokens: Sequence[int]) -> list[Logprob]:
+        return [Logprob(token, chr(token), bytes([token]), 0.0) for token in tokens]
 
-    def predict(self, text: str) -> list[int]:
+    def encode_prediction(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> Rendering:
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> RenderedPrompt:
         self.rendered.append({"messages": list(messages), **options})
         if any(message["content"] == "refuse me" for message in messages):
             raise InvalidRequest("messages", "the template refuses it")
         text = "".join(f"{message['content']}\n" for message in messages)
-        return Rendering(tuple(self.encode(text)), opened=self.opened)
+        return RenderedPrompt(tuple(self.encode(text)), generation_prompt=self.opened)
 
 
 class FakeGrammars:
@@ -149,7 +154,7 @@ class FakeGrammars:
     def compile(self, grammar: Grammar) -> None:
         self.compiled.append(grammar)
         if "endless" in grammar.source:
-            raise TooCostly("grammar", "it takes too long")
+            raise GrammarTooCostly("grammar", "it takes too long")
         lines = grammar.source.splitlines()
         if any("unkeepable" in line or ("unreadable" in line and "lenient" not in line) for line in lines):
             raise InvalidRequest("grammar", "unimplemented keyword 'unreadable'")
@@ -160,11 +165,11 @@ class PlayedStream:
 
     def __init__(self, events: AsyncIterator[Event]) -> None:
         self._events = events
-        self.shortcut: Callable[[Delta], bool] | None = None
+        self.fast_path: Callable[[Delta], bool] | None = None
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         async for event in self._events:
-            if self.shortcut is None or not isinstance(event, Delta) or not self.shortcut(event):
+            if self.fast_path is None or not isinstance(event, Delta) or not self.fast_path(event):
                 yield event
 
 
@@ -186,8 +191,8 @@ class FakeEngine:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     grammars: FakeGrammars = field(default_factory=FakeGrammars)
     memory: MemoryPlan = MEMORY
-    drafting: Drafting = Drafting()
-    embedding: Embedding | None = None
+    drafting: DraftingInfo = DraftingInfo()
+    embedding: EmbeddingModelInfo | None = None
     reader: FakeReader = field(default_factory=FakeReader)
     jobs: list[EmbeddingJob] = field(default_factory=list)
     cut: set[asyncio.Event] = field(default_factory=set)
@@ -225,7 +230,7 @@ class FakeEngine:
             raise Draining()
         if self.refusal is not None:
             raise self.refusal
-        if len(request.prompt) > self.info.context - (not request.silent):
+        if len(request.prompt) > self.info.context - (not request.prefill_only):
             raise ContextTooLong(len(request.prompt), self.info.context)
         self.requests.append(request)
         self.running.add(request.id)
@@ -347,9 +352,9 @@ def ask(app: Any, method: str, path: str, **options: Any) -> Answer:
 
 def settings(**changes: Any) -> Settings:
     """Settings that suit tests: a known name, short waits."""
-    caps = Caps(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("caps", {})})
+    caps = ClientLimits(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("caps", {})})
     return Settings(
-        **{"served_names": ("fake", "org/alias"), "store": "memory", "caps": caps, "grace_seconds": 5.0, **changes}
+        **{"served_names": ("fake", "org/alias"), "store": "memory", "limits": caps, "grace_seconds": 5.0, **changes}
     )
 
 
@@ -364,7 +369,7 @@ def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         engine.start()
-        await lifecycle.listener.serve(sockets=[listening])
+        await lifecycle.server.serve(sockets=[listening])
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
@@ -372,7 +377,7 @@ def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]
         yield listening.getsockname()[1]
     finally:
         if loops:
-            loops[0].call_soon_threadsafe(setattr, lifecycle.listener, "should_exit", True)
+            loops[0].call_soon_threadsafe(setattr, lifecycle.server, "should_exit", True)
         thread.join(30)
         engine.close()
         listening.close()

@@ -77,7 +77,7 @@ async def serve(play: str, flag: Path) -> int:
     """One run of the server, as cli.py does it."""
     listening = listen("127.0.0.1", 0)
     print(listening.getsockname()[1], flush=True)
-    using = settings(grace_seconds=30.0, caps={"write_seconds": 60.0})
+    using = settings(grace_seconds=30.0, limits={"write_seconds": 60.0})
     return await Lifecycle(PlayEngine(play, flag), using, print).run(listening)  # type: ignore[arg-type]
 
 

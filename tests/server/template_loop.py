@@ -18,11 +18,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.chat_format.message import CallArguments, CallOpened, Text, Tool
+from engine.chat_format.message import TextDelta, Tool, ToolCallDelta, ToolCallStart
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
-from engine.types.request import Rendering
-from server.generation.messages import conversation
+from engine.types.request import RenderedPrompt
+from server.generation.messages import prepare_messages
 from server.schemas.chat import Message
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -92,12 +92,12 @@ def tokenizer_with(template: str) -> Tokenizer:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
     )
-    return Tokenizer(tokenizer, vocabulary=len(tokenizer), context=100_000)
+    return Tokenizer(tokenizer, vocabulary_size=len(tokenizer), context=100_000)
 
 
-def rendered(tokenizer: Tokenizer, messages: Sequence[Body], *, opening: bool = True) -> Rendering:
+def rendered(tokenizer: Tokenizer, messages: Sequence[Body], *, opening: bool = True) -> RenderedPrompt:
     """The prompt of messages, as the server makes it."""
-    talk = conversation([Message.model_validate(message) for message in messages])
+    talk = prepare_messages([Message.model_validate(message) for message in messages])
     return tokenizer.render_chat(talk.messages, tools=TOOLS, add_generation_prompt=opening)
 
 
@@ -107,7 +107,7 @@ def faults(template: str) -> Iterator[tuple[str, str]]:
     if "tool" not in template:
         yield "tools", "the template knows none"
         return
-    if not tokenizer.dialect.calls:
+    if not tokenizer.chat_format.supports_tool_calls:
         yield "tools", "the server refuses them: it does not know how the model writes calls"
         return
     found = [(name, fault) for name, loop in loops().items() for fault in unaccepted(tokenizer, *loop)]
@@ -137,12 +137,12 @@ def misread(tokenizer: Tokenizer) -> Iterator[str]:
     whole = tokenizer.decode(rendered(tokenizer, [asked, said, result]).tokens)
     start = tokenizer.decode(opened.tokens)
     text = whole[len(start) :] if whole.startswith(start) else whole[whole.rindex("What about Graz?") + 16 :]
-    reader = tokenizer.dialect.reader(tuple(TOOLS), opened.opened if whole.startswith(start) else "")
+    reader = tokenizer.chat_format.parser(tuple(TOOLS), opened.generation_prompt if whole.startswith(start) else "")
     pieces = [*reader.push(text[: text.index("sunny")]), *reader.finish()]
-    names = [piece.name for piece in pieces if isinstance(piece, CallOpened)]
-    arguments = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
+    names = [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, ToolCallDelta))
     if names != ["get_weather"]:
-        yield f"calls {names}: {''.join(piece.text for piece in pieces if isinstance(piece, Text))[:60]!r}"
+        yield f"calls {names}: {''.join(piece.text for piece in pieces if isinstance(piece, TextDelta))[:60]!r}"
     elif json.loads(arguments) != ARGUMENTS:
         yield f"arguments {arguments}"
 

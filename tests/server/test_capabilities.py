@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types.status import Drafting
+from engine.types.status import DraftingInfo
 from server.app import create_app
-from server.generation.ability import BUDGETS
+from server.generation.support import REASONING_BUDGETS
 from server.schemas import policy
 from server.schemas.capabilities import Capabilities
 from server.schemas.chat import ChatRequest
@@ -40,7 +40,7 @@ def test_every_field_and_every_refusal_is_told(told: dict[str, Any], path: str, 
 
     assert {*shape.model_fields, *shape.documented} == parameters.keys()
     # What this model, without reasoning, takes no notice of.
-    unheeded = {"reasoning_effort", *BUDGETS} if path == CHAT else set()
+    unheeded = {"reasoning_effort", *REASONING_BUDGETS} if path == CHAT else set()
     assert {*policy.NOTED, *unheeded} == {name for name, one in parameters.items() if one["support"] == "noted"}
 
 
@@ -69,7 +69,7 @@ def test_every_endpoint_with_a_body_is_there(told: dict[str, Any], app: Any) -> 
 
 def test_the_model_decides_too() -> None:
     """A model that calls, thinks and reads efforts is told as one, and its parameters as honoured."""
-    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=Drafting(("lookup",)))
+    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=DraftingInfo(("lookup",)))
     app = create_app(engine, settings(lenient=True))  # type: ignore[arg-type]
 
     told = ask(app, "GET", "/v1/capabilities").json

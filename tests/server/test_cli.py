@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.types.status import Drafting, ModelInfo, QuantizeOffer
+from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
 from server.banner import banner
 from server.settings import Settings
@@ -119,9 +119,9 @@ def test_every_option(parsed: Any) -> None:
             mla="absorb",
             kv_dtype="int8",
             quantize="int4",
-            shelf="kept",
-            shelf_bytes=1000,
-            shelf_memory_bytes=10,
+            disk_cache="kept",
+            disk_cache_bytes=1000,
+            host_cache_bytes=10,
             drafter="model",
             draft_model="small/model",
             draft_tokens=4,
@@ -239,7 +239,7 @@ def test_the_settings_reach_the_engine() -> None:
         quantize="auto",
     ).engine_config()
     drafted = Settings(drafter="model", draft_model="small", draft_tokens=0).engine_config()
-    shelved = Settings(shelf="kept", shelf_bytes=5, shelf_memory_bytes=6).engine_config()
+    shelved = Settings(disk_cache="kept", disk_cache_bytes=5, host_cache_bytes=6).engine_config()
 
     assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
     assert 0.02 == Settings(itl_target_ms=20.0).engine_config().itl_target_seconds
@@ -319,7 +319,7 @@ def test_the_server_never_imports_torch() -> None:
 
 def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
     """Model, context, queue, memory plan, keys, addresses, and a line to copy."""
-    text = banner(INFO, MEMORY, Drafting(), Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
+    text = banner(INFO, MEMORY, DraftingInfo(), Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
 
     assert isinstance(INFO, ModelInfo)
     for part in (
@@ -338,7 +338,7 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         assert part in text
     assert "shelf" not in text
     assert "/kept, 8.0 GiB at most" in banner(
-        INFO, MEMORY, Drafting(), Settings(shelf="/kept"), "http://127.0.0.1:8000"
+        INFO, MEMORY, DraftingInfo(), Settings(disk_cache="/kept"), "http://127.0.0.1:8000"
     )
 
 
@@ -347,41 +347,43 @@ def test_the_first_screen_says_what_other_requests_change() -> None:
     rounding = replace(INFO, batch_invariant=False)
 
     assert "logits depend on other requests by rounding" in banner(
-        rounding, MEMORY, Drafting(), Settings(), "http://127.0.0.1:8000"
+        rounding, MEMORY, DraftingInfo(), Settings(), "http://127.0.0.1:8000"
     )
 
 
 def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> None:
     """Natively or why not, and for each format what is left of the weights to read."""
-    offer = QuantizeOffer((("int8", 0.53), ("int4", 0.28)), "int8")
-    native = replace(INFO, quantize_offer=offer)
-    slow = replace(INFO, torch_reason="it has an encoder", quantize_offer=replace(offer, auto=None))
+    offer = QuantizationEstimate((("int8", 0.53), ("int4", 0.28)), "int8")
+    native = replace(INFO, quantization_estimate=offer)
+    slow = replace(INFO, not_native_reason="it has an encoder", quantization_estimate=replace(offer, auto=None))
     url = "http://127.0.0.1:8000"
 
     assert (
         "steps     one native call; weights that a token reads with --quantize, of those now: int8 53% or int4 28%; "
         "auto takes int8\n"
-    ) in banner(native, MEMORY, Drafting(), Settings(), url)
+    ) in banner(native, MEMORY, DraftingInfo(), Settings(), url)
     assert "in torch operations, not natively: it has an encoder; weights" in banner(
-        slow, MEMORY, Drafting(), Settings(), url
+        slow, MEMORY, DraftingInfo(), Settings(), url
     )
-    assert "auto leaves weights as they are\n" in banner(slow, MEMORY, Drafting(), Settings(), url)
-    assert "steps     one native call\n" in banner(INFO, MEMORY, Drafting(), Settings(), url)
+    assert "auto leaves weights as they are\n" in banner(slow, MEMORY, DraftingInfo(), Settings(), url)
+    assert "steps     one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
 
 
 def test_the_first_screen_says_which_pages_may_call() -> None:
     """None, unless an origin is allowed."""
     url, open_ = "http://127.0.0.1:8000", Settings(allowed_hosts=("x", "https://chat.example.org"))
 
-    assert "browser" not in banner(INFO, MEMORY, Drafting(), Settings(allowed_hosts=("x",)), url)
-    assert "of https://chat.example.org may call" in banner(INFO, MEMORY, Drafting(), open_, url)
+    assert "browser" not in banner(INFO, MEMORY, DraftingInfo(), Settings(allowed_hosts=("x",)), url)
+    assert "of https://chat.example.org may call" in banner(INFO, MEMORY, DraftingInfo(), open_, url)
 
 
 def test_the_first_screen_says_who_drafts() -> None:
     """The kinds, how far they go, and what the model among them takes."""
-    url, small = "http://127.0.0.1:8000", Drafting(("lookup", "model"), INFO, MEMORY)
+    url, small = "http://127.0.0.1:8000", DraftingInfo(("lookup", "model"), INFO, MEMORY)
 
-    assert "lookup, as many tokens as pay at a time\n" in banner(INFO, MEMORY, Drafting(("lookup",)), Settings(), url)
+    assert "lookup, as many tokens as pay at a time\n" in banner(
+        INFO, MEMORY, DraftingInfo(("lookup",)), Settings(), url
+    )
     assert (
         "lookup and model, 4 tokens at a time; FakeForCausalLM, 1.2k parameters, from /models/fake: "
         "weights 4.0 MiB + cache 128.0 KiB\n"

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from engine.errors import Overloaded
 from engine.types.events import Embedded, Event, Failed
 from engine.types.request import EmbeddingJob
-from engine.types.status import Drafting, Embedding
+from engine.types.status import DraftingInfo, EmbeddingModelInfo
 from server.app import create_app
 from server.banner import banner
 from server.schemas.capabilities import Capabilities
@@ -27,16 +27,16 @@ from tests.server.fakes import INFO, MEMORY, Answer, FakeEngine, ask, settings
 
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 NAME = "org/vectors"
-MODEL = Embedding(
+MODEL = EmbeddingModelInfo(
     model=replace(INFO, name=NAME, architecture="FakeModel", context=16, slots=0, parameters=77),
-    makes="vectors",
+    output_kind="vectors",
     dimensions=3,
     prompts=("query",),
     similarity="cosine",
     weights_bytes=1 << 20,
-    work_bytes=1 << 10,
+    workspace_bytes=1 << 10,
 )
-RANKER = replace(MODEL, makes="scores", dimensions=1)
+RANKER = replace(MODEL, output_kind="scores", dimensions=1)
 
 
 def like(job: EmbeddingJob) -> Iterator[Event]:
@@ -95,7 +95,7 @@ def test_a_purpose_is_a_prompt() -> None:
     engine = FakeEngine(embedding=MODEL)
     plain, asked = (post(EMBEDDINGS, engine, input="ab", input_type=purpose).json for purpose in ("document", "query"))
 
-    assert [0, 2] == [job.inputs[0].prompt for job in engine.jobs]
+    assert [0, 2] == [job.inputs[0].prompt_tokens for job in engine.jobs]
     assert [4, 6] == [answer["usage"]["prompt_tokens"] for answer in (plain, asked)]
 
 
@@ -262,7 +262,7 @@ def test_a_ranker_ranks_unless_the_model_is_named(fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("model", [MODEL, RANKER])
-def test_what_is_compared_can_be_cut(model: Embedding) -> None:
+def test_what_is_compared_can_be_cut(model: EmbeddingModelInfo) -> None:
     """Else it is a 400 that names its side of the pair; the model itself is asked about all of a text."""
     engine = FakeEngine(embedding=model, embeds=count_letters if model is MODEL else like)
     pair = {"model": NAME, "text_1": "a", "text_2": "b" * 40}
@@ -315,12 +315,12 @@ def test_the_settings_name_it() -> None:
     )
     with pytest.raises(ValueError, match="--served-model-name"):
         Settings(model=NAME, embedding_model=NAME)
-    assert ("chat",) == Settings(model=NAME, embedding_model=NAME, served_names=("chat",)).names
+    assert ("chat",) == Settings(model=NAME, embedding_model=NAME, served_names=("chat",)).model_names
 
 
 def test_the_first_screen_says_what_it_takes() -> None:
     """What it makes, how long texts may be, and its memory."""
-    text = banner(INFO, MEMORY, Drafting(), Settings(), "http://127.0.0.1:8000", MODEL)
+    text = banner(INFO, MEMORY, DraftingInfo(), Settings(), "http://127.0.0.1:8000", MODEL)
 
     assert "FakeModel, 77 parameters, float32" in text
     assert "vectors of 3 numbers, 16 tokens a text, weights 1.0 MiB + work 1.0 KiB" in text

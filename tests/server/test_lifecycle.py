@@ -18,7 +18,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.types.status import Stats
-from server.lifecycle import QUIET_PULSES, Lifecycle, listen
+from server.lifecycle import IDLE_CHECKS, Lifecycle, listen
 from tests.server.fakes import FakeEngine, settings
 from tests.server.wire import CHAT, connected, exchange, get, post, read_all, read_until, status
 
@@ -189,14 +189,14 @@ def test_the_exit_codes_differ() -> None:
 
 def test_what_first_requests_need_is_prepared_in_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars are, when nobody has asked for anything for a while."""
-    monkeypatch.setattr("server.lifecycle.PULSE_SECONDS", 0)
+    monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
     engine, said = FakeEngine(), list[str]()
     monkeypatch.setattr(engine, "stats", lambda: Stats(running=next(looks)))
 
     prepare = run_until(engine, said, lambda: engine.grammars.prepared)
 
-    assert (0, 6 + QUIET_PULSES) == (prepare, 1006 - len(list(looks)))
+    assert (0, 6 + IDLE_CHECKS) == (prepare, 1006 - len(list(looks)))
     assert said[0].startswith("Cellar")
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_prepared_is_a_line_in_the_log(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server goes on: who needs a grammar learns why there is none."""
-    monkeypatch.setattr("server.lifecycle.PULSE_SECONDS", 0)
+    monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     engine = FakeEngine()
     monkeypatch.setattr(engine.grammars, "prepare", lambda: (_ for _ in ()).throw(error))
 

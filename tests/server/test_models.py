@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from server.app import create_app
-from server.http.errors import MESSAGES, OLLAMA
+from server.http.errors import ANTHROPIC_PREFIX, OLLAMA_PREFIX
 from server.http.parsing import StrictRoute
 from server.schemas.models import Model, ModelList
 from server.settings import Settings
@@ -101,10 +101,10 @@ def test_the_default_names(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
 
-    assert ("cellar-tiny",) == Settings().names
-    assert ("my-model",) == Settings(model=str(folder)).names
-    assert ("Qwen/Qwen3-0.6B",) == Settings(model="Qwen/Qwen3-0.6B").names
-    assert ("a", "b") == Settings(model=str(folder), served_names=("a", "b")).names
+    assert ("cellar-tiny",) == Settings().model_names
+    assert ("my-model",) == Settings(model=str(folder)).model_names
+    assert ("Qwen/Qwen3-0.6B",) == Settings(model="Qwen/Qwen3-0.6B").model_names
+    assert ("a", "b") == Settings(model=str(folder), served_names=("a", "b")).model_names
 
 
 def test_the_document_types_requests_answers_events_and_errors() -> None:
@@ -127,13 +127,13 @@ def test_the_document_types_requests_answers_events_and_errors() -> None:
 
 def test_the_document_is_built_once_and_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes most of a second, in which no stream may stand still."""
-    built, describe = [], StrictRoute.describe
+    built, describe = [], StrictRoute.create_response_fields
 
     def watched(route: StrictRoute) -> None:
         built.append(threading.get_ident())
         describe(route)
 
-    monkeypatch.setattr(StrictRoute, "describe", watched)
+    monkeypatch.setattr(StrictRoute, "create_response_fields", watched)
     served = app()
 
     first, second = (ask(served, "GET", "/openapi.json") for _ in range(2))
@@ -146,7 +146,7 @@ def test_the_document_is_built_once_and_off_the_event_loop(monkeypatch: pytest.M
 def test_the_document_has_the_errors_of_each_api() -> None:
     """Every operation declares refusals and faults, in the shape that its clients read."""
     document = ask(app(), "GET", "/openapi.json").json
-    shapes = {MESSAGES: "AnthropicErrorBody", OLLAMA: "OllamaErrorBody"}
+    shapes = {ANTHROPIC_PREFIX: "AnthropicErrorBody", OLLAMA_PREFIX: "OllamaErrorBody"}
 
     for path, operations in document["paths"].items():
         shape = next((shape for begin, shape in shapes.items() if path.startswith(begin)), "ErrorBody")

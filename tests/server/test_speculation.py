@@ -36,7 +36,7 @@ def sent(path: str, **fields: Any) -> Request:
 
 def drafting(request: Request) -> list[Event]:
     """The script of a request with drafts: five tokens of which two were said."""
-    usage = Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=0, accepted_tokens=2, refused_tokens=3)
+    usage = Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=0, accepted_tokens=2, rejected_tokens=3)
     return [Started(2, 0, 7), finished(request, usage=usage)]
 
 

@@ -1,4 +1,4 @@
-// The C interface of the attention kernel. engine/kernels/cpu/native.py mirrors these structures field by field.
+// The C interface of the attention kernel. engine/kernels/cpu/attention.py mirrors these structures field by field.
 //
 // One call is one layer of a packed batch. A segment's rows stand at the end of its cells:
 //

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels.cache_folder import cache_folder, scratch_folder, trim, use
+from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
 
 SOURCE = Path(__file__).parent
 PREBUILT = SOURCE / "prebuilt"
@@ -48,11 +48,11 @@ _FLAGS = (
 )
 _BUILD_SECONDS = 300
 # Builds of one variant: several checkouts, or versions, may take turns.
-_KEPT = 4
+_KEPT_BUILDS = 4
 _DIGEST_BYTES = 32
 
 
-class NoLibrary(Exception):
+class LibraryUnavailable(Exception):
     """There is none, for a `reason` that people can read."""
 
     def __init__(self, reason: str) -> None:
@@ -62,10 +62,10 @@ class NoLibrary(Exception):
 
 def variants(kernel: str) -> tuple[str, ...]:
     """Those that this processor can run, fastest first."""
-    return tuple(variant for variant in KERNELS[kernel] if variant in _capable())
+    return tuple(variant for variant in KERNELS[kernel] if variant in _supported_variants())
 
 
-def _capable() -> set[str]:
+def _supported_variants() -> set[str]:
     """What of all variants this processor can run, by torch's names of the same capabilities."""
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
@@ -94,7 +94,7 @@ def library(
     cache: Path | None = None,
     path: str | None = None,
 ) -> Path:
-    """The file of a kernel's variant, by default of the fastest. Raises NoLibrary.
+    """The file of a kernel's variant, by default of the fastest. Raises LibraryUnavailable.
 
     prebuilt  where a wheel or image has put libraries
     cache     where built ones are kept, by default under the user's; made if need be, refused if others may write there
@@ -105,11 +105,13 @@ def library(
     if _is_sound(ready):
         return ready
     compiler = _compiler(path)
-    target = _private(cache or _users_cache()) / _name(kernel, variant, _version(compiler), KERNELS[kernel][variant])
-    use(target)
+    target = _private_folder(cache or _user_cache()) / _name(
+        kernel, variant, _version(compiler), KERNELS[kernel][variant]
+    )
+    mark_used(target)
     if not _is_sound(target):
         _build(compiler, kernel, variant, target)
-        use(target)
+        mark_used(target)
         _prune(target.parent, f"{kernel}-{variant}-*.so")
         trim()
     return target
@@ -144,7 +146,7 @@ def _compiler(path: str | None) -> str:
         found = shutil.which(name, path=path)
         if found is not None:
             return found
-    raise NoLibrary(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
+    raise LibraryUnavailable(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
 
 
 def _version(compiler: str) -> str:
@@ -169,12 +171,12 @@ def _prune(cache: Path, pattern: str) -> None:
         # Another process may do the same.
         with suppress(FileNotFoundError):
             found.append((file.stat().st_mtime_ns, file))
-    for _, file in sorted(found)[:-_KEPT]:
+    for _, file in sorted(found)[:-_KEPT_BUILDS]:
         file.unlink(missing_ok=True)
 
 
 def _run(command: list[str], scratch: Path | None = None) -> str:
-    """The output of a compiler, its own temporary files in `scratch`; what it complains about ends up in NoLibrary."""
+    """The output of a compiler, its own temporary files in `scratch`; what it complains about ends up in LibraryUnavailable."""
     name = Path(command[0]).name
     environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
     try:
@@ -182,9 +184,9 @@ def _run(command: list[str], scratch: Path | None = None) -> str:
             command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True, env=environment
         )
     except subprocess.CalledProcessError as error:
-        raise NoLibrary(f"{name} failed: {error.stderr.strip()[-500:]}") from error
+        raise LibraryUnavailable(f"{name} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoLibrary(f"{name} does not run: {error}") from error
+        raise LibraryUnavailable(f"{name} does not run: {error}") from error
     return done.stdout
 
 
@@ -197,24 +199,24 @@ def _is_sound(file: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-def _users_cache() -> Path:
+def _user_cache() -> Path:
     if os.name != "posix":
-        raise NoLibrary(f"built on POSIX systems only, and this is {platform.system()}")
+        raise LibraryUnavailable(f"built on POSIX systems only, and this is {platform.system()}")
     try:
         return cache_folder("kernels")
     except OSError as error:
-        raise NoLibrary(str(error)) from error
+        raise LibraryUnavailable(str(error)) from error
 
 
-def _private(cache: Path) -> Path:
+def _private_folder(cache: Path) -> Path:
     """The cache's folder, made if need be. What lies there is run, so nobody else may be able to write it."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = cache.stat()
     except OSError as error:
-        raise NoLibrary(f"no folder to keep it in: {error}") from error
+        raise LibraryUnavailable(f"no folder to keep it in: {error}") from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NoLibrary(f"{cache} can be written by others")
+        raise LibraryUnavailable(f"{cache} can be written by others")
     return cache
 
 

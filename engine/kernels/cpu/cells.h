@@ -1,4 +1,4 @@
-// How a head's key or value is stored in a cell (kvcache/planes.py): in float32, rounded to bfloat16, or as int8 codes and a
+// How a head's key or value is stored in a cell (kvcache/kv_buffer.py): in float32, rounded to bfloat16, or as int8 codes and a
 // scale. int8 keys are stored behind a Hadamard transform (kvcache/hadamard.py), and queries that meet them are transformed.
 #pragma once
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.linear import Products
-from engine.kernels.packing import Packed
+from engine.kernels.linear import MultiplyRows
+from engine.kernels.packing import PackedMatrix
 
 # The enumeration of linear.h.
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _Matrix(Structure):
+class _MatrixFields(Structure):
     _fields_ = [
         ("codes", c_void_p),
         ("scales", c_void_p),
@@ -31,11 +31,11 @@ class _Matrix(Structure):
     ]
 
 
-class _Product(Structure):
+class _ProductFields(Structure):
     _fields_ = [
         ("input", c_void_p),
         *((name, c_int64) for name in ("format", "stride", "rows", "columns")),
-        ("matrices", POINTER(_Matrix)),
+        ("matrices", POINTER(_MatrixFields)),
         *((name, c_int64) for name in ("count", "threads")),
     ]
 
@@ -45,25 +45,25 @@ class NativeLinear:
 
     def __init__(self, library: Path) -> None:
         self._call = ctypes.CDLL(str(library)).cellar_multiply
-        self._call.argtypes, self._call.restype = [POINTER(_Product)], c_int64
+        self._call.argtypes, self._call.restype = [POINTER(_ProductFields)], c_int64
 
-    def prepare(self, matrices: Sequence[Packed]) -> Products:
+    def prepare(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
         """What returns, for rows, what engine.kernels.linear.multiply does, from float32 sums. For one thread's use."""
-        return _Products(self._call, matrices)
+        return _PreparedMatrices(self._call, matrices)
 
-    def multiply(self, rows: Tensor, matrices: Sequence[Packed]) -> list[Tensor]:
+    def multiply(self, rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
         """The same for once."""
         return self.prepare(matrices)(rows)
 
 
-class _Products:
+class _PreparedMatrices:
     """Some matrices, described to the kernel once."""
 
-    def __init__(self, call: Any, matrices: Sequence[Packed]) -> None:
+    def __init__(self, call: Any, matrices: Sequence[PackedMatrix]) -> None:
         self._call, self._held = call, list(matrices)
         [self._columns] = {matrix.columns for matrix in matrices}
-        self._matrices = (_Matrix * len(matrices))(*map(_describe, matrices))
-        self._product = _Product(columns=self._columns, matrices=self._matrices, count=len(matrices))
+        self._matrices = (_MatrixFields * len(matrices))(*map(_describe, matrices))
+        self._product = _ProductFields(columns=self._columns, matrices=self._matrices, count=len(matrices))
 
     def __call__(self, rows: Tensor) -> list[Tensor]:
         """The products. Raises ValueError for rows of another width."""
@@ -89,5 +89,5 @@ class _Products:
         return outputs if known.dtype == rows.dtype else [output.to(rows.dtype) for output in outputs]
 
 
-def _describe(matrix: Packed) -> _Matrix:
-    return _Matrix(matrix.codes.data_ptr(), matrix.scales.data_ptr(), matrix.bits, matrix.outputs)
+def _describe(matrix: PackedMatrix) -> _MatrixFields:
+    return _MatrixFields(matrix.codes.data_ptr(), matrix.scales.data_ptr(), matrix.bits, matrix.outputs)

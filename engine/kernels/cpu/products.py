@@ -16,7 +16,7 @@ from torch import Tensor
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class _PlainProduct(Structure):
+class _PlainProductFields(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "weights", "output")),
         *((name, c_int64) for name in ("format", "batch", "count", "outputs", "columns")),
@@ -30,7 +30,7 @@ class NativeProduct:
 
     def __init__(self, library: Path) -> None:
         self._call = ctypes.CDLL(str(library)).cellar_multiply_plain
-        self._call.argtypes, self._call.restype = [POINTER(_PlainProduct)], c_int64
+        self._call.argtypes, self._call.restype = [POINTER(_PlainProductFields)], c_int64
 
     def linear(self, rows: Tensor, weight: Tensor) -> Tensor:
         """The product [rows, outputs] of rows [rows, columns] and a weight [outputs, columns]."""
@@ -48,7 +48,7 @@ class NativeProduct:
         output = torch.empty(batch, count, stored.shape[1])
         self._call(
             byref(
-                _PlainProduct(
+                _PlainProductFields(
                     rows=known.data_ptr(),
                     weights=stored.data_ptr(),
                     output=output.data_ptr(),

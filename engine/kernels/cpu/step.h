@@ -1,4 +1,4 @@
-// The C interface of the native step. engine/native/library.py mirrors these structures field by field.
+// The C interface of the native step. engine/native/step_library.py mirrors these structures field by field.
 //
 // One call is one step: the rows of a packed batch go through all layers of a decoder, whose weights are read where they
 // lie. What a layer does with the rows, from their states:

@@ -107,7 +107,7 @@ class Socket:
         assert event["type"] == "response.completed", event
         return whole(event["response"])
 
-    def refused(self, input: object, code: str | None = None, **more: object) -> None:
+    def rejected_tokens(self, input: object, code: str | None = None, **more: object) -> None:
         """An error, of this code if one is given."""
         event = self.create(input, store=False, **more)
         found = event.get("error") or event["response"]["error"]
@@ -239,14 +239,14 @@ def _recovery(api: Api) -> None:
     with api.socket() as socket:
         first = socket.complete("The code word is copper. Reply with OK.")
     with api.socket() as socket:
-        socket.refused("Go on.", "previous_response_not_found", previous_response_id=first["id"])
+        socket.rejected_tokens("Go on.", "previous_response_not_found", previous_response_id=first["id"])
         socket.complete([said("user", "Then begin anew.")])
 
 
 @case("websocket-previous-response-not-found")
 def _missing(api: Api) -> None:
     with api.socket() as socket:
-        socket.refused("Go on.", "previous_response_not_found", previous_response_id=f"resp_{time.time_ns()}")
+        socket.rejected_tokens("Go on.", "previous_response_not_found", previous_response_id=f"resp_{time.time_ns()}")
 
 
 @case("websocket-failed-continuation-evicts-cache")
@@ -254,8 +254,8 @@ def _eviction(api: Api) -> None:
     with api.socket() as socket:
         first = socket.complete("The code word is ember. Reply with OK.")
         orphan = {"type": "function_call_output", "call_id": "call_of_nobody", "output": "nothing called this"}
-        socket.refused([orphan], previous_response_id=first["id"])
-        socket.refused("Go on.", "previous_response_not_found", previous_response_id=first["id"])
+        socket.rejected_tokens([orphan], previous_response_id=first["id"])
+        socket.rejected_tokens("Go on.", "previous_response_not_found", previous_response_id=first["id"])
 
 
 @case("websocket-compact-new-chain")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engine.chat_format.chat_format import Dialect
-from engine.chat_format.detection import Lexicon, find_dialect
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text, Tool
+from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
 
 Arguments = Mapping[str, object]
 Calls = Sequence[tuple[str, Arguments]]
@@ -40,20 +40,20 @@ class Speaker:
     opened: str = ""
 
     @property
-    def dialect(self) -> Dialect:
+    def dialect(self) -> ChatFormat:
         """The dialect that is found for it, with tokens numbered from 0 that are special."""
         return dialect_of(self.template, self.tokens)
 
 
 @cache
-def dialect_of(template: str, tokens: tuple[str, ...]) -> Dialect:
+def dialect_of(template: str, tokens: tuple[str, ...]) -> ChatFormat:
     """A dialect of a vocabulary in which these are special tokens, and any letter is one too."""
     added = {token: number for number, token in enumerate(tokens)}
 
     def encode(text: str) -> list[int]:
         return [added[text]] if text in added else [1000 + ord(letter) for letter in text]
 
-    return find_dialect(template, Lexicon(added, frozenset(tokens), encode))
+    return detect_chat_format(template, Vocabulary(added, frozenset(tokens), encode))
 
 
 def plain(value: object) -> str:
@@ -327,38 +327,40 @@ SPEAKERS = {
 }
 
 
-def read(dialect: Dialect, parts: Iterable[str], tools: Sequence[Tool] = TOOLS, opened: str = "") -> list[Piece]:
+def read(
+    dialect: ChatFormat, parts: Iterable[str], tools: Sequence[Tool] = TOOLS, opened: str = ""
+) -> list[AnswerDelta]:
     """What a reader says of a text that comes in these parts, neighbours of one kind as one."""
-    reader = dialect.reader(tools, opened)
+    reader = dialect.parser(tools, opened)
     found = [piece for part in parts for piece in reader.push(part)]
     return joined([*found, *reader.finish()])
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     """Pieces with neighbours of one kind as one."""
-    whole: list[Piece] = []
+    whole: list[AnswerDelta] = []
     for piece in pieces:
         match whole[-1:], piece:
-            case [Text(before)], Text(after):
-                whole[-1] = Text(before + after)
-            case [Reasoning(before)], Reasoning(after):
-                whole[-1] = Reasoning(before + after)
-            case [CallArguments(index, before)], CallArguments(same, after) if index == same:
-                whole[-1] = CallArguments(index, before + after)
+            case [TextDelta(before)], TextDelta(after):
+                whole[-1] = TextDelta(before + after)
+            case [ReasoningDelta(before)], ReasoningDelta(after):
+                whole[-1] = ReasoningDelta(before + after)
+            case [ToolCallDelta(index, before)], ToolCallDelta(same, after) if index == same:
+                whole[-1] = ToolCallDelta(index, before + after)
             case _:
                 whole.append(piece)
     return whole
 
 
-def calls_of(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
+def calls_of(pieces: Iterable[AnswerDelta]) -> list[tuple[str, str]]:
     """The names and arguments of the calls."""
     calls: list[tuple[str, str]] = []
     for piece in pieces:
         match piece:
-            case CallOpened(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls.append((name, ""))
-            case CallArguments(index, text):
+            case ToolCallDelta(index, text):
                 name, before = calls[index]
                 calls[index] = (name, before + text)
     return calls

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat_format.message import Piece, Text, Tool
-from engine.load.load import Loaded
+from engine.chat_format.message import AnswerDelta, TextDelta, Tool
+from engine.load.load import LoadedModel
 from engine.types.request import Request
 from tests.engine.chat_format.speakers import calls_of, read
 from tests.engine.models import core, load_model
@@ -31,18 +31,20 @@ MESSAGE = tool("send_message", "Send a message to a person", to="string", text="
 
 
 @cache
-def bundled() -> Loaded:
+def bundled() -> LoadedModel:
     """The bundled model as the engine loads it."""
     return load_model(FOLDER, "float32", context=CONTEXT)
 
 
-def answer(messages: Sequence[dict[str, object]], tools: Sequence[Tool]) -> list[Piece]:
+def answer(messages: Sequence[dict[str, object]], tools: Sequence[Tool]) -> list[AnswerDelta]:
     """What the model's likeliest answer says."""
     loaded = bundled()
     rendering = loaded.tokenizer.render_chat(messages, tools=tools)
-    request = Request("1", rendering.tokens, GREEDY, max_tokens=80, special=loaded.tokenizer.dialect.special)
+    request = Request(
+        "1", rendering.tokens, GREEDY, max_tokens=80, include_special_tokens=loaded.tokenizer.chat_format.special
+    )
     text = play(core(loaded, slots=1, context=CONTEXT), [Job(request)])["1"].text
-    return read(loaded.tokenizer.dialect, [text], tools, rendering.opened)
+    return read(loaded.tokenizer.chat_format, [text], tools, rendering.generation_prompt)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_a_question_for_a_tool_is_answered_by_a_call(question: str, name: str, a
     pieces = answer([{"role": "user", "content": question}], [WEATHER, MESSAGE])
 
     assert [(name, arguments)] == [(called, json.loads(given)) for called, given in calls_of(pieces)]
-    assert not [piece for piece in pieces if isinstance(piece, Text)]
+    assert not [piece for piece in pieces if isinstance(piece, TextDelta)]
 
 
 def test_what_a_tool_returned_is_told_in_words() -> None:
@@ -70,4 +72,4 @@ def test_what_a_tool_returned_is_told_in_words() -> None:
     ]
     pieces = answer(messages, [WEATHER])
 
-    assert [True] == ["sunny" in piece.text for piece in pieces if isinstance(piece, Text)]
+    assert [True] == ["sunny" in piece.text for piece in pieces if isinstance(piece, TextDelta)]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.chat_format.input import Input
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Tool, ToolChoice, custom_tool
-from engine.chat_format.quoting import quoted_grammar
+from engine.chat_format.message import AnswerDelta, Tool, ToolCallDelta, ToolCallStart, ToolChoice, custom_tool
+from engine.chat_format.quoted_grammar import quoted_grammar
+from engine.chat_format.tool_input import ToolInputDecoder
 from engine.errors import InvalidRequest
 from tests.engine.chat_format.speakers import SPEAKERS, calls_of, read
 from tests.engine.chat_format.test_grammar import dialect, everyone, walk
@@ -43,7 +43,7 @@ def inputs(name: str, tool: Tool) -> list[str]:
     assert grammar is not None
     texts = [text for _ in range(2) if (text := walk(name, grammar.source, random)) is not None]
     found = [read(dialect(name), [text], [tool], speaker.opened) for text in texts]
-    assert all(CallOpened(0, tool.name, "custom") in pieces for pieces in found)
+    assert all(ToolCallStart(0, tool.name, "custom") in pieces for pieces in found)
     return [calls_of(pieces)[0][1] for pieces in found]
 
 
@@ -67,7 +67,7 @@ def test_any_text_comes_out_as_it_was_written(name: str) -> None:
     speaker, tool = SPEAKERS[name], custom_tool("run")
     wanted = 'print("é\\n😀")\n\tx = {1}'
     written = speaker.write([("run", {"input": wanted})])
-    expected: list[Piece] = [CallOpened(0, "run", "custom"), CallArguments(0, wanted)]
+    expected: list[AnswerDelta] = [ToolCallStart(0, "run", "custom"), ToolCallDelta(0, wanted)]
 
     assert expected == read(speaker.dialect, [written], [tool], speaker.opened)
     assert expected == read(speaker.dialect, list(written), [tool], speaker.opened)
@@ -129,7 +129,7 @@ def test_a_text_is_read_out_of_its_arguments(text: str, data: st.DataObject) -> 
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         cut = data.draw(st.integers(0, len(arguments)))
-        reader = Input()
+        reader = ToolInputDecoder()
 
         assert text == reader.push(arguments[:cut]) + reader.push(arguments[cut:]) + reader.finish()
 
@@ -145,6 +145,6 @@ def test_a_text_is_read_out_of_its_arguments(text: str, data: st.DataObject) -> 
 )
 def test_what_is_cut_or_of_another_shape(arguments: str, text: str) -> None:
     """Half of an escape is nothing; what is no such object is the text itself."""
-    reader = Input()
+    reader = ToolInputDecoder()
 
     assert text == reader.push(arguments) + reader.finish()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.chat_format.chat_format import Dialect
-from engine.chat_format.detection import Lexicon, find_dialect
-from engine.chat_format.message import CallArguments, CallOpened, Reasoning, Text, Tool
-from engine.types.request import Thinking
+from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.message import ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
+from engine.types.request import ReasoningLimit
 from tests.engine.chat_format.speakers import SPEAKERS, read
 
 WEATHER = [Tool("weather")]
@@ -19,11 +19,11 @@ RESPONSE = {
 }
 
 
-def found(template: str, *tokens: str, response: dict[str, object] | None = None) -> Dialect:
+def found(template: str, *tokens: str, response: dict[str, object] | None = None) -> ChatFormat:
     """The dialect of a template, where these are special tokens."""
     added = {token: number for number, token in enumerate(tokens)}
-    lexicon = Lexicon(added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode()))
-    return find_dialect(template, lexicon, response)
+    lexicon = Vocabulary(added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode()))
+    return detect_chat_format(template, lexicon, response)
 
 
 @pytest.mark.parametrize("name", SPEAKERS)
@@ -32,7 +32,7 @@ def test_no_two_formats_are_taken_for_each_other(name: str) -> None:
     speaker = SPEAKERS[name]
     pieces = read(speaker.dialect, [speaker.write([("ring-2", {})])], opened=speaker.opened)
 
-    assert [CallOpened(0, "ring-2"), CallArguments(0, "{}")] == pieces
+    assert [ToolCallStart(0, "ring-2"), ToolCallDelta(0, "{}")] == pieces
 
 
 def test_a_plain_template_knows_neither_calls_nor_reasoning() -> None:
@@ -40,8 +40,8 @@ def test_a_plain_template_knows_neither_calls_nor_reasoning() -> None:
     dialect = found("{{ messages }}")
     text = '<think>\n<tool_call>{"name": "weather"}</tool_call> '
 
-    assert (False, False, False) == (dialect.calls, dialect.reasons, dialect.special)
-    assert [Text(text)] == read(dialect, [text], WEATHER)
+    assert (False, False, False) == (dialect.supports_tool_calls, dialect.supports_reasoning, dialect.special)
+    assert [TextDelta(text)] == read(dialect, [text], WEATHER)
 
 
 def test_reasoning_is_known_by_the_vocabulary_too() -> None:
@@ -49,7 +49,7 @@ def test_reasoning_is_known_by_the_vocabulary_too() -> None:
     dialect = found("{{ messages }}", "<think>", "</think>")
 
     assert dialect.special
-    assert [Reasoning("hm"), Text("yes")] == read(dialect, ["<think>hm</think>yes"], [])
+    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(dialect, ["<think>hm</think>yes"], [])
 
 
 def test_a_response_template_tells_its_markers() -> None:
@@ -57,17 +57,17 @@ def test_a_response_template_tells_its_markers() -> None:
     dialect = found("{{ messages }}", response=RESPONSE)
     text = '<muse>hm</muse>\n<use|>{"name": "weather", "arguments": {}}<|use>'
 
-    assert [Reasoning("hm"), CallOpened(0, "weather"), CallArguments(0, "{}")] == read(dialect, [text], WEATHER)
+    assert [ReasoningDelta("hm"), ToolCallStart(0, "weather"), ToolCallDelta(0, "{}")] == read(dialect, [text], WEATHER)
 
 
 def test_a_budget_names_the_tokens_around_reasoning() -> None:
     """From the token that opens it, or from the beginning where the prompt has opened it; none where it is over."""
     dialect = found("<think></think>", "<think>", "</think>")
 
-    assert Thinking(0, (1,), 9) == dialect.thinking(9, "<|im_start|>assistant\n")
-    assert Thinking(None, (1,), 9) == dialect.thinking(9, "<|im_start|>assistant\n<think>\n")
-    assert dialect.thinking(9, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
-    assert found("").thinking(9, "") is None
+    assert ReasoningLimit(0, (1,), 9) == dialect.reasoning_limit(9, "<|im_start|>assistant\n")
+    assert ReasoningLimit(None, (1,), 9) == dialect.reasoning_limit(9, "<|im_start|>assistant\n<think>\n")
+    assert dialect.reasoning_limit(9, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
+    assert found("").reasoning_limit(9, "") is None
 
 
 def test_a_budget_in_channels_names_the_channel() -> None:
@@ -75,6 +75,8 @@ def test_a_budget_in_channels_names_the_channel() -> None:
     dialect = SPEAKERS["harmony"].dialect
     end, named = SPEAKERS["harmony"].tokens.index("<|end|>"), SPEAKERS["harmony"].tokens.index("analysis")
 
-    assert Thinking(named, (end,), 9) == dialect.thinking(9, "<|start|>assistant")
-    assert Thinking(None, (end,), 9) == dialect.thinking(9, "<|start|>assistant<|channel|>analysis<|message|>hm")
-    assert dialect.thinking(9, "<|start|>assistant<|channel|>final<|message|>Oh") is None
+    assert ReasoningLimit(named, (end,), 9) == dialect.reasoning_limit(9, "<|start|>assistant")
+    assert ReasoningLimit(None, (end,), 9) == dialect.reasoning_limit(
+        9, "<|start|>assistant<|channel|>analysis<|message|>hm"
+    )
+    assert dialect.reasoning_limit(9, "<|start|>assistant<|channel|>final<|message|>Oh") is None

@@ -16,9 +16,17 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.chat_format.chat_format import Dialect
-from engine.chat_format.detection import Lexicon, find_dialect
-from engine.chat_format.message import Body, CallOpened, Piece, Reasoning, Text, Tool, ToolChoice
+from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.chat_format.message import (
+    AnswerConstraint,
+    AnswerDelta,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolCallStart,
+    ToolChoice,
+)
 from engine.errors import InvalidRequest
 from tests.engine.chat_format.speakers import SPEAKERS, calls_of, read
 
@@ -58,7 +66,7 @@ everyone = pytest.mark.parametrize("name", SPEAKERS)
 
 
 @cache
-def vocabulary(name: str) -> tuple[PreTrainedTokenizerFast, LLTokenizer, Dialect]:
+def vocabulary(name: str) -> tuple[PreTrainedTokenizerFast, LLTokenizer, ChatFormat]:
     """The bundled tokenizer, to which the markers of a format are added as special tokens, and the format's dialect."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     speaker = SPEAKERS[name]
@@ -69,11 +77,11 @@ def vocabulary(name: str) -> tuple[PreTrainedTokenizerFast, LLTokenizer, Dialect
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    dialect = find_dialect(speaker.template, Lexicon(added, frozenset(special), encode))
+    dialect = detect_chat_format(speaker.template, Vocabulary(added, frozenset(special), encode))
     return tokenizer, from_tokenizer(tokenizer), dialect
 
 
-def dialect(name: str) -> Dialect:
+def dialect(name: str) -> ChatFormat:
     """A format's dialect in that vocabulary."""
     return vocabulary(name)[2]
 
@@ -97,7 +105,9 @@ def walk(name: str, source: str, random: Random) -> str | None:
     return None
 
 
-def walks(name: str, choice: ToolChoice, body: Body | None = None, opened: str = "") -> list[list[Piece]]:
+def walks(
+    name: str, choice: ToolChoice, body: AnswerConstraint | None = None, opened: str = ""
+) -> list[list[AnswerDelta]]:
     """What a reader says of random answers."""
     speaker, random = SPEAKERS[name], Random(f"{name} {choice} {body}")
     opened = speaker.opened + opened
@@ -108,7 +118,7 @@ def walks(name: str, choice: ToolChoice, body: Body | None = None, opened: str =
     return [read(dialect(name), [text], tools, opened) for text in texts]
 
 
-def check_calls(pieces: list[Piece]) -> None:
+def check_calls(pieces: list[AnswerDelta]) -> None:
     """Every call is of a tool, and its arguments follow the schema."""
     for called, arguments in calls_of(pieces):
         tool = next(tool for tool in TOOLS if tool.name == called)
@@ -122,7 +132,7 @@ def test_required_calls_are_made_and_follow_their_schemas(name: str) -> None:
         check_calls(pieces)
 
         assert calls_of(pieces)
-        assert not [piece for piece in pieces if isinstance(piece, Text)], pieces
+        assert not [piece for piece in pieces if isinstance(piece, TextDelta)], pieces
 
 
 @everyone
@@ -131,7 +141,7 @@ def test_a_named_tool_is_called_once_where_calls_are_not_parallel(name: str) -> 
     for pieces in walks(name, ToolChoice("required", ("get_weather",), parallel=False)):
         check_calls(pieces)
 
-        assert ["get_weather"] == [piece.name for piece in pieces if isinstance(piece, CallOpened)]
+        assert ["get_weather"] == [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
 
 
 @everyone
@@ -156,9 +166,9 @@ def test_no_calls_are_written_where_none_may_be(name: str) -> None:
 def test_a_body_follows_its_schema_behind_reasoning(name: str) -> None:
     """The prompt opened reasoning: the answer is the body, or calls."""
     opens = SPEAKERS[name].reasoning[0]
-    for pieces in walks(name, ToolChoice("auto"), Body("json_schema", json.dumps(BODY)), opens):
+    for pieces in walks(name, ToolChoice("auto"), AnswerConstraint("json_schema", json.dumps(BODY)), opens):
         check_calls(pieces)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
 
         assert bool(text) != bool(calls_of(pieces))
         if text:
@@ -168,14 +178,14 @@ def test_a_body_follows_its_schema_behind_reasoning(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (Body("regex", r"[a-c/]{3}"), lambda text: set(text) <= set("abc/") and len(text) == 3),
-        (Body("choices", choices=('yes "sir"', "no\n")), lambda text: text in ('yes "sir"', "no\n")),
-        (Body("json_object"), lambda text: isinstance(json.loads(text), dict)),
-        (Body("grammar", 'start: "a" x\nx: "b" | "c"'), lambda text: text in ("ab", "ac")),
-        (Body("grammar", 'root ::= "a" ("b" | "c")'), lambda text: text in ("ab", "ac")),
+        (AnswerConstraint("regex", r"[a-c/]{3}"), lambda text: set(text) <= set("abc/") and len(text) == 3),
+        (AnswerConstraint("choices", choices=('yes "sir"', "no\n")), lambda text: text in ('yes "sir"', "no\n")),
+        (AnswerConstraint("json_object"), lambda text: isinstance(json.loads(text), dict)),
+        (AnswerConstraint("grammar", 'start: "a" x\nx: "b" | "c"'), lambda text: text in ("ab", "ac")),
+        (AnswerConstraint("grammar", 'root ::= "a" ("b" | "c")'), lambda text: text in ("ab", "ac")),
     ],
 )
-def test_bodies_of_every_kind(body: Body, said: Callable[[str], bool]) -> None:
+def test_bodies_of_every_kind(body: AnswerConstraint, said: Callable[[str], bool]) -> None:
     """Without tools the answer is what the client asked for."""
     grammar = dialect("hermes").grammar([], ToolChoice(), body, "<think></think>")
     assert grammar is not None
@@ -199,7 +209,9 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         dialect("hermes").grammar([], ToolChoice("required"), None, "")
     with pytest.raises(InvalidRequest):
-        find_dialect("", Lexicon({}, frozenset(), lambda _: [])).grammar(TOOLS, ToolChoice("required"), None, "")
+        detect_chat_format("", Vocabulary({}, frozenset(), lambda _: [])).grammar(
+            TOOLS, ToolChoice("required"), None, ""
+        )
 
 
 @pytest.mark.parametrize(
@@ -217,15 +229,15 @@ def test_what_cannot_be_done_is_refused() -> None:
 def test_a_grammar_that_cannot_be_read_is_refused(source: str) -> None:
     """Whatever its reader raises."""
     with pytest.raises(InvalidRequest, match="neither Lark nor GBNF"):
-        dialect("hermes").grammar([], ToolChoice(), Body("grammar", source), "")
+        dialect("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", source), "")
 
 
 def test_reasoning_may_come_before_required_calls() -> None:
     """Where the model may reason, it still may, and the calls follow."""
     found = [pieces for pieces in walks("hermes tokens", ToolChoice("required"), opened="<think>\n")]
 
-    assert all(isinstance(pieces[0], Reasoning | CallOpened) for pieces in found)
-    assert any(isinstance(pieces[0], Reasoning) for pieces in found)
+    assert all(isinstance(pieces[0], ReasoningDelta | ToolCallStart) for pieces in found)
+    assert any(isinstance(pieces[0], ReasoningDelta) for pieces in found)
 
 
 @everyone

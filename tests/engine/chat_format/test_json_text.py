@@ -7,8 +7,8 @@ import json
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.chat_format.json_text import quoted, read_json
-from engine.chat_format.source import Source, Steps
+from engine.chat_format.json_text import json_escaped, stream_json
+from engine.chat_format.source import Steps, TextSource
 
 PARTS = [
     "{",
@@ -40,10 +40,10 @@ VALUES = st.recursive(
 
 def passed(parts: list[str]) -> tuple[bool, str, str]:
     """Whether a value was whole, what was passed on, and what stands behind it."""
-    source, said, rest = Source(), list[str](), list[str]()
+    source, said, rest = TextSource(), list[str](), list[str]()
 
     def steps() -> Steps[bool]:
-        whole = yield from read_json(source, said.append)
+        whole = yield from stream_json(source, said.append)
         while letter := (yield from source.take(1)):
             rest.append(letter)
         return whole
@@ -102,4 +102,4 @@ def test_control_characters_become_escapes() -> None:
 @settings(max_examples=100, deadline=None)
 def test_quoted_pieces_join(left: str, right: str) -> None:
     """A string may be quoted piece by piece."""
-    assert left + right == json.loads(f'"{quoted(left)}{quoted(right)}"')
+    assert left + right == json.loads(f'"{json_escaped(left)}{json_escaped(right)}"')

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.chat_format.message import CallArguments, CallOpened, Reasoning, Text
+from engine.chat_format.message import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from tests.engine.chat_format.speakers import SPEAKERS, TOOLS, Arguments, Speaker, calls_of, joined, read
 
 everyone = pytest.mark.parametrize("name", SPEAKERS)
@@ -80,9 +80,9 @@ def check_calls(name: str, data: st.DataObject) -> None:
     pieces = read(
         speaker.dialect, cuts(text, data.draw(st.lists(st.integers(0, 1000), max_size=8))), opened=speaker.opened
     )
-    reasoning = [Reasoning(thought)] if thought else []
+    reasoning = [ReasoningDelta(thought)] if thought else []
 
-    assert [*reasoning] == [piece for piece in pieces if isinstance(piece, Text | Reasoning)]
+    assert [*reasoning] == [piece for piece in pieces if isinstance(piece, TextDelta | ReasoningDelta)]
     assert calls == [(name, json.loads(arguments)) for name, arguments in calls_of(pieces)]
 
 
@@ -121,9 +121,9 @@ def test_text_that_looks_like_a_call_is_text() -> None:
     hermes, llama = SPEAKERS["hermes"].dialect, SPEAKERS["llama"].dialect
 
     for text in ("<tool_call> is a marker", '<tool_call>{"name": 1}</tool_call>', "<tool_cal", '<tool_call>{"na'):
-        assert [Text(text)] == read(hermes, text)
+        assert [TextDelta(text)] == read(hermes, text)
     for text in ('{"name": "unknown", "parameters": {}}', '{"answer": 42}', '{"name": "ring-2", "other": 1'):
-        assert [Text(text)] == read(llama, text)
+        assert [TextDelta(text)] == read(llama, text)
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "harmony"])
@@ -132,8 +132,8 @@ def test_what_is_read_on_trial_has_an_end(name: str) -> None:
     dialect, space = SPEAKERS[name].dialect, " " * 5000
     call = SPEAKERS["hermes"].write([("ring-2", {})])
 
-    assert [Text(f"{space}a")] == read(SPEAKERS["hermes"].dialect, [f"{space}a"])
-    assert [Text(f"<tool_call>{space}{{")] == read(SPEAKERS["hermes"].dialect, [f"<tool_call>{space}{{"])
+    assert [TextDelta(f"{space}a")] == read(SPEAKERS["hermes"].dialect, [f"{space}a"])
+    assert [TextDelta(f"<tool_call>{space}{{")] == read(SPEAKERS["hermes"].dialect, [f"<tool_call>{space}{{"])
     assert calls_of(read(SPEAKERS["hermes"].dialect, [f"{'<tool_call>' * 500}{space}{call}"]))
     assert read(dialect, [space * 3]) == read(dialect, [space, space, space])
 
@@ -142,26 +142,30 @@ def test_without_tools_calls_are_text() -> None:
     """Nobody asked for calls, so there are none."""
     text = SPEAKERS["hermes"].write([("ring-2", {})])
 
-    assert [Text(text)] == read(SPEAKERS["hermes"].dialect, text, tools=[])
+    assert [TextDelta(text)] == read(SPEAKERS["hermes"].dialect, text, tools=[])
 
 
 def test_whitespace_between_parts_is_nobodys() -> None:
     """Around reasoning, calls and the text between them; a text that stands alone keeps all of its own."""
     call = SPEAKERS["hermes"].write([("ring-2", {})])
     dialect = SPEAKERS["hermes"].dialect
-    called = [CallOpened(0, "ring-2"), CallArguments(0, "{}")]
+    called = [ToolCallStart(0, "ring-2"), ToolCallDelta(0, "{}")]
 
-    assert [Text(" \n so \n")] == read(dialect, " \n so \n")
-    assert [Reasoning("a\n b"), Text("so"), *called] == read(dialect, f" <think>\n a\n b \n</think>\n\nso\n\n{call}\n")
-    assert [*called, Text("so\n")] == read(dialect, f"\n{call}\n so\n")
-    assert [Text("a"), *called, Text("\n\nb")] == read(dialect, f"a\n{call}\nb")
+    assert [TextDelta(" \n so \n")] == read(dialect, " \n so \n")
+    assert [ReasoningDelta("a\n b"), TextDelta("so"), *called] == read(
+        dialect, f" <think>\n a\n b \n</think>\n\nso\n\n{call}\n"
+    )
+    assert [*called, TextDelta("so\n")] == read(dialect, f"\n{call}\n so\n")
+    assert [TextDelta("a"), *called, TextDelta("\n\nb")] == read(dialect, f"a\n{call}\nb")
 
 
 def test_calls_inside_reasoning_are_reasoning() -> None:
     """What a model only thinks of it does not do."""
     call = SPEAKERS["hermes"].write([("ring-2", {})])
 
-    assert [Reasoning(call), Text("so")] == read(SPEAKERS["hermes"].dialect, f"{call}</think>so", opened="<think>\n")
+    assert [ReasoningDelta(call), TextDelta("so")] == read(
+        SPEAKERS["hermes"].dialect, f"{call}</think>so", opened="<think>\n"
+    )
 
 
 @everyone
@@ -185,12 +189,12 @@ def test_a_call_that_is_cut_is_no_text(name: str) -> None:
     opening = next((marker for marker in sorted(markers(speaker), key=len) if text.startswith(marker)), "")
     begun = len(opening) if name != "llama" else text.index("}") + 2
     for stop in range(begun, len(text)):
-        reader = speaker.dialect.reader(TOOLS, speaker.opened)
+        reader = speaker.dialect.parser(TOOLS, speaker.opened)
         slow = [piece for letter in text[:stop] for piece in reader.push(letter)]
         pieces = joined([*slow, *reader.cut()])
-        at_once = speaker.dialect.reader(TOOLS, speaker.opened)
+        at_once = speaker.dialect.parser(TOOLS, speaker.opened)
 
-        said = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        said = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
         assert any(marker != said and marker.startswith(said) for marker in markers(speaker)), text[:stop]
         assert pieces == joined([*at_once.push(text[:stop]), *at_once.cut()])
 
@@ -198,17 +202,17 @@ def test_a_call_that_is_cut_is_no_text(name: str) -> None:
 def test_what_may_be_text_stays_text_where_it_is_cut() -> None:
     """Half a marker, an object that nothing opens, and a call that the model itself leaves unfinished."""
     for name, text in (("hermes", "if a <tool"), ("llama", '{"name": "get_w')):
-        reader = SPEAKERS[name].dialect.reader(TOOLS, "")
+        reader = SPEAKERS[name].dialect.parser(TOOLS, "")
 
-        assert [Text(text)] == joined([*reader.push(text), *reader.cut()])
+        assert [TextDelta(text)] == joined([*reader.push(text), *reader.cut()])
     left = '<tool_call>{"name": "get_w'
-    assert [Text(left)] == read(SPEAKERS["hermes"].dialect, [left])
+    assert [TextDelta(left)] == read(SPEAKERS["hermes"].dialect, [left])
 
 
 def test_broken_arguments_go_out_as_they_are() -> None:
     """What is no JSON is passed on up to the end of the call, so that the client sees it, and the answer goes on."""
     text = '<tool_call>{"name": "ring-2", "arguments": {"a": tru, b}}</tool_call>\nso'
-    expected = [CallOpened(0, "ring-2"), CallArguments(0, '{"a": tru, b}}'), Text("so")]
+    expected = [ToolCallStart(0, "ring-2"), ToolCallDelta(0, '{"a": tru, b}}'), TextDelta("so")]
 
     assert expected == read(SPEAKERS["hermes"].dialect, text)
 
@@ -229,7 +233,7 @@ def test_what_models_write_beside_the_rule(body: str, arguments: str) -> None:
     """No arguments, arguments first, inside a string, by another name, with line breaks or markers in strings."""
     text = f"<tool_call>\n{body}\n</tool_call>"
 
-    assert [CallOpened(0, "ring-2"), CallArguments(0, arguments)] == read(SPEAKERS["hermes"].dialect, text)
+    assert [ToolCallStart(0, "ring-2"), ToolCallDelta(0, arguments)] == read(SPEAKERS["hermes"].dialect, text)
 
 
 def test_a_bare_value_becomes_what_the_schema_says() -> None:
@@ -244,12 +248,12 @@ def test_a_bare_value_becomes_what_the_schema_says() -> None:
 
 def test_arguments_come_as_they_are_written() -> None:
     """Each piece of text that belongs to arguments goes out at once."""
-    reader = SPEAKERS["hermes"].dialect.reader(TOOLS, "")
+    reader = SPEAKERS["hermes"].dialect.parser(TOOLS, "")
     reader.push('<tool_call>\n{"name": "get_weather", "arguments": ')
 
-    assert [CallOpened(0, "get_weather"), CallArguments(0, '{"text"')] == reader.push('{"text"')
-    assert [CallArguments(0, ': "a lon')] == reader.push(': "a lon')
-    assert [CallArguments(0, 'g one"}')] == reader.push('g one"}}\n</tool')
+    assert [ToolCallStart(0, "get_weather"), ToolCallDelta(0, '{"text"')] == reader.push('{"text"')
+    assert [ToolCallDelta(0, ': "a lon')] == reader.push(': "a lon')
+    assert [ToolCallDelta(0, 'g one"}')] == reader.push('g one"}}\n</tool')
 
 
 def test_messages_to_oneself_are_reasoning_and_a_preamble_is_text() -> None:
@@ -261,7 +265,12 @@ def test_messages_to_oneself_are_reasoning_and_a_preamble_is_text() -> None:
     )
     said = read(SPEAKERS["harmony"].dialect, text, opened="<|start|>assistant")
 
-    assert [Reasoning("hm\n\n1+1"), Text("I look."), CallOpened(0, "ring-2"), CallArguments(0, "{}")] == said
+    assert [
+        ReasoningDelta("hm\n\n1+1"),
+        TextDelta("I look."),
+        ToolCallStart(0, "ring-2"),
+        ToolCallDelta(0, "{}"),
+    ] == said
 
 
 def is_json(text: str) -> bool:

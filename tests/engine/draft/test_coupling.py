@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw, emit
-from engine.sample.verify import Trial, verify
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.sample.verify import VerifyTokens, verify
 from engine.types.request import SamplingParams
 
 WARM = SamplingParams()
 VOCABULARY = 50
 
 
-def draws(seeds: range, position: int = 7, params: SamplingParams = WARM) -> list[Draw]:
+def draws(seeds: range, position: int = 7, params: SamplingParams = WARM) -> list[SamplingContext]:
     """The same place in as many texts, each with its own seed."""
-    history = History(params, (), VOCABULARY)
-    return [Draw(params, seed, position, history) for seed in seeds]
+    history = PenaltyHistory(params, (), VOCABULARY)
+    return [SamplingContext(params, seed, position, history) for seed in seeds]
 
 
 def tokens(row: Tensor, seeds: range, position: int = 7) -> Tensor:
     """What is drawn from one row for each seed."""
-    return torch.tensor(emit(row.expand(len(seeds), -1), draws(seeds, position)))
+    return torch.tensor(sample_tokens(row.expand(len(seeds), -1), draws(seeds, position)))
 
 
 def pairs(sharpness: float, drift: float, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -66,15 +66,17 @@ def test_neighbouring_positions_are_independent() -> None:
 
 
 # Two tokens for each draw [draws, 2]: of a target and a guess, whose logits [2, 3, 3] hang on the token before.
-Say = Callable[[Tensor, Tensor, Sequence[Draw]], Tensor]
+Say = Callable[[Tensor, Tensor, Sequence[SamplingContext]], Tensor]
 
 
-def spoken(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+def spoken(target: Tensor, guess: Tensor, draws: Sequence[SamplingContext]) -> Tensor:
     """As the engine says them: the first is drafted with the draw's own noise, then verified."""
     drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
     rows = torch.stack((target[0, 0].expand(len(draws), -1), target[1, drafts]), 1).flatten(0, 1)
-    trials = [Trial((draft,), draw, lambda token: False) for draft, draw in zip(drafts.tolist(), draws, strict=True)]
-    said = verify(trials, partial(emit, rows))
+    trials = [
+        VerifyTokens((draft,), draw, lambda token: False) for draft, draw in zip(drafts.tolist(), draws, strict=True)
+    ]
+    said = verify(trials, partial(sample_tokens, rows))
     first = torch.tensor([tokens[0] for tokens in said])
     second = drawn(target[1, first], later(draws, first))
     drafted = [number for number, tokens in enumerate(said) if len(tokens) == 2]
@@ -82,7 +84,7 @@ def spoken(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.stack((first, second), -1)
 
 
-def keeps_likely_drafts(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+def keeps_likely_drafts(target: Tensor, guess: Tensor, draws: Sequence[SamplingContext]) -> Tensor:
     """Planted: a draft that the target finds likely is kept, whatever its noise says."""
     drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
     first = drawn(target[0, :1].expand(len(draws), -1), draws)
@@ -90,7 +92,7 @@ def keeps_likely_drafts(target: Tensor, guess: Tensor, draws: Sequence[Draw]) ->
     return torch.stack((first, drawn(target[1, first], later(draws, first))), -1)
 
 
-def draws_anew(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draws_anew(target: Tensor, guess: Tensor, draws: Sequence[SamplingContext]) -> Tensor:
     """Planted: where a draft is refused, new noise says what comes in its place."""
     drafts = drawn(guess[0, :1].expand(len(draws), -1), draws)
     first = drawn(target[0, :1].expand(len(draws), -1), draws)
@@ -99,18 +101,18 @@ def draws_anew(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.stack((first, drawn(target[1, first], later(draws, first))), -1)
 
 
-def uses_noise_twice(target: Tensor, guess: Tensor, draws: Sequence[Draw]) -> Tensor:
+def uses_noise_twice(target: Tensor, guess: Tensor, draws: Sequence[SamplingContext]) -> Tensor:
     """Planted: the token behind the draft is drawn with the noise of the draft."""
     first = drawn(target[0, :1].expand(len(draws), -1), draws)
     return torch.stack((first, drawn(target[1, first], draws)), -1)
 
 
-def drawn(rows: Tensor, draws: Sequence[Draw]) -> Tensor:
+def drawn(rows: Tensor, draws: Sequence[SamplingContext]) -> Tensor:
     """A token a row."""
-    return torch.tensor(emit(rows, draws))
+    return torch.tensor(sample_tokens(rows, draws))
 
 
-def later(draws: Sequence[Draw], tokens: Tensor) -> list[Draw]:
+def later(draws: Sequence[SamplingContext], tokens: Tensor) -> list[SamplingContext]:
     """The draws behind one token each."""
     return [draw.after([token]) for draw, token in zip(draws, tokens.tolist(), strict=True)]
 
@@ -164,8 +166,10 @@ def test_drafts_with_shared_noise_are_right_as_often_as_they_should(
     models = pairs(sharpness, drift, 400)
     target, guess = (torch.stack(side).repeat_interleave(25, 0) for side in zip(*models, strict=True))
     seeds = draws(range(len(target)))
-    right = torch.tensor(emit(target, seeds)) == torch.tensor(emit(guess, seeds))
-    apart = torch.tensor(emit(target, seeds)) == torch.tensor(emit(guess, draws(range(10**6, 10**6 + len(guess)))))
+    right = torch.tensor(sample_tokens(target, seeds)) == torch.tensor(sample_tokens(guess, seeds))
+    apart = torch.tensor(sample_tokens(target, seeds)) == torch.tensor(
+        sample_tokens(guess, draws(range(10**6, 10**6 + len(guess))))
+    )
     limit = sum(overlap(*pair) for pair in models) / len(models)
 
     assert pytest.approx(best, abs=0.07) == limit
@@ -177,7 +181,7 @@ def test_shared_noise_keeps_its_bound_for_every_pair() -> None:
     """P(right) is at least (1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978), but for the error of 4,000 draws."""
     seeds = draws(range(4_000))
     for target, guess in pairs(2.5, 1.5, 8):
-        found = [torch.tensor(emit(row.expand(4_000, -1), seeds)) for row in (target, guess)]
+        found = [torch.tensor(sample_tokens(row.expand(4_000, -1), seeds)) for row in (target, guess)]
         shared = overlap(target, guess)
 
         assert float((found[0] == found[1]).double().mean()) > shared / (2 - shared) - 0.03

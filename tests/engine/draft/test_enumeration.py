@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sample.sampler import Draw, emit
-from engine.sample.verify import Trial, verify
+from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.sample.verify import VerifyTokens, verify
 from tests.engine.draft.worlds import Rule, Said, World, coupled, enumerated, error, every, fixed
 
 
-def engine(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def engine(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """The rule of the engine."""
-    return [[(1.0, sure(tokens))] for tokens in verify(trials, partial(emit, logits))]
+    return [[(1.0, sure(tokens))] for tokens in verify(trials, partial(sample_tokens, logits))]
 
 
 def sure(tokens: Sequence[int | None]) -> list[int]:
@@ -25,12 +25,12 @@ def sure(tokens: Sequence[int | None]) -> list[int]:
     return [token for token in tokens if token is not None]
 
 
-def by_trial(logits: Tensor, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Tensor]]:
+def by_trial(logits: Tensor, trials: Sequence[VerifyTokens]) -> Iterator[tuple[VerifyTokens, Tensor]]:
     """Each trial with its rows."""
-    return zip(trials, torch.split_with_sizes(logits, [trial.rows for trial in trials]), strict=True)
+    return zip(trials, torch.split_with_sizes(logits, [trial.logit_rows for trial in trials]), strict=True)
 
 
-def renormalised(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def renormalised(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Right, by coins instead of noise: a draft is kept as often as it is said, else anything but it is said."""
     return [
         by_coins(rows, trial, lambda spread, draft: without(spread, draft) / (1 - spread[draft]))
@@ -38,12 +38,12 @@ def renormalised(logits: Tensor, trials: Sequence[Trial]) -> Said:
     ]
 
 
-def uncorrected(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def uncorrected(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Planted: what is said in place of a refused draft may be the draft."""
     return [by_coins(rows, trial, lambda spread, draft: spread) for trial, rows in by_trial(logits, trials)]
 
 
-def not_renormalised(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def not_renormalised(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Planted: what a refused draft leaves does not sum to one, and the last token gets the rest."""
 
     def rest(spread: Tensor, draft: int) -> Tensor:
@@ -54,7 +54,7 @@ def not_renormalised(logits: Tensor, trials: Sequence[Trial]) -> Said:
     return [by_coins(rows, trial, rest) for trial, rows in by_trial(logits, trials)]
 
 
-def by_coins(rows: Tensor, trial: Trial, rest: Callable[[Tensor, int], Tensor]) -> list[tuple[float, list[int]]]:
+def by_coins(rows: Tensor, trial: VerifyTokens, rest: Callable[[Tensor, int], Tensor]) -> list[tuple[float, list[int]]]:
     """Drafts are kept with their probability; the rest says what is said in place of the first that is not."""
     said, reached = [], 1.0
     spreads = rows.softmax(-1)
@@ -71,34 +71,36 @@ def without(spread: Tensor, token: int) -> Tensor:
     return spread.index_fill(0, torch.tensor(token), 0.0)
 
 
-def trusting(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def trusting(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Planted: drafts are always kept."""
     return [
         [(1.0, [*trial.drafts, tokens[-1]])]
-        for trial, tokens in drawn(logits, trials, lambda trial: trial.draw.along(trial.drafts))
+        for trial, tokens in drawn(logits, trials, lambda trial: trial.context.after_each(trial.drafts))
     ]
 
 
-def deaf(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def deaf(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Planted: what was drawn behind wrong drafts is said too."""
-    return [[(1.0, tokens)] for _, tokens in drawn(logits, trials, lambda trial: trial.draw.along(trial.drafts))]
+    return [
+        [(1.0, tokens)] for _, tokens in drawn(logits, trials, lambda trial: trial.context.after_each(trial.drafts))
+    ]
 
 
-def repeating(logits: Tensor, trials: Sequence[Trial]) -> Said:
+def repeating(logits: Tensor, trials: Sequence[VerifyTokens]) -> Said:
     """Planted: the rows behind drafts are drawn with the noise of the first."""
-    repeated = drawn(logits, trials, lambda trial: [trial.draw] * trial.rows)
+    repeated = drawn(logits, trials, lambda trial: [trial.context] * trial.logit_rows)
     return [[(1.0, agreeing(trial, tokens))] for trial, tokens in repeated]
 
 
 def drawn(
-    logits: Tensor, trials: Sequence[Trial], draws: Callable[[Trial], list[Draw]]
-) -> Iterator[tuple[Trial, list[int]]]:
+    logits: Tensor, trials: Sequence[VerifyTokens], draws: Callable[[VerifyTokens], list[SamplingContext]]
+) -> Iterator[tuple[VerifyTokens, list[int]]]:
     """Each trial with a token for each of its rows."""
-    tokens = iter(sure(emit(logits, [draw for trial in trials for draw in draws(trial)])))
-    return ((trial, list(islice(tokens, trial.rows))) for trial in trials)
+    tokens = iter(sure(sample_tokens(logits, [draw for trial in trials for draw in draws(trial)])))
+    return ((trial, list(islice(tokens, trial.logit_rows))) for trial in trials)
 
 
-def agreeing(trial: Trial, tokens: list[int]) -> list[int]:
+def agreeing(trial: VerifyTokens, tokens: list[int]) -> list[int]:
     """The tokens up to the first that is not the draft at its place."""
     right = takewhile(lambda at: trial.drafts[at] == tokens[at], range(len(trial.drafts)))
     return tokens[: len(list(right)) + 1]

@@ -19,7 +19,7 @@ from engine.draft.heads import Heads, load_heads
 from engine.draft.loading import load_draft, make_speculation
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.schedule.draft import Want
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
@@ -27,7 +27,7 @@ from tests.engine.draft.headed import KINDS, agree, save_headed
 from tests.engine.models import CONTEXT, core, load_model
 from tests.engine.play import Answer, Job, ask, play
 
-Headed = Callable[..., tuple[Loaded, Heads]]
+Headed = Callable[..., tuple[LoadedModel, Heads]]
 LAYOUTS = ("deepseek_v3", "qwen3_next")
 DEPTH = 3
 
@@ -36,7 +36,7 @@ DEPTH = 3
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
     """A kind's tiny model with its head: a random one, or one that agrees with the model."""
 
-    def load(kind: str, *, agreeing: bool = False) -> tuple[Loaded, Heads]:
+    def load(kind: str, *, agreeing: bool = False) -> tuple[LoadedModel, Heads]:
         folder = tmp_path_factory.mktemp(kind)
         target = load_model(save_headed(kind, folder, agree if agreeing else None))
         return target, load_heads(target)
@@ -79,7 +79,7 @@ def drafter(heads: Heads, *, slots: int = 4, waiting: int = 256, cells: int | No
     return HeadDrafter(memory, heads.runner, heads.states, chunk=16, waiting=waiting)
 
 
-def engine(target: Loaded, head: HeadDrafter, spy: Spy | None = None, **settings: int) -> Core:
+def engine(target: LoadedModel, head: HeadDrafter, spy: Spy | None = None, **settings: int) -> Core:
     """An engine whose drafts are the head's."""
     return core(
         target, speculation=Speculation(None, spy or head, FixedDepth(DEPTH), lambda: 0.0, reader=head), **settings
@@ -95,7 +95,7 @@ def requests(count: int, tokens: int = 14, **fields: object) -> list[Request]:
     ]
 
 
-def alone(target: Loaded, asked: Sequence[Request]) -> dict[str, list[int]]:
+def alone(target: LoadedModel, asked: Sequence[Request]) -> dict[str, list[int]]:
     """What an engine without drafts says to each."""
     return {one.id: play(core(target), [Job(one)])[one.id].tokens for one in asked}
 
@@ -138,7 +138,7 @@ def test_the_head_says_what_transformers_says_with_it(headed: Headed, kind: str,
     assert [(text, guessed(target, heads, text)[: len(draft)]) for text, draft in greedy] == greedy
 
 
-def guessed(target: Loaded, heads: Heads, text: list[int]) -> list[int]:
+def guessed(target: LoadedModel, heads: Heads, text: list[int]) -> list[int]:
     """The head's greedy guesses at what follows a text, by transformers, without our cells."""
     layers = heads.runner._head.layers
     states = target.model.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state
@@ -217,7 +217,7 @@ def test_what_one_sequence_read_serves_the_next(headed: Headed) -> None:
     assert spies[1][-10:] == spies[0][-10:]
 
 
-def settings(target: Loaded, **fields: object) -> EngineConfig:
+def settings(target: LoadedModel, **fields: object) -> EngineConfig:
     """The settings of a model with nothing beside it."""
     return EngineConfig(model=target.info.folder, context=CONTEXT, slots=2, dtype="float64", **fields)  # type: ignore[arg-type]
 
@@ -243,7 +243,7 @@ def test_a_draft_model_goes_before_a_head(headed: Headed, folder: Callable[[str]
     assert ("lookup", "model") == speculation.kinds
 
 
-def test_a_head_that_is_missing_is_missed_only_where_it_was_asked_for(loaded: Callable[..., Loaded]) -> None:
+def test_a_head_that_is_missing_is_missed_only_where_it_was_asked_for(loaded: Callable[..., LoadedModel]) -> None:
     """The files of this model have none."""
     target = loaded("llama")
 

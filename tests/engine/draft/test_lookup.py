@@ -9,8 +9,8 @@ import pytest
 
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import Drafter, Want
 from engine.types.request import SamplingParams
 from tests.engine.draft.drafters import always_right, always_wrong, of_random_length, partly_right, says_the_end
@@ -29,7 +29,7 @@ def want(
     position: int | None = None,
 ) -> Want:
     """What a sequence asks for; its text is as long as its tokens, where nothing else is said."""
-    draw = Draw(GREEDY, 0, len(tokens) if position is None else position, History(GREEDY, (), 10))
+    draw = SamplingContext(GREEDY, 0, len(tokens) if position is None else position, PenaltyHistory(GREEDY, (), 10))
     return Want(name, tokens, limit, draw, salt, prediction, said)
 
 

@@ -11,9 +11,9 @@ import pytest
 from engine.draft.chain import Rows
 from engine.draft.model import ModelDrafter
 from engine.draft.seats import Seat
-from engine.model.runner import Runner
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw
+from engine.model.runner import PackedRunner
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext
 from engine.schedule.draft import Want
 from engine.types.request import SamplingParams, Xtc
 from kvcache.cache import Cache
@@ -41,7 +41,7 @@ class Watched(ModelDrafter):
 
 
 def drafter(
-    runner: Runner | None = None, *, cells: int = 4 * CONTEXT, chunk: int = 64, known: int | None = None
+    runner: PackedRunner | None = None, *, cells: int = 4 * CONTEXT, chunk: int = 64, known: int | None = None
 ) -> Watched:
     """A tiny model, by default one that runs natively."""
     runner = native("llama").fastest if runner is None else runner
@@ -51,7 +51,9 @@ def drafter(
 
 def want(name: int, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY) -> Want:
     """A draft behind a text."""
-    return Want(f"{name}", tokens, limit, Draw(params, name, len(tokens), History(params, (), VOCABULARY)))
+    return Want(
+        f"{name}", tokens, limit, SamplingContext(params, name, len(tokens), PenaltyHistory(params, (), VOCABULARY))
+    )
 
 
 def text(slot: int, length: int) -> list[int]:
@@ -66,7 +68,7 @@ def slowly(one: Want) -> Want:
 
 def known(some: Watched, tokens: Sequence[int]) -> int:
     """Leading tokens that are remembered."""
-    return some._cache.known(list(tokens)).length
+    return some._cache.match_prefix(list(tokens)).length
 
 
 @pytest.mark.parametrize("accepted", [0, 2, 5])
@@ -93,7 +95,7 @@ def test_of_a_sequence_that_loses_its_slot_the_text_is_remembered() -> None:
 def stands(some: Watched) -> bool:
     """Whether every slot holds what its seat says it holds."""
     seats = some._seats._seats.values()
-    return all(some._cache.length(seat.slot) == len(seat.tokens) for seat in seats)
+    return all(some._cache.cached_length(seat.slot) == len(seat.tokens) for seat in seats)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

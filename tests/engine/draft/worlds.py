@@ -17,9 +17,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw, emit
-from engine.sample.verify import Trial
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.sample.verify import VerifyTokens
 from engine.types.request import SamplingParams
 
 WARM = SamplingParams()
@@ -67,9 +67,9 @@ class World:
         """The row that does not count."""
         return self.logits[len(text), 1 - sum(text[-1:]) % 2]
 
-    def draw(self, seed: int, text: Text) -> Draw:
+    def draw(self, seed: int, text: Text) -> SamplingContext:
         """How the token behind a text is drawn, with the noise of a number."""
-        return Draw(WARM, seed, len(text), History(WARM, (), self.logits.shape[-1]))
+        return SamplingContext(WARM, seed, len(text), PenaltyHistory(WARM, (), self.logits.shape[-1]))
 
     def probability(self, text: Text) -> float:
         """That of a text, by the model alone."""
@@ -116,7 +116,7 @@ def _integral(ratios: Tensor, others: Tensor, a: int, b: int) -> float:
 
 # For each trial what the rule says, and what else it may say, with its probability given the noise.
 Said: TypeAlias = list[list[tuple[float, list[int]]]]
-Rule: TypeAlias = Callable[[Tensor, Sequence[Trial]], Said]
+Rule: TypeAlias = Callable[[Tensor, Sequence[VerifyTokens]], Said]
 # What is drafted behind a text, given the noise's number.
 Drafter: TypeAlias = Callable[[int, Text], Text]
 
@@ -126,11 +126,13 @@ def enumerated(world: World, rule: Rule, drafter: Drafter) -> dict[Text, float]:
     found: dict[Text, float] = {}
     going: list[tuple[float, int, Text]] = [(weight, seed, ()) for seed, weight in enumerate(world.weights)]
     while going:
-        trials = [Trial(drafter(seed, text), world.draw(seed, text), lambda token: False) for _, seed, text in going]
+        trials = [
+            VerifyTokens(drafter(seed, text), world.draw(seed, text), lambda token: False) for _, seed, text in going
+        ]
         rows = [
             world.row(text + trial.drafts[:count])
             for (_, _, text), trial in zip(going, trials, strict=True)
-            for count in range(trial.rows)
+            for count in range(trial.logit_rows)
         ]
         steps, going = list(zip(going, rule(torch.stack(rows), trials), strict=True)), []
         for (weight, seed, text), said in steps:
@@ -160,7 +162,7 @@ def coupled(world: World) -> Drafter:
     def draft(seed: int, text: Text) -> Text:
         drafts: Text = ()
         while len(text) + len(drafts) + 1 < world.length:
-            (token,) = emit(world.other(text + drafts)[None], [world.draw(seed, text + drafts)])
+            (token,) = sample_tokens(world.other(text + drafts)[None], [world.draw(seed, text + drafts)])
             assert token is not None, "all logits are finite"
             drafts += (token,)
         return drafts

@@ -78,7 +78,7 @@ def test_both_say_what_they_say_alone(
     """Many jobs and many answers at once: greedy text is that of generate, vectors those of transformers."""
 
     async def story(engine: Engine) -> None:
-        inputs = tuple(engine.reader.text(text) for text in TEXTS)
+        inputs = tuple(engine.reader.encode(text) for text in TEXTS)
         prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3)]
         said, made = await asyncio.gather(
             asyncio.gather(
@@ -146,7 +146,7 @@ def test_its_memory_is_part_of_the_plan(
     tell: Callable[..., None], embedder_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it takes for a while is not there for the cache."""
-    work = load(embedder_folder("bert")).info.work_bytes
+    work = load(embedder_folder("bert")).info.workspace_bytes
     free = work + 2**30
     monkeypatch.setattr("engine.load.load.available_bytes", lambda: free)
     monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda: free)

@@ -29,7 +29,7 @@ def test_similarities_are_the_documented_ones() -> None:
     assert SPEC is not None
     assert SPEC.origin is not None
     loaded = load(Path(SPEC.origin).parent / "model")
-    vectors = loaded.embedder.vectors([loaded.reader.text(sentence) for sentence in SENTENCES])
+    vectors = loaded.embedder.vectors([loaded.tokenizer.encode(sentence) for sentence in SENTENCES])
 
     assert torch.allclose(SIMILARITIES, vectors @ vectors.T, rtol=0, atol=5e-5)
-    assert (256, 384, 0) == (loaded.reader.longest, loaded.info.dimensions, len(loaded.info.prompts))
+    assert (256, 384, 0) == (loaded.tokenizer.max_length, loaded.info.dimensions, len(loaded.info.prompts))

@@ -56,7 +56,7 @@ def test_each_way_of_pooling_is_that_of_the_files(copy: Callable[[str], Path], k
     folder = copy(kind)
     lay_out(folder, {f"pooling_mode_{way}": True})
     loaded = load(folder)
-    inputs = [loaded.reader.text(text) for text in TEXTS]
+    inputs = [loaded.tokenizer.encode(text) for text in TEXTS]
     vectors = loaded.embedder.vectors(inputs)
 
     for each, vector in zip(inputs, vectors, strict=True):
@@ -77,10 +77,10 @@ def test_each_way_of_pooling_is_that_of_the_files(copy: Callable[[str], Path], k
 def test_a_folder_without_further_files_pools_the_mean(embedder_folder: Folder, kind: str, alone: str) -> None:
     """Of encoders, of the encoder of a pair, and of decoders."""
     loaded, model = load(embedder_folder(kind)), getattr(transformers, alone)
-    inputs = [loaded.reader.text(text) for text in TEXTS if len(text) < 30]
+    inputs = [loaded.tokenizer.encode(text) for text in TEXTS if len(text) < 30]
     vectors = loaded.embedder.vectors(inputs)
 
-    assert (WIDTH, "vectors") == (loaded.info.dimensions, loaded.info.makes)
+    assert (WIDTH, "vectors") == (loaded.info.dimensions, loaded.info.output_kind)
     for each, vector in zip(inputs, vectors, strict=True):
         assert torch.allclose(mean(states(embedder_folder(kind), each.tokens, model)), vector, **EXACT)
 
@@ -91,7 +91,7 @@ def test_a_model_made_to_go_on_pools_its_last_token(copy: Callable[[str], Path])
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder)
     model.save_pretrained(folder)
     loaded = load(folder)
-    read = loaded.reader.text("a thing")
+    read = loaded.tokenizer.encode("a thing")
 
     assert torch.allclose(states(folder, read.tokens)[-1], loaded.embedder.vectors([read])[0], **EXACT)
 
@@ -108,7 +108,7 @@ def test_dense_layers_and_length_come_in_their_order(copy: Callable[[str], Path]
     write(folder / "3_Dense" / "config.json", identity)
     save_file({"linear.weight": second, "residual.weight": around}, folder / "3_Dense" / "model.safetensors")
     loaded = load(folder)
-    read = loaded.reader.text(TEXTS[1])
+    read = loaded.tokenizer.encode(TEXTS[1])
     found = states(folder, read.tokens)
     inner = gelu(linear(torch.cat([found[0], found.mean(0)]), first, bias))
 
@@ -123,7 +123,7 @@ def test_a_prompt_may_be_left_out_of_the_mean(copy: Callable[[str], Path], inclu
     folder = copy("bert")
     lay_out(folder, {"pooling_mode": "mean", "include_prompt": included}, prompts={"query": QUERY})
     loaded = load(folder)
-    read = loaded.reader.text("why?", prompt=loaded.reader.prompt("query"))
+    read = loaded.tokenizer.encode("why?", prompt=loaded.tokenizer.prompt("query"))
 
     assert 2 + len(QUERY) + len("why?") == len(read.tokens)
     assert torch.allclose(mean(states(folder, read.tokens)[start:]), loaded.embedder.vectors([read])[0], **EXACT)
@@ -133,7 +133,7 @@ def test_a_prompt_may_be_left_out_of_the_mean(copy: Callable[[str], Path], inclu
 def test_neighbours_change_nothing_that_float32_shows(embedder_folder: Folder, kind: str) -> None:
     """Alone or in any batch, a vector of length 1 is the same within 1e-6."""
     loaded, chance = load(embedder_folder(kind)), random.Random(kind)
-    lengths = [chance.randint(1, loaded.reader.longest) for _ in range(24)]
+    lengths = [chance.randint(1, loaded.tokenizer.max_length) for _ in range(24)]
     inputs = [EmbeddingInput(tuple(chance.randrange(3, 259) for _ in range(length))) for length in lengths]
     alone = torch.cat([loaded.embedder.vectors([each]) for each in inputs])
     for _ in range(4):
@@ -147,11 +147,11 @@ def test_neighbours_change_nothing_that_float32_shows(embedder_folder: Folder, k
 def test_another_number_format_is_that_of_the_model(embedder_folder: Folder, dtype: str) -> None:
     """Whoever asks for one gets it: coarser vectors, in batches as before, or finer ones."""
     exact, other = load(embedder_folder("bert")), load(embedder_folder("bert"), dtype=dtype)
-    inputs = [exact.reader.text(text) for text in TEXTS]
+    inputs = [exact.tokenizer.encode(text) for text in TEXTS]
     vectors = [normalize(each.embedder.vectors(inputs), dim=-1) for each in (exact, other)]
 
     assert torch.allclose(*vectors, rtol=0, atol=0.05 if dtype == "bfloat16" else 1e-5)
-    assert (dtype, LONGEST) == (other.info.model.dtype, other.embedder.spread)
+    assert (dtype, LONGEST) == (other.info.model.dtype, other.embedder.max_length_difference)
 
 
 @pytest.mark.parametrize("kind", ["ranker", "roberta-ranker"])
@@ -160,7 +160,7 @@ def test_a_ranker_scores_pairs(copy: Callable[[str], Path], kind: str) -> None:
     folder = copy(kind)
     loaded = load(folder)
     pairs = [("why?", "because"), ("a", "the end of it all")]
-    inputs = [loaded.reader.pair(*pair) for pair in pairs]
+    inputs = [loaded.tokenizer.encode_pair(*pair) for pair in pairs]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for pair, score in zip(pairs, loaded.embedder.vectors(inputs), strict=True):
         read = transformers.AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
@@ -168,7 +168,7 @@ def test_a_ranker_scores_pairs(copy: Callable[[str], Path], kind: str) -> None:
             logit = model(**read).logits[0]
 
         assert torch.allclose(logit.sigmoid(), score, **EXACT)
-    assert ("scores", 1) == (loaded.info.makes, loaded.info.dimensions)
+    assert ("scores", 1) == (loaded.info.output_kind, loaded.info.dimensions)
 
 
 @pytest.mark.parametrize("fields", [{"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}])
@@ -180,7 +180,7 @@ def test_a_ranker_may_score_beyond_one(copy: Callable[[str], Path], fields: dict
     config.save_pretrained(folder)
     pair = ("a", "b")
     plain, told = load(save_embedder("ranker", folder.parent / "plain")), load(folder)
-    scores = [each.embedder.vectors([each.reader.pair(*pair)])[0] for each in (plain, told)]
+    scores = [each.embedder.vectors([each.tokenizer.encode_pair(*pair)])[0] for each in (plain, told)]
 
     assert torch.allclose(scores[0], scores[1].sigmoid(), **EXACT)
 
@@ -188,15 +188,15 @@ def test_a_ranker_may_score_beyond_one(copy: Callable[[str], Path], fields: dict
 def test_texts_are_as_long_as_the_files_and_the_positions_say(copy: Callable[[str], Path]) -> None:
     """The tokenizer's length, that of the modules before it, and no more than there are positions."""
     folder = copy("bert")
-    assert LONGEST == load(folder).reader.longest
+    assert LONGEST == load(folder).tokenizer.max_length
     lay_out(folder, {"pooling_mode": "mean"})
     write(folder / "sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": True})
-    short = load(folder).reader
-    assert 20 == short.longest
-    assert short.text("abc") == short.text("ABC")
+    short = load(folder).tokenizer
+    assert 20 == short.max_length
+    assert short.encode("abc") == short.encode("ABC")
     write(folder / "sentence_bert_config.json", {"max_seq_length": 2000})
-    assert 64 == load(folder).reader.longest
-    assert 40 - 1 == load(copy("roberta")).reader.longest
+    assert 64 == load(folder).tokenizer.max_length
+    assert 40 - 1 == load(copy("roberta")).tokenizer.max_length
 
 
 def spoil_weights(folder: Path) -> None:
@@ -274,5 +274,5 @@ def test_a_model_that_cannot_be_filled_up_takes_texts_of_one_length(copy: Callab
     config = transformers.FNetConfig(vocab_size=272, type_vocab_size=2, initializer_range=0.5, **sizes)
     transformers.FNetModel(config).save_pretrained(folder)
 
-    assert 0 == load(folder).embedder.spread
-    assert 39 == load(copy("roberta")).embedder.spread
+    assert 0 == load(folder).embedder.max_length_difference
+    assert 39 == load(copy("roberta")).embedder.max_length_difference

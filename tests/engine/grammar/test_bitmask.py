@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.bitmask import bits_of, contains, count, limited, unpacked
+from engine.grammar.bitmask import contains, count, mask_logits, pack, unpack
 
 SIZES = (1, 7, 8, 9, 64, 1000, 5003)
 
@@ -18,9 +18,9 @@ def test_bits_hold_the_set(size: int, seed: int, longer: int) -> None:
     """Also where there are bits behind the vocabulary, as llguidance has them: they count for nothing."""
     mask = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < (seed % 10) / 9
     tokens = mask.nonzero()[:, 0].tolist()
-    bits = bits_of((*tokens, *range(size, size + longer)), size + longer)
+    bits = pack((*tokens, *range(size, size + longer)), size + longer)
 
-    assert mask.tolist() == unpacked(bits, size).tolist()
+    assert mask.tolist() == unpack(bits, size).tolist()
     assert len(tokens) == count(bits, size)
     assert mask.tolist() == [contains(bits, token) for token in range(size)]
 
@@ -37,7 +37,7 @@ def test_logits_are_limited_as_a_mask_would(size: int, dtype: torch.dtype) -> No
     mask &= ~logits.isnan()
     before = logits.clone()
 
-    result = limited(logits, bits_of(mask.nonzero()[:, 0].tolist(), size))
+    result = mask_logits(logits, pack(mask.nonzero()[:, 0].tolist(), size))
 
     expected = logits.masked_fill(~mask, -torch.inf)
     integers = torch.int32 if dtype == torch.float32 else torch.int64
@@ -47,6 +47,6 @@ def test_logits_are_limited_as_a_mask_would(size: int, dtype: torch.dtype) -> No
 
 def test_an_allowed_token_that_is_no_number_stays_without_a_finite_value() -> None:
     """The row is broken with or without the set."""
-    result = limited(torch.tensor([torch.nan, 1.0]), bits_of((0,), 2))
+    result = mask_logits(torch.tensor([torch.nan, 1.0]), pack((0,), 2))
 
     assert not result[0].isfinite()

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidRequest
 from engine.grammar import compiler as grammars
-from engine.grammar.compiler import Grammars, nesting
-from engine.grammar.matcher import Matcher
+from engine.grammar.compiler import GrammarCompiler, nesting_depth
+from engine.grammar.matcher import GrammarMatcher
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 from tests.engine.models import END, VOCABULARY, save_tokenizer
@@ -40,17 +40,17 @@ def of_schema(schema: object) -> Grammar:
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+def known(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     """The grammars of the tiny models' tokenizer, with more tokens than it has."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return grammars_of(folder)
 
 
-def grammars_of(folder: Path) -> Grammars:
+def grammars_of(folder: Path) -> GrammarCompiler:
     """Those of a tokenizer on disk."""
-    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary=VOCABULARY, context=4096)
-    return Grammars(tokenizer, size=VOCABULARY, ends={END})
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary_size=VOCABULARY, context=4096)
+    return GrammarCompiler(tokenizer, vocabulary_size=VOCABULARY, end_tokens={END})
 
 
 def test_what_is_prepared_is_what_requests_use(tmp_path: Path) -> None:
@@ -67,22 +67,22 @@ def test_what_is_prepared_is_what_requests_use(tmp_path: Path) -> None:
     early.compile(Grammar('start: "a"'))
     assert vocabulary is not None
     assert vocabulary is early._vocabulary
-    Grammars(early._tokenizer, size=VOCABULARY, ends=()).prepare()
+    GrammarCompiler(early._tokenizer, vocabulary_size=VOCABULARY, end_tokens=()).prepare()
 
 
-def letter(known: Grammars, text: str) -> int:
+def letter(known: GrammarCompiler, text: str) -> int:
     """The token of a letter."""
-    return next(token for token in range(256) if known._tokenizer.alternative(token, 0.0).text == text)
+    return next(token for token in range(256) if known._tokenizer.describe_token(token, 0.0).text == text)
 
 
-def allowed(matcher: Matcher, guessed: list[int]) -> list[int] | None:
+def allowed(matcher: GrammarMatcher, guessed: list[int]) -> list[int] | None:
     """The tokens that may come next."""
-    mask = matcher.allowed(guessed)
+    mask = matcher.allowed_mask(guessed)
     return None if mask is None else mask.nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("source", ['start: "a" | "ab" /[0-9]{1,3}/', of_schema(RECORD).source])
-def test_guesses_leave_no_trace(known: Grammars, source: str) -> None:
+def test_guesses_leave_no_trace(known: GrammarCompiler, source: str) -> None:
     """Along random texts with right and wrong guesses, masks are those of a matcher that was told the text alone."""
     chance = random.Random(1)
     for _ in range(6):
@@ -109,7 +109,7 @@ def test_guesses_leave_no_trace(known: Grammars, source: str) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_guess_that_ends_alike_is_another(known: Grammars, told: bool) -> None:
+def test_a_guess_that_ends_alike_is_another(known: GrammarCompiler, told: bool) -> None:
     """What may follow tells apart what came before, guessed or said, where the same letters are read behind it."""
     matcher = known.matcher(Grammar('start: "a" /b*/ "x" | "c" /b*/ "y"'))
     a, b, c, x, y = (letter(known, text) for text in "abcxy")
@@ -121,21 +121,21 @@ def test_a_guess_that_ends_alike_is_another(known: Grammars, told: bool) -> None
     assert [b, y] == allowed(matcher, [] if told else [c, b])
 
 
-def test_only_ends_follow_a_complete_text(known: Grammars) -> None:
+def test_only_ends_follow_a_complete_text(known: GrammarCompiler) -> None:
     """And what the tokenizer does not know, or has no text, is never allowed."""
     matcher = known.matcher(Grammar('start: "ab"'))
     matcher.append(letter(known, "a"))
 
     assert [letter(known, "b")] == allowed(matcher, [])
     assert [END] == allowed(matcher, [letter(known, "b")])
-    free = known.matcher(Grammar("start: /(.|\\n)*/")).allowed([])
+    free = known.matcher(Grammar("start: /(.|\\n)*/")).allowed_mask([])
     assert free is not None
     assert VOCABULARY == len(free)
     assert not free[[256, *range(262, VOCABULARY)]].any()
     assert bool(free[END])
 
 
-def test_one_text_cannot_use_up_the_limits_of_another(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_text_cannot_use_up_the_limits_of_another(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of the lexer are shared and limited: who meets the limit because of others begins anew."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}b(.|\\n)*/")
@@ -143,7 +143,7 @@ def test_one_text_cannot_use_up_the_limits_of_another(known: Grammars, monkeypat
     for seed in range(12):
         matcher, chance = known.matcher(grammar), random.Random(seed)
         for _ in range(100):
-            mask = matcher.allowed([])
+            mask = matcher.allowed_mask([])
             assert mask is not None
             assert mask.any(), matcher.error
             matcher.append(chance.choice(letters))
@@ -154,12 +154,12 @@ def limited(states: int) -> LLParserLimits:
     return LLParserLimits(max_lexer_states=states, verbose_errors=False)
 
 
-def test_a_limit_is_met_in_words(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_is_met_in_words(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allowed then, and the matcher says why; behind another guess it goes on."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(40))
     matcher = known.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
     chance, guess = random.Random(0), [letter(known, "c")]
-    while (mask := matcher.allowed(guess)) is not None and mask.any():
+    while (mask := matcher.allowed_mask(guess)) is not None and mask.any():
         guess.append(letter(known, chance.choice("ab")))
 
     assert mask is not None
@@ -221,7 +221,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_in_words(known: Grammars, name: str) -> None:
+def test_what_cannot_be_followed_is_refused_in_words(known: GrammarCompiler, name: str) -> None:
     """In a second, with a reason of one line."""
     source, reason = REFUSED[name]
     began = time.process_time()
@@ -237,7 +237,7 @@ def test_what_cannot_be_followed_is_refused_in_words(known: Grammars, name: str)
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_is_large_compiles_within_limits(known: Grammars, name: str) -> None:
+def test_what_is_large_compiles_within_limits(known: GrammarCompiler, name: str) -> None:
     """In two seconds at most, and twenty tokens of it take less than two more; or a limit ends it in words."""
     began, chance = time.process_time(), random.Random(0)
     matcher = known.matcher(Grammar(COMPILED[name]))
@@ -255,17 +255,17 @@ def test_what_is_large_compiles_within_limits(known: Grammars, name: str) -> Non
 def test_to_count_brackets_is_linear(text: str) -> None:
     """Strings and expressions that are never closed are read once: Python's expressions hold up all threads."""
     began = time.thread_time()
-    nesting(text * 2**17)
+    nesting_depth(text * 2**17)
 
     assert time.thread_time() - began < 1
 
 
-def test_no_step_of_a_text_takes_long(known: Grammars) -> None:
+def test_no_step_of_a_text_takes_long(known: GrammarCompiler) -> None:
     """What becomes ambiguous token by token meets a limit before it holds up the other texts."""
     matcher, longest = known.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
     for _ in range(40):
         began = time.thread_time()
-        mask = matcher.allowed([])
+        mask = matcher.allowed_mask([])
         matcher.append(letter(known, "a"))
         longest = max(longest, time.thread_time() - began)
         if mask is None or not mask.any():
@@ -283,7 +283,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_a_text_that_never_ends_is_followed_token_by_token(known: Grammars, source: str) -> None:
+def test_a_text_that_never_ends_is_followed_token_by_token(known: GrammarCompiler, source: str) -> None:
     """llguidance would compute all of what such a grammar forces, for one mask, on the engine's thread."""
     matcher = known.matcher(Grammar(source))
     for _ in range(4):
@@ -293,90 +293,90 @@ def test_a_text_that_never_ends_is_followed_token_by_token(known: Grammars, sour
 
 
 @pytest.mark.parametrize("source", ['start: /(aa)+/ "aa"', 'start: x | /b(a)+/ "a"\nx: "a" x', 'start: "a"{1000000}'])
-def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: Grammars, source: str) -> None:
+def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: GrammarCompiler, source: str) -> None:
     """A terminal that must go on for ever is no trap; the texts that tokens make are letters here."""
     matcher = known.matcher(Grammar(source))
     matcher.append(letter(known, "b" if "b" in source else "a"))
-    forced = matcher.forced(16)
+    forced = matcher.forced_tokens(16)
 
     assert len(forced) <= 16
     assert {"a"} == set(known._tokenizer.decode(forced))
 
 
-def test_what_is_forced_ends_where_there_is_a_choice(known: Grammars) -> None:
+def test_what_is_forced_ends_where_there_is_a_choice(known: GrammarCompiler) -> None:
     """And where the text may end."""
     matcher = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
 
-    assert [] == matcher.forced(16)
+    assert [] == matcher.forced_tokens(16)
     matcher.append(letter(known, "a"))
-    assert "bc" == known._tokenizer.decode(matcher.forced(16))
-    assert "b" == known._tokenizer.decode(matcher.forced(1))
-    assert "f" == known._tokenizer.decode(_behind(known, matcher, "bcd").forced(16))
+    assert "bc" == known._tokenizer.decode(matcher.forced_tokens(16))
+    assert "b" == known._tokenizer.decode(matcher.forced_tokens(1))
+    assert "f" == known._tokenizer.decode(_behind(known, matcher, "bcd").forced_tokens(16))
     ended = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
-    assert [] == _behind(known, ended, "x").forced(16)
+    assert [] == _behind(known, ended, "x").forced_tokens(16)
 
 
-def _behind(known: Grammars, matcher: Matcher, text: str) -> Matcher:
+def _behind(known: GrammarCompiler, matcher: GrammarMatcher, text: str) -> GrammarMatcher:
     for each in text:
         matcher.append(letter(known, each))
     return matcher
 
 
-def test_a_slow_text_is_given_up(known: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_text_is_given_up(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose steps took too long together is followed no further, and says so."""
     matcher = known.matcher(of_schema(RECORD))
     monkeypatch.setattr("engine.grammar.matcher._STEP_SECONDS", 0.0)
-    monkeypatch.setattr("engine.grammar.matcher._EXCESS_SECONDS", 0.0)
-    matcher.allowed([])
+    monkeypatch.setattr("engine.grammar.matcher._MAX_EXCESS_SECONDS", 0.0)
+    matcher.allowed_mask([])
 
     assert [] == allowed(matcher, [])
-    assert [] == matcher.forced(16)
+    assert [] == matcher.forced_tokens(16)
     assert "too long" in matcher.error
 
 
 def test_what_compiles_slowly_is_not_compiled_while_others_wait(
-    known: Grammars, monkeypatch: pytest.MonkeyPatch
+    known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text that meets a limit because of others ends there; who comes next gets the grammar compiled again."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
-    monkeypatch.setattr("engine.grammar.matcher._RENEWED_SECONDS", 0.0)
+    monkeypatch.setattr("engine.grammar.matcher._RECOMPILE_SECONDS", 0.0)
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}c(.|\\n)*/")
     compiled, letters = known.compile(grammar), [letter(known, "a"), letter(known, "c")]
     for seed in range(12):
-        matcher, chance = Matcher(compiled, VOCABULARY), random.Random(seed)
+        matcher, chance = GrammarMatcher(compiled, VOCABULARY), random.Random(seed)
         for _ in range(100):
             if not allowed(matcher, []):
                 break
             matcher.append(chance.choice(letters))
 
-    assert compiled.spent
-    assert not known.compile(grammar).spent
+    assert compiled.exhausted
+    assert not known.compile(grammar).exhausted
 
 
-def test_grammars_are_kept_and_let_go(known: Grammars) -> None:
+def test_grammars_are_kept_and_let_go(known: GrammarCompiler) -> None:
     """The same source is compiled once; of thousands a few are kept, by number and by bytes."""
     first = known.compile(Grammar('start: "kept"'))
     assert first is known.compile(Grammar('start: "kept"'))
     for at in range(200):
         known.compile(Grammar(f'start: "number {at}"'))
-    assert grammars._KEPT == len(known._kept)
+    assert grammars._MAX_CACHED == len(known._cache)
     for at in range(8):
         known.compile(Grammar(f'start: "{at}" // {"x" * 200_000}'))
 
-    assert sum(len(one.source) for one in known._kept.values()) <= grammars._KEPT_BYTES
+    assert sum(len(one.source) for one in known._cache.values()) <= grammars._MAX_CACHED_BYTES
     assert first is not known.compile(Grammar('start: "kept"'))
 
 
-def test_threads_may_compile_at_once(known: Grammars) -> None:
+def test_threads_may_compile_at_once(known: GrammarCompiler) -> None:
     """What several ask for at the same time is compiled once, and each gets a matcher of its own."""
-    found: list[Matcher] = []
+    found: list[GrammarMatcher] = []
     grammar = of_schema({**RECORD, "title": "for threads"})
     threads = [threading.Thread(target=lambda: found.append(known.matcher(grammar))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    masks = [matcher.allowed([]) for matcher in found]
+    masks = [matcher.allowed_mask([]) for matcher in found]
 
     assert 8 == len({id(matcher) for matcher in found})
     assert all(mask is not None and masks[0] is not None and mask.equal(masks[0]) for mask in masks)
@@ -392,13 +392,13 @@ def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
     start = vocabulary(kind)["##a" if kind.startswith("WordPiece") else "a"]
     schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
     schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
-    grammars = Grammars(tokenizer, size=SIZE, ends=[end])
+    grammars = GrammarCompiler(tokenizer, vocabulary_size=SIZE, end_tokens=[end])
     for _ in range(8):
         matcher, text = grammars.matcher(of_schema(schema)), list[int]()
         while (tokens := allowed(matcher, [])) != [end]:
             assert tokens
             assert not markers & {*tokens} - {end}
-            enough = [token for token in tokens if '"' in tokenizer.alternative(token, 0.0).text or token == end]
+            enough = [token for token in tokens if '"' in tokenizer.describe_token(token, 0.0).text or token == end]
             text.append(chance.choice(enough if enough and len(text) > 20 else tokens))
             if text[-1] == end:
                 break
@@ -406,36 +406,38 @@ def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
         said = "".join(streamed(kind, [start], [token for token in text if token != end], special=True))
 
         assert {*json.loads(said)} in ({"a"}, {"a", "b"})
-        assert tokenizer.decode([start, *matcher._compiled.spelt(text[:6])]) == tokenizer.decode([start, *text[:6]])
+        assert tokenizer.decode([start, *matcher._compiled.retokenize(text[:6])]) == tokenizer.decode(
+            [start, *text[:6]]
+        )
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma"])
 def test_what_a_grammar_forces_is_spelt_as_the_model_would(kind: str) -> None:
     """In whole pieces, and not as if a text began there."""
-    matcher = Grammars(served(kind), size=SIZE, ends=[1]).matcher(Grammar('start: "世a"'))
+    matcher = GrammarCompiler(served(kind), vocabulary_size=SIZE, end_tokens=[1]).matcher(Grammar('start: "世a"'))
 
-    assert "世a" == served(kind).decode([vocabulary(kind)["a"], *matcher.forced(9)])[1:]
-    assert served(kind).spell("世a") in ([], matcher.forced(9))
+    assert "世a" == served(kind).decode([vocabulary(kind)["a"], *matcher.forced_tokens(9)])[1:]
+    assert served(kind).encode_inside_text("世a") in ([], matcher.forced_tokens(9))
 
 
 def test_what_the_first_grammar_needs_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
-    grammars = Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[1])
+    grammars = GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[1])
     grammars.prepare()
-    Grammars(served("byte fallback, Gemma"), size=SIZE, ends=[]).prepare()
+    GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[]).prepare()
     monkeypatch.setattr(grammars._tokenizer, "token_bytes", None)
 
     assert grammars.compile(Grammar('start: "a"'))
 
 
-def test_a_model_without_an_end_takes_no_grammar(known: Grammars) -> None:
+def test_a_model_without_an_end_takes_no_grammar(known: GrammarCompiler) -> None:
     """Its texts could not end where the grammar does."""
-    endless = Grammars(known._tokenizer, size=VOCABULARY, ends=())
+    endless = GrammarCompiler(known._tokenizer, vocabulary_size=VOCABULARY, end_tokens=())
     with pytest.raises(InvalidRequest, match="ends a text"):
         endless.compile(Grammar('start: "a"'))
 
 
 def test_nesting_counts_brackets_that_nest() -> None:
     """Not those of strings, expressions and comments."""
-    assert 3 == nesting('start: ([("a" | "((((\\"((("]) | /[(((]\\/((/ // ((((((\n# ((((((\n{{}}')
-    assert 0 == nesting("))]]")
+    assert 3 == nesting_depth('start: ([("a" | "((((\\"((("]) | /[(((]\\/((/ // ((((((\n# ((((((\n{{}}')
+    assert 0 == nesting_depth("))]]")

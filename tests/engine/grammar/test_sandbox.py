@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from engine.errors import TooCostly
+from engine.errors import GrammarTooCostly
 from engine.grammar import sandbox as trial
-from engine.grammar.sandbox import Trial, Vocabulary
+from engine.grammar.sandbox import GrammarSandbox, Vocabulary
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 from tests.engine.grammar.test_matcher import grammars_of, of_schema
@@ -19,11 +19,13 @@ from tests.engine.models import END, VOCABULARY, save_tokenizer
 
 
 @pytest.fixture
-def tried(tmp_path: Path) -> Iterator[Trial]:
+def tried(tmp_path: Path) -> Iterator[GrammarSandbox]:
     """A trial with the tiny models' tokenizer."""
     save_tokenizer(tmp_path)
-    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary=VOCABULARY, context=64)
-    made = Trial(Vocabulary(*tokenizer.token_bytes(VOCABULARY), ends=[END], spell=tokenizer.spell))
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary_size=VOCABULARY, context=64)
+    made = GrammarSandbox(
+        Vocabulary(*tokenizer.token_bytes(VOCABULARY), end_tokens=[END], encode=tokenizer.encode_inside_text)
+    )
     yield made
     made.close()
 
@@ -33,33 +35,33 @@ def multiple_of(number: int) -> str:
     return of_schema({"type": "integer", "multipleOf": number}).source
 
 
-def test_what_takes_long_is_refused(tried: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one is tried in another process."""
-    monkeypatch.setattr(trial, "_COMPILING_SECONDS", 0.2)
-    assert trial.TOO_MUCH == tried.fault(multiple_of(999_983))
+    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
+    assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(multiple_of(999_983))
     monkeypatch.undo()
 
-    assert "" == tried.fault(multiple_of(7))
+    assert "" == tried.check(multiple_of(7))
 
 
 @pytest.mark.slow
-def test_what_takes_memory_is_refused(tried: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the other process, whatever time is left."""
-    monkeypatch.setattr(trial, "_COMPILING_SECONDS", 60.0)
+    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
 
     several = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]}
-    assert trial.TOO_MUCH == tried.fault(of_schema(several).source)
+    assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(of_schema(several).source)
 
 
-def test_what_llguidance_refuses_is_left_to_it(tried: Trial) -> None:
+def test_what_llguidance_refuses_is_left_to_it(tried: GrammarSandbox) -> None:
     """A trial has nothing against it: the words are found where it is compiled."""
-    assert "" == tried.fault("start: (")
-    assert "" == tried.fault(of_schema({"$ref": "#"}).source)
+    assert "" == tried.check("start: (")
+    assert "" == tried.check(of_schema({"$ref": "#"}).source)
 
 
-def test_the_process_ends_with_the_pipe(tried: Trial) -> None:
+def test_the_process_ends_with_the_pipe(tried: GrammarSandbox) -> None:
     """Nothing stays behind, whoever ends."""
-    assert "" == tried.fault('start: "a"')
+    assert "" == tried.check('start: "a"')
     process, pipe = tried._end.peek()[2]  # type: ignore[attr-defined]
     pipe.close()
 
@@ -71,12 +73,12 @@ def test_a_fault_is_an_error_of_the_request(tmp_path: Path, monkeypatch: pytest.
     save_tokenizer(tmp_path)
     known = grammars_of(tmp_path)
     known.compile(Grammar('start: "a"'))
-    monkeypatch.setattr(trial, "_COMPILING_SECONDS", 0.2)
+    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
     costly = Grammar(multiple_of(999_983))
-    with pytest.raises(TooCostly, match="too long or too much memory"):
+    with pytest.raises(GrammarTooCostly, match="too long or too much memory"):
         known.compile(costly)
-    monkeypatch.setattr(trial, "_COMPILING_SECONDS", 60.0)
+    monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
 
-    with pytest.raises(TooCostly, match="too long or too much memory"):
+    with pytest.raises(GrammarTooCostly, match="too long or too much memory"):
         known.compile(costly)
     assert json.dumps("b") in known.compile(Grammar('start: "b"')).source

@@ -106,7 +106,9 @@ def test_without_a_compiler_the_reason_says_so(bench: Bench) -> None:
     """Nothing is built, and people learn what to install."""
     (bench.path / "g++").unlink()
 
-    with pytest.raises(build.NoLibrary, match=r"no C\+\+ compiler on the PATH \(looked for g\+\+, clang\+\+, c\+\+\)"):
+    with pytest.raises(
+        build.LibraryUnavailable, match=r"no C\+\+ compiler on the PATH \(looked for g\+\+, clang\+\+, c\+\+\)"
+    ):
         bench.library()
 
 
@@ -114,7 +116,7 @@ def test_a_compiler_that_fails_is_quoted(bench: Bench) -> None:
     """Its last words are the reason, and nothing is left behind."""
     bench.install(work="echo 'no such header: omp.h' >&2; exit 1")
 
-    with pytest.raises(build.NoLibrary, match="no such header: omp.h"):
+    with pytest.raises(build.LibraryUnavailable, match="no such header: omp.h"):
         bench.library()
     assert [] == list(bench.cache.iterdir())
 
@@ -136,7 +138,7 @@ def test_a_cache_that_others_write_is_refused(bench: Bench) -> None:
     bench.cache.mkdir()
     bench.cache.chmod(0o777)
 
-    with pytest.raises(build.NoLibrary, match="can be written by others"):
+    with pytest.raises(build.LibraryUnavailable, match="can be written by others"):
         bench.library()
 
 
@@ -144,7 +146,7 @@ def test_a_cache_that_cannot_be_made_is_a_reason(bench: Bench) -> None:
     """A read-only or strange home is no crash."""
     bench.cache.write_text("a file")
 
-    with pytest.raises(build.NoLibrary, match="no folder to keep it in"):
+    with pytest.raises(build.LibraryUnavailable, match="no folder to keep it in"):
         bench.library()
 
 

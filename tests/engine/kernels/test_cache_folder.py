@@ -12,7 +12,7 @@ import pytest
 
 from engine.kernels import cache_folder
 from engine.kernels.cpu import build
-from engine.kernels.packing import Packed, pack
+from engine.kernels.packing import PackedMatrix, pack
 from engine.quantize import store
 
 
@@ -45,8 +45,8 @@ def test_the_folder_is_where_xdg_says(
 
 def test_kernels_and_weights_are_kept_there(root: Path) -> None:
     """Both users of the cache take the same root."""
-    assert root / "kernels" == build._users_cache()
-    assert root / "weights" == store.Store("model", 8).file.parent
+    assert root / "kernels" == build._user_cache()
+    assert root / "weights" == store.WeightStore("model", 8).file.parent
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,22 +55,22 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(store, "MIN_BYTES", 0)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", fail)
-    kept = store.Store("model", 8)
+    kept = store.WeightStore("model", 8)
 
     kept.write(layers())
     assert kept.read({"layer": (64, 64)}) is None
-    with pytest.raises(build.NoLibrary, match="no home folder"):
-        build._users_cache()
+    with pytest.raises(build.LibraryUnavailable, match="no home folder"):
+        build._user_cache()
 
 
 def test_the_least_recently_used_go_first(root: Path) -> None:
     """Files of all kinds share one bound."""
     files = [written(root, f"{kind}/{age}", size=100, age_seconds=age) for age, kind in ((3, "a"), (2, "b"), (1, "a"))]
 
-    cache_folder.trim(most_bytes=250)
+    cache_folder.trim(max_bytes=250)
 
     assert [False, True, True] == [file.exists() for file in files]
 
@@ -78,9 +78,9 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
 def test_a_use_is_a_time(root: Path) -> None:
     """A file that is used stays, though it was written first."""
     old, new = (written(root, f"a/{age}", size=100, age_seconds=age) for age in (9, 1))
-    cache_folder.use(old)
+    cache_folder.mark_used(old)
 
-    cache_folder.trim(most_bytes=100)
+    cache_folder.trim(max_bytes=100)
 
     assert (True, False) == (old.exists(), new.exists())
 
@@ -88,36 +88,36 @@ def test_a_use_is_a_time(root: Path) -> None:
 def test_a_file_in_use_is_never_removed(root: Path) -> None:
     """Neither one that this process uses, nor one of another process, as long as that lives."""
     own, others, free = (written(root, f"a/{name}", size=100, age_seconds=9) for name in ("own", "others", "free"))
-    cache_folder.use(own)
+    cache_folder.mark_used(own)
     code = (
-        "import sys, pathlib; from engine.cache_folder import use; use(pathlib.Path(sys.argv[1]));"
+        "import sys, pathlib; from engine.kernels.cache_folder import use; use(pathlib.Path(sys.argv[1]));"
         " print(flush=True); input()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(others)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
 
-    cache_folder.trim(most_bytes=0)
+    cache_folder.trim(max_bytes=0)
     assert [True, True, False] == [file.exists() for file in (own, others, free)]
 
     process.communicate(b"\n")
-    cache_folder.trim(most_bytes=0)
+    cache_folder.trim(max_bytes=0)
     assert [True, False] == [file.exists() for file in (own, others)]
 
 
 def test_kept_weights_are_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing one model's weights removes those of the model that was used longest ago."""
-    monkeypatch.setattr(store, "LEAST_BYTES", 0)
-    monkeypatch.setattr(store, "trim", lambda: cache_folder.trim(most_bytes=1))
+    monkeypatch.setattr(store, "MIN_BYTES", 0)
+    monkeypatch.setattr(store, "trim", lambda: cache_folder.trim(max_bytes=1))
     old = written(root, "weights/int8-old.safetensors", size=100, age_seconds=9)
-    kept = store.Store("model", 8)
+    kept = store.WeightStore("model", 8)
 
     kept.write(layers())
 
     assert (False, True) == (old.exists(), kept.file.exists())
 
 
-def layers() -> dict[str, Packed]:
+def layers() -> dict[str, PackedMatrix]:
     """One small quantised layer."""
     import torch
 

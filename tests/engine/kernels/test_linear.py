@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import choice, linear
+from engine.kernels import dispatch, linear
 from engine.kernels.cpu import build
 from engine.kernels.cpu.linear import NativeLinear
-from engine.kernels.packing import Bits, Packed, pack
+from engine.kernels.packing import Bits, PackedMatrix, pack
 from tests.libraries import built
 
-Multiply = Callable[[Tensor, Sequence[Packed]], list[Tensor]]
+Multiply = Callable[[Tensor, Sequence[PackedMatrix]], list[Tensor]]
 
 # What float32 totals of some dozen groups may be off by, of the greatest product.
 TOLERANCE = 1e-6
@@ -40,12 +40,12 @@ def rows(count: int, columns: int, seed: int = 0) -> Tensor:
     return torch.where(torch.rand(columns, generator=generator) < 0.02, 50 * numbers, numbers)
 
 
-def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> Packed:
+def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> PackedMatrix:
     """A random one."""
     return pack(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
 
 
-def product(multiply: Multiply, numbers: Tensor, packed: Packed) -> Tensor:
+def product(multiply: Multiply, numbers: Tensor, packed: PackedMatrix) -> Tensor:
     """With one matrix."""
     [result] = multiply(numbers, [packed])
     return result
@@ -194,9 +194,9 @@ def test_rounded_rows_are_near_the_rows() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nobody has chosen a kernel yet, and nobody will remember this choice."""
-    choice.multiplies.cache_clear()
+    dispatch.best_linear.cache_clear()
     yield
-    choice.multiplies.cache_clear()
+    dispatch.best_linear.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -208,5 +208,5 @@ def test_without_a_compiler_torch_multiplies(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "KERNELS", {"linear": {"generic": ("-changed",)}})
 
-    assert [linear.prepare] * 2 == [choice.multiplies() for _ in range(2)]
+    assert [linear.prepare] * 2 == [dispatch.best_linear() for _ in range(2)]
     assert ["in torch instead of C++: no C++ compiler" in line for line in caplog.messages] == [True]

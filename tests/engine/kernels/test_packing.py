@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.packing import BLOCK, GROUP, Bits, Room, pack
+from engine.kernels.packing import BLOCK, GROUP, Bits, PackedStorage, pack
 
 SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (1500, 200))
 
@@ -101,14 +101,14 @@ def test_other_types_and_layouts_are_packed_as_well(bits: Bits, dtype: torch.dty
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_a_weight_takes(bits: Bits) -> None:
     """Half a bit beside its code, where nothing is padded."""
-    assert (bits + 0.5) / 8 * 256 * 512 == pack(torch.zeros(256, 512), bits).bytes
+    assert (bits + 0.5) / 8 * 256 * 512 == pack(torch.zeros(256, 512), bits).size_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_matrices_lie_side_by_side(bits: Bits) -> None:
     """In one room each keeps what it was given, and all begin where the kernel can load 64 bytes at a time."""
     some = [weights(*shape) for shape in SHAPES]
-    room = Room([(one.shape[0], one.shape[1]) for one in some], bits)
+    room = PackedStorage([(one.shape[0], one.shape[1]) for one in some], bits)
 
     packed = [pack(one, bits, room) for one in some]
 

@@ -12,11 +12,18 @@ from engine.kernels.reference import attend
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.rotary import rotate
-from kvcache.spec import LayerSpec, Reach, Rotation, Span
+from kvcache.spec import AttentionRange, LayerSpec, Rotation, Span
 
 HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 6, 2, 8, 4
 ROTATION = Rotation("half", 2, (1.0, 0.2, 0.03))
-REACHES = [Reach(), Reach("window", 1), Reach("window", 5), Reach("window", 100), Reach("chunk", 4), Reach("chunk", 1)]
+REACHES = [
+    AttentionRange(),
+    AttentionRange("window", 1),
+    AttentionRange("window", 5),
+    AttentionRange("window", 100),
+    AttentionRange("chunk", 4),
+    AttentionRange("chunk", 1),
+]
 BENDS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}]
 
 
@@ -37,7 +44,7 @@ class Words:
         return q, k, self.v[tokens].transpose(0, 1).contiguous()
 
 
-def one_by_one(words: Words, tokens: list[int], at: int, reach: Reach, bend: dict[str, object]) -> Tensor:
+def one_by_one(words: Words, tokens: list[int], at: int, reach: AttentionRange, bend: dict[str, object]) -> Tensor:
     """The output [heads, value_width] of the query at a position, as the definition says it."""
     first = {"full": 0, "window": max(at - reach.size + 1, 0), "chunk": at - at % max(reach.size, 1)}[reach.kind]
     q, k, v = words.rows(tokens[: at + 1], 0)
@@ -56,10 +63,10 @@ def one_by_one(words: Words, tokens: list[int], at: int, reach: Reach, bend: dic
 
 
 def step(
-    cache: Cache, words: Words, plan: list[tuple[int, list[int]]], reach: Reach, bend: dict[str, object]
+    cache: Cache, words: Words, plan: list[tuple[int, list[int]]], reach: AttentionRange, bend: dict[str, object]
 ) -> Tensor:
     """A forward of new tokens for some slots: the attention output [rows, heads, value_width]."""
-    spans = [Span(slot, cache.length(slot), len(tokens)) for slot, tokens in plan]
+    spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in plan]
     rows = [words.rows(tokens, span.start) for span, (_, tokens) in zip(spans, plan, strict=True)]
     q, k, v = (torch.cat(part, 1) for part in zip(*rows, strict=True))
     sinks = words.sinks if "sinks" in bend else None
@@ -69,18 +76,24 @@ def step(
 
 
 def attended(
-    forward: Forward, q: Tensor, k: Tensor, v: Tensor, reach: Reach, softcap: float | None, sinks: Tensor | None
+    forward: Forward,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: AttentionRange,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Store, then attend, as a layer does."""
-    forward.write(0, k, v)
-    keys, values = forward.stored(0)
+    forward.store_kv(0, k, v)
+    keys, values = forward.layer_kv(0)
     segments = forward.segments(0)
     return attend(q, keys, values, segments, reach, scale=WIDTH**-0.5, softcap=softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("bend", BENDS, ids=lambda bend: "+".join(bend) or "plain")
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: f"{reach.kind}-{reach.size}")
-def test_attention_over_cells_is_the_sum_over_visible_tokens(reach: Reach, bend: dict[str, object]) -> None:
+def test_attention_over_cells_is_the_sum_over_visible_tokens(reach: AttentionRange, bend: dict[str, object]) -> None:
     """Prompt chunks and single rows of three slots, copies and shifts between them: every row as by definition."""
     words, chance = Words(), random.Random(1)
     spec = LayerSpec(KEY_HEADS, WIDTH, VALUE_WIDTH, reach, ROTATION)

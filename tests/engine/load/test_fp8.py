@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.load.load import Loaded, load
+from engine.load.load import LoadedModel, load
 from tests.engine.models import CONTEXT, core, save_model
 from tests.engine.play import Job, ask, play
 
@@ -37,7 +37,7 @@ def save(folder: Path) -> dict[str, Tensor]:
     return expected
 
 
-def loaded(folder: Path, dtype: str = "float32", quantize: str = "none") -> Loaded:
+def loaded(folder: Path, dtype: str = "float32", quantize: str = "none") -> LoadedModel:
     """The folder as the engine loads it."""
     settings = {"model": str(folder), "context": CONTEXT, "slots": 1, "dtype": dtype, "quantize": quantize}
     return load(EngineConfig(**settings), lambda phase: None)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.errors import ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.checkpoint import fingerprint, resolve, weight_files
-from engine.load.load import load, longest_context
+from engine.load.load import load, max_context
 from tests.engine import encoders
 from tests.engine.models import CONTEXT
 from tests.engine.play import Job, ask, play
@@ -225,7 +225,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr("engine.load.load._read", refuse)
+    monkeypatch.setattr("engine.load.load._read_model", refuse)
 
 
 @pytest.mark.usefixtures("unread")
@@ -257,8 +257,8 @@ def test_a_context_beyond_the_models_own_is_told_before_the_weights_are_read(cop
 
 def test_no_limit_is_no_negative_context() -> None:
     """XLNet writes -1 where there is no limit."""
-    assert 8192 == longest_context(XLNetConfig())
-    assert 128 == longest_context(LlamaConfig(max_position_embeddings=128))
+    assert 8192 == max_context(XLNetConfig())
+    assert 128 == max_context(LlamaConfig(max_position_embeddings=128))
 
 
 def test_more_than_the_memory_is_refused_in_numbers(folder: Folder) -> None:

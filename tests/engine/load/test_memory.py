@@ -7,26 +7,30 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import PlanTooLarge
-from engine.load.memory import Sizes, most_context, most_rows, plan_memory
+from engine.load.memory import ModelSizes, max_batch_tokens, max_fitting_context, plan_memory
 from kvcache.cache import Cache
-from kvcache.spec import LayerSpec, Reach
+from kvcache.spec import AttentionRange, LayerSpec
 
-WINDOW = LayerSpec(2, 64, 64, Reach("window", 512))
+WINDOW = LayerSpec(2, 64, 64, AttentionRange("window", 512))
 FULL = LayerSpec(2, 64, 64)
 CELL = 2 * (64 + 64) * 2
 
 
-def sizes(*layers: LayerSpec, longest: int = 32768) -> Sizes:
+def sizes(*layers: LayerSpec, longest: int = 32768) -> ModelSizes:
     """A model of these layers in bfloat16, with weights of 1000 bytes."""
-    return Sizes(weights_bytes=1000, layers=layers, stored=torch.bfloat16, row_bytes=10, longest=longest)
+    return ModelSizes(
+        weights_bytes=1000, layers=layers, kv_dtype=torch.bfloat16, activation_bytes=10, max_context=longest
+    )
 
 
 def test_the_plan_is_what_the_cache_takes() -> None:
     """Bytes are those of the pools, group by group, for the same slots and rows."""
     config = EngineConfig(context=4096, slots=4, chunk=100)
-    layers = (FULL, WINDOW, WINDOW, LayerSpec(1, 8, 8, Reach("chunk", 1024)))
+    layers = (FULL, WINDOW, WINDOW, LayerSpec(1, 8, 8, AttentionRange("chunk", 1024)))
     plan, context, slots = plan_memory(config, sizes(*layers), 2**40)
-    cache = Cache(layers, slots=slots, capacity=context, cells=plan.cells, rows=most_rows(config, slots))
+    cache = Cache(
+        layers, slots=slots, capacity=context, cells=plan.cells, max_batch_tokens=max_batch_tokens(config, slots)
+    )
 
     assert plan.cache_bytes == sum(group.pool.cells * group.spec.cell_bytes(torch.bfloat16) for group in cache.groups)
     assert plan.cells * plan.cell_bytes == 4 * 4096 * CELL
@@ -122,5 +126,7 @@ def test_the_longest_context_counts_the_whole_memory() -> None:
     """What could be had with --context, with all that is free and one slot."""
     long = sizes(FULL, longest=131072)
 
-    assert 2**20 // CELL // 1024 * 1024 == most_context(EngineConfig(context=8, slots=4, chunk=1), long, 2**20 + 20)
-    assert 131072 == most_context(EngineConfig(), long, 2**40)
+    assert 2**20 // CELL // 1024 * 1024 == max_fitting_context(
+        EngineConfig(context=8, slots=4, chunk=1), long, 2**20 + 20
+    )
+    assert 131072 == max_fitting_context(EngineConfig(), long, 2**40)

@@ -12,23 +12,30 @@ import pytest
 
 from engine.kernels import reference
 from engine.load import checking, outcomes
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.load.outcomes import Outcome, OutcomeFile
-from engine.model.layers import LayerPlan
-from engine.quantize.survey import LayerNames
-from kvcache.spec import LayerSpec, Reach, Rotation
+from engine.model.layers import CachedLayer
+from engine.quantize.plan import QuantizationPlanNames
+from kvcache.spec import AttentionRange, LayerSpec, Rotation
 from tests.engine.models import load_model
 from tests.libraries import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = LayerSpec(
-    heads=1, key_width=8, value_width=8, reach=Reach("window", 6), rotation=Rotation("half", 0, (1.0, 0.1))
+    heads=1,
+    key_width=8,
+    value_width=8,
+    attention_range=AttentionRange("window", 6),
+    rotation=Rotation("half", 0, (1.0, 0.1)),
 )
 OUTCOME = Outcome(
-    layers=(LayerPlan(0, SPEC), LayerPlan(1, replace(SPEC, reach=Reach(), rotation=None), (2, 3))),
+    layers=(
+        CachedLayer(0, SPEC),
+        CachedLayer(1, replace(SPEC, attention_range=AttentionRange(), rotation=None), (2, 3)),
+    ),
     has_states=True,
-    quantised=LayerNames((("a.q", "a.k"), ("b",)), {"not in use": 2}, ("experts",)),
+    quantised=QuantizationPlanNames((("a.q", "a.k"), ("b",)), {"not in use": 2}, ("experts",)),
     bits=8,
     native=True,
     batch_invariant=True,
@@ -69,7 +76,7 @@ def test_another_identity_code_or_machine_has_another_file(tmp_path: Path, monke
 @pytest.fixture
 def start(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Loaded, list[str]]]:
+) -> Callable[..., tuple[LoadedModel, list[str]]]:
     """Loads a tiny model as if it were large; with the checks that were made."""
     monkeypatch.setattr(outcomes, "cache_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(checking, "is_small", lambda folder: False)
@@ -82,14 +89,14 @@ def start(
     noted(checking, "find_runner")
     noted(checking, "is_batch_invariant")
 
-    def start(family: str = "gemma3", **settings: Any) -> tuple[Loaded, list[str]]:
+    def start(family: str = "gemma3", **settings: Any) -> tuple[LoadedModel, list[str]]:
         made.clear()
         return load_model(folder(family), "float32", **settings), list(made)
 
     return start
 
 
-Start = Callable[..., tuple[Loaded, list[str]]]
+Start = Callable[..., tuple[LoadedModel, list[str]]]
 
 
 def kept(tmp_path: Path) -> list[Path]:

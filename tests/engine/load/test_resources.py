@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.load import memory
-from engine.load.resources import memory_left, processors
+from engine.load.resources import free_memory_bytes, processor_count
 
 NO_LIMIT = "9223372036854771712"
 
@@ -79,7 +79,7 @@ def system(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.usefixtures("sixteen")
 def test_threads_follow_affinity_and_quotas(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     """The tightest of all of them, at least one."""
-    assert expected == processors(system(tmp_path, files))
+    assert expected == processor_count(system(tmp_path, files))
 
 
 @pytest.mark.usefixtures("sixteen")
@@ -87,7 +87,7 @@ def test_a_system_without_affinity_has_all_its_processors(tmp_path: Path, monkey
     """As macOS."""
     monkeypatch.delattr(os, "sched_getaffinity")
 
-    assert 64 == processors(tmp_path)
+    assert 64 == processor_count(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_memory_follows_the_limits_of_containers(files: dict[str, str], expected
     """What is left until the tightest limit; pages of files that nobody used lately are given back when needed."""
     groups = "3:memory:/docker/abc\n0::/"
 
-    assert expected == memory_left(system(tmp_path, {"proc/self/cgroup": groups, **files}))
+    assert expected == free_memory_bytes(system(tmp_path, {"proc/self/cgroup": groups, **files}))
 
 
 def test_the_plan_counts_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more is planned than the container may take."""
-    monkeypatch.setattr(memory, "memory_left", lambda: 12345)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 12345)
     assert 12345 == memory.available_bytes()
 
-    monkeypatch.setattr(memory, "memory_left", lambda: None)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: None)
     assert 12345 < memory.available_bytes()

@@ -16,34 +16,36 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import ModelUnsupported
 from engine.kernels import reference
 from engine.load import selftest
-from engine.load.selftest import Facts, find_runner
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.layers import LayerPlan, plan_layers
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner
-from kvcache.spec import Reach
+from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
+from kvcache.spec import AttentionRange
 from tests.engine import tiny
 from tests.engine.models import VOCABULARY, load_model
 
-FACTS = Facts(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
+FACTS = ModelTraits(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
 
 
-def plan_with(change: Callable[[Reach], Reach]) -> Callable[..., tuple[LayerPlan, ...]]:
+def plan_with(change: Callable[[AttentionRange], AttentionRange]) -> Callable[..., tuple[CachedLayer, ...]]:
     """The plan of a model whose layers see something else than they should."""
 
-    def plan(model: Any, *, vocabulary: int) -> tuple[LayerPlan, ...]:
-        plans = plan_layers(model, vocabulary=vocabulary)
-        return tuple(replace(each, spec=replace(each.spec, reach=change(each.spec.reach))) for each in plans)
+    def plan(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...]:
+        plans = find_cached_layers(model, vocabulary=vocabulary)
+        return tuple(
+            replace(each, spec=replace(each.spec, attention_range=change(each.spec.attention_range))) for each in plans
+        )
 
     return plan
 
 
 WRONG = {
-    "a cell more": ("mistral", lambda reach: Reach("window", reach.size + 1)),
-    "a cell less": ("mistral", lambda reach: Reach("window", reach.size - 1)),
-    "no window": ("gemma3", lambda reach: Reach()),
-    "no chunks": ("llama4", lambda reach: Reach()),
-    "a window for a chunk": ("llama4", lambda reach: Reach("window", 8)),
+    "a cell more": ("mistral", lambda reach: AttentionRange("window", reach.size + 1)),
+    "a cell less": ("mistral", lambda reach: AttentionRange("window", reach.size - 1)),
+    "no window": ("gemma3", lambda reach: AttentionRange()),
+    "no chunks": ("llama4", lambda reach: AttentionRange()),
+    "a window for a chunk": ("llama4", lambda reach: AttentionRange("window", 8)),
 }
 
 
@@ -59,12 +61,12 @@ def test_a_wrong_mask_is_not_served(
 ) -> None:
     """A window that is off by one is seen, though it is far longer than a few tokens; the right way is taken, aloud."""
     family, change = WRONG[wrong]
-    monkeypatch.setattr(selftest, "plan_layers", plan_with(change))
+    monkeypatch.setattr(selftest, "find_cached_layers", plan_with(change))
 
     with caplog.at_level(logging.WARNING):
         runner = find_runner(family, own(family), FACTS)
 
-    assert isinstance(runner, GatheringRunner)
+    assert isinstance(runner, SequentialRunner)
     assert "its logits differ" in caplog.text
 
 
@@ -72,9 +74,11 @@ def test_a_wrong_mask_without_another_way_is_refused(
     own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no way is right the model is refused, with what differs."""
-    monkeypatch.setattr(selftest, "plan_layers", plan_with(lambda reach: Reach("window", reach.size + 1)))
-    run = GatheringRunner.run
-    monkeypatch.setattr(GatheringRunner, "run", lambda *args: 1.1 * run(*args))
+    monkeypatch.setattr(
+        selftest, "find_cached_layers", plan_with(lambda reach: AttentionRange("window", reach.size + 1))
+    )
+    run = SequentialRunner.run
+    monkeypatch.setattr(SequentialRunner, "run", lambda *args: 1.1 * run(*args))
 
     with pytest.raises(
         ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time \(_Differs: its logits"
@@ -87,10 +91,10 @@ def test_what_transformers_computes_in_float32_is_compared_so(
     own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, error: float
 ) -> None:
     """Roundings of float32 are no reason to refuse a model in float64; a wrong mask changes far more."""
-    run = Runner.run
-    monkeypatch.setattr(Runner, "run", lambda *args: (1 + error) * run(*args))
+    run = PackedRunner.run
+    monkeypatch.setattr(PackedRunner, "run", lambda *args: (1 + error) * run(*args))
 
-    assert isinstance(find_runner("llama", own("llama"), FACTS), Runner if error < 1e-3 else GatheringRunner)
+    assert isinstance(find_runner("llama", own("llama"), FACTS), PackedRunner if error < 1e-3 else SequentialRunner)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
@@ -104,22 +108,22 @@ def test_recurrences_in_float32_are_served_in_float64(name: str) -> None:
         model.set_experts_implementation("eager")
         recurrent = recurrence.install(model)
         hooks.install_latent(model)
-        facts = Facts(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
+        facts = ModelTraits(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
 
-        assert isinstance(find_runner(name, model, facts), Runner)
+        assert isinstance(find_runner(name, model, facts), PackedRunner)
 
 
 def test_a_wrong_kernel_is_not_used(own: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
     """A kernel that sees no more than a dozen cells gives way to the one that does not."""
 
-    def forgetful(query: Tensor, keys: Any, values: Any, segments: Any, reach: Reach, **others: Any) -> Tensor:
-        shorter = Reach("window", 12) if reach.kind == "full" else reach
+    def forgetful(query: Tensor, keys: Any, values: Any, segments: Any, reach: AttentionRange, **others: Any) -> Tensor:
+        shorter = AttentionRange("window", 12) if reach.kind == "full" else reach
         return reference.attend(query, keys, values, segments, shorter, **others)
 
     with caplog.at_level(logging.WARNING):
         runner = find_runner("gemma3", own("gemma3"), replace(FACTS, attend=forgetful))
 
-    assert isinstance(runner, Runner)
+    assert isinstance(runner, PackedRunner)
     assert "attends in torch operations" in caplog.text
 
 
@@ -145,4 +149,4 @@ def test_the_prompt_is_as_long_as_is_cheap(weights: int, length: int) -> None:
             """Weights that take no memory."""
             return [torch.empty(weights, device="meta")]
 
-    assert length == selftest._length(Model)
+    assert length == selftest._prompt_length(Model)

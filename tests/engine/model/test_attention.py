@@ -13,19 +13,19 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.kernels import choice, reference
+from engine.kernels import dispatch, reference
 from engine.kernels.cpu import build
-from engine.kernels.reference import Attend
-from engine.load.load import Loaded
-from engine.model.runner import Runner
+from engine.kernels.reference import AttentionFunction
+from engine.load.load import LoadedModel
+from engine.model.runner import PackedRunner
 from kvcache.cache import Cache
-from kvcache.spec import LayerSpec, Reach, Span
+from kvcache.spec import AttentionRange, LayerSpec, Span
 from tests.engine.mixes import mix, prompts
 from tests.engine.models import END, VOCABULARY, Reference, core, load_model, save_tokenizer
 from tests.engine.play import Job, ask, play
 from tests.engine.test_oracle import run
 
-REACHES = (Reach(), Reach("window", 9), Reach("chunk", 12))
+REACHES = (AttentionRange(), AttentionRange("window", 9), AttentionRange("chunk", 12))
 Folder = Callable[[str], Path]
 
 
@@ -35,17 +35,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nobody has chosen a kernel yet, and nobody will remember this choice."""
-    choice.chosen.cache_clear()
+    dispatch.best_attention.cache_clear()
     yield
-    choice.chosen.cache_clear()
+    dispatch.best_attention.cache_clear()
 
 
 @pytest.fixture(scope="module")
-def native() -> Attend:
+def native() -> AttentionFunction:
     """The kernel of this machine."""
     try:
-        return choice.native()
-    except build.NoLibrary as error:
+        return dispatch.native_attention()
+    except build.LibraryUnavailable as error:
         pytest.skip(error.reason)
 
 
@@ -81,14 +81,16 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def attending(loaded: Loaded) -> Attend:
+def attending(loaded: LoadedModel) -> AttentionFunction:
     """What a model's layers attend with."""
-    assert isinstance(loaded.runner, Runner)
+    assert isinstance(loaded.runner, PackedRunner)
     return loaded.runner._attend
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt_oss"])
-def test_any_mix_says_what_generate_says_alone(family: str, folder: Folder, sinks: Path, native: Attend) -> None:
+def test_any_mix_says_what_generate_says_alone(
+    family: str, folder: Folder, sinks: Path, native: AttentionFunction
+) -> None:
     """Windows, softcaps and sinks too: in float32, tokens differ from transformers' own at ties only."""
     place = sinks if family == "gpt_oss" else folder(family)
     models = cache(lambda _, dtype: load_model(place, dtype))
@@ -101,7 +103,7 @@ def test_any_mix_says_what_generate_says_alone(family: str, folder: Folder, sink
 
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_other_formats_say_what_torch_says(family: str, stored: str, folder: Folder, native: Attend) -> None:
+def test_other_formats_say_what_torch_says(family: str, stored: str, folder: Folder, native: AttentionFunction) -> None:
     """Over cells in int8 or bfloat16 each answer is torch's, up to the first place where two tokens are near a tie."""
     settings = {"dtype": "float32", "kv_dtype": stored}
     ours, torchs = (load_model(folder(family), **settings, kernels=kernels) for kernels in ("auto", "torch"))
@@ -118,7 +120,7 @@ def test_other_formats_say_what_torch_says(family: str, stored: str, folder: Fol
 class Rows:
     """One layer's rows of a text, and what they make when they are computed through a cache in some way."""
 
-    def __init__(self, attend: Attend, reach: Reach, stored: torch.dtype, length: int) -> None:
+    def __init__(self, attend: AttentionFunction, reach: AttentionRange, stored: torch.dtype, length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         self.query, self.key, self.value = (torch.randn(heads, length, 16, generator=generator) for heads in (6, 2, 2))
         self.length, self._attend, self._reach, self._stored = length, attend, reach, stored
@@ -130,20 +132,22 @@ class Rows:
 
     def compute(self, cache: Cache, *ends: tuple[int, int]) -> list[Tensor]:
         """In one forward, continue each slot up to an end: the outputs, [rows, heads, width] a slot."""
-        spans = [Span(slot, cache.length(slot), end - cache.length(slot)) for slot, end in ends]
+        spans = [Span(slot, cache.cached_length(slot), end - cache.cached_length(slot)) for slot, end in ends]
         query, key, value = (
             torch.cat([whole[:, span.start : span.stop] for span in spans], 1)
             for whole in (self.query, self.key, self.value)
         )
         with cache.forward(spans) as forward:
-            forward.write(0, key, value)
-            made = self._attend(query, *forward.stored(0), forward.segments(0), forward.reach(0), scale=0.25)
+            forward.store_kv(0, key, value)
+            made = self._attend(
+                query, *forward.layer_kv(0), forward.segments(0), forward.attention_range(0), scale=0.25
+            )
         return list(made.split([span.length for span in spans]))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.kind)
-def test_a_row_is_the_same_bit_for_bit(reach: Reach, stored: torch.dtype, native: Attend) -> None:
+def test_a_row_is_the_same_bit_for_bit(reach: AttentionRange, stored: torch.dtype, native: AttentionFunction) -> None:
     """Computed at once, in chunks, beside others in cells all over the pool, or behind a prefix that another made."""
     rows = Rows(native, reach, stored, 90)
     (whole,) = rows.compute(rows.cache(), (0, 90))
@@ -168,7 +172,7 @@ def test_a_wrong_kernel_is_given_up(
     def wrong(*inputs: object, **bend: object) -> Tensor:
         return reference.attend(*inputs, **bend) * 1.1  # type: ignore[arg-type]
 
-    monkeypatch.setattr(choice, "chosen", lambda: wrong)
+    monkeypatch.setattr(dispatch, "best_attention", lambda: wrong)
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = load_model(folder("llama"), "float32")
 
@@ -209,14 +213,14 @@ def test_a_kernel_that_does_not_fit_is_not_used(
     monkeypatch.setattr(build, "variants", lambda kernel: variants)
     monkeypatch.setattr(build, "library", lambda kernel, variant: file)
 
-    with pytest.raises(build.NoLibrary, match=reason):
-        choice.native()
-    assert choice.chosen() is reference.attend
+    with pytest.raises(build.LibraryUnavailable, match=reason):
+        dispatch.native_attention()
+    assert dispatch.best_attention() is reference.attend
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_what_the_kernel_does_not_know_needs_no_library(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is built for a model whose every call would be torch's."""
-    monkeypatch.setattr(choice, "chosen", lambda: pytest.fail("nobody needs it"))
+    monkeypatch.setattr(dispatch, "best_attention", lambda: pytest.fail("nobody needs it"))
 
-    assert choice.fastest(dtype, dtype) is reference.attend
+    assert dispatch.attention_kernel(dtype, dtype) is reference.attend

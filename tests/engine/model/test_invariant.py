@@ -17,13 +17,13 @@ from engine.kernels import reference
 from engine.kernels.cpu import build
 from engine.kernels.cpu.products import NativeProduct
 from engine.kernels.packing import Bits
-from engine.kernels.products import POSITIONS, Product, TiledProduct
+from engine.kernels.products import POSITIONS, RowInvariantProduct, TiledProduct
 from engine.load.selftest import is_batch_invariant
 from engine.model.invariant import RowInvariant
 from engine.native.runner import NativeRunner
 from kvcache.forward import Segment
-from kvcache.planes import FloatPlane, Stored
-from kvcache.spec import Reach
+from kvcache.kv_buffer import FloatKVBuffer, LayerKV
+from kvcache.spec import AttentionRange
 from tests.engine import invariance
 from tests.engine.invariance import CHECKS
 from tests.engine.mixes import mix, prompts
@@ -45,7 +45,7 @@ ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 
 
 @pytest.fixture(params=["torch", *VECTORS])
-def product(request: pytest.FixtureRequest) -> Product:
+def product(request: pytest.FixtureRequest) -> RowInvariantProduct:
     """Every way to row-invariant products."""
     return TiledProduct() if request.param == "torch" else NativeProduct(built("linear", request.param))
 
@@ -57,7 +57,9 @@ def random(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("columns", "outputs"), [(33, 17), (64, 64), (576, 130), (1000, 5), (7, 1)])
-def test_a_row_times_a_weight_is_what_it_is_alone(product: Product, columns: int, outputs: int, threads: int) -> None:
+def test_a_row_times_a_weight_is_what_it_is_alone(
+    product: RowInvariantProduct, columns: int, outputs: int, threads: int
+) -> None:
     """Whatever rows stand before and behind it, and right to rounding."""
     torch.set_num_threads(threads)
     rows, weight = random(70, columns), random(outputs, columns)
@@ -70,7 +72,7 @@ def test_a_row_times_a_weight_is_what_it_is_alone(product: Product, columns: int
 
 @pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 40, 64, 90), (6, 33, 20, 70), (3, 20, 100, 33)])
 def test_products_of_batches_do_not_depend_on_shapes(
-    product: Product, batch: int, rows: int, inner: int, columns: int
+    product: RowInvariantProduct, batch: int, rows: int, inner: int, columns: int
 ) -> None:
     """Neither rows, nor columns, nor matrices, nor zeros behind the inner columns change a bit."""
     left, right = random(batch, rows, inner), random(batch, inner, columns)
@@ -142,14 +144,14 @@ def test_attention_of_modules_is_what_torch_computes(causal: bool) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach("window", 20), Reach("chunk", 32)])
-def test_aligned_attention_is_the_reference(reach: Reach) -> None:
+@pytest.mark.parametrize("reach", [AttentionRange(), AttentionRange("window", 20), AttentionRange("chunk", 32)])
+def test_aligned_attention_is_the_reference(reach: AttentionRange) -> None:
     """The same attention, from sums that begin at multiples of POSITIONS: no chunk changes a bit."""
-    keys, values = (Stored(FloatPlane(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
-    keys, query = Stored(FloatPlane(random(1, 2, 200, 8)), 0), random(4, 200, 8)
+    keys, values = (LayerKV(FloatKVBuffer(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
+    keys, query = LayerKV(FloatKVBuffer(random(1, 2, 200, 8)), 0), random(4, 200, 8)
 
-    def attend(start: int, stop: int, form: reference.Attend) -> Tensor:
-        first = reach.oldest(start)
+    def attend(start: int, stop: int, form: reference.AttentionFunction) -> Tensor:
+        first = reach.oldest_visible(start)
         segment = Segment(slice(0, stop - start), start, slice(first, stop), first)
         return form(query[:, start:stop], keys, values, [segment], reach, scale=0.4)
 
@@ -227,7 +229,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_products_of_modules_have_the_shapes_of_torch(name: str, product: Product) -> None:
+def test_products_of_modules_have_the_shapes_of_torch(name: str, product: RowInvariantProduct) -> None:
     """Whatever is spread over whatever, and from tensors with any strides."""
     left, right = (random(*shape) for shape in SHAPES[name])
     for other in (right, right.mT.contiguous().mT if right.dim() > 1 else right):
@@ -237,7 +239,7 @@ def test_products_of_modules_have_the_shapes_of_torch(name: str, product: Produc
         torch.testing.assert_close(made, left @ right, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sum_and_a_product_at_once_is_that_of_torch(product: Product) -> None:
+def test_a_sum_and_a_product_at_once_is_that_of_torch(product: RowInvariantProduct) -> None:
     """addmm and baddbmm, with their factors."""
     bias, left, right = random(7), random(9, 20), random(20, 7)
     scores, many, others = random(3, 9, 7), random(3, 9, 20), random(3, 20, 7)
@@ -249,7 +251,7 @@ def test_a_sum_and_a_product_at_once_is_that_of_torch(product: Product) -> None:
 
 
 @pytest.mark.parametrize("inner", [100, 300, 700])
-def test_zeros_behind_what_heads_share_change_no_bit(product: Product, inner: int) -> None:
+def test_zeros_behind_what_heads_share_change_no_bit(product: RowInvariantProduct, inner: int) -> None:
     """Where all heads share values, their sums over positions do not depend on the number of these."""
     weights, values = random(1, 4, 9, inner), random(1, 1, inner, 12)
     with RowInvariant(product):
@@ -269,7 +271,7 @@ def test_the_load_says_what_it_found(family: str, settings: dict[str, str], fold
     assert loaded.info.batch_invariant == (bool(settings) or isinstance(loaded.runner, NativeRunner))
 
 
-def _replace_nothing(mode: RowInvariant, product: Product) -> None:
+def _replace_nothing(mode: RowInvariant, product: RowInvariantProduct) -> None:
     """A constructor after which torch computes as ever."""
     TorchFunctionMode.__init__(mode)
     mode._functions = {}

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from kvcache.rotary import rotate
-from kvcache.spec import Reach, Rotation
+from kvcache.spec import AttentionRange, Rotation
 from tests.engine.models import CONTEXT
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 
-FULL, SLIDING = Reach(), Reach("window", 8)
+FULL, SLIDING = AttentionRange(), AttentionRange("window", 8)
 # Of each layer: layout, first turned column, number of pairs; and the reach. None: positions are not in the keys' turn.
 EXPECTED = {
     "llama": [(("half", 0, 4), FULL)] * 2,
@@ -27,7 +27,7 @@ EXPECTED = {
     "smollm3": [(("half", 0, 4), FULL), (("half", 0, 0), FULL)],
     "gemma2": [(("half", 0, 4), SLIDING), (("half", 0, 4), FULL)],
     "gemma3": [(("half", 0, 4), SLIDING), (("half", 0, 4), FULL)],
-    "mistral": [(("half", 0, 4), Reach("window", 6))] * 2,
+    "mistral": [(("half", 0, 4), AttentionRange("window", 6))] * 2,
     "gpt2": [(None, FULL)] * 2,
 }
 
@@ -43,7 +43,7 @@ def test_rotation_and_reach_of_every_layer_are_found(loaded: Models, family: str
     """Half, interleaved, partial, none at all, learned positions, windows: each family as it is, in every type."""
     layers = loaded(family, dtype).layers
 
-    assert EXPECTED[family] == [(shape(plan.spec.rotation), plan.spec.reach) for plan in layers]
+    assert EXPECTED[family] == [(shape(plan.spec.rotation), plan.spec.attention_range) for plan in layers]
     assert list(range(len(layers))) == [plan.layer for plan in layers]
 
 

@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaConfig
 
 from engine.errors import ModelUnsupported
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.model.rope import RopeSwitch, original_length
-from engine.model.sequential_runner import GatheringRunner
+from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
 from engine.types.events import Finished
 from kvcache.cache import Cache
@@ -29,7 +29,7 @@ from tests.engine.speculated import Case, differences
 from tests.engine.test_oracle import run
 from tests.libraries import built
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 FAMILIES = ("phi3_long", "phimoe_long", "llama_long")
@@ -38,7 +38,7 @@ LONG = tuple(range(60, 60 + ORIGINAL + 10))
 
 
 def answers(
-    loaded: Loaded, prompts: dict[str, tuple[int, ...]], count: int = 24, **settings: object
+    loaded: LoadedModel, prompts: dict[str, tuple[int, ...]], count: int = 24, **settings: object
 ) -> dict[str, list[int]]:
     """What an engine says to prompts that arrive together."""
     engine = core(loaded, **settings)
@@ -78,7 +78,7 @@ def test_the_factors_change_what_is_said(loaded: Models, alone: Callable, family
     switch = loaded(family).switch
     assert switch is not None
     runner = loaded(family).runner
-    long_from_the_start = replace(switch, original=1)
+    long_from_the_start = replace(switch, original_length=1)
     runner.switch = long_from_the_start
     try:
         assert says != answers(loaded(family), {"within": SHORT[:9]})["within"]
@@ -108,7 +108,7 @@ def test_the_native_step_says_the_same(folder: Callable[[str], Path], reference:
 @pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
 def test_one_sequence_at_a_time_says_the_same(loaded: Models, reference: References, family: str) -> None:
     """A model that cannot run packed chooses the factors of a chunk by its sequence too."""
-    gathering = GatheringRunner(loaded(family).model, loaded(family).runner.switch)
+    gathering = SequentialRunner(loaded(family).model, loaded(family).runner.switch)
     model = loaded(family).model
     packed = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -182,12 +182,12 @@ def test_a_shift_turns_keys_by_the_factors_they_have(loaded: Models, family: str
     tokens = [token % VOCABULARY for token in range(7, 7 + 30)]
 
     def keys(slot: int, tokens: list[int], cache: Cache) -> torch.Tensor:
-        spans = [Span(slot, 0, len(tokens), extended=extended)] if tokens else []
+        spans = [Span(slot, 0, len(tokens), long_factors=extended)] if tokens else []
         if spans:
             with cache.forward(spans) as forward:
                 model.runner.run(forward, tokens, [len(tokens) - 1])
-        group, own = cache.home(0)
-        return group.pool.keys.read(own, group.cells(slot, 0), torch.float64)
+        group, own = cache.layer_group(0)
+        return group.pool.keys.read(own, group.cells_from(slot, 0), torch.float64)
 
     cache = Cache([plan.spec for plan in layers], slots=2, capacity=CONTEXT, cells=2 * CONTEXT, dtype=torch.float64)
     keys(0, tokens, cache)

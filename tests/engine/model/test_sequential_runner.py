@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from engine.model import hooks
-from engine.model.layers import Watcher, plan_layers
-from engine.model.runner import Runner
-from engine.model.sequential_runner import GatheringRunner, NothingToGather
+from engine.model.layers import CalibrationBackend, find_cached_layers
+from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner, UnsupportedCache
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine import tiny
@@ -30,7 +30,7 @@ def test_a_selection_among_equals_is_the_same_in_any_chunks(monkeypatch: pytest.
     monkeypatch.setattr("tests.engine.families.plant", lambda model: None)
     family = build(name)
 
-    assert isinstance(family.runner, GatheringRunner)
+    assert isinstance(family.runner, SequentialRunner)
     assert {check: True for check in CHECKS} == {name: check(family) for name, check in CHECKS.items()}
 
 
@@ -41,7 +41,7 @@ def alone(model: Any, tokens: list[int]) -> Tensor:
     return logits
 
 
-def cache(runner: GatheringRunner | Runner) -> Cache:
+def cache(runner: SequentialRunner | PackedRunner) -> Cache:
     """Room for three sequences of twenty tokens."""
     return Cache([plan.spec for plan in runner.layers], slots=3, capacity=20, cells=60)
 
@@ -73,7 +73,7 @@ def test_an_indexer_keeps_its_keys_in_the_cells() -> None:
 
     widths = {layer.values.shape[-1] + layer.indexer_keys.shape[-1] for layer in memory.layers}
 
-    assert widths == {plan.spec.value_width for plan in GatheringRunner(model).layers}
+    assert widths == {plan.spec.value_width for plan in SequentialRunner(model).layers}
 
 
 class Keeping(nn.Module):
@@ -95,8 +95,8 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("kind", [None, LinearAttentionLayer])
 def test_a_model_that_keeps_something_else_is_not_gathered(kind: type | None) -> None:
     """A state, or nothing at all, is no memory that cells could hold."""
-    with pytest.raises(NothingToGather):
-        GatheringRunner(Keeping(kind))
+    with pytest.raises(UnsupportedCache):
+        SequentialRunner(Keeping(kind))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -111,9 +111,9 @@ def test_layers_that_share_cells_store_nothing(name: str) -> None:
     assert all(types[layer] == types[reader] for layer, own in readers.items() for reader in own)
 
 
-def call(layer: int, key: Tensor, value: Tensor, window: int | None = None) -> hooks.Call:
+def call(layer: int, key: Tensor, value: Tensor, window: int | None = None) -> hooks.AttentionCall:
     """One layer's call."""
-    return hooks.Call(layer, key, key, value, 1.0, window, None, None)
+    return hooks.AttentionCall(layer, key, key, value, 1.0, window, None, None)
 
 
 def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.Mon
 
     def run(model: Any, *rows: Tensor) -> None:
         for each in calls:
-            hooks._current.get().listener.attend(each)
+            hooks._state.get().backend.attend(each)
 
     monkeypatch.setattr(hooks, "forward", run)
 
@@ -144,7 +144,7 @@ def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.Mon
                 """Itself."""
                 return cls
 
-    plans = plan_layers(Bare(1, 1), vocabulary=VOCABULARY)
+    plans = find_cached_layers(Bare(1, 1), vocabulary=VOCABULARY)
 
     assert {0: (3,), 1: (), 2: (4,)} == {plan.layer: plan.readers for plan in plans}
 
@@ -166,7 +166,7 @@ def test_a_layer_that_chooses_what_it_sees_is_not_run_packed(own: dict[str, Tens
     mask = own.get("attention_mask")
     others = {name: value for name, value in own.items() if name != "attention_mask"}
 
-    with hooks.listening(Watcher()):
+    with hooks.use_backend(CalibrationBackend()):
         hooks._attention(module, rows, rows, rows, None, indices=None)
         with pytest.raises(NotImplementedError, match=next(iter(own))):
             hooks._attention(module, rows, rows, rows, mask, **others)
@@ -176,6 +176,6 @@ def test_a_layer_that_chooses_what_it_sees_is_not_run_packed(own: dict[str, Tens
 def test_a_family_with_a_selection_of_its_own_runs_by_itself() -> None:
     """An indexer picks what its layers see: packed, that would be lost."""
     model = build("glm_moe_dsa").model
-    model.set_attn_implementation(hooks.NAME)
+    model.set_attn_implementation(hooks.ATTENTION_NAME)
     with pytest.raises(TypeError):  # it adds its selection to the mask that it would get from others
-        plan_layers(model, vocabulary=VOCABULARY)
+        find_cached_layers(model, vocabulary=VOCABULARY)

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.kernels import linear
-from engine.load import native as choosing
-from engine.load.selftest import Facts, find_runner
+from engine.load import selection as choosing
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
-from engine.model.runner import Runner
+from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
-from engine.quantize.store import Store
-from engine.quantize.surgery import quantize
-from engine.quantize.survey import Survey
+from engine.quantize.plan import LayerSurvey
+from engine.quantize.quantize import quantize
+from engine.quantize.store import WeightStore
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.tiny import VOCABULARY, settings
@@ -37,25 +37,25 @@ class Both:
     """A model as transformers' modules compute it over cells, and what `fastest` takes in their stead."""
 
     model: Any
-    plain: Runner
-    fastest: Runner
+    plain: PackedRunner
+    fastest: PackedRunner
     recurrent: bool = False
 
-    def cache(self, runner: Runner, stored: torch.dtype = torch.float32) -> Cache:
+    def cache(self, runner: PackedRunner, stored: torch.dtype = torch.float32) -> Cache:
         """An empty one with room for all steps."""
         specs, state_bytes = [plan.spec for plan in runner.layers], 2**30 if self.recurrent else None
         return Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=stored, state_bytes=state_bytes)
 
-    def states(self, runner: Runner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def states(self, runner: PackedRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logits and states of every row, by slot and position, however the steps cut them."""
         some = self.cache(runner, stored)
         told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for step in steps:
-            spans = [Span(slot, some.length(slot), rows) for slot, rows in step]
+            spans = [Span(slot, some.cached_length(slot), rows) for slot, rows in step]
             places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
             rows = list(range(len(places)))
             with some.forward(spans) as forward:
-                made = runner.run_with_states(forward, [token(*place) for place in places], rows, rows)
+                made = runner.run_with_hidden_states(forward, [token(*place) for place in places], rows, rows)
             told |= dict(zip(places, zip(*made, strict=True), strict=True))
         logits, states = zip(*(told[place] for place in sorted(told)), strict=True)
         return torch.stack(logits), torch.stack(states)
@@ -84,15 +84,15 @@ def of_config(config: Any, weights: Weights = 32) -> Both:
             parameter += 0.3 * torch.randn_like(parameter)
     hooks.install_latent(model)
     recurrent = recurrence.install(model)
-    facts = Facts(vocabulary=config.get_text_config().vocab_size, recurrent=recurrent, dtype=dtype)
-    survey = Survey(model)
+    facts = ModelTraits(vocabulary=config.get_text_config().vocab_size, recurrent=recurrent, dtype=dtype)
+    survey = LayerSurvey(model)
     plain = find_runner(family, model, facts)
     choice = survey.close()
-    assert isinstance(plain, Runner)
+    assert isinstance(plain, PackedRunner)
     if weights == 8 or weights == 4:
-        quantize(model, choice, Store(family, weights), linear.prepare)
+        quantize(model, choice, WeightStore(family, weights), linear.prepare)
     runner = choosing.select(model, plain, facts, context=CONTEXT).runner
-    assert isinstance(runner, Runner)
+    assert isinstance(runner, PackedRunner)
     return Both(model, plain, runner, recurrent)
 
 

@@ -10,9 +10,9 @@ import sys
 import torch
 import transformers
 
-from engine.model.sequential_runner import GatheringRunner
-from engine.native.decoder import NoShape
-from engine.native.shape import find_decoder
+from engine.model.sequential_runner import SequentialRunner
+from engine.native.decoder import UnsupportedArchitecture
+from engine.native.detection import find_decoder
 from tests.engine.families import build
 from tests.engine.native.decoders import CONTEXT
 from tests.engine.tiny import FAMILIES, VOCABULARY
@@ -36,11 +36,11 @@ def reason(name: str) -> str | None:
         parameter.requires_grad_(False)
         if parameter.dim() == 1:
             parameter += 0.3 * torch.randn_like(parameter)
-    if isinstance(family.runner, GatheringRunner):
+    if isinstance(family.runner, SequentialRunner):
         return "it runs one sequence at a time"
     try:
         find_decoder(family.model, family.runner.layers, vocabulary=VOCABULARY, context=CONTEXT)
-    except NoShape as error:
+    except UnsupportedArchitecture as error:
         return error.reason
     return None
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.native.decoder import Linear
-from engine.native.mlp import ACTIVATIONS, _activation
-from engine.native.trace import Multiplied
+from engine.native.gated_mlp import ACTIVATIONS, _activation
+from engine.native.trace import TracedLinear
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e5])
@@ -19,7 +19,7 @@ def test_the_activation_is_the_one_with_the_smallest_error(name: str, outlier: f
     # Where both kinds of gelu are the same.
     gates[:, 3] = 6.0
     ups[:, 3] *= outlier
-    inner = [Multiplied(Linear(torch.empty(0), None), rows, made) for made in (gates, ups)]
+    inner = [TracedLinear(Linear(torch.empty(0), None), rows, made) for made in (gates, ups)]
     taken = ACTIVATIONS[name](gates) * ups  # type: ignore[index]
 
     assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(*_activation(inner, taken))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.model.runner import Runner
-from engine.native.decoder import Delta, NoShape
+from engine.model.runner import PackedRunner
+from engine.native.decoder import DeltaRuleSpec, UnsupportedArchitecture
+from engine.native.detection import find_decoder
 from engine.native.runner import NativeRunner
-from engine.native.shape import find_decoder
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Both, Steps, native, of_config, token
@@ -49,9 +49,9 @@ def exact(model: Both) -> Tensor:
     return torch.cat([one.logits[0] for one in told])
 
 
-def fed(runner: Runner, cache: Cache, slot: int, rows: int, guessed: int = 0, kept: int | None = None) -> Tensor:
+def fed(runner: PackedRunner, cache: Cache, slot: int, rows: int, guessed: int = 0, kept: int | None = None) -> Tensor:
     """Logits of a slot's next rows, of which the first `kept` stay."""
-    span = Span(slot, cache.length(slot), rows, guessed=guessed)
+    span = Span(slot, cache.cached_length(slot), rows, draft_tokens=guessed)
     with cache.forward([span]) as forward:
         logits = runner.run(forward, [token(0, at) for at in range(span.start, span.stop)], range(rows))
         forward.keep(slot, span.stop if kept is None else span.start + kept)
@@ -74,9 +74,9 @@ def test_how_large_rates_may_be_is_found(own: dict[str, bool]) -> None:
     """Twice a sigmoid where states may change their sign."""
     model = of_config(AutoConfig.for_model("olmo_hybrid", **{**settings("olmo_hybrid"), **own}))
     decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
-    ways = [attention.way for attention, _ in decoder.layers]
+    ways = [attention.mixer for attention, _ in decoder.layers]
 
-    found = [way.most for way in ways if isinstance(way, Delta)]
+    found = [way.max_beta for way in ways if isinstance(way, DeltaRuleSpec)]
 
     assert {2.0 if own["linear_allow_neg_eigval"] else 1.0} == set(found)
 
@@ -87,14 +87,14 @@ def test_parts_are_found_wherever_they_lie() -> None:
         find_decoder(native(name).model, native(name).plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
         for name in ("qwen3_next", "qwen3_5_text")
     )
-    first, other = fused.layers[0][0].way, split.layers[0][0].way
+    first, other = fused.layers[0][0].mixer, split.layers[0][0].mixer
 
-    assert isinstance(first, Delta)
-    assert isinstance(other, Delta)
+    assert isinstance(first, DeltaRuleSpec)
+    assert isinstance(other, DeltaRuleSpec)
     # Two key heads: queries, keys, values and gates in one matrix, what makes decays and rates in another.
-    assert (2, 12) == (len(first.projections), len(first.runs))
-    assert [0, 3, 2, 1] == [run.matrix for run in other.runs]
-    assert [None, None, None] != [getattr(way.way, "gates", None) for way, _ in split.layers]
+    assert (2, 12) == (len(first.projections), len(first.column_ranges))
+    assert [0, 3, 2, 1] == [run.matrix for run in other.column_ranges]
+    assert [None, None, None] != [getattr(way.mixer, "gates", None) for way, _ in split.layers]
 
 
 def test_columns_that_say_the_same_are_told_apart_by_their_neighbours() -> None:
@@ -107,10 +107,10 @@ def test_columns_that_say_the_same_are_told_apart_by_their_neighbours() -> None:
         decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
     finally:
         mixer.in_proj_b.weight.copy_(before)
-    way = decoder.layers[0][0].way
+    way = decoder.layers[0][0].mixer
 
-    assert isinstance(way, Delta)
-    assert [0, 3, 2, 1] == [run.matrix for run in way.runs]
+    assert isinstance(way, DeltaRuleSpec)
+    assert [0, 3, 2, 1] == [run.matrix for run in way.column_ranges]
 
 
 @pytest.mark.parametrize("kept", [1, 2, 4])
@@ -179,7 +179,7 @@ def test_states_are_not_chained() -> None:
     for family, chained in (("qwen3_next", False), ("llama", True)):
         model = native(family)
         assert isinstance(model.fastest, NativeRunner)
-        assert chained == model.fastest.chains(model.cache(model.fastest).forward([Span(0, 0, 2)]))
+        assert chained == model.fastest.supports_draft_loop(model.cache(model.fastest).forward([Span(0, 0, 2)]))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "jamba"])
@@ -188,5 +188,5 @@ def test_other_recurrences_run_as_they_are(family: str) -> None:
     model = of_config(AutoConfig.for_model(family, **settings(family)))
 
     assert model.fastest is model.plain
-    with pytest.raises(NoShape):
+    with pytest.raises(UnsupportedArchitecture):
         find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from engine.kernels.cpu import build
-from engine.native.decoder import Decoder
-from engine.native.library import Library
+from engine.native.decoder import DecoderSpec
+from engine.native.detection import find_decoder
+from engine.native.float32_mode import Float32Mode
 from engine.native.runner import NativeRunner
-from engine.native.shape import find_decoder
-from engine.native.widening import Widened
+from engine.native.step_library import StepLibrary
 from kvcache.cache import Cache
 from kvcache.spec import Span
 from tests.engine.native.decoders import CONTEXT, Both, Steps, Weights, both, native, of_config, token
@@ -47,15 +47,15 @@ def apart(expected: Tensor, actual: Tensor) -> float:
     return float((expected - actual).abs().max() / expected.abs().max())
 
 
-def decoder_of(model: Both) -> Decoder:
+def decoder_of(model: Both) -> DecoderSpec:
     """A model's parts."""
-    with Widened(model.model):
+    with Float32Mode(model.model):
         return find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
 
 
 def unrounded(model: Both) -> NativeRunner:
     """What runs it with no row rounded, whatever the processor would like."""
-    library = Library(build.library("step", build.variants("step")[0]))
+    library = StepLibrary(build.library("step", build.variants("step")[0]))
     return NativeRunner(model.plain, decoder_of(model), library, rounds=False)
 
 
@@ -85,7 +85,7 @@ def test_gates_of_experts_are_bounded(limit: float, slope: float) -> None:
     own = {"swiglu_limit": limit, "swiglu_alpha": slope}
     model = of_config(AutoConfig.for_model("gpt_oss", **{**settings("gpt_oss"), **own}))
     expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
-    [gate] = {mlp.experts.gate for _, mlp in decoder_of(model).layers if mlp.experts is not None}
+    [gate] = {mlp.experts.activation for _, mlp in decoder_of(model).layers if mlp.experts is not None}
 
     assert isinstance(model.fastest, NativeRunner)
     assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.alternating)
@@ -114,7 +114,7 @@ def test_odd_sizes_are_computed_to_the_end(family: str, weights: Weights) -> Non
     width = 101 if family == "llama" else 100
     odd = {"hidden_size": 68, "intermediate_size": width, "head_dim": 10, "vocab_size": VOCABULARY + 3}
     model = of_config(AutoConfig.for_model(family, **{**settings(family), **odd}), weights)
-    with Widened(model.model):
+    with Float32Mode(model.model):
         expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
 
     assert isinstance(model.fastest, NativeRunner)
@@ -200,7 +200,7 @@ def test_quantised_matrices_are_the_modules(family: str, weights: Weights) -> No
 def test_weights_of_16_bits_are_computed_in_float32(family: str) -> None:
     """All but the weights is float32: what the modules say when their weights are widened, within rounding of that."""
     model = native(family, 16)
-    with Widened(model.model):
+    with Float32Mode(model.model):
         expected, _ = model.states(model.plain, MIXED)
     logits, _ = model.states(unrounded(model), MIXED)
 
@@ -217,7 +217,7 @@ SOME = [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name 
 def test_rows_are_rounded_to_meet_weights_of_16_bits_in_pairs(variant: str) -> None:
     """Where the processor multiplies such pairs, and only there; sums are float32 then too."""
     model = native("llama", 16)
-    runner = NativeRunner(model.plain, decoder_of(model), Library(build.library("step", variant)))
+    runner = NativeRunner(model.plain, decoder_of(model), StepLibrary(build.library("step", variant)))
     logits, states = model.states(runner, MIXED)
     rows = states.bfloat16().float() if variant == "bfloat16" else states
     expected = rows @ model.model.get_output_embeddings().weight.float().T
@@ -243,7 +243,7 @@ def test_cells_of_16_bits_hold_what_torch_would_store() -> None:
         with some.forward([Span(0, 0, 32)]) as forward:
             runner.run(forward, [token(0, at) for at in range(32)], [31])
             cells = forward.segments(0)[0].cells
-            planes.append([stored.read(cells, torch.float32) for stored in forward.stored(0)])
+            planes.append([stored.read(cells, torch.float32) for stored in forward.layer_kv(0)])
 
     for expected, actual in zip(*planes, strict=True):
         assert (expected != actual).float().mean() < 0.01
@@ -282,7 +282,7 @@ def test_rows_that_see_each_other_are_left_to_the_modules() -> None:
     model, told = native("llama"), []
     for runner in (model.plain, model.fastest):
         some = Cache([plan.spec for plan in runner.layers], slots=1, capacity=16, cells=16, dtype=torch.float32)
-        with some.forward([Span(0, 0, 9, mutual=((2, 6),))]) as forward:
+        with some.forward([Span(0, 0, 9, bidirectional=((2, 6),))]) as forward:
             told.append(runner.run(forward, list(range(9)), list(range(9))))
 
     assert torch.equal(*told)

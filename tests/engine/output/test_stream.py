@@ -73,7 +73,7 @@ def test_a_shortcut_takes_deltas_from_a_reader_that_waits() -> None:
 
     async def story() -> list[Event]:
         stream = RequestStream("one")
-        stream.shortcut = shortcut
+        stream.fast_path = shortcut
         stream.deliver(Delta("early", (1,)))
         reader = asyncio.create_task(read(stream))
         for step in ([], ["a", "b"], ["refused", "late"], ["c"]):
@@ -101,7 +101,7 @@ def test_a_shortcut_takes_nothing_from_a_reader_that_has_left() -> None:
 
     async def story() -> list[Event]:
         stream = RequestStream("one")
-        stream.shortcut = shortcut
+        stream.fast_path = shortcut
         reader = asyncio.create_task(read(stream))
         await asyncio.sleep(0)
         reader.cancel()

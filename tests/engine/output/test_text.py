@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from engine.errors import ContextTooLong, InvalidRequest
-from engine.output.stop_regex import Pattern, check_expressions
-from engine.output.text import StopMatcher, TextStream
+from engine.output.stop_regex import StopRegex, check_stop_regex
+from engine.output.text import StopStringMatcher, TextStream
 from engine.text.tokenizer import Tokenizer
-from engine.types.events import Alternative, Delta, TokenLogprob
+from engine.types.events import Delta, Logprob, TokenLogprob
 from tests.engine.models import CONTEXT, VOCABULARY
 
 LETTERS = st.text("ab<|é😀", max_size=24)
@@ -71,7 +71,7 @@ def stream(tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[Delta], st
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 def test_stops_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
     """For any chunking the released text is the whole, cut at the earliest stop."""
-    matcher, released, found = StopMatcher(stops), "", None
+    matcher, released, found = StopStringMatcher(stops), "", None
     edges = [0, *sorted(min(edge, len(text)) for edge in cuts), len(text)]
     for start, stop in zip(edges, edges[1:], strict=False):
         piece, found = matcher.push(text[start:stop])
@@ -88,7 +88,7 @@ def test_stops_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: li
 @settings(max_examples=500, deadline=None, database=None, derandomize=True)
 def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
     """Before the end, what is held is the longest end of the text that a stop could begin with, and no more."""
-    matcher, released = StopMatcher(stops), ""
+    matcher, released = StopStringMatcher(stops), ""
     for at, letter in enumerate(text, start=1):
         piece, found = matcher.push(letter)
         released += piece
@@ -123,7 +123,7 @@ def test_every_token_is_told_once_and_in_order(text: str) -> None:
 def test_no_stop_counts_that_is_complete_too_early(text: str, stops: list[str], least: int) -> None:
     """Before so many tokens stops are text, and may be part of a later one; held text is released as ever."""
     early = len(text.encode()[: max(least - 1, 0)].decode(errors="ignore"))
-    whole = TextStream(Bytes(), stops, least=least)
+    whole = TextStream(Bytes(), stops, min_tokens=least)
     released, expected = "", (text, None)
     for length in range(early + 1, len(text) + 1):
         if ends := [stop for stop in stops if text[:length].endswith(stop)]:
@@ -184,7 +184,7 @@ def joined(tokens: bytes, stops: list[str]) -> tuple[str, str | None]:
 def test_logprobs_come_with_their_text() -> None:
     """A held-back token's log-probability is told with the token; after a stop, those behind it are not told."""
     text = TextStream(Bytes(), ["<end>"])
-    chosen = [Alternative(token, chr(token), bytes([token]), -float(token)) for token in b"ab<end>"]
+    chosen = [Logprob(token, chr(token), bytes([token]), -float(token)) for token in b"ab<end>"]
     entries = [TokenLogprob(alternative, ()) for alternative in chosen]
     deltas = [text.push(entry.chosen.token, entry) for entry in entries]
     told = [(delta.tokens, tuple(entry.chosen.token for entry in delta.logprobs)) for delta in deltas if delta]
@@ -196,14 +196,14 @@ def test_logprobs_come_with_their_text() -> None:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Callable[[str], Path]) -> Tokenizer:
     """The byte-level tokenizer of the tiny models."""
-    return Tokenizer(AutoTokenizer.from_pretrained(folder("llama")), vocabulary=VOCABULARY, context=CONTEXT)
+    return Tokenizer(AutoTokenizer.from_pretrained(folder("llama")), vocabulary_size=VOCABULARY, context=CONTEXT)
 
 
 @given(text=st.text(max_size=30), prompt=st.text(max_size=10))
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
     """Whatever stands before it, any text comes back whole from its tokens, one by one."""
-    decoder = tokenizer.decoder(tokenizer.encode(prompt))
+    decoder = tokenizer.detokenizer(tokenizer.encode(prompt))
     pieces = [decoder.push(token) for token in tokenizer.encode(text)]
 
     assert text == "".join((*pieces, decoder.flush()))
@@ -213,9 +213,9 @@ def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str,
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
     """Random bytes, which are rarely text, give what decoding them at once gives."""
-    decoder = tokenizer.decoder([])
+    decoder = tokenizer.detokenizer([])
     pieces = [decoder.push(token) for token in tokens]
-    whole = tokenizer._reader.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole = tokenizer._engine_tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     assert whole == "".join((*pieces, decoder.flush()))
 
@@ -253,7 +253,7 @@ def test_a_text_ends_behind_a_match(
 def test_strings_and_patterns_end_a_text_together() -> None:
     """Of a string and a pattern that are complete at once it is the string; what no stop may end yet goes on."""
     first, second = TextStream(Words(["abc"]), ("c",), ("b",)), TextStream(Words(["abc"]), ("b",), ("b",))
-    late = TextStream(Words(["ab", "ab"]), (), ("b",), least=2)
+    late = TextStream(Words(["ab", "ab"]), (), ("b",), min_tokens=2)
 
     assert ("ab", "b") == (text_of(first.push(0)), first.stop)
     assert ("a", "b") == (text_of(second.push(0)), second.stop)
@@ -265,7 +265,7 @@ def test_strings_and_patterns_end_a_text_together() -> None:
 def test_what_is_no_pattern_is_refused(pattern: str) -> None:
     """What cannot be read, what looks around, and what is everywhere."""
     with pytest.raises(InvalidRequest) as refused:
-        Pattern([pattern])
+        StopRegex([pattern])
 
     assert "stop_regex" == refused.value.field
 
@@ -285,18 +285,18 @@ def test_what_is_no_pattern_is_refused(pattern: str) -> None:
 def test_an_error_shows_the_expression_that_was_sent(expressions: tuple[str, ...], words: str) -> None:
     """The one that is wrong, as far as it is short, and nothing of what is built around it."""
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
-        check_expressions(expressions)
+        check_stop_regex(expressions)
 
     assert "(?s:.)" not in refused.value.reason
 
 
 def test_a_pattern_with_too_many_states_says_so() -> None:
     """Within bounded work; from then on it ends nothing."""
-    pattern, random = Pattern(["(a.{300}b)"]), Random(0)
+    pattern, random = StopRegex(["(a.{300}b)"]), Random(0)
     text = "".join(random.choice("ac") for _ in range(6000))
 
     assert pattern.push(text) is None
-    assert "too many states" in pattern.fault
+    assert "too many states" in pattern.error
 
 
 class Words:

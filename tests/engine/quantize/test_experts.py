@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import use_experts_implementation
 
-from engine.kernels import choice, linear
-from engine.kernels.linear import Prepare
-from engine.kernels.packing import Bits, Packed, pack
-from engine.quantize import store, surgery
+from engine.kernels import dispatch, linear
+from engine.kernels.linear import PrepareMatrices
+from engine.kernels.packing import Bits, PackedMatrix, pack
+from engine.quantize import quantize, store
 from engine.quantize.experts import QuantizedExperts
+from engine.quantize.plan import LayerSurvey, QuantizationPlan
 from engine.quantize.stacks import experts_of
-from engine.quantize.store import Store
-from engine.quantize.survey import Choice, Survey
+from engine.quantize.store import WeightStore
 from tests.engine.models import load_model
 
 Folder = Callable[[str], Path]
@@ -68,9 +68,9 @@ class Model(nn.Module):
         return made
 
 
-def surveyed(model: nn.Module) -> Choice:
+def surveyed(model: nn.Module) -> QuantizationPlan:
     """What a survey finds that sees a model run."""
-    survey = Survey(model)
+    survey = LayerSurvey(model)
     model(torch.randn(3, COLUMNS))
     return survey.close()
 
@@ -80,13 +80,13 @@ def lost(expected: Tensor, actual: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def quantized(module: nn.Module, bits: Bits, prepare: Prepare = linear.prepare) -> QuantizedExperts:
+def quantized(module: nn.Module, bits: Bits, prepare: PrepareMatrices = linear.prepare) -> QuantizedExperts:
     """What replaces some experts."""
     model = nn.Sequential(module)
-    survey = Survey(model)
+    survey = LayerSurvey(model)
     columns = one.down.weight.shape[1] if (one := experts_of(module)) is not None else 0
     module(torch.zeros(1, columns), *_chosen(1))
-    surgery.quantize(model, survey.close(), Store("a", bits), prepare)
+    quantize.quantize(model, survey.close(), WeightStore("a", bits), prepare)
     made = model[0]
     assert isinstance(made, QuantizedExperts)
     return made
@@ -126,7 +126,7 @@ def test_a_number_beyond_all_experts_makes_nothing() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_does_not_depend_on_those_beside_it(bits: Bits) -> None:
     """With the C++ kernel the same to the last bit, wherever it stands."""
-    made = quantized(experts(KINDS[0]), bits, choice.multiplies())
+    made = quantized(experts(KINDS[0]), bits, dispatch.best_linear())
     rows, (chosen, weights) = torch.randn(30, COLUMNS), _chosen(30)
     expected = made(rows, chosen, weights)
 
@@ -157,20 +157,20 @@ def test_experts_in_use_are_found() -> None:
 
     assert ["first"] == list(found.experts)
     assert EXPERTS * 3 * WIDTH * COLUMNS == found.weights - sum(layer.weight.numel() for layer in found.layers)
-    surgery.quantize(model, found, Store("a", 8), linear.prepare)
+    quantize.quantize(model, found, WeightStore("a", 8), linear.prepare)
     assert isinstance(model.first, QuantizedExperts)
     assert not isinstance(model.unused, QuantizedExperts)
 
 
 def test_auto_counts_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are most of a model's weights."""
-    monkeypatch.setattr(surgery, "multiplies", lambda: lambda matrices: None)
+    monkeypatch.setattr(quantize, "best_linear", lambda: lambda matrices: None)
     found = surveyed(Model())
-    many = Choice((), found.stay, {str(at): found.experts["first"] for at in range(2**11)})
+    many = QuantizationPlan((), found.stay, {str(at): found.experts["first"] for at in range(2**11)})
 
     assert 2**25 < many.weights
     assert [None, 8, 4] == [
-        surgery.bits_for("auto", one, room) for one, room in ((found, 2**40), (many, 2**40), (many, 1))
+        quantize.bits_for("auto", one, room) for one, room in ((found, 2**40), (many, 2**40), (many, 1))
     ]
 
 
@@ -178,14 +178,14 @@ def test_weights_leave_the_memory_one_tensor_at_a_time(monkeypatch: pytest.Monke
     """When the second matrices of experts are packed, the first ones of all of them are gone."""
     model, held = Model(), list[bool]()
 
-    def packed(weight: Tensor, *others: object) -> Packed:
+    def packed(weight: Tensor, *others: object) -> PackedMatrix:
         held.append(getattr(model.first, "gate_up_proj", None) is not None)
         return pack(weight, *others)  # type: ignore[arg-type]
 
     found = surveyed(model)
-    monkeypatch.setattr(surgery, "pack", packed)
+    monkeypatch.setattr(quantize, "pack", packed)
     own = model.first
-    surgery.quantize(model, Choice((), found.stay, found.experts), Store("a", 8), linear.prepare)
+    quantize.quantize(model, QuantizationPlan((), found.stay, found.experts), WeightStore("a", 8), linear.prepare)
 
     assert [True] * EXPERTS + [False] * EXPERTS == held
     assert {} == dict(own.named_parameters(recurse=False))
@@ -195,23 +195,23 @@ def test_the_plan_counts_what_they_take_now() -> None:
     """Codes and scales, and what stays: biases, routers, other weights."""
     model = Model(KINDS[1])
     found = surveyed(model)
-    surgery.quantize(model, Choice((), found.stay, found.experts), Store("a", 4), linear.prepare)
+    quantize.quantize(model, QuantizationPlan((), found.stay, found.experts), WeightStore("a", 4), linear.prepare)
     packed = [*model.first.inner, *model.first.down]  # type: ignore[misc]
 
     assert 2 * EXPERTS == len(packed)
     taken = sum(one.codes.nbytes + one.scales.nbytes for one in packed)
-    assert sum(one.nbytes for one in model.parameters()) + taken == surgery.bytes_of(model)
+    assert sum(one.nbytes for one in model.parameters()) + taken == quantize.bytes_of(model)
 
 
 def test_experts_are_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start reads what the first made, and computes the same, bit for bit."""
-    monkeypatch.setattr(store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(store, "MIN_BYTES", 0)
     first, second = Model(), Model()
     second.load_state_dict(first.state_dict())
-    surgery.quantize(first, surveyed(first), Store("a", 4, tmp_path), linear.prepare)
-    monkeypatch.setattr(surgery, "pack", lambda *_: pytest.fail("it was there"))
+    quantize.quantize(first, surveyed(first), WeightStore("a", 4, tmp_path), linear.prepare)
+    monkeypatch.setattr(quantize, "pack", lambda *_: pytest.fail("it was there"))
 
-    surgery.quantize(second, surveyed(second), Store("a", 4, tmp_path), linear.prepare)
+    quantize.quantize(second, surveyed(second), WeightStore("a", 4, tmp_path), linear.prepare)
 
     rows = torch.randn(5, COLUMNS)
     assert torch.equal(first(rows), second(rows))

@@ -10,40 +10,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sample.constraints import Rules
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw, emit
-from engine.sample.verify import Trial, verify
-from engine.types.request import Dry, Request, SamplingParams, Thinking, Xtc
+from engine.sample.constraints import Constraints
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.sample.verify import VerifyTokens, verify
+from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 SIZE = 12
 ENDS = frozenset({10, 11})
 PROMPT = (1, 2, 3)
-THINKING = Thinking(opens=4, closes=(5, 6, 5, 7), budget=6)
+THINKING = ReasoningLimit(start_token=4, end_tokens=(5, 6, 5, 7), budget=6)
 REQUESTS = [
     Request("", PROMPT, SamplingParams(seed=1, allowed_tokens=(0, 2, 5, 7))),
     Request("", PROMPT, SamplingParams(seed=2, bad_words=((3,), (1, 2), (3, 8), (2, 2, 2))), min_tokens=9),
-    Request("", PROMPT, SamplingParams(seed=3), thinking=THINKING, stop_token_ids=(9,)),
+    Request("", PROMPT, SamplingParams(seed=3), reasoning_limit=THINKING, stop_token_ids=(9,)),
     Request("", PROMPT, SamplingParams(seed=4, temperature=1.5, xtc=Xtc(0.5, 0.05), typical_p=0.9, top_n_sigma=2.0)),
     Request("", PROMPT, SamplingParams(seed=5, dry=Dry(2.0, allowed_length=1), presence_penalty=0.3)),
-    Request("", PROMPT, SamplingParams(temperature=0.0, dry=Dry(2.0), bad_words=((5, 6),)), thinking=THINKING),
+    Request("", PROMPT, SamplingParams(temperature=0.0, dry=Dry(2.0), bad_words=((5, 6),)), reasoning_limit=THINKING),
     Request("", PROMPT, SamplingParams(seed=6)),
 ]
 
 
-def rules(request: Request) -> Rules | None:
+def rules(request: Request) -> Constraints | None:
     """The rules of a request before its first token."""
-    return Rules.of(request, request.prompt, vocabulary=SIZE, ends=ENDS, matcher=None)
+    return Constraints.for_request(request, request.prompt, vocabulary=SIZE, end_tokens=ENDS, matcher=None)
 
 
-def draw(request: Request, said: Sequence[int] = ()) -> Draw:
+def draw(request: Request, said: Sequence[int] = ()) -> SamplingContext:
     """How the token behind `said` is drawn, with everything appended for good."""
-    history, own = History(request.sampling, request.prompt, SIZE), rules(request)
+    history, own = PenaltyHistory(request.sampling, request.prompt, SIZE), rules(request)
     for token in said:
         history.append(token)
         if own is not None:
             own.append(token)
-    return Draw(request.sampling, request.sampling.seed or 0, len(request.prompt) + len(said), history, own)
+    return SamplingContext(request.sampling, request.sampling.seed or 0, len(request.prompt) + len(said), history, own)
 
 
 def row(said: Sequence[int]) -> Tensor:
@@ -55,7 +55,7 @@ def spoken(request: Request, count: int) -> list[int]:
     """What a request says alone, token by token."""
     said: list[int] = []
     for _ in range(count):
-        (token,) = emit(row(said)[None], [draw(request, said)])
+        (token,) = sample_tokens(row(said)[None], [draw(request, said)])
         assert token is not None
         said.append(token)
     return said
@@ -63,9 +63,9 @@ def spoken(request: Request, count: int) -> list[int]:
 
 def possible(request: Request, said: Sequence[int]) -> set[int]:
     """What may come next."""
-    own = draw(request, said).rules
+    own = draw(request, said).constraints
     assert own is not None
-    logits = own.limited(torch.zeros(SIZE))
+    logits = own.masked(torch.zeros(SIZE))
     return set((logits == 0).nonzero()[:, 0].tolist())
 
 
@@ -96,7 +96,7 @@ def test_nothing_ends_before_the_shortest_length() -> None:
 
 def test_thoughts_end_when_their_budget_is_spent() -> None:
     """Counted from where they begin; what has been said of their end already is not said again."""
-    request = Request("", PROMPT, thinking=Thinking(opens=4, closes=(5, 6, 5, 7), budget=2))
+    request = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=4, end_tokens=(5, 6, 5, 7), budget=2))
 
     assert ALL == possible(request, (0, 1, 2, 3)) == possible(request, (0, 4, 0))
     assert {5} == possible(request, (0, 4, 0, 1))
@@ -108,8 +108,8 @@ def test_thoughts_end_when_their_budget_is_spent() -> None:
 
 def test_thoughts_that_the_prompt_began() -> None:
     """They are counted from the first token on, and begin no more once they have ended."""
-    request = Request("", PROMPT, thinking=Thinking(opens=None, closes=(5,), budget=1))
-    at_once = Request("", PROMPT, thinking=Thinking(opens=None, closes=(5,), budget=0))
+    request = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=None, end_tokens=(5,), budget=1))
+    at_once = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=None, end_tokens=(5,), budget=0))
 
     assert ALL == possible(request, ()) == possible(request, (5,)) == possible(request, (1, 5, 4, 4, 4))
     assert {5} == possible(request, (1,)) == possible(at_once, ())
@@ -120,10 +120,12 @@ def test_rules_that_leave_nothing_say_so() -> None:
     own = rules(Request("", PROMPT, SamplingParams(allowed_tokens=(3,), bad_words=((3, 3),))))
     assert own is not None
 
-    assert [None] == emit(torch.zeros(1, SIZE), [Draw(SamplingParams(), 0, 3, draw(REQUESTS[6]).history, own)])
-    assert "leave no token" in (own.deadlock(SIZE) or "")
+    assert [None] == sample_tokens(
+        torch.zeros(1, SIZE), [SamplingContext(SamplingParams(), 0, 3, draw(REQUESTS[6]).history, own)]
+    )
+    assert "leave no token" in (own.deadlock_reason(SIZE) or "")
     own.append(3)
-    assert own.deadlock(SIZE) is not None
+    assert own.deadlock_reason(SIZE) is not None
     assert rules(REQUESTS[6]) is None
 
 
@@ -139,9 +141,9 @@ def test_drafts_change_nothing(seed: int) -> None:
             draft = right[len(text) : len(text) + chance.randint(0, 5)]
             if draft and chance.random() < 0.5:
                 draft[chance.randrange(len(draft))] = chance.randrange(SIZE)
-            trials.append(Trial(tuple(draft), draw(request, text), lambda token: False))
+            trials.append(VerifyTokens(tuple(draft), draw(request, text), lambda token: False))
             rows += [row([*text, *draft[:count]]) for count in range(len(draft) + 1)]
-        for text, said in zip(texts, verify(trials, partial(emit, torch.stack(rows))), strict=True):
+        for text, said in zip(texts, verify(trials, partial(sample_tokens, torch.stack(rows))), strict=True):
             text += [token for token in said if token is not None]
 
     assert [right[:24] for right in whole] == [text[:24] for text in texts]
@@ -151,7 +153,7 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
     """In any order, each row is drawn as alone."""
     draws = [draw(request, spoken(request, count)) for request in REQUESTS for count in (0, 5, 11)]
     logits = torch.randn(len(draws), SIZE, generator=torch.Generator().manual_seed(0))
-    alone = [emit(logits[at : at + 1], [one])[0] for at, one in enumerate(draws)]
+    alone = [sample_tokens(logits[at : at + 1], [one])[0] for at, one in enumerate(draws)]
 
-    assert alone == emit(logits, draws)
-    assert alone == emit(logits.flip(0), draws[::-1])[::-1]
+    assert alone == sample_tokens(logits, draws)
+    assert alone == sample_tokens(logits.flip(0), draws[::-1])[::-1]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sample.filters import keep
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw, emit
+from engine.sample.filters import filter_mask
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.types.request import SamplingParams, Xtc
 
 HEADS, TAILS = 0.0, 1.0
@@ -84,7 +84,7 @@ def test_filters_keep_what_they_are_defined_to_keep(coin: float) -> None:
     for at, params in enumerate([*ALONE, *TOGETHER] * 6):
         spread = (0.3, 1.0, 3.0)[at % 3]
         row = [chance.gauss(0, spread) if chance.random() < 0.9 else -math.inf for _ in range(24)] + [0.1]
-        kept = keep(torch.tensor([row], dtype=torch.float64), [params], [coin])[0]
+        kept = filter_mask(torch.tensor([row], dtype=torch.float64), [params], [coin])[0]
 
         assert defined(row, params, coin) == set(kept.nonzero()[:, 0].tolist()), params
 
@@ -93,14 +93,16 @@ def test_equal_tokens_stay_together() -> None:
     """Where a filter's edge falls among tokens with equal logits, all of them stay."""
     row = torch.tensor([[2.0, 1.0, 1.0, 1.0, -1.0]])
 
-    assert [[True, True, True, True, False]] == keep(row, [SamplingParams(typical_p=0.7)], [TAILS]).tolist()
-    assert [[False, True, True, True, True]] == keep(row, [SamplingParams(xtc=Xtc(1.0, 0.1))], [HEADS]).tolist()
+    assert [[True, True, True, True, False]] == filter_mask(row, [SamplingParams(typical_p=0.7)], [TAILS]).tolist()
+    assert [[False, True, True, True, True]] == filter_mask(row, [SamplingParams(xtc=Xtc(1.0, 0.1))], [HEADS]).tolist()
 
 
 def drawn(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> list[int | None]:
     """Tokens at that many positions."""
-    history = History(params, (), len(row))
-    return emit(row.expand(count, -1), [Draw(params, seed, position, history) for position in range(count)])
+    history = PenaltyHistory(params, (), len(row))
+    return sample_tokens(
+        row.expand(count, -1), [SamplingContext(params, seed, position, history) for position in range(count)]
+    )
 
 
 def test_top_choices_are_excluded_as_often_as_asked() -> None:

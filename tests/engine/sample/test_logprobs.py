@@ -12,16 +12,16 @@ from torch import Tensor
 
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
-from engine.load.load import Loaded
-from engine.sample.logprobs import Ask, Scores, likeliest, logprobs
-from engine.types.events import Alternative, Failed, Finished, TokenLogprob
+from engine.load.load import LoadedModel
+from engine.sample.logprobs import LogprobQuery, PromptScores, token_logprobs, top_tokens
+from engine.types.events import Failed, Finished, Logprob, TokenLogprob
 from engine.types.request import Request, SpeculationParams
 from tests.engine.draft import drafters
 from tests.engine.mixes import prompts
 from tests.engine.models import CONTEXT, VOCABULARY, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 # Full attention, windows, latent attention, states beside attention, states alone; and chunks and a delta rule, whose
@@ -37,9 +37,9 @@ FAMILIES = {
 }
 
 
-def describe(token: int, value: float) -> Alternative:
+def describe(token: int, value: float) -> Logprob:
     """A token without a text."""
-    return Alternative(token, "", b"", value)
+    return Logprob(token, "", b"", value)
 
 
 def random_logits(rows: int) -> Tensor:
@@ -50,13 +50,13 @@ def random_logits(rows: int) -> Tensor:
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     """The chosen token's, the labels' and the likeliest ones' log-softmax, best first, over many blocks of rows."""
     logits = random_logits(70)
-    asks = [Ask(row, row + 1, 5 if row % 2 else 0, (9, 7)) for row in reversed(range(70))]
+    asks = [LogprobQuery(row, row + 1, 5 if row % 2 else 0, (9, 7)) for row in reversed(range(70))]
     spread = logits.double().log_softmax(-1)
 
-    found = list(logprobs(logits, asks, describe))
+    found = list(token_logprobs(logits, asks, describe))
     for asked, entry in zip(asks, found, strict=True):
         assert entry is not None
-        best = spread[asked.row].topk(asked.count)
+        best = spread[asked.row].topk(asked.top_count)
         assert best.indices.tolist() == [other.token for other in entry.top]
         assert [asked.token, 9, 7] == [entry.chosen.token, *(label.token for label in entry.labels)]
         named = [entry.chosen, *entry.labels, *entry.top]
@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_equal_logprobs_come_by_id() -> None:
     """Of equally likely tokens the lowest ids are told, in order: the first is the one that greedy rows take."""
-    (entry,) = logprobs(torch.zeros(1, VOCABULARY), [Ask(0, 0, 5)], describe)
+    (entry,) = token_logprobs(torch.zeros(1, VOCABULARY), [LogprobQuery(0, 0, 5)], describe)
 
     assert entry is not None
     assert [0, 1, 2, 3, 4] == [other.token for other in entry.top]
@@ -74,7 +74,7 @@ def test_equal_logprobs_come_by_id() -> None:
 
 def test_logprobs_of_more_tokens_than_there_are() -> None:
     """The whole vocabulary sums to one; no alternatives are fine too."""
-    every, none = logprobs(random_logits(2), [Ask(0, 4, 1000), Ask(1, 4, 0)], describe)
+    every, none = token_logprobs(random_logits(2), [LogprobQuery(0, 4, 1000), LogprobQuery(1, 4, 0)], describe)
 
     assert every is not None
     assert none is not None
@@ -88,19 +88,19 @@ def test_a_row_that_is_not_finite_tells_nothing() -> None:
     logits[0, 3], logits[1, 4] = torch.nan, torch.inf
 
     assert [True, True, False] == [
-        entry is None for entry in logprobs(logits, [Ask(row, 0, 2) for row in (0, 1, 2)], describe)
+        entry is None for entry in token_logprobs(logits, [LogprobQuery(row, 0, 2) for row in (0, 1, 2)], describe)
     ]
 
 
 @pytest.mark.parametrize(("start", "needed"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (3, [2]), (4, [])])
 def test_the_row_before_a_token_scores_it(start: int, needed: list[int]) -> None:
     """Of four tokens those from `start` on are scored, and nothing tells of the very first."""
-    scores = Scores((5, 6, 7, 8), start)
-    rows = list(scores.rows(0, 4))
-    scores.take([TokenLogprob(describe(token, 0.0), ()) for token in (6, 7, 8)[-len(rows) :] if rows])
+    scores = PromptScores((5, 6, 7, 8), start)
+    rows = list(scores.logit_positions(0, 4))
+    scores.extend([TokenLogprob(describe(token, 0.0), ()) for token in (6, 7, 8)[-len(rows) :] if rows])
 
     assert needed == rows
-    assert [] == list(scores.rows(0, 4))
+    assert [] == list(scores.logit_positions(0, 4))
     event = scores.event()
     assert (5, 6, 7, 8)[start:] == event.tokens
     assert [None if at == 0 else (5, 6, 7, 8)[at] for at in range(start, 4)] == [
@@ -127,7 +127,7 @@ def check(reference: Reference, family: str, request: Request, answer: Answer) -
     entries += list(enumerate(answer.logprobs, len(request.prompt)))
     for position, entry in entries:
         assert text[position] == entry.chosen.token
-        assert list(request.labels) == [label.token for label in entry.labels]
+        assert list(request.label_tokens) == [label.token for label in entry.labels]
         assert (request.logprobs or 0) == len(entry.top)
         for told in (entry.chosen, *entry.top, *entry.labels):
             assert pytest.approx(float(spread[position - 1, told.token]), abs=FAMILIES[family]) == told.logprob
@@ -166,11 +166,11 @@ def judged(models: Models, references: References, family: str, seeds: range) ->
             cells=CONTEXT + 30 if seed % 2 == 0 else 4 * CONTEXT,
             speculation=Speculation(None, drafters.of_random_length(VOCABULARY), FixedDepth(3), lambda: 0.0),
         )
-        engine._scheduler._scored = chance.choice((1, 5, 1000))
+        engine._scheduler._max_scored = chance.choice((1, 5, 1000))
         jobs = traffic(seed, pool)
         answers = play(engine, jobs)
         count += sum(check(reference, family, job.request, answers[job.request.id]) for job in jobs)
-        assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+        assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
     return count
 
 
@@ -195,18 +195,18 @@ def test_a_shared_beginning_is_computed_once(loaded: Models) -> None:
         prefix = tuple(range(60))
         jobs = [Job(ask(str(at), (*prefix, 100 + at, 7), 0, score_from=60)) for at in range(16)]
         play(engine, jobs)
-        assert 62 + 15 * 3 == engine.stats().rows_total
+        assert 62 + 15 * 3 == engine.stats().batch_tokens_total
 
         engine = core(loaded(family), slots=4)
         for job in jobs:
             play(engine, [job])
-        assert 62 + 15 * 3 == engine.stats().rows_total
+        assert 62 + 15 * 3 == engine.stats().batch_tokens_total
 
 
 def test_few_rows_have_logits_at_a_time(loaded: Models) -> None:
     """However many tokens are scored in a step, beside those that speak only so many rows meet the vocabulary."""
     model, engine, rows = loaded("llama").model, core(loaded("llama"), chunk=64), []
-    engine._scheduler._scored = 5
+    engine._scheduler._max_scored = 5
     hook = model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(output.shape[1]))
     jobs = [Job(ask(str(at), (at, *range(40)), 2, ignore_eos=True, score_from=3 * at)) for at in range(3)]
     play(engine, jobs)
@@ -221,7 +221,7 @@ def test_nobody_waits_for_what_it_cannot_use(loaded: Models) -> None:
     engine = core(loaded("llama"), chunk=64)
     play(engine, [Job(ask(name, range(30), 0, score_from=0)) for name in ("one", "other")])
 
-    assert (1, 60) == (engine.stats().steps_total, engine.stats().rows_total)
+    assert (1, 60) == (engine.stats().steps_total, engine.stats().batch_tokens_total)
 
 
 def test_what_is_scored_is_never_taken_from_memory(loaded: Models) -> None:
@@ -272,7 +272,7 @@ def test_the_likeliest_are_those_of_a_full_sort(size: int, levels: int) -> None:
 
     for count in (0, 1, 2, 5, 20, size):
         expected = sorted(enumerate(values.tolist()), key=lambda pair: (-pair[1], pair[0]))[:count]
-        assert expected == likeliest(values, count)
+        assert expected == top_tokens(values, count)
 
 
 def test_a_row_tells_the_same_alone_and_beside_others() -> None:
@@ -283,8 +283,8 @@ def test_a_row_tells_the_same_alone_and_beside_others() -> None:
     logits[4] = -torch.inf
     logits[5, ::2] = -torch.inf
     whole = logits.log_softmax(-1)
-    asks = [Ask(row, 7, 5) for row in range(6)]
-    together = list(logprobs(logits, asks, lambda token, value: Alternative(token, "", b"", value)))
+    asks = [LogprobQuery(row, 7, 5) for row in range(6)]
+    together = list(token_logprobs(logits, asks, lambda token, value: Logprob(token, "", b"", value)))
 
     assert [True, False, False, False, False, True] == [entry is not None for entry in together]
     for row in (0, 5):
@@ -292,5 +292,7 @@ def test_a_row_tells_the_same_alone_and_beside_others() -> None:
         assert entry is not None
         assert whole[row, 7].item() == entry.chosen.logprob
         assert whole[row].topk(5).values.tolist() == [one.logprob for one in entry.top]
-        alone = logprobs(logits[row : row + 1], [Ask(0, 7, 5)], lambda token, value: Alternative(token, "", b"", value))
+        alone = token_logprobs(
+            logits[row : row + 1], [LogprobQuery(0, 7, 5)], lambda token, value: Logprob(token, "", b"", value)
+        )
         assert entry == next(alone)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.sample.noise import HIGHEST, LOWEST, gumbel, philox
+from engine.sample.noise import MAX_NOISE, MIN_NOISE, gumbel, philox
 
 # Known answers of Random123 1.14 for philox4x32-10: counter, key, words.
 KNOWN = [
@@ -50,7 +50,7 @@ def test_noise_lies_in_its_range() -> None:
     extremes = [-math.log(-math.log((word + 0.5) / 2**32)) for word in (0, 2**32 - 1)]
 
     assert torch.isfinite(drawn).all()
-    assert extremes[1] - extremes[0] <= HIGHEST - LOWEST
+    assert extremes[1] - extremes[0] <= MAX_NOISE - MIN_NOISE
     assert extremes[0] <= drawn.min() < drawn.max() <= extremes[1]
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.sample.penalties import History, repetitions
+from engine.sample.penalties import PenaltyHistory, repetitions
 from engine.types.request import Dry, SamplingParams
 
 
 def brute(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
     """For every earlier place how many tokens before it are the last ones again; the most of each token there."""
-    some = list(tokens if dry.last < 0 else tokens[max(len(tokens) - dry.last, 0) :])
+    some = list(tokens if dry.lookback < 0 else tokens[max(len(tokens) - dry.lookback, 0) :])
     found: dict[int, int] = {}
     for at in range(1, len(some)):
         length = 0
@@ -25,7 +25,13 @@ def brute(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
     return found
 
 
-CASES = [Dry(0.8), Dry(0.8, allowed_length=1), Dry(1.0, 2.0, 4, last=20), Dry(1.0, breakers=(0, 3)), Dry(1.0, last=0)]
+CASES = [
+    Dry(0.8),
+    Dry(0.8, allowed_length=1),
+    Dry(1.0, 2.0, 4, lookback=20),
+    Dry(1.0, breakers=(0, 3)),
+    Dry(1.0, lookback=0),
+]
 
 
 @pytest.mark.parametrize("dry", CASES, ids=str)
@@ -49,7 +55,7 @@ def test_the_penalty_grows_with_what_is_repeated() -> None:
     """multiplier x base^(n - allowed length), of prompt and output together; other tokens keep their logits."""
     dry = Dry(0.5, base=2.0, allowed_length=2)
     params = SamplingParams(dry=dry)
-    history = History(params, (1, 2, 3, 4, 9, 2, 3, 5, 7, 1), 10)
+    history = PenaltyHistory(params, (1, 2, 3, 4, 9, 2, 3, 5, 7, 1), 10)
     for token in (2, 3):
         history.append(token)
     logits = torch.zeros(10)
@@ -63,10 +69,10 @@ def test_a_history_is_the_same_however_it_came() -> None:
     params = SamplingParams(dry=Dry(1.0, allowed_length=1), frequency_penalty=0.3)
     chance = random.Random(2)
     prompt, said = [[chance.randrange(6) for _ in range(20)] for _ in range(2)]
-    history = History(params, prompt, 6)
+    history = PenaltyHistory(params, prompt, 6)
     for at, token in enumerate(said):
         there, guessed, before = torch.zeros(6), torch.zeros(6), torch.zeros(6)
-        grown = History(params, prompt, 6)
+        grown = PenaltyHistory(params, prompt, 6)
         for earlier in said:
             grown.append(earlier)
         grown.penalise(there, params)
@@ -84,6 +90,6 @@ def test_a_huge_base_forbids() -> None:
     """What overflows leaves no chance, and no error."""
     params = SamplingParams(dry=Dry(1.0, base=1e30, allowed_length=1))
     logits = torch.zeros(3)
-    History(params, [1] * 80, 3).penalise(logits, params)
+    PenaltyHistory(params, [1] * 80, 3).penalise(logits, params)
 
     assert [0.0, -torch.inf, 0.0] == logits.tolist()

@@ -15,10 +15,10 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engine.load.load import Loaded
-from engine.load.selftest import Facts, find_runner
+from engine.load.load import LoadedModel
+from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks
-from engine.sample.pooling import Pool
+from engine.sample.pooling import PromptPooler
 from engine.types.events import Failed, Finished
 from engine.types.request import Pooling, Request
 from kvcache.spec import Span
@@ -28,7 +28,7 @@ from tests.engine.models import CONTEXT, Reference, core
 from tests.engine.play import Answer, Job, ask, play
 from tests.engine.tiny import settings
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 
@@ -137,10 +137,10 @@ def test_a_state_that_is_not_finite_fails(loaded: Models) -> None:
 def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
     """One by one or packed, of several spans: the states and the logits of the rows that were named."""
     family = build(name)
-    assert family.runner.has_states
+    assert family.runner.has_hidden_states
     cache, (first, second) = family.cache(), (family.prompt[:7], family.prompt[5:9])
     with cache.forward([Span(0, 0, 7), Span(1, 0, 4)]) as forward:
-        logits, states = family.runner.run_with_states(forward, [*first, *second], [6, 8], [3, 6, 9])
+        logits, states = family.runner.run_with_hidden_states(forward, [*first, *second], [6, 8], [3, 6, 9])
 
     family.model.set_attn_implementation("eager")
     for tokens, rows in ((first, ((3, 0), (6, 1))), (second, ((2, 2),))):
@@ -172,9 +172,9 @@ def test_what_a_model_does_not_show_is_known_at_load(kind: type[Any], shown: boo
     """A model whose output layer is never called has no states that could be told: its requests are refused early."""
     config = AutoConfig.for_model("llama", **settings("llama"))
     model = kind(config).eval().requires_grad_(False)
-    facts = Facts(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
+    facts = ModelTraits(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
 
-    assert shown == find_runner("quiet", model, facts).has_states
+    assert shown == find_runner("quiet", model, facts).has_hidden_states
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -182,29 +182,29 @@ def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
     """Whether or not it honours what is kept, the logits are those wanted and the states those pooled."""
     layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
     model = SimpleNamespace(get_output_embeddings=lambda: layer)
-    with hooks.tapped(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
+    with hooks.capture_hidden_states(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
         logits = layer((rows[tap.kept] if kept else rows)[None])
 
     assert torch.equal(layer(rows)[[2, 3]], logits[0])
-    assert torch.equal(rows[[0, 3, 5]], tap.states)
+    assert torch.equal(rows[[0, 3, 5]], tap.hidden_states)
 
 
 def test_a_model_that_goes_around_its_output_layer_is_told() -> None:
     """Rather than to hand out a vector of nothing."""
     model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
 
-    with pytest.raises(NotImplementedError), hooks.tapped(model, torch.tensor([0]), torch.tensor([0])):
+    with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, torch.tensor([0]), torch.tensor([0])):
         pass
 
 
 def test_a_pool_takes_what_it_needs_in_any_pieces() -> None:
     """A mean needs all rows once, in order; the last state needs one."""
     states = torch.arange(12.0).view(6, 2)
-    mean, last = Pool("mean", 6), Pool("last", 6)
+    mean, last = PromptPooler("mean", 6), PromptPooler("last", 6)
     for start, stop in ((0, 2), (2, 3), (3, 6)):
         for pool in (mean, last):
-            rows = pool.rows(start, stop)
-            pool.take(states[rows.start : max(rows.start, rows.stop)])
+            rows = pool.state_positions(start, stop)
+            pool.add(states[rows.start : max(rows.start, rows.stop)])
 
     assert [5.0, 6.0] == np.frombuffer(mean.event().vector, "<f4").tolist()
     assert [10.0, 11.0] == np.frombuffer(last.event().vector, "<f4").tolist()

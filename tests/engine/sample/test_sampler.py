@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sample.penalties import History
-from engine.sample.sampler import Draw, emit
+from engine.sample.penalties import PenaltyHistory
+from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.types.request import SamplingParams
 
 VOCABULARY = 24
@@ -34,12 +34,12 @@ def draw(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
     vocabulary: int = VOCABULARY,
-) -> Draw:
+) -> SamplingContext:
     """One row to draw from, after a prompt and an output."""
-    history = History(params, prompt, vocabulary)
+    history = PenaltyHistory(params, prompt, vocabulary)
     for token in output:
         history.append(token)
-    return Draw(params, seed, position, history)
+    return SamplingContext(params, seed, position, history)
 
 
 def random_logits(seed: int, rows: int = 1, vocabulary: int = VOCABULARY, spread: float = 2.0) -> Tensor:
@@ -52,7 +52,7 @@ def sampled(row: Tensor, params: SamplingParams, count: int, **history: Sequence
     tokens = []
     for start in range(0, count, 2000):
         draws = [draw(params, seed=9, position=start + at, vocabulary=len(row), **history) for at in range(2000)]
-        tokens += emit(row.expand(2000, -1), draws)
+        tokens += sample_tokens(row.expand(2000, -1), draws)
     return torch.bincount(torch.tensor(tokens), minlength=len(row))
 
 
@@ -154,12 +154,12 @@ def test_the_support_is_that_of_transformers(params: SamplingParams) -> None:
     prompt, output = (1, 2, 3, 1), (4, 5, 4, 4, 2)
     for at in range(100):
         row = random_logits(at, spread=(0.1, 1.0, 4.0, 30.0)[at % 4])[0]
-        (token,) = emit(row[None], [draw(params, seed=at, prompt=prompt, output=output)])
+        (token,) = sample_tokens(row[None], [draw(params, seed=at, prompt=prompt, output=output)])
 
         assert processed(row, params, prompt, output)[token] > 0
 
 
-def mixed_draws(rows: int) -> list[Draw]:
+def mixed_draws(rows: int) -> list[SamplingContext]:
     """Draws of all kinds, one a row."""
     kinds = [GREEDY, *CASES]
     return [
@@ -171,17 +171,17 @@ def mixed_draws(rows: int) -> list[Draw]:
 def test_a_batch_is_its_rows_one_by_one() -> None:
     """Rows of all parameters together give what each gives alone, also in another order."""
     logits, draws = random_logits(1, rows=300), mixed_draws(300)
-    alone = [emit(logits[at : at + 1], [draws[at]])[0] for at in range(300)]
-    turned = emit(logits.flip(0), draws[::-1])
+    alone = [sample_tokens(logits[at : at + 1], [draws[at]])[0] for at in range(300)]
+    turned = sample_tokens(logits.flip(0), draws[::-1])
 
-    assert alone == emit(logits, draws)
+    assert alone == sample_tokens(logits, draws)
     assert alone == turned[::-1]
 
 
 def test_the_logits_stay_as_they_are() -> None:
     """Penalties and bias work on a copy, for log-probabilities are those of the raw logits."""
     logits = random_logits(1, rows=60)
-    emit(logits, mixed_draws(60))
+    sample_tokens(logits, mixed_draws(60))
 
     assert random_logits(1, rows=60).equal(logits)
 
@@ -190,14 +190,14 @@ def test_zero_temperature_takes_the_likeliest() -> None:
     """Greedy rows are the arg max, whatever the seed."""
     logits = random_logits(2, rows=50)
 
-    assert logits.argmax(-1).tolist() == emit(logits, [draw(GREEDY, seed=at) for at in range(50)])
+    assert logits.argmax(-1).tolist() == sample_tokens(logits, [draw(GREEDY, seed=at) for at in range(50)])
 
 
 def test_a_falling_temperature_becomes_greedy() -> None:
     """From 1e-3 down to the smallest positive number, the likeliest token is drawn."""
     logits = random_logits(2, rows=50)
     for temperature in (1e-3, 1e-5, 1e-12, 1e-45, 5e-324):
-        drawn = emit(logits, [draw(SamplingParams(temperature=temperature), seed=at) for at in range(50)])
+        drawn = sample_tokens(logits, [draw(SamplingParams(temperature=temperature), seed=at) for at in range(50)])
 
         assert logits.argmax(-1).tolist() == drawn
 
@@ -207,8 +207,8 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     row = torch.zeros(1, VOCABULARY)
     row[0, [5, 9, 20]] = 1.0
 
-    assert [5] == emit(row, [draw(GREEDY)])
-    assert [5] == emit(row.to(torch.bfloat16), [draw(GREEDY)])
+    assert [5] == sample_tokens(row, [draw(GREEDY)])
+    assert [5] == sample_tokens(row.to(torch.bfloat16), [draw(GREEDY)])
 
 
 def test_ties_at_the_edge_of_a_filter_stay_together() -> None:
@@ -223,9 +223,9 @@ def test_ties_at_the_edge_of_a_filter_stay_together() -> None:
 def test_filters_that_are_off_change_nothing() -> None:
     """Top-k 0 or the whole vocabulary, top-p 1 and min-p 0 draw what no filter draws."""
     logits = random_logits(4, rows=200)
-    plain = emit(logits, [draw(SamplingParams(), seed=at) for at in range(200)])
+    plain = sample_tokens(logits, [draw(SamplingParams(), seed=at) for at in range(200)])
     for off in (SamplingParams(top_k=VOCABULARY), SamplingParams(top_k=10**9), SamplingParams(top_p=1.0, min_p=0.0)):
-        assert plain == emit(logits, [draw(off, seed=at) for at in range(200)])
+        assert plain == sample_tokens(logits, [draw(off, seed=at) for at in range(200)])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -234,15 +234,15 @@ def test_a_bad_row_breaks_only_itself(bad: float, params: SamplingParams) -> Non
     """NaN or infinity in one row gives None there, and the other rows what they give without it."""
     logits = random_logits(6, rows=5)
     draws = [draw(params, seed=at) for at in range(5)]
-    expected = emit(logits, draws)
+    expected = sample_tokens(logits, draws)
     logits[2, 7] = bad
 
-    assert [*expected[:2], None, *expected[3:]] == emit(logits, draws)
+    assert [*expected[:2], None, *expected[3:]] == sample_tokens(logits, draws)
 
 
 def test_a_row_without_any_token_is_bad() -> None:
     """Where everything is minus infinity there is nothing to draw."""
-    assert [None] == emit(torch.full((1, VOCABULARY), -math.inf), [draw(SamplingParams())])
+    assert [None] == sample_tokens(torch.full((1, VOCABULARY), -math.inf), [draw(SamplingParams())])
 
 
 def test_a_row_with_forbidden_tokens_is_not_bad() -> None:
@@ -259,12 +259,12 @@ def test_huge_and_tiny_logits_are_fine(dtype: torch.dtype) -> None:
     row = torch.zeros(1, VOCABULARY, dtype=dtype)
     row[0, 3], row[0, 4] = torch.finfo(dtype).max / 4, -torch.finfo(dtype).max / 4
 
-    assert [3] == emit(row, [draw(SamplingParams(top_k=4, top_p=0.9, min_p=0.1))])
+    assert [3] == sample_tokens(row, [draw(SamplingParams(top_k=4, top_p=0.9, min_p=0.1))])
 
 
 def test_one_word_is_a_vocabulary() -> None:
     """With a single token there is nothing to choose."""
-    assert [0] == emit(torch.zeros(1, 1), [draw(SamplingParams(top_k=5, top_p=0.1), vocabulary=1)])
+    assert [0] == sample_tokens(torch.zeros(1, 1), [draw(SamplingParams(top_k=5, top_p=0.1), vocabulary=1)])
 
 
 def test_bias_can_force_and_forbid() -> None:
@@ -281,7 +281,7 @@ def test_a_bias_given_twice_adds_up() -> None:
     """Two entries for a token count both."""
     row = torch.zeros(1, VOCABULARY)
 
-    assert [6] == emit(row, [draw(SamplingParams(temperature=0.0, logit_bias=((6, 1.0), (5, 1.5), (6, 1.0))))])
+    assert [6] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, logit_bias=((6, 1.0), (5, 1.5), (6, 1.0))))])
 
 
 def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
@@ -291,7 +291,7 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
     in_prompt = {"prompt": (1,), "output": ()}
     in_output = {"prompt": (), "output": (1, 1)}
 
-    assert [1] == emit(row, [draw(SamplingParams(temperature=0.0, presence_penalty=2.0), **in_prompt)])
-    assert [2] == emit(row, [draw(SamplingParams(temperature=0.0, repetition_penalty=2.0), **in_prompt)])
-    assert [1] == emit(row, [draw(SamplingParams(temperature=0.0, presence_penalty=0.4), **in_output)])
-    assert [2] == emit(row, [draw(SamplingParams(temperature=0.0, frequency_penalty=0.4), **in_output)])
+    assert [1] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, presence_penalty=2.0), **in_prompt)])
+    assert [2] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, repetition_penalty=2.0), **in_prompt)])
+    assert [1] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, presence_penalty=0.4), **in_output)])
+    assert [2] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, frequency_penalty=0.4), **in_output)])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
-from engine.schedule.context import Cut, Lineage
+from engine.load.load import LoadedModel
+from engine.schedule.context import ContextHistory, DroppedRange
 from engine.types.events import Event, Finished
 from engine.types.request import Request
 from tests.engine.models import core
@@ -34,47 +34,47 @@ KINDS = [
 ]
 
 
-def lineage(**fields: object) -> Lineage:
+def lineage(**fields: object) -> ContextHistory:
     """A lineage of a prompt of ten in a context of twenty, two kept."""
-    return Lineage(range(10), **{"capacity": 20, "keep": 2, **fields})
+    return ContextHistory(range(10), **{"capacity": 20, "keep": 2, **fields})
 
 
 @pytest.mark.parametrize(
     ("protected", "expected"),
     [
-        ((), Cut(2, 9)),
+        ((), DroppedRange(2, 9)),
         # The last message of the user: what is older goes first, and where that is little, what is newer.
-        (((8, 12),), Cut(2, 6)),
-        (((4, 10),), Cut(10, 5)),
-        (((0, 6),), Cut(6, 7)),
+        (((8, 12),), DroppedRange(2, 6)),
+        (((4, 10),), DroppedRange(10, 5)),
+        (((0, 6),), DroppedRange(6, 7)),
         # Nothing gives half of what is wanted: the most that is to be had.
-        (((5, 12), (13, 18)), Cut(2, 3)),
-        (((2, 18),), Cut(18, 1)),
+        (((5, 12), (13, 18)), DroppedRange(2, 3)),
+        (((2, 18),), DroppedRange(18, 1)),
         # An image is not cut in two: what is before it goes, or what is behind.
-        (((6, 14),), Cut(2, 4)),
-        (((3, 9), (14, 16)), Cut(9, 5)),
+        (((6, 14),), DroppedRange(2, 4)),
+        (((3, 9), (14, 16)), DroppedRange(9, 5)),
         # The newest token always stays.
         (((2, 19),), None),
         (((0, 20),), None),
     ],
 )
 def test_a_shift_drops_the_older_half_but_nothing_protected(
-    protected: tuple[tuple[int, int], ...], expected: Cut | None
+    protected: tuple[tuple[int, int], ...], expected: DroppedRange | None
 ) -> None:
     """Behind what is kept goes the oldest stretch that gives enough, or the one that gives most."""
-    assert expected == lineage(protected=protected).cut()
+    assert expected == lineage(protected=protected).next_drop()
 
 
 def test_protected_ranges_move_along() -> None:
     """After a shift they are where their tokens are."""
     own = lineage(protected=((12, 15),))
     own.tokens[:] = range(21)
-    cut = own.cut()
-    assert cut == Cut(2, 9)
+    cut = own.next_drop()
+    assert cut == DroppedRange(2, 9)
 
     own.shift(cut, 11)
     assert [0, 1, *range(11, 21)] == own.tokens
-    assert Cut(6, 7) == own.cut()
+    assert DroppedRange(6, 7) == own.next_drop()
 
 
 def test_the_way_back_is_the_way_there() -> None:
@@ -83,23 +83,23 @@ def test_the_way_back_is_the_way_there() -> None:
     past = []
     for _ in range(4):
         own.tokens += range(100, 121 - len(own.tokens) + 100)
-        past.append((list(own.tokens), own.salt, own.floor))
-        cut = own.cut()
+        past.append((list(own.tokens), own.salt, own.restore_length))
+        cut = own.next_drop()
         assert cut is not None
-        own.shift(cut, 20 - cut.drop)
-    text = (own.farthest, own.dropped)
+        own.shift(cut, 20 - cut.length)
+    text = (own.total_shifts, own.dropped_tokens)
     deepest = list(own.tokens)
     while own.shifts:
-        own.back()
+        own.undo_shift()
         tokens, salt, floor = past[own.shifts]
-        assert (tokens, salt, floor) == (own.tokens[: len(tokens)], own.salt, own.floor)
+        assert (tokens, salt, floor) == (own.tokens[: len(tokens)], own.salt, own.restore_length)
     for _ in range(4):
-        cut = own.cut()
+        cut = own.next_drop()
         assert cut is not None
-        own.shift(cut, 20 - cut.drop)
+        own.shift(cut, 20 - cut.length)
 
     assert deepest == own.tokens
-    assert text == (own.farthest, own.dropped)
+    assert text == (own.total_shifts, own.dropped_tokens)
 
 
 def test_another_past_is_another_salt() -> None:
@@ -109,7 +109,7 @@ def test_another_past_is_another_salt() -> None:
         for first in (0, 50):
             own = lineage(**fields)
             own.tokens[:] = range(first, first + 24)
-            cut = own.cut()
+            cut = own.next_drop()
             assert cut is not None
             own.shift(cut, 11)
             salts.add(own.salt)
@@ -121,9 +121,9 @@ def test_what_is_computed_anew_is_plain() -> None:
     """Where nothing could be moved, what follows is found by anyone who has its tokens."""
     own = lineage(salt=b"x")
     own.tokens[:] = range(21)
-    own.shift(Cut(2, 9), 2)
+    own.shift(DroppedRange(2, 9), 2)
 
-    assert (b"x", 0) == (own.salt, own.floor)
+    assert (b"x", 0) == (own.salt, own.restore_length)
 
 
 def traffic(seed: int, states: str) -> list[Job]:
@@ -152,14 +152,14 @@ def disturbed(engine: Core, chance: random.Random) -> Core:
         if len(engine._scheduler.running) > 1 and chance.random() < 0.1:
             engine._scheduler._preempt()
         if chance.random() < 0.05:
-            engine.cache.forget()
+            engine.cache.reset_prefix_cache()
         return step()
 
     engine.step = shaken  # type: ignore[method-assign]
     return engine
 
 
-def judge(loaded: Loaded, states: str, seeds: range) -> int:
+def judge(loaded: LoadedModel, states: str, seeds: range) -> int:
     """Play each mix with room and in peace, and with neither; the preemptions, of which there must be some."""
     preemptions = 0
     for seed in seeds:
@@ -189,7 +189,7 @@ def shifts(end: Finished) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize(("family", "states"), [("llama", "rebuild"), ("gpt2", "rebuild"), ("lfm2", "carry")])
-def test_who_comes_back_finds_what_was_shifted(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+def test_who_comes_back_finds_what_was_shifted(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
     """With cells to spare, a sequence that lost its slot between two shifts computes no token twice."""
     fields = {"overflow": "shift", "recurrent_shift": states, "ignore_eos": True}
     jobs = [Job(ask(name, prompt, 60, **fields)) for name, prompt in (("one", range(9)), ("two", range(20, 27)))]
@@ -212,11 +212,11 @@ def test_who_comes_back_finds_what_was_shifted(loaded: Callable[..., Loaded], fa
         name: answer.tokens for name, answer in answers.items()
     }
     assert 4 == engine.stats().preemptions_total
-    assert calm.stats().rows_total == engine.stats().rows_total
+    assert calm.stats().batch_tokens_total == engine.stats().batch_tokens_total
 
 
 @pytest.mark.parametrize(("family", "states"), JUDGED)
-def test_shifted_text_survives_preemption(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+def test_shifted_text_survives_preemption(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
     """With too few cells, sequences leave in the middle of their shifts, come back, and say the same."""
     assert judge(loaded(family), states, range(2)) > 0
 
@@ -224,6 +224,6 @@ def test_shifted_text_survives_preemption(loaded: Callable[..., Loaded], family:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "states"), KINDS)
-def test_a_hundred_shifting_mixes(loaded: Callable[..., Loaded], family: str, states: str) -> None:
+def test_a_hundred_shifting_mixes(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
     """The same law over a hundred mixes more."""
     assert judge(loaded(family), states, range(1000, 1100)) > 100

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
-from engine.schedule.fairness import MOST_DEBT, QUANTUM, DeficitRoundRobin
+from engine.load.load import LoadedModel
+from engine.schedule.fairness import MAX_DEBT, QUANTUM, DeficitRoundRobin
 from engine.types.events import Finished, Started
 from engine.types.request import Request, Tier
 from tests.engine.mixes import prompts
 from tests.engine.models import Reference, core
 from tests.engine.play import Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 
@@ -184,8 +184,8 @@ def test_scores_and_log_probabilities_are_charged(loaded: Models) -> None:
     costs = []
     for request in (plain, Request(**{**_fields(scored), "score_from": 0, "logprobs": 0})):
         engine.submit(request)
-        (grant,) = engine._scheduler.plan()
-        costs.append(grant.cost)
+        (grant,) = engine._scheduler.schedule()
+        costs.append(grant.charged_tokens)
         engine.cancel(request.id)
 
     assert [30, 30 + 29 + 1] == costs
@@ -198,27 +198,27 @@ def _fields(request: Request) -> dict[str, Any]:
 def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
     """Whatever it used before, others with credit are chosen so often before it, and no oftener."""
     rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
-    rounds.enter("heavy")
+    rounds.add("heavy")
     rounds.charge("heavy", 10**9)
     chosen = []
     for number in range(100):
-        rounds.enter(f"new{number}")
+        rounds.add(f"new{number}")
         flow = rounds.choose({"heavy", f"new{number}"})
         chosen.append(flow)
-        rounds.end_turn(flow)
-        rounds.leave(f"new{number}")
+        rounds.move_last(flow)
+        rounds.remove(f"new{number}")
 
-    assert chosen.index("heavy") <= MOST_DEBT // QUANTUM + 1
+    assert chosen.index("heavy") <= MAX_DEBT // QUANTUM + 1
 
 
 def test_a_flow_without_sequences_is_forgotten() -> None:
     """Nothing is kept of a request that is over."""
     rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
     for _ in range(3):
-        rounds.enter("one")
+        rounds.add("one")
     rounds.charge("one", 5)
     for _ in range(3):
-        rounds.leave("one")
+        rounds.remove("one")
 
     assert (0, 0) == (len(rounds._credit), len(rounds._members))
 

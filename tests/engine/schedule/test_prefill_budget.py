@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.schedule.prefill_budget import LEAST_ROWS
 from engine.types.request import Request
 from tests.engine.machine import Machine, smollm
@@ -16,7 +16,7 @@ from tests.engine.mixes import prompts
 from tests.engine.models import Reference
 from tests.engine.play import ask
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +28,7 @@ def text(name: str, length: int, count: int = 4) -> Request:
     return ask(name, [chance.randrange(250) for _ in range(length)], count, ignore_eos=True)
 
 
-def together(loaded: Loaded, target: float | None) -> Machine:
+def together(loaded: LoadedModel, target: float | None) -> Machine:
     """Eight prompts of 256 tokens that arrive at once, and answers of 40."""
     machine = Machine()
     machine.play(machine.engine(loaded, itl_target_ms=target), [(0.0, text(str(at), 256, 40)) for at in range(8)])

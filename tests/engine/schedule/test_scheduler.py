@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from engine.core import Core
-from engine.load.load import Loaded
-from engine.types.events import Delta, Finished, Progress, Started
+from engine.load.load import LoadedModel
+from engine.types.events import Delta, Finished, PrefillProgress, Started
 from engine.types.request import Tier
 from tests.engine.mixes import prompts
 from tests.engine.models import Reference, core
 from tests.engine.play import Answer, Job, ask, play
 
-Models = Callable[..., Loaded]
+Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
 PROMPT = tuple(range(40))
@@ -74,7 +74,7 @@ def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: Refer
             heard[name] += event.tokens if isinstance(event, Delta) else ()
     for request in requests:
         assert list(reference("llama").greedy(request.prompt, 8)) == heard[request.id]
-    assert 62 + 2 * 7 == engine.stats().rows_total
+    assert 62 + 2 * 7 == engine.stats().batch_tokens_total
 
 
 @pytest.mark.parametrize("chunk", [3, 16])
@@ -120,7 +120,7 @@ def test_a_deadline_ends_an_answer_wherever_it_is(loaded: Models) -> None:
     assert {"runs": ("length", "deadline", 5), "waits": ("length", "deadline", 0), "lasts": ("length", None, 3)} == told
     assert [] == answers["waits"].started
     assert ends["waits"].timings.queue_seconds == 4.0
-    assert engine.cache.cells == engine.cache.free_cells + engine.cache.idle_cells()
+    assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_progress_tells_how_far_a_prompt_is(loaded: Models) -> None:
@@ -132,5 +132,5 @@ def test_progress_tells_how_far_a_prompt_is(loaded: Models) -> None:
     play(engine, [Job(ask("before", PROMPT[:11], 1))])
     answers = play(engine, [Job(ask("tells", PROMPT, 3, progress=True)), Job(ask("silent", (9, 8, 7), 3))])
 
-    assert [Progress(24, 40), Progress(40, 40)] == answers["tells"].progress
+    assert [PrefillProgress(24, 40), PrefillProgress(40, 40)] == answers["tells"].progress
     assert [] == answers["silent"].progress

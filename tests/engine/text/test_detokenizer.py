@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from engine.load.load import Loaded
+from engine.load.load import LoadedModel
 from engine.output.text import TextStream
 from engine.text.tokenizer import Tokenizer
 from engine.types.events import TokenLogprob
@@ -95,10 +95,10 @@ def test_a_special_token_that_is_hidden_strips_no_space(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work for a token is bounded, also where no character ever ends, or nothing is ever shown."""
-    tokenizer = Tokenizer(tokenizer_of(kind), vocabulary=400, context=1000)
+    tokenizer = Tokenizer(tokenizer_of(kind), vocabulary_size=400, context=1000)
     known = vocabulary(kind)
     piece = next(piece for piece in (BYTES[0x80], "Ģ", "\u2581", "<pad>") if piece in known)
-    decoder = tokenizer.decoder([], special=False)
+    decoder = tokenizer.detokenizer([], special=False)
     decoded: list[int] = []
     decode = decoder._known.decode  # type: ignore[attr-defined]
     monkeypatch.setattr(decoder._known, "decode", lambda some: decoded.append(len(some)) or decode(some))  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
     for seed in range(60):
         _, tokens = random_stream(kind, Random(seed))
         start = numbers(kind, "##a" if kind.startswith("WordPiece") else "a")
-        raw = b"".join(served(kind).alternative(token, 0.0).bytes for token in tokens)
+        raw = b"".join(served(kind).describe_token(token, 0.0).bytes for token in tokens)
         text = whole(kind, [*start, *tokens, *start], special=True)
         end = whole(kind, start * 2, special=True)[len(whole(kind, start, special=True)) :]
 
@@ -130,10 +130,10 @@ def errors(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma", "WordPiece"])
 @pytest.mark.parametrize("cells", [None, 56])
-def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: Callable[..., Loaded]) -> None:
+def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: Callable[..., LoadedModel]) -> None:
     """Through the engine, also where a sequence loses its slot and goes on later."""
     model = dataclasses.replace(
-        loaded("llama"), tokenizer=Tokenizer(tokenizer_of(kind), vocabulary=VOCABULARY, context=128)
+        loaded("llama"), tokenizer=Tokenizer(tokenizer_of(kind), vocabulary_size=VOCABULARY, context=128)
     )
     engine = core(model, slots=2, cells=cells)
     prompts = {"one": (200, 40, 41), "other": tuple(range(50, 62))}
@@ -153,10 +153,10 @@ def test_offsets_are_where_characters_begin(kind: str) -> None:
     """Log-probabilities name the place of each token in the released text, to which hidden ones add nothing."""
     for seed in range(40):
         prompt, tokens = random_stream(kind, Random(seed))
-        stream = TextStream(served(kind).decoder(prompt, special=False), ())
-        deltas = [stream.push(token, TokenLogprob(served(kind).alternative(token, 0.0), ())) for token in tokens]
+        stream = TextStream(served(kind).detokenizer(prompt, special=False), ())
+        deltas = [stream.push(token, TokenLogprob(served(kind).describe_token(token, 0.0), ())) for token in tokens]
         entries = [entry for delta in (*deltas, stream.flush()) if delta for entry in delta.logprobs]
         lengths = [len("".join(streamed(kind, prompt, tokens[:at], special=False)[:-1])) for at in range(len(tokens))]
 
         assert tokens == [entry.chosen.token for entry in entries]
-        assert lengths == [entry.offset for entry in entries]
+        assert lengths == [entry.text_offset for entry in entries]

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from engine.text.outline import Messages, outline
 from engine.text.tokenizer import Tokenizer
-from engine.types.request import Rendering
+from engine.types.request import RenderedPrompt
 from tests.engine.models import VOCABULARY, save_tokenizer
 
 Turns = list[dict[str, str]]
@@ -29,13 +29,13 @@ STRICT = (
 )
 
 
-def rendered(folder: Path, template: str, turns: Turns, **options: bool) -> tuple[Rendering, list[str], list[str]]:
+def rendered(folder: Path, template: str, turns: Turns, **options: bool) -> tuple[RenderedPrompt, list[str], list[str]]:
     """A conversation, the text between its marks, and the text that is protected."""
     save_tokenizer(folder)
     reader = AutoTokenizer.from_pretrained(folder)
     reader.chat_template = template
-    answer = Tokenizer(reader, vocabulary=VOCABULARY, context=2000).render_chat(turns, **options)
-    places = [0, *answer.marks, len(answer.tokens)]
+    answer = Tokenizer(reader, vocabulary_size=VOCABULARY, context=2000).render_chat(turns, **options)
+    places = [0, *answer.checkpoints, len(answer.tokens)]
     ranges = [*zip(places, places[1:], strict=False), *answer.protected]
     texts = [reader.decode(answer.tokens[start:stop]) for start, stop in ranges]
     return answer, texts[: len(places) - 1], texts[len(places) - 1 :]
@@ -55,7 +55,7 @@ def test_the_marks_are_ends_of_messages(tmp_path: Path, template: str, content: 
     system, others, question = written(turns[0]), written(*turns[1:3]), written(turns[3])
 
     assert [system, others, question] == parts[:3]
-    assert answer.marks[0] == answer.keep
+    assert answer.checkpoints[0] == answer.keep
     assert ["<start>assistant: " if template == ASKING else ""] == parts[3:]
     assert [question] == protected
 
@@ -94,9 +94,11 @@ def test_a_beginning_is_rendered_once() -> None:
         return written(*some)  # type: ignore[arg-type]
 
     ends = [(0, len(TURNS[0]["content"])), (2, len(TURNS[2]["content"]))]
-    plain = outline(TURNS, written(*TURNS), render, finished=len(TURNS))
+    plain = outline(TURNS, written(*TURNS), render, finished_messages=len(TURNS))
     before = len(calls)
-    marked = outline(TURNS, written(*TURNS), render, finished=len(TURNS), breakpoints=[*ends, (1, 3), (1, 3), (1, 3)])
+    marked = outline(
+        TURNS, written(*TURNS), render, finished_messages=len(TURNS), breakpoints=[*ends, (1, 3), (1, 3), (1, 3)]
+    )
 
     assert before + 1 == len(calls) - before
-    assert {*plain.ends} < {*marked.ends}
+    assert {*plain.checkpoints} < {*marked.checkpoints}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from engine.chat_format.message import Reasoning, Text, Tool
+from engine.chat_format.message import ReasoningDelta, TextDelta, Tool
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.text.tokenizer import Tokenizer
-from engine.types.request import Rendering
+from engine.types.request import RenderedPrompt
 from tests.engine.chat_format.speakers import calls_of, read
 
 BUNDLED = Path(__file__).parents[2] / "models" / "target"
@@ -33,7 +33,7 @@ def bundled(template: str | None = None) -> Tokenizer:
     """The bundled tokenizer, with a template of its own or another."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = template or tokenizer.chat_template
-    return Tokenizer(tokenizer, vocabulary=len(tokenizer), context=2000)
+    return Tokenizer(tokenizer, vocabulary_size=len(tokenizer), context=2000)
 
 
 @pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
@@ -44,11 +44,11 @@ def test_the_beginning_of_a_text_is_as_if_it_stood_alone(letters: str) -> None:
     with pytest.raises(ContextTooLong):
         tokenizer.encode(text)
 
-    found = tokenizer.encode_beginning(text)
+    found = tokenizer.encode_truncated(text)
 
     assert len(found) > 2000
     assert AutoTokenizer.from_pretrained(BUNDLED)(text[:20_000])["input_ids"][:2000] == found[:2000]
-    assert tokenizer.encode(letters) == tokenizer.encode_beginning(letters)
+    assert tokenizer.encode(letters) == tokenizer.encode_truncated(letters)
 
 
 def test_tools_reach_the_template_in_openai_s_shape() -> None:
@@ -67,7 +67,7 @@ def test_a_special_token_in_a_tool_is_plain_text() -> None:
     """No description can end a turn."""
     tool = Tool("ring", "<|im_end|>")
     rendering = bundled().render_chat(ASKED, tools=[tool])
-    end = bundled().token("<|im_end|>")
+    end = bundled().single_token("<|im_end|>")
 
     assert 2 == rendering.tokens.count(end or -1)
     assert "<|im_end|>" in bundled().decode(rendering.tokens[:-30])
@@ -78,20 +78,20 @@ def test_what_the_template_opened_is_told(content: str) -> None:
     """What stands behind the messages; special text inside them or not."""
     turns = [{"role": "user", "content": content}]
 
-    assert "<|im_start|>assistant\n" == bundled().render_chat(turns).opened
-    assert "" == bundled().render_chat(turns, add_generation_prompt=False).opened
-    assert "<|im_start|>assistant\n<think>\n" == bundled(THINKING).render_chat(turns).opened
+    assert "<|im_start|>assistant\n" == bundled().render_chat(turns).generation_prompt
+    assert "" == bundled().render_chat(turns, add_generation_prompt=False).generation_prompt
+    assert "<|im_start|>assistant\n<think>\n" == bundled(THINKING).render_chat(turns).generation_prompt
 
 
 def test_reasoning_that_a_template_opened_goes_on() -> None:
     """The same answer is reasoning first, or text alone where the template closed the reasoning."""
     tokenizer = bundled(THINKING)
-    thinking = tokenizer.render_chat(ASKED).opened
-    quiet = tokenizer.render_chat(ASKED, arguments={"quiet": True}).opened
-    said = tokenizer.dialect
+    thinking = tokenizer.render_chat(ASKED).generation_prompt
+    quiet = tokenizer.render_chat(ASKED, arguments={"quiet": True}).generation_prompt
+    said = tokenizer.chat_format
 
-    assert [Reasoning("hm"), Text("yes")] == read(said, ["hm\n</think>\n\nyes"], [], thinking)
-    assert [Text("yes")] == read(said, ["yes"], [], quiet)
+    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(said, ["hm\n</think>\n\nyes"], [], thinking)
+    assert [TextDelta("yes")] == read(said, ["yes"], [], quiet)
 
 
 def test_a_continued_answer_tells_where_it_stands() -> None:
@@ -100,16 +100,18 @@ def test_a_continued_answer_tells_where_it_stands() -> None:
 
     def opened(content: str) -> str:
         turns = [*ASKED, {"role": "assistant", "content": content}]
-        return tokenizer.render_chat(turns, continue_final_message=True).opened
+        return tokenizer.render_chat(turns, continue_final_message=True).generation_prompt
 
     assert "<|im_start|>assistant\n<think>hm" == opened("<think>hm")
-    assert [Reasoning("so"), Text("yes")] == read(tokenizer.dialect, ["so</think>yes"], [], opened("<think>hm"))
-    assert [Text(" yes")] == read(tokenizer.dialect, [" yes"], [], opened("<think>hm</think>Oh"))
+    assert [ReasoningDelta("so"), TextDelta("yes")] == read(
+        tokenizer.chat_format, ["so</think>yes"], [], opened("<think>hm")
+    )
+    assert [TextDelta(" yes")] == read(tokenizer.chat_format, [" yes"], [], opened("<think>hm</think>Oh"))
 
 
-def marked(rendering: Rendering, tokenizer: Tokenizer) -> list[str]:
+def marked(rendering: RenderedPrompt, tokenizer: Tokenizer) -> list[str]:
     """The text before each mark."""
-    return [tokenizer.decode(rendering.tokens[:mark]) for mark in rendering.marks]
+    return [tokenizer.decode(rendering.tokens[:mark]) for mark in rendering.checkpoints]
 
 
 @pytest.mark.parametrize("template", [None, THINKING])
@@ -136,10 +138,10 @@ def test_a_breakpoint_behind_a_message_is_its_end() -> None:
 
 def test_the_bundled_dialect_is_found() -> None:
     """Calls between two markers that are tokens but not special, and no reasoning."""
-    dialect = bundled().dialect
+    dialect = bundled().chat_format
     text = '<tool_call>\n{"name": "ring", "arguments": {}}\n</tool_call>'
 
-    assert (True, False, False) == (dialect.calls, dialect.reasons, dialect.special)
+    assert (True, False, False) == (dialect.supports_tool_calls, dialect.supports_reasoning, dialect.special)
     assert [("ring", "{}")] == calls_of(read(dialect, [text], TOOLS))
 
 
@@ -149,7 +151,7 @@ def test_special_tokens_are_text_where_a_request_wants_them() -> None:
     tokens = tokenizer.encode("a<|endoftext|>b", add_special=False)
 
     def said(*, special: bool) -> str:
-        decoder = tokenizer.decoder((), special=special)
+        decoder = tokenizer.detokenizer((), special=special)
         return "".join(decoder.push(token) for token in tokens) + decoder.flush()
 
     assert "ab" == said(special=False)
@@ -160,14 +162,14 @@ def test_tokens_by_themselves() -> None:
     """Text to tokens and back; the pieces of a text are the text."""
     tokenizer = bundled()
     tokens = tokenizer.encode("Hello, <tool_call> é😀", add_special=False)
-    pieces = tokenizer.pieces_of(tokens)
+    pieces = tokenizer.describe_tokens(tokens)
 
     assert "Hello, <tool_call> é😀" == tokenizer.decode(tokens)
     assert tokens == [piece.token for piece in pieces]
     assert "Hello, <tool_call> é😀".encode() == b"".join(piece.bytes for piece in pieces)
-    assert tokenizer.encode("<tool_call>", add_special=False) == [tokenizer.token("<tool_call>")]
-    assert tokenizer.token("Hello, you") is None
-    assert tokenizer.token("") is None
+    assert tokenizer.encode("<tool_call>", add_special=False) == [tokenizer.single_token("<tool_call>")]
+    assert tokenizer.single_token("Hello, you") is None
+    assert tokenizer.single_token("") is None
 
 
 def test_a_number_that_is_no_token_is_refused() -> None:
@@ -175,4 +177,4 @@ def test_a_number_that_is_no_token_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         bundled().decode([10**6])
     with pytest.raises(InvalidRequest):
-        bundled().pieces_of([-1])
+        bundled().describe_tokens([-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.text.wording import names
+from engine.text.wording import undeclared_variables
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from engine.text.wording import names
 )
 def test_names_are_those_that_come_from_outside(template: str, expected: set[str]) -> None:
     """What a template sets itself is none, nor is a word of its text; a broken template has none."""
-    assert expected == names(template)
+    assert expected == undeclared_variables(template)

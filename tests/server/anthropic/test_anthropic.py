@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from engine.types.events import Delta, Event, Failed, Started, Usage
 from engine.types.request import Request
-from server.anthropic.blocks import Blocks
+from server.anthropic.blocks import ContentBlocks
 from server.app import create_app
 from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody, AnthropicEvent, TokenCount
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
@@ -152,9 +152,9 @@ def test_what_is_sent_fits_the_published_types() -> None:
 
 pieces = st.lists(
     st.one_of(
-        st.builds(Text, st.text(min_size=1, max_size=3)),
-        st.builds(Reasoning, st.text(min_size=1, max_size=3)),
-        st.just((CallOpened(0, "f"), CallArguments(0, '{"a":'), CallArguments(0, "1}"))),
+        st.builds(TextDelta, st.text(min_size=1, max_size=3)),
+        st.builds(ReasoningDelta, st.text(min_size=1, max_size=3)),
+        st.just((ToolCallStart(0, "f"), ToolCallDelta(0, '{"a":'), ToolCallDelta(0, "1}"))),
     ),
     max_size=9,
 )
@@ -163,14 +163,14 @@ pieces = st.lists(
 @given(pieces)
 def test_whatever_is_said_the_blocks_are_those_of_the_events(said: list[Any]) -> None:
     """In any order, nothing is lost and nothing is told outside of a block."""
-    flat: list[Piece] = [piece for each in said for piece in (each if isinstance(each, tuple) else (each,))]
-    blocks = Blocks(lambda index: f"call_{index}")
+    flat: list[AnswerDelta] = [piece for each in said for piece in (each if isinstance(each, tuple) else (each,))]
+    blocks = ContentBlocks(lambda index: f"call_{index}")
 
     events: list[Any] = [*blocks.push(flat), *blocks.stop()]
 
     assert blocks.content == accumulated(events)
     spoken = "".join(block["text"] for block in blocks.content if block["type"] == "text")
-    assert "".join(piece.text for piece in flat if isinstance(piece, Text)) == spoken
+    assert "".join(piece.text for piece in flat if isinstance(piece, TextDelta)) == spoken
 
 
 def test_a_conversation_becomes_a_chat() -> None:
@@ -267,8 +267,8 @@ def test_wishes_reach_the_model() -> None:
         request.stop,
     )
     assert request.grammar is not None
-    assert request.thinking is not None
-    assert 7 == request.thinking.budget
+    assert request.reasoning_limit is not None
+    assert 7 == request.reasoning_limit.budget
     arguments = engine.tokenizer.rendered[-1]["arguments"]
     assert (True, "high") == (arguments["enable_thinking"], arguments["reasoning_effort"])
 

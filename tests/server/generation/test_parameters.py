@@ -15,8 +15,8 @@ import pytest
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chat
 
-from engine.types.events import Delta, Event, Progress, Scored, Started
-from engine.types.request import Dry, Request, Thinking, Xtc
+from engine.types.events import Delta, Event, PrefillProgress, PromptScored, Started
+from engine.types.request import Dry, ReasoningLimit, Request, Xtc
 from server.app import create_app
 from server.schemas import policy
 from server.schemas.chat import ChatRequest
@@ -176,10 +176,10 @@ def script(request: Request) -> list[Event]:
     entries = [
         () if request.logprobs is None else (entry(at, text, request.logprobs),) for at, text in enumerate(WORDS)
     ]
-    scored = Scored(request.prompt, (None, *(entry(token, chr(token), 1) for token in request.prompt[1:])))
+    scored = PromptScored(request.prompt, (None, *(entry(token, chr(token), 1) for token in request.prompt[1:])))
     return [
         Started(len(request.prompt), 0, 7),
-        *([Progress(1, len(request.prompt))] if request.progress else []),
+        *([PrefillProgress(1, len(request.prompt))] if request.progress else []),
         *([scored] if request.score_from is not None else []),
         *(Delta(text, (at,), entries[at]) for at, text in enumerate(WORDS)),
         finished(request, stop=request.stop[0] if request.stop else None),
@@ -230,7 +230,9 @@ def find(look: str, answer: Answer, requests: Sequence[Request], rendered: dict[
         "named": lambda: answer.json["id"].endswith("-r.1") and not request.id.endswith("r.1"),
         "followed": lambda: request.grammar is not None,
         "salted": lambda: len(request.salt) == 32,
-        "budget": lambda: request.thinking.budget if isinstance(request.thinking, Thinking) else None,
+        "budget": lambda: (
+            request.reasoning_limit.budget if isinstance(request.reasoning_limit, ReasoningLimit) else None
+        ),
         "tools": lambda: [tool.name for tool in rendered["tools"]],
         "requests": lambda: len(requests),
     }[look]()

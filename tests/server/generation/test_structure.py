@@ -175,7 +175,7 @@ def test_grammars_leave_threads_to_others(app: Any, engine: FakeEngine, monkeypa
 
     async def crowded() -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            body = {"model": settings().names[0], **BODIES[CHAT], "response_format": named(SCHEMA)}
+            body = {"model": settings().model_names[0], **BODIES[CHAT], "response_format": named(SCHEMA)}
             waiting = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(60)]
             await asyncio.sleep(0.2)
             try:

@@ -12,7 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from server.app import create_app
-from server.http.auth import OPEN_PATHS, Auth
+from server.http.auth import OPEN_PATHS, AuthMiddleware
 from server.settings import Settings, is_loopback, read_keys, split_keys
 from tests.server.fakes import FakeEngine, ask, settings
 
@@ -159,9 +159,9 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         return left == right
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    auth = Auth(None, KEYS)  # type: ignore[arg-type]
+    auth = AuthMiddleware(None, KEYS)  # type: ignore[arg-type]
 
-    assert auth._knows(b"first-key")
+    assert auth._is_valid(b"first-key")
     assert [(hashlib.sha256().digest_size,) * 2] * 2 == compared
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from server.http.descriptors import RESERVED, affordable
+from server.http.descriptors import RESERVED_DESCRIPTORS, connection_limit
 from tests.server.wire import connected, exchange, get, read_until, status
 
 ROOT = Path(__file__).parents[2]
@@ -98,13 +98,13 @@ def test_without_descriptors_the_server_waits_and_says_so(tmp_path: Path) -> Non
 def test_connections_leave_descriptors_for_the_rest(soft: int, hard: int) -> None:
     """Of few descriptors a reserve or half is left; where more may be had, all connections are affordable."""
     code = (
-        "import resource as r; from server.descriptors import affordable;"
+        "import resource as r; from server.http.descriptors import connection_limit;"
         f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, min({hard}, r.getrlimit(r.RLIMIT_NOFILE)[1])));"
-        "print(affordable(500), r.getrlimit(r.RLIMIT_NOFILE)[0])"
+        "print(connection_limit(500), r.getrlimit(r.RLIMIT_NOFILE)[0])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     connections, limit = map(int, done.stdout.split())
 
-    assert connections == min(500, max(limit - RESERVED, limit // 2))
-    assert limit == (soft if hard == soft else 500 + RESERVED)
-    assert affordable(1) == 1
+    assert connections == min(500, max(limit - RESERVED_DESCRIPTORS, limit // 2))
+    assert limit == (soft if hard == soft else 500 + RESERVED_DESCRIPTORS)
+    assert connection_limit(1) == 1

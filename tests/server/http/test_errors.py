@@ -10,14 +10,14 @@ import pytest
 
 from engine import errors as engine_errors
 from server.http import errors
-from server.http.errors import ApiError, Kind
+from server.http.errors import ApiError, ErrorKind
 
 ROOT = Path(__file__).parents[2]
-KINDS = [value for value in vars(errors).values() if isinstance(value, Kind)]
+KINDS = [value for value in vars(errors).values() if isinstance(value, ErrorKind)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.code)
-def test_every_code_is_a_row_of_the_page(kind: Kind) -> None:
+def test_every_code_is_a_row_of_the_page(kind: ErrorKind) -> None:
     """docs/errors.md has status, code and type of each."""
     page = (ROOT / "docs" / "errors.md").read_text()
 
@@ -53,7 +53,7 @@ def test_codes_are_unique() -> None:
 )
 def test_every_error_of_the_engine_means_something(error: engine_errors.EngineError) -> None:
     """None that a request can meet is an unexplained 500, and what can be tried again says when."""
-    answer = errors.translate(error, "/v1/chat/completions")
+    answer = errors.from_engine_error(error, "/v1/chat/completions")
 
     assert isinstance(answer, ApiError)
     assert answer.kind is not errors.INTERNAL_ERROR
@@ -65,8 +65,8 @@ def test_every_error_of_the_engine_means_something(error: engine_errors.EngineEr
 )
 def test_a_prompt_that_another_context_holds_names_the_option(tokens: int, longest: int, named: bool) -> None:
     """Where the model or the memory holds no more there is nothing to set."""
-    error = engine_errors.ContextTooLong(tokens, 5, longest=longest)
-    message = errors.translate(error, "/v1/chat/completions").message
+    error = engine_errors.ContextTooLong(tokens, 5, max_context=longest)
+    message = errors.from_engine_error(error, "/v1/chat/completions").message
 
     assert named == message.endswith(f"Started with a larger --context, this server holds up to {longest} tokens.")
     assert named == ("--context" in message)

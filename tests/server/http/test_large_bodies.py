@@ -19,20 +19,20 @@ import server.schemas
 from benchmarks.bodies import known
 from engine.errors import ContextTooLong
 from server.app import create_app
-from server.generation import turn
+from server.generation import chat_turn
 from server.http import json_limits
-from server.http.encoding import NESTED_SLICE, SLICE, dumps, dumps_sliced
+from server.http.encoding import NESTED_SLICE, SCALAR_SLICE, dumps, dumps_sliced
 from server.http.errors import ApiError
-from server.http.json_limits import DEEPEST, MOST_NODES, MOST_VALUES, WINDOW, exceeded
+from server.http.json_limits import MAX_DEPTH, MAX_NODES, MAX_VALUES, SCAN_WINDOW, exceeded_limit
 from server.http.parsing import LARGE_BODY_BYTES, StrictRequest, loads
 from server.schemas.anthropic import MessagesRequest
 from server.schemas.chat import ChatRequest
 from server.schemas.content import MOST_KEYS, MOST_PARTS, MOST_TOKENS, Strict
 from server.schemas.responses import ResponseRequest
 from server.schemas.tokens import DetokenizeRequest
-from server.scoring.asking import MOST_TOKENS as MOST_PROMPT_TOKENS
-from server.scoring.asking import Asker
-from server.settings import Caps
+from server.scoring.questions import MAX_QUESTION_TOKENS as MOST_PROMPT_TOKENS
+from server.scoring.questions import QuestionEncoder
+from server.settings import ClientLimits
 from tests.server.fakes import FakeEngine, FakeTokenizer, ask, settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -179,8 +179,8 @@ def test_one_fault_is_collected_whatever_the_size(model: type[BaseModel], body: 
 
 def test_values_of_a_body_are_counted_before_it_is_parsed(app: Any) -> None:
     """Both caps are in the error, and numbers have one of their own, for prompts of token ids."""
-    nodes = b'{"prompt":[' + b",".join([b"[]"] * MOST_NODES) + b"]}"
-    values = b'{"prompt":[' + b",".join([b"1"] * (MOST_VALUES + 1)) + b"]}"
+    nodes = b'{"prompt":[' + b",".join([b"[]"] * MAX_NODES) + b"]}"
+    values = b'{"prompt":[' + b",".join([b"1"] * (MAX_VALUES + 1)) + b"]}"
 
     assert (
         "more than 131072 strings, arrays and objects." in ask(app, "POST", TEXT, body=nodes).json["error"]["message"]
@@ -190,45 +190,45 @@ def test_values_of_a_body_are_counted_before_it_is_parsed(app: Any) -> None:
 
 def test_the_scan_stops_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is bounded by the cap, not by the body."""
-    plain, calls = json_limits._next_mark, []
-    monkeypatch.setattr(json_limits, "_next_mark", lambda *at: calls.append(at) or plain(*at))
+    plain, calls = json_limits._next_structural, []
+    monkeypatch.setattr(json_limits, "_next_structural", lambda *at: calls.append(at) or plain(*at))
 
-    assert exceeded("[" + "[]," * (8 * MOST_NODES) + "]") is not None
-    assert len(calls) <= 2 * MOST_NODES
+    assert exceeded_limit("[" + "[]," * (8 * MAX_NODES) + "]") is not None
+    assert len(calls) <= 2 * MAX_NODES
 
 
 def test_the_caps_are_exact() -> None:
     """The last value that is allowed passes."""
-    assert exceeded("[" + ",".join(["[]"] * (MOST_NODES - 1)) + "]") is None
-    assert exceeded("[" + ",".join(["[]"] * MOST_NODES) + "]") is not None
-    assert exceeded("[" + ",".join(["1"] * MOST_VALUES) + "]") is None
-    assert exceeded("[" + ",".join(["1"] * (MOST_VALUES + 1)) + "]") is not None
-    assert exceeded("[" * DEEPEST + "]" * DEEPEST) is None
-    assert exceeded("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)) is not None
+    assert exceeded_limit("[" + ",".join(["[]"] * (MAX_NODES - 1)) + "]") is None
+    assert exceeded_limit("[" + ",".join(["[]"] * MAX_NODES) + "]") is not None
+    assert exceeded_limit("[" + ",".join(["1"] * MAX_VALUES) + "]") is None
+    assert exceeded_limit("[" + ",".join(["1"] * (MAX_VALUES + 1)) + "]") is not None
+    assert exceeded_limit("[" * MAX_DEPTH + "]" * MAX_DEPTH) is None
+    assert exceeded_limit("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)) is not None
 
 
 @pytest.mark.parametrize("text", [",", "[", '"', "\\", '\\"', "a\\", "{[,"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
 def test_text_is_no_structure(text: str, shift: int) -> None:
     """However long a string is, wherever its escapes fall in a window of the scan, and whatever stands behind it."""
-    value = {"a": "x" * shift + text * (8 * WINDOW), "b": [[]] * 80}
+    value = {"a": "x" * shift + text * (8 * SCAN_WINDOW), "b": [[]] * 80}
 
-    assert exceeded(json.dumps(value)) is None
+    assert exceeded_limit(json.dumps(value)) is None
     assert value == loads(json.dumps(value).encode())
 
 
 @given(st.text(alphabet='[]{}",:\\a1 \n', max_size=60))
 def test_any_text_is_scanned_to_its_end(text: str) -> None:
     """Also what is no JSON: a string that never ends, a lone escape."""
-    exceeded("[" * 60 + text + "[]" * 40)
+    exceeded_limit("[" * 60 + text + "[]" * 40)
 
 
 def test_large_bodies_are_read_off_the_loop_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones are read where they come, without a detour through a thread."""
     threads: list[int] = []
-    plain = StrictRequest.read
+    plain = StrictRequest.parse_body
     monkeypatch.setattr(
-        StrictRequest, "read", lambda self, body: threads.append(threading.get_ident()) or plain(self, body)
+        StrictRequest, "parse_body", lambda self, body: threads.append(threading.get_ident()) or plain(self, body)
     )
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
     for length in (10, LARGE_BODY_BYTES):
@@ -241,8 +241,10 @@ def test_large_bodies_are_read_off_the_loop_one_at_a_time(monkeypatch: pytest.Mo
 def test_a_conversation_is_translated_and_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments of calls and schemas of tools are JSON of any length."""
     threads: list[int] = []
-    plain = turn.conversation
-    monkeypatch.setattr(turn, "conversation", lambda messages: threads.append(threading.get_ident()) or plain(messages))
+    plain = chat_turn.prepare_messages
+    monkeypatch.setattr(
+        chat_turn, "prepare_messages", lambda messages: threads.append(threading.get_ident()) or plain(messages)
+    )
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
     assert 200 == ask(app, "POST", CHAT, json_body=chat()).status
@@ -261,7 +263,7 @@ def test_an_answer_in_slices_is_the_same_text(value: object) -> None:
     assert dumps(value) == dumps_sliced(value)
 
 
-@pytest.mark.parametrize("length", [0, 1, SLICE, SLICE + 1, 3 * SLICE])
+@pytest.mark.parametrize("length", [0, 1, SCALAR_SLICE, SCALAR_SLICE + 1, 3 * SCALAR_SLICE])
 def test_a_long_list_in_slices_is_the_same_text(length: int) -> None:
     """At the borders of slices too."""
     value = {"data": [*range(length)], "rows": [[1.5] * 3] * length}
@@ -312,9 +314,9 @@ class CountingTokenizer(FakeTokenizer):
 def test_a_question_that_is_too_long_ends_the_reading_of_all() -> None:
     """2,048 documents with one query of megabytes would each be cut into tokens."""
     tokenizer = CountingTokenizer()
-    asker = Asker(tokenizer, 64, "documents")  # type: ignore[arg-type]
+    asker = QuestionEncoder(tokenizer, 64, "documents")  # type: ignore[arg-type]
     with pytest.raises(ContextTooLong):
-        [asker.fork("x" * 100, ("a", "b")) for _ in range(2048)]
+        [asker.label_scorer("x" * 100, ("a", "b")) for _ in range(2048)]
 
     assert 1 == tokenizer.calls
 
@@ -322,15 +324,15 @@ def test_a_question_that_is_too_long_ends_the_reading_of_all() -> None:
 def test_questions_have_a_cap_on_all_their_tokens() -> None:
     """Memory is bounded by it, whatever they have in common."""
     length = MOST_PROMPT_TOKENS // 8
-    asker = Asker(FakeTokenizer(), 2 * length, "documents")  # type: ignore[arg-type]
+    asker = QuestionEncoder(FakeTokenizer(), 2 * length, "documents")  # type: ignore[arg-type]
     with pytest.raises(ApiError) as caught:
-        [asker.fork("x" * length, ("a", "b")) for _ in range(9)]
+        [asker.label_scorer("x" * length, ("a", "b")) for _ in range(9)]
 
     assert "documents" == caught.value.param
     assert str(MOST_PROMPT_TOKENS) in caught.value.message
 
 
-LARGEST = Caps().body_bytes
+LARGEST = ClientLimits().body_bytes
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture(scope="module")
 def app() -> Any:
-    using = settings(allowed_hosts=("https://Chat.Example.org",), keys=("secret",), caps={"body_bytes": 1000})
+    using = settings(allowed_hosts=("https://Chat.Example.org",), keys=("secret",), limits={"body_bytes": 1000})
     return create_app(FakeEngine(), using)  # type: ignore[arg-type]
 
 

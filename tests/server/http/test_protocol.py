@@ -20,7 +20,7 @@ SMUGGLED = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with serve_in_thread(FakeEngine(), settings(caps={"head_seconds": 0.5, "body_seconds": 0.5})) as port:
+    with serve_in_thread(FakeEngine(), settings(limits={"head_seconds": 0.5, "body_seconds": 0.5})) as port:
         yield port
 
 
@@ -262,7 +262,7 @@ def test_too_many_connections_are_closed_at_the_door() -> None:
     gates = [Gate(), Gate()]
     left = iter(gates)
     with (
-        serve_in_thread(FakeEngine(lambda request: [next(left)]), settings(caps={"connections": 2})) as port,
+        serve_in_thread(FakeEngine(lambda request: [next(left)]), settings(limits={"connections": 2})) as port,
         connected(port) as first,
         connected(port) as second,
     ):
@@ -280,7 +280,7 @@ def test_of_too_many_connections_the_longest_idle_goes() -> None:
     """A probe is answered however many connections stand open, and requests that run are none of those that go."""
     gate = Gate()
     with (
-        serve_in_thread(FakeEngine(lambda request: [gate]), settings(caps={"connections": 3})) as port,
+        serve_in_thread(FakeEngine(lambda request: [gate]), settings(limits={"connections": 3})) as port,
         connected(port) as busy,
         connected(port) as first,
         connected(port) as second,
@@ -314,7 +314,7 @@ def test_the_server_is_still_there(port: int) -> None:
 def test_a_body_is_written_as_h11_writes_it(version: bytes, headers: list[tuple[str, str]]) -> None:
     """Its shortcut leaves the same bytes, the same state behind it, and nothing to be said after the end."""
     written = []
-    for connection in (StrictConnection(settings().caps), h11.Connection(h11.SERVER)):
+    for connection in (StrictConnection(settings().limits), h11.Connection(h11.SERVER)):
         connection.receive_data(b"GET / HTTP/%b\r\nHost: a\r\n\r\n" % version)
         assert isinstance(connection.next_event(), h11.Request)
         parts = [h11.Response(status_code=200, headers=headers), *(h11.Data(data=part) for part in (b"ab", b"", b"c"))]

@@ -117,7 +117,7 @@ def test_silence_is_filled_with_comments() -> None:
         return [gate, Started(1, 0, 0), Delta("x", (1,)), finished(request)]
 
     engine = FakeEngine(script)
-    with serve_in_thread(engine, settings(caps={"ping_seconds": 0.05})) as port, connected(port) as client:
+    with serve_in_thread(engine, settings(limits={"ping_seconds": 0.05})) as port, connected(port) as client:
         client.sendall(post(CHAT, STREAM, "Connection: close"))
         silent = read_until(client, b": keep-alive\n\n\r\n")
         assert b"data: " not in silent
@@ -258,7 +258,7 @@ def test_a_reader_that_stands_still_is_cut(body: dict[str, Any]) -> None:
         yield finished(request)
 
     engine = FakeEngine(script)
-    with serve_in_thread(engine, settings(caps={"write_seconds": 0.3})) as port, connected(port) as frozen:
+    with serve_in_thread(engine, settings(limits={"write_seconds": 0.3})) as port, connected(port) as frozen:
         frozen.sendall(post(CHAT, body))
         begin = time.monotonic()
         assert engine.left.wait(20)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from engine.output.stream import RequestStream
 from engine.types.events import Delta, Event
 from engine.types.request import Request
-from server.generation.generation import generate
+from server.generation.requests import generate
 from server.http.encoding import dumps
-from server.http.stream_encoder import CONNECTION, told
+from server.http.stream_encoder import CONNECTION, encode_stream
 from server.metrics import Metrics
 from server.service import Service
 from tests.server.fakes import FakeEngine, finished, settings
@@ -22,8 +22,8 @@ from tests.server.fakes import FakeEngine, finished, settings
 class Wire:
     """A connection that keeps what it is given."""
 
-    fluent: bool = True
-    chunking: bool = True
+    writable: bool = True
+    sending_chunks: bool = True
     written: list[bytes] = field(default_factory=list)
 
     def write(self, body: bytes) -> None:
@@ -33,7 +33,7 @@ class Wire:
 class Letters:
     """Tells the texts, with the number of their choice."""
 
-    def tell(self, choice: int, event: Event) -> bytes:
+    def encode(self, choice: int, event: Event) -> bytes:
         return f"{choice}{event.text}".encode() if isinstance(event, Delta) else b"."
 
     async def close(self) -> bytes:
@@ -66,7 +66,7 @@ def run(wire: Wire, steps: list[Callable[[list[RequestStream]], object]], choice
             scope = {"path": "/", "state": {CONNECTION: wire}}
             async with (
                 generate(service, requests, "completions") as events,
-                aclosing(told(events, Letters(), scope, dumps, b"end")) as frames,
+                aclosing(encode_stream(events, Letters(), scope, dumps, b"end")) as frames,
             ):
                 async for frame in frames:
                     got.append(frame)
@@ -110,11 +110,11 @@ def test_every_choice_has_the_short_way() -> None:
 
 def test_what_waits_is_not_overtaken() -> None:
     """Where the client takes nothing the reader gets the text, and what comes before it has run joins that."""
-    wire = Wire(fluent=False)
+    wire = Wire(writable=False)
 
     def more(streams: list[RequestStream]) -> None:
         say("b")(streams)
-        wire.fluent = True
+        wire.writable = True
         say("c")(streams)
 
     read, _ = run(wire, [say("a"), more, say("d")])
@@ -125,7 +125,7 @@ def test_what_waits_is_not_overtaken() -> None:
 
 def test_no_connection_no_short_way() -> None:
     """An answer that goes out in one length, or a server that gives no connection, is read and sent."""
-    wire = Wire(chunking=False)
+    wire = Wire(sending_chunks=False)
     read, _ = run(wire, [say("a"), say("b")])
 
     assert [] == wire.written

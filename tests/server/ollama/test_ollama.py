@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from engine.types.events import Delta, Embedded, Event, Started
 from engine.types.request import Request
 from server.app import create_app
-from server.schemas.ollama import Line, OllamaErrorBody
+from server.schemas.ollama import OllamaErrorBody, OllamaLine
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -258,11 +258,11 @@ def test_what_is_sent_fits_the_published_types() -> None:
     def check(shape: Any, value: Any) -> None:
         TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
 
-    check(Line, post(says(text), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json)
+    check(OllamaLine, post(says(text), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json)
     for line in lines(post(says(text), "chat", messages=MESSAGES, tools=[TOOL])):
-        check(Line, line)
+        check(OllamaLine, line)
     for line in lines(post(says(text), "generate", prompt="hi")):
-        check(Line, line)
+        check(OllamaLine, line)
     check(OllamaErrorBody, post(says("x"), "chat", messages=MESSAGES, what=1).json)
     document = ask(create_app(says("x"), settings()), "GET", "/openapi.json").json
     for path in ("chat", "generate"):

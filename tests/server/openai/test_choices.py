@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.types.events import Delta, Event, Progress, Scored, Started, Usage
+from engine.types.events import Delta, Event, PrefillProgress, PromptScored, Started, Usage
 from engine.types.request import Request
 from server.app import create_app
 from tests.server.fakes import Answer, FakeEngine, Script, ask, entry, finished, settings
@@ -25,7 +25,7 @@ def counts(request: Request) -> list[Event]:
     logprob = -1.0 / (choice + 1)
     likely = type(said)(type(said.chosen)(choice, str(choice), b"x", logprob), said.top)
     cost = Usage(len(request.prompt), 1, len(request.prompt) - 1 if choice else 0)
-    scored = Scored(request.prompt, (None, *(entry(token, chr(token), 2) for token in request.prompt[1:])))
+    scored = PromptScored(request.prompt, (None, *(entry(token, chr(token), 2) for token in request.prompt[1:])))
     return [
         Started(len(request.prompt), 0, 0),
         *([scored] if request.score_from is not None else []),
@@ -200,7 +200,7 @@ def test_labels_stand_behind_the_likeliest() -> None:
 
     def script(request: Request) -> list[Event]:
         said = entry(0, "a", 1)
-        labels = tuple(type(said.chosen)(token, chr(token), b"x", -math.inf) for token in request.labels)
+        labels = tuple(type(said.chosen)(token, chr(token), b"x", -math.inf) for token in request.label_tokens)
         return [Delta("a", (0,), (type(said)(said.chosen, said.top, (*said.top, *labels)),)), finished(request)]
 
     chat = post(CHAT, script, logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
@@ -262,7 +262,7 @@ def test_progress_is_told_before_the_answer(path: str) -> None:
     """How much of the prompt is computed, and how much of that was there already."""
 
     def script(request: Request) -> list[Event]:
-        return [Started(9, 4, 0), Progress(6, 9), Progress(9, 9), Delta("x", (1,)), finished(request)]
+        return [Started(9, 4, 0), PrefillProgress(6, 9), PrefillProgress(9, 9), Delta("x", (1,)), finished(request)]
 
     events = post(path, script, stream=True, return_progress=True).events[:-1]
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from engine.errors import Overloaded
-from engine.types.events import Alternative, Delta, Event, Failed, Scored, Started, TokenLogprob, Usage
+from engine.types.events import Delta, Event, Failed, Logprob, PromptScored, Started, TokenLogprob, Usage
 from engine.types.request import Request
 from server.app import create_app
 from server.schemas.completions import Completion
@@ -180,16 +180,16 @@ def test_logprobs_have_the_shape_of_completions() -> None:
 def test_offsets_of_characters_in_several_tokens_are_their_beginnings() -> None:
     """Each byte of a character names the place of the character: in the prompt, and in the answer behind it."""
     pieces = [b"a", b"\xe4", b"\xb8", b"\x96", b" b"]
-    parts = [Alternative(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(pieces)]
+    parts = [Logprob(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(pieces)]
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
-        yield Scored(request.prompt, (None, *(TokenLogprob(part, ()) for part in parts)))
+        yield PromptScored(request.prompt, (None, *(TokenLogprob(part, ()) for part in parts)))
         places = zip(parts, (0, 1, 1, 1, 2), strict=True)
-        entries = tuple(TokenLogprob(part, (), offset=offset) for part, offset in places)
+        entries = tuple(TokenLogprob(part, (), text_offset=offset) for part, offset in places)
         yield Delta("a", (0,), entries[:1])
         yield Delta("\u4e16 b", (1, 2, 3, 4), entries[1:])
-        yield finished(request, ending=entry(5, "<end>", 1))
+        yield finished(request, end_logprob=entry(5, "<end>", 1))
 
     app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
     body = {"prompt": "xa\u4e16 b", "logprobs": 0, "echo": True}
@@ -249,7 +249,7 @@ def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
         yield Delta("Hi", (0,), (entry(0, "Hi", 1),))
-        yield finished(request, ending=entry(5, "<end>", 1))
+        yield finished(request, end_logprob=entry(5, "<end>", 1))
 
     app = create_app(FakeEngine(script), settings())  # type: ignore[arg-type]
     body = {"prompt": "a", "logprobs": 1}
@@ -268,7 +268,7 @@ def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
 
 def test_rules_that_leave_nothing_to_say_are_the_clients_fault() -> None:
     """The same request would end the same way, so no client shall try it again."""
-    engine = FakeEngine(lambda request: [Failed("no token is left", own=True)])
+    engine = FakeEngine(lambda request: [Failed("no token is left", caused_by_request=True)])
 
     answer = complete(engine)
 

@@ -22,7 +22,7 @@ LENGTH = len("abc\ndef\n-\nghi\n")
 
 def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any:
     """The diagnostics of an answer, the same in one piece and in a stream."""
-    cost = Usage(LENGTH, 3, cached, known_tokens=known, parted=parted)
+    cost = Usage(LENGTH, 3, cached, matched_tokens=known, diverged=parted)
     engine = FakeEngine(lambda request: [Started(LENGTH, cached, 7), finished(request, usage=cost)])
     app = create_app(engine, settings())  # type: ignore[arg-type]
     body = {"messages": TURNS, "return_cache_diagnostics": True, **fields}

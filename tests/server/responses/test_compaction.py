@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from engine.types.events import Delta, Event, Started
 from engine.types.request import Request
 from server.app import create_app
-from server.responses.history import SUMMARISE
+from server.responses.messages import SUMMARY_PROMPT
 from server.schemas.response_items import Compaction
 from tests.server.fakes import HERMES, INFO, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
@@ -60,11 +60,11 @@ def test_the_summary_stands_for_the_conversation() -> None:
     summary = CompactedResponse.model_validate({**answer, "output": answer["output"][1:]})
     assert "response.compaction" == summary.object
     TypeAdapter(Compaction).validate_python(answer, strict=True, extra="forbid")
-    assert ("user", SUMMARISE) == asked[-1]
+    assert ("user", SUMMARY_PROMPT) == asked[-1]
     assert ("tool", "3") in asked
     expected = [
         ("system", "Be brief."),
-        ("user", SUMMARISE),
+        ("user", SUMMARY_PROMPT),
         ("assistant", "The word: slate."),
         ("user", "Which word?"),
     ]

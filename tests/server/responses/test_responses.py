@@ -18,10 +18,10 @@ from engine.types.events import Delta, Event, Failed, Started, Usage
 from engine.types.request import Request
 from server.app import create_app
 from server.http.errors import INVALID_VALUE, ApiError
-from server.responses.archive import LOST, Archive
-from server.responses.translation import reworded
-from server.schemas.response_items import InputItems, InputTokens, ResponseBody, ResponseDeleted, ResponseEvent
-from server.store.store import LEASE_SECONDS, Record, Store
+from server.responses.archive import WORKER_LOST, Archive
+from server.responses.translation import renamed_error
+from server.schemas.response_items import InputItems, ResponseBody, ResponseDeleted, ResponseEvent, ResponseInputTokens
+from server.store.store import LEASE_SECONDS, Record, ResponseStore
 from tests.server import wire
 from tests.server.fakes import (
     HERMES,
@@ -129,7 +129,7 @@ def test_what_is_sent_fits_the_published_types() -> None:
         check(ResponseEvent, event)
     check(ResponseBody, get(app, id).json)
     check(InputItems, get(app, f"{id}/input_items").json)
-    check(InputTokens, post(app, "/input_tokens", input="q").json)
+    check(ResponseInputTokens, post(app, "/input_tokens", input="q").json)
     check(ResponseDeleted, ask(app, "DELETE", f"{PATH}/{id}").json)
 
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: 
 )
 def test_errors_of_the_chat_are_told_in_other_words(chat: str, response: str) -> None:
     """In the field and in the sentence."""
-    error = reworded(ApiError(INVALID_VALUE, f"Invalid value for '{chat}': no.", param=chat))
+    error = renamed_error(ApiError(INVALID_VALUE, f"Invalid value for '{chat}': no.", param=chat))
 
     assert (response, f"Invalid value for '{response}': no.") == (error.param, error.message)
 
@@ -636,7 +636,7 @@ def test_a_client_that_leaves_takes_its_response_with_it() -> None:
 def test_work_of_a_server_that_died_has_failed() -> None:
     """When its lease is over, and not before."""
     now = [1000.0]
-    store = Store(clock=lambda: now[0])
+    store = ResponseStore(clock=lambda: now[0])
     body: Any = {"id": "resp_x", "status": "in_progress", "output": [], "error": None}
 
     async def work() -> tuple[Any, Any]:
@@ -648,4 +648,4 @@ def test_work_of_a_server_that_died_has_failed() -> None:
     before, after = asyncio.run(work())
     store.close()
     assert ("in_progress", "failed") == (before["status"], after["status"])
-    assert LOST == after["error"]["message"]
+    assert WORKER_LOST == after["error"]["message"]

@@ -15,7 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from engine.types.events import Delta, Event, Failed, Started
 from engine.types.request import Request
-from server.responses import session
+from server.responses import websocket
 from tests.server.fakes import WORDS, FakeEngine, FakeTokenizer, Gate, finished, serve_in_thread, settings
 from tests.server.wire import exchange as raw
 from tests.server.wire import get, post, status
@@ -220,7 +220,7 @@ def test_a_client_that_takes_nothing_is_cut() -> None:
     """What it asked for ends, and so does the connection, full as it is."""
     much = [Delta("x" * 2**20, (1,)) for _ in range(64)]
     engine = FakeEngine(lambda request: [Started(1, 0, 7), *much, finished(request)])
-    with serve_in_thread(engine, settings(caps={"write_seconds": 0.3})) as port:
+    with serve_in_thread(engine, settings(limits={"write_seconds": 0.3})) as port:
         handshake = get(
             "/v1/responses",
             "Connection: Upgrade",
@@ -276,8 +276,8 @@ def test_messages_that_are_no_text_or_too_many_or_too_large_end_the_connection()
     """1008 and 1009; what runs is cancelled."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
-    with serve_in_thread(engine, settings(caps={"body_bytes": 1000})) as port:
-        for message, count, code in ((b"{}", 1, 1008), ("x" * 1001, 1, 1009), ("", session.MOST_WAITING + 1, 1008)):
+    with serve_in_thread(engine, settings(limits={"body_bytes": 1000})) as port:
+        for message, count, code in ((b"{}", 1, 1008), ("x" * 1001, 1, 1009), ("", websocket.MAX_QUEUED + 1, 1008)):
             with connected(port) as socket:
                 if not message:
                     create(socket, input="hi")
@@ -293,7 +293,7 @@ def test_messages_that_are_no_text_or_too_many_or_too_large_end_the_connection()
 def test_a_connection_that_waits_is_kept() -> None:
     """The deadlines for heads and bodies of HTTP end with the handshake."""
     caps = {"body_seconds": 0.1, "head_seconds": 0.1}
-    with serve_in_thread(FakeEngine(), settings(caps=caps)) as port, connected(port) as socket:
+    with serve_in_thread(FakeEngine(), settings(limits=caps)) as port, connected(port) as socket:
         with pytest.raises(TimeoutError):
             socket.recv(0.4)
 
@@ -302,7 +302,7 @@ def test_a_connection_that_waits_is_kept() -> None:
 
 def test_a_connection_lasts_only_so_long(served: tuple[FakeEngine, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is told, so that clients connect anew."""
-    monkeypatch.setattr(session, "SESSION_SECONDS", 0.05)
+    monkeypatch.setattr(websocket, "SESSION_SECONDS", 0.05)
     with connected(served[1]) as socket:
         [event] = heard(socket)
         with pytest.raises(ConnectionClosed):

@@ -15,9 +15,9 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.chat_format.message import CallArguments, CallOpened, Piece, Reasoning, Text
-from server.responses.sealed import unseal
-from server.responses.writer import Writer
+from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from server.responses.encrypted_content import decode_content
+from server.responses.writer import ResponseWriter
 from server.schemas.response_items import ResponseBody, ResponseUsage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -61,15 +61,22 @@ USAGE = ResponseUsage(
     output_tokens_details={"reasoning_tokens": 0},
     total_tokens=7,
 )
-THINKING = [Reasoning("I "), Reasoning("see."), Text("Hel"), Text("lo"), CallOpened(0, "f"), CallArguments(0, '{"a"')]
-ENDING = [CallArguments(0, ":1}"), CallOpened(1, "g"), CallArguments(1, "{}")]
+THINKING = [
+    ReasoningDelta("I "),
+    ReasoningDelta("see."),
+    TextDelta("Hel"),
+    TextDelta("lo"),
+    ToolCallStart(0, "f"),
+    ToolCallDelta(0, '{"a"'),
+]
+ENDING = [ToolCallDelta(0, ":1}"), ToolCallStart(1, "g"), ToolCallDelta(1, "{}")]
 
 
-def writer(**changes: Any) -> Writer:
+def writer(**changes: Any) -> ResponseWriter:
     """Of a response that has not begun."""
     sealed = changes.pop("sealed", False)
     body: ResponseBody = {**BODY, **changes}  # type: ignore[typeddict-item]
-    return Writer(body, sealed=sealed)
+    return ResponseWriter(body, encrypted=sealed)
 
 
 def told(events: Iterable[Any]) -> list[Any]:
@@ -77,9 +84,9 @@ def told(events: Iterable[Any]) -> list[Any]:
     return [json.loads(json.dumps(event)) for event in events]
 
 
-def tell(pieces: Sequence[Piece], writer: Writer, status: Any = "completed") -> list[Any]:
+def tell(pieces: Sequence[AnswerDelta], writer: ResponseWriter, status: Any = "completed") -> list[Any]:
     """A whole stream."""
-    return told([*writer.begin(), *writer.start(), *writer.push(pieces), *writer.end(status, USAGE)])
+    return told([*writer.created(), *writer.in_progress(), *writer.add(pieces), *writer.finish(status, USAGE)])
 
 
 def accumulate(events: Sequence[Any]) -> Any:
@@ -136,9 +143,9 @@ def test_the_accumulator_sees_the_same_answer() -> None:
 @given(
     st.lists(
         st.one_of(
-            st.builds(Text, st.text(min_size=1, max_size=3)),
-            st.builds(Reasoning, st.text(min_size=1, max_size=3)),
-            st.builds(lambda name: CallOpened(0, name), st.sampled_from("fg")),
+            st.builds(TextDelta, st.text(min_size=1, max_size=3)),
+            st.builds(ReasoningDelta, st.text(min_size=1, max_size=3)),
+            st.builds(lambda name: ToolCallStart(0, name), st.sampled_from("fg")),
         ),
         max_size=12,
     ),
@@ -146,7 +153,9 @@ def test_the_accumulator_sees_the_same_answer() -> None:
     st.booleans(),
 )
 @settings(max_examples=50)
-def test_whatever_is_said_makes_a_stream_that_clients_read(pieces: list[Piece], status: str, sealed: bool) -> None:
+def test_whatever_is_said_makes_a_stream_that_clients_read(
+    pieces: list[AnswerDelta], status: str, sealed: bool
+) -> None:
     """Every event has the shape of openai's type of it, none comes out of order, and nothing is lost."""
     events = tell(pieces, writer(sealed=sealed), status)
 
@@ -157,7 +166,7 @@ def test_whatever_is_said_makes_a_stream_that_clients_read(pieces: list[Piece], 
     output = events[-1]["response"]["output"]
     assert output == [event["item"] for event in events if event["type"] == "response.output_item.done"]
     said = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
-    assert "".join(piece.text for piece in pieces if isinstance(piece, Text)) == said
+    assert "".join(piece.text for piece in pieces if isinstance(piece, TextDelta)) == said
     assert all("{}" == item["arguments"] for item in output[:-1] if item["type"] == "function_call")
 
 
@@ -183,7 +192,7 @@ def test_nothing_said_is_an_empty_message() -> None:
 def test_a_fault_is_told_twice_and_ends_the_stream() -> None:
     """As an error, flat and nested, and as the response that failed."""
     one = writer()
-    events = told([*one.begin(), *one.start(), *one.push([Text("Hel")])])
+    events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("Hel")])])
     error = {"message": "broken", "type": "server_error", "param": None, "code": "generation_failed"}
     events += told(one.fail(error))
 
@@ -202,7 +211,7 @@ def test_a_fault_is_told_twice_and_ends_the_stream() -> None:
 def test_a_response_in_the_background_waits_first() -> None:
     """Created and queued, then in progress; cancelled, it ends as incomplete with that status."""
     one = writer(status="queued", background=True)
-    events = told([*one.begin(), *one.start(), *one.push([Text("a")]), *one.cancel()])
+    events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("a")]), *one.cancel()])
 
     assert ["created", "queued", "in_progress"] == [event["type"].split(".")[1] for event in events[:3]]
     assert ["queued", "queued", "in_progress"] == [event["response"]["status"] for event in events[:3]]
@@ -213,7 +222,7 @@ def test_a_response_in_the_background_waits_first() -> None:
 def test_the_response_can_be_read_while_it_grows() -> None:
     """With what was said so far."""
     one = writer()
-    told([*one.begin(), *one.start(), *one.push([Reasoning("Hm"), Text("Hel")])])
+    told([*one.created(), *one.in_progress(), *one.add([ReasoningDelta("Hm"), TextDelta("Hel")])])
 
     output: Any = one.response["output"]
     assert [("completed", "Hm"), ("in_progress", "Hel")] == [
@@ -224,18 +233,18 @@ def test_the_response_can_be_read_while_it_grows() -> None:
 @pytest.mark.parametrize("sealed", [True, False])
 def test_sealed_reasoning_is_there_where_it_is_wanted(sealed: bool) -> None:
     """And says the same as the plain one."""
-    item = tell([Reasoning("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
+    item = tell([ReasoningDelta("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
 
     assert sealed == ("encrypted_content" in item)
-    assert not sealed or "I see." == unseal(item["encrypted_content"])
+    assert not sealed or "I see." == decode_content(item["encrypted_content"])
 
 
 def test_logprobs_go_with_the_text() -> None:
     """In the delta and in the whole; never with reasoning."""
     entry: Any = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
     one = writer()
-    spoken = [*one.push([Reasoning("Hm")], [{**entry, "token": "Hm"}]), *one.push([Text("Hel")], [entry])]
-    events = told([*one.begin(), *one.start(), *spoken, *one.end("completed", USAGE)])
+    spoken = [*one.add([ReasoningDelta("Hm")], [{**entry, "token": "Hm"}]), *one.add([TextDelta("Hel")], [entry])]
+    events = told([*one.created(), *one.in_progress(), *spoken, *one.finish("completed", USAGE)])
 
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [[entry]] == [event["logprobs"] for event in deltas]
@@ -246,11 +255,11 @@ def test_logprobs_wait_for_text_that_is_held_back() -> None:
     """A token may be read as text only when the next one has come."""
     first, second = ({"token": token, "logprob": -0.5, "bytes": [60], "top_logprobs": []} for token in "<b")
     one = writer()
-    events = told([*one.begin(), *one.start(), *one.push([], [first]), *one.push([Text("<b")], [second])])  # type: ignore[list-item]
+    events = told([*one.created(), *one.in_progress(), *one.add([], [first]), *one.add([TextDelta("<b")], [second])])  # type: ignore[list-item]
 
     assert [first, second] == events[-1]["logprobs"]
 
 
 def test_the_first_event_is_a_response_of_openais_type() -> None:
     """Strictly, with every field that it needs."""
-    assert Response.model_validate(told(writer().begin())[0]["response"])
+    assert Response.model_validate(told(writer().created())[0]["response"])

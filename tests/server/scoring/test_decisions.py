@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types.events import Alternative, Delta, Event, Started, TokenLogprob
+from engine.types.events import Delta, Event, Logprob, Started, TokenLogprob
 from engine.types.request import Request
 from server.app import create_app
 from server.schemas.decisions import Decision
-from server.scoring.labels import Fork
+from server.scoring.labels import LabelScorer
 from tests.server.fakes import INFO, Answer, FakeEngine, FakeTokenizer, ask, finished, settings
 
 PREDICATE = {"type": "predicate", "instructions": "It is black."}
@@ -26,10 +26,10 @@ def believing(weights: Mapping[str, float]) -> Any:
 
     def script(request: Request) -> Iterator[Event]:
         labels = tuple(
-            Alternative(token, "", b"", math.log(weights.get(chr(token), 0.001))) for token in request.labels
+            Logprob(token, "", b"", math.log(weights.get(chr(token), 0.001))) for token in request.label_tokens
         )
         yield Started(len(request.prompt), 2, 7)
-        yield Delta("", (0,), (TokenLogprob(Alternative(0, "", b"", -1.0), (), labels),))
+        yield Delta("", (0,), (TokenLogprob(Logprob(0, "", b"", -1.0), (), labels),))
         usage = replace(finished(request).usage, completion_tokens=1, cached_tokens=2)
         yield finished(request, reason="length", usage=usage)
 
@@ -104,7 +104,12 @@ def test_nothing_is_sampled_and_nothing_can_end_early() -> None:
     post(using, choice(3))
     (request,) = using.requests
 
-    assert (1, 0, True, tuple(b"ABC")) == (request.max_tokens, request.logprobs, request.ignore_eos, request.labels)
+    assert (1, 0, True, tuple(b"ABC")) == (
+        request.max_tokens,
+        request.logprobs,
+        request.ignore_eos,
+        request.label_tokens,
+    )
     assert 0.0 == request.sampling.temperature
 
 
@@ -136,10 +141,10 @@ def test_more_options_than_letters_have_labels_of_two(count: int, requests: int)
 
 def test_labels_of_several_tokens_are_products() -> None:
     """A label's probability is that of all of its tokens, one behind the other."""
-    fork = Fork((1, 2), ((7,), (8, 9), (8, 10, 11)))
+    fork = LabelScorer((1, 2), ((7,), (8, 9), (8, 10, 11)))
     told = {(1, 2): (7, 8), (1, 2, 8): (9, 10), (1, 2, 8, 10): (11,)}
 
-    assert told == {request.prompt: request.labels for request in fork.requests("x")}
+    assert told == {request.prompt: request.label_tokens for request in fork.requests("x")}
 
 
 def test_a_scale_of_more_levels_than_digits_has_letters() -> None:

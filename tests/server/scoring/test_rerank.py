@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from engine.types.events import Alternative, Delta, Event, TokenLogprob
+from engine.types.events import Delta, Event, Logprob, TokenLogprob
 from engine.types.request import Request
 from server.app import create_app
 from server.schemas.scoring import Ranking, ScoreList
@@ -21,8 +21,8 @@ def judge(request: Request) -> Iterator[Event]:
     """The more often the prompt says "good", the likelier a yes."""
     good = bytes(request.prompt).count(b"good")
     likely = {ord("y"): (1 + good) / 10, ord("n"): 0.1}
-    labels = tuple(Alternative(token, "", b"", math.log(likely.get(token, 1.0))) for token in request.labels)
-    yield Delta("", (0,), (TokenLogprob(Alternative(0, "", b"", -1.0), (), labels),))
+    labels = tuple(Logprob(token, "", b"", math.log(likely.get(token, 1.0))) for token in request.label_tokens)
+    yield Delta("", (0,), (TokenLogprob(Logprob(0, "", b"", -1.0), (), labels),))
     yield finished(request, usage=replace(finished(request).usage, completion_tokens=1))
 
 

@@ -13,7 +13,7 @@ import pytest
 from engine.types.events import Delta, Event, Started
 from engine.types.request import Request
 from server.app import create_app
-from server.responses.archive import UNKEPT
+from server.responses.archive import NOT_STORED
 from server.store import store
 from server.store.database import Database, connect
 from tests.server.fakes import Answer, FakeEngine, Gate, call, finished, settings
@@ -94,7 +94,7 @@ def test_an_answer_that_is_not_kept_says_so(disk: Disk) -> None:
 
     first, full, lost, kept, last, read = asyncio.run(story())
 
-    assert (200, "completed", False, [UNKEPT]) == (
+    assert (200, "completed", False, [NOT_STORED]) == (
         full.status,
         *(full.json[n] for n in ("status", "store", "warnings")),
     )
@@ -117,7 +117,7 @@ def test_a_stream_that_is_not_kept_says_so_at_its_end(disk: Disk) -> None:
 
     assert [event["type"] for event in before] == [event["type"] for event in full]
     assert list(range(len(full))) == [event["sequence_number"] for event in full]
-    assert (False, [UNKEPT]) == (full[-1]["response"]["store"], full[-1]["response"]["warnings"])
+    assert (False, [NOT_STORED]) == (full[-1]["response"]["store"], full[-1]["response"]["warnings"])
 
 
 def events(answer: Answer) -> list[Any]:
@@ -163,7 +163,7 @@ def test_a_response_in_the_background_that_was_not_kept_has_failed(disk: Disk) -
 
     answer = asyncio.run(story())
 
-    assert (200, "failed", UNKEPT) == (answer.status, answer.json["status"], answer.json["error"]["message"])
+    assert (200, "failed", NOT_STORED) == (answer.status, answer.json["status"], answer.json["error"]["message"])
 
 
 def test_what_was_kept_can_be_read_from_a_disk_that_takes_nothing(disk: Disk) -> None:
@@ -179,4 +179,4 @@ def test_what_was_kept_can_be_read_from_a_disk_that_takes_nothing(disk: Disk) ->
     first, read, followed = asyncio.run(story())
 
     assert first == read
-    assert (200, [UNKEPT]) == (followed.status, followed.json["warnings"])
+    assert (200, [NOT_STORED]) == (followed.status, followed.json["warnings"])

@@ -14,7 +14,16 @@ from typing import TypeVar
 import pytest
 
 from server.store.database import MEMORY, StoreError, connect
-from server.store.store import LEASE_SECONDS, Limits, Record, Store, check_store, default_place, open_store, place_of
+from server.store.store import (
+    LEASE_SECONDS,
+    Record,
+    ResponseStore,
+    RetentionLimits,
+    check_store,
+    default_location,
+    describe_location,
+    open_store,
+)
 from tests.server import postgres
 
 Result = TypeVar("Result")
@@ -60,7 +69,7 @@ def record(id: str, previous: str | None = None, **changes: object) -> Record:
     return Record(id, previous, **made)  # type: ignore[arg-type]
 
 
-def using(store: Store, work: Callable[[Store], Awaitable[Result]]) -> Result:
+def using(store: ResponseStore, work: Callable[[ResponseStore], Awaitable[Result]]) -> Result:
     """Do `work` in a loop, and close the store."""
 
     async def worked() -> Result:
@@ -75,7 +84,7 @@ def using(store: Store, work: Callable[[Store], Awaitable[Result]]) -> Result:
 def test_what_is_put_can_be_got(place: str) -> None:
     """All bytes, with what it goes on from and its events; what is not there is None."""
 
-    async def work(store: Store) -> None:
+    async def work(store: ResponseStore) -> None:
         one = record("b", "a", body=bytes(range(256)) * 20, input="[\u2028]".encode(), items=("i", "j"))
         await store.put(one, b"event")
 
@@ -85,19 +94,19 @@ def test_what_is_put_can_be_got(place: str) -> None:
             kept.body,
             kept.input,
             kept.previous,
-            kept.settled,
-            kept.lost,
+            kept.final,
+            kept.lease_expired,
         )
         assert b"event" == await store.events("b")
         assert (None, b"") == (await store.get("x"), await store.events("x"))
 
-    using(Store(place), work)
+    using(ResponseStore(place), work)
 
 
 def test_what_is_settled_stays(place: str) -> None:
     """One that is being made is replaced, a settled one never; who cancels first wins."""
 
-    async def work(store: Store) -> list[bytes]:
+    async def work(store: ResponseStore) -> list[bytes]:
         found = []
         for settled, body in ((False, b"1"), (False, b"2"), (True, b"3"), (True, b"4"), (False, b"5")):
             await store.put(record("a", settled=settled, body=body))
@@ -105,64 +114,64 @@ def test_what_is_settled_stays(place: str) -> None:
             found.append(kept.body if kept else b"")
         return found
 
-    assert [b"1", b"2", b"3", b"3", b"3"] == using(Store(place), work)
+    assert [b"1", b"2", b"3", b"3", b"3"] == using(ResponseStore(place), work)
 
 
 def test_a_chain_is_read_from_its_beginning(place: str) -> None:
     """A missing ancestor ends it, and can be seen: the first one goes on from somebody."""
 
-    async def work(store: Store) -> None:
+    async def work(store: ResponseStore) -> None:
         for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("x", "gone")):
             await store.put(record(id, previous))
 
-        assert ["a", "b", "c"] == [each.id for each in await store.chain("c")]
-        assert [("x", "gone")] == [(each.id, each.previous) for each in await store.chain("x")]
-        assert [] == await store.chain("none")
+        assert ["a", "b", "c"] == [each.id for each in await store.history("c")]
+        assert [("x", "gone")] == [(each.id, each.previous) for each in await store.history("x")]
+        assert [] == await store.history("none")
 
-    using(Store(place), work)
+    using(ResponseStore(place), work)
 
 
 def test_a_chain_that_bites_its_tail_ends(place: str) -> None:
     """No client can make one, but a broken database must not hang the server."""
 
-    async def work(store: Store) -> int:
+    async def work(store: ResponseStore) -> int:
         await store.put(record("a", "b"))
         await store.put(record("b", "a"))
-        return len(await store.chain("a"))
+        return len(await store.history("a"))
 
-    assert 0 < using(Store(place), work) < 5000
+    assert 0 < using(ResponseStore(place), work) < 5000
 
 
 def test_records_are_found_by_their_items(place: str) -> None:
     """And not after they are gone."""
 
-    async def work(store: Store) -> None:
+    async def work(store: ResponseStore) -> None:
         await store.put(record("a", items=("i", "shared")))
         await store.put(record("b", items=("j", "shared")))
 
-        assert ["a", "b"] == [each.id for each in await store.holders(["j", "i", "none"])]
+        assert ["a", "b"] == [each.id for each in await store.find_by_items(["j", "i", "none"])]
         assert await store.delete("a")
         assert not await store.delete("a")
-        assert ["b"] == [each.id for each in await store.holders(["i", "shared"])]
+        assert ["b"] == [each.id for each in await store.find_by_items(["i", "shared"])]
 
-    using(Store(place), work)
+    using(ResponseStore(place), work)
 
 
 def test_what_was_not_read_for_longest_goes_first(place: str) -> None:
     """By count: reading keeps a record, and a chain keeps its ancestors."""
     clock = Clock()
 
-    async def work(store: Store) -> list[str]:
+    async def work(store: ResponseStore) -> list[str]:
         for id, previous in (("a", None), ("b", None), ("c", "a")):
             clock.now += 1
             await store.put(record(id, previous))
         clock.now += 1
-        await store.chain("c")
+        await store.history("c")
         clock.now += 1
         await store.put(record("d"))
         return [id for id in "abcd" if await store.get(id)]
 
-    assert ["a", "c", "d"] == using(Store(place, Limits(rows=3), clock), work)
+    assert ["a", "c", "d"] == using(ResponseStore(place, RetentionLimits(rows=3), clock), work)
 
 
 def test_bytes_are_bounded(place: str) -> None:
@@ -171,7 +180,7 @@ def test_bytes_are_bounded(place: str) -> None:
     # Nothing that zlib could make smaller.
     noise = [random.Random(number).randbytes(1000) for number in range(8)]
 
-    async def work(store: Store) -> None:
+    async def work(store: ResponseStore) -> None:
         for number, body in enumerate(noise):
             clock.now += 1
             await store.put(record(str(number), body=body))
@@ -181,14 +190,14 @@ def test_bytes_are_bounded(place: str) -> None:
         await store.put(record("huge", body=b"".join(noise) * 3))
         assert await store.get("huge")
 
-    using(Store(place, Limits(bytes=4000), clock), work)
+    using(ResponseStore(place, RetentionLimits(bytes=4000), clock), work)
 
 
 def test_age_is_bounded(place: str) -> None:
     """From when it was made, however often it was read."""
     clock = Clock()
 
-    async def work(store: Store) -> list[str]:
+    async def work(store: ResponseStore) -> list[str]:
         await store.put(record("old"))
         clock.now += 60
         await store.put(record("new"))
@@ -197,32 +206,32 @@ def test_age_is_bounded(place: str) -> None:
         await store.put(record("now"))
         return [id for id in ("old", "new", "now") if await store.get(id)]
 
-    assert ["new", "now"] == using(Store(place, Limits(seconds=100), clock), work)
+    assert ["new", "now"] == using(ResponseStore(place, RetentionLimits(seconds=100), clock), work)
 
 
 def test_a_lease_runs_out(place: str) -> None:
     """Who does not renew it is taken for gone; what is settled needs none."""
     clock = Clock()
 
-    async def work(store: Store) -> None:
+    async def work(store: ResponseStore) -> None:
         for id in ("made", "left", "done"):
             await store.put(record(id, settled=id == "done"))
         clock.now += LEASE_SECONDS - 1
-        assert {"made"} == await store.renew(["made", "done", "none"])
+        assert {"made"} == await store.renew_leases(["made", "done", "none"])
         clock.now += 2
         found = {id: await store.get(id) for id in ("made", "left", "done")}
         assert {"made": False, "left": True, "done": False} == {
-            id: each.lost for id, each in found.items() if each is not None
+            id: each.lease_expired for id, each in found.items() if each is not None
         }
 
-    using(Store(place, clock=clock), work)
+    using(ResponseStore(place, clock=clock), work)
 
 
 def test_two_servers_share_a_store(place: str) -> None:
     """What one writes the other reads, also while both write."""
     if place == MEMORY:
         pytest.skip("memory is nobody else's")
-    one, other = Store(place), Store(place)
+    one, other = ResponseStore(place), ResponseStore(place)
 
     async def work() -> None:
         await one.open()
@@ -239,9 +248,9 @@ def test_two_servers_share_a_store(place: str) -> None:
 def test_a_file_survives_its_server_and_is_nobody_elses(tmp_path: Path) -> None:
     """Read by the next store; only the user may look into it."""
     place = tmp_path / "deep" / "folder" / "store.sqlite"
-    using(Store(str(place)), lambda store: store.put(record("a"), b"event"))
+    using(ResponseStore(str(place)), lambda store: store.put(record("a"), b"event"))
 
-    kept = using(Store(str(place)), lambda store: store.get("a"))
+    kept = using(ResponseStore(str(place)), lambda store: store.get("a"))
     assert kept is not None
     assert 0o600 == stat.S_IMODE(place.stat().st_mode)
     assert 0o700 == stat.S_IMODE(place.parent.stat().st_mode)
@@ -268,7 +277,7 @@ def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
     """A folder in place of the file, or a database that nobody serves."""
     for place in (str(tmp_path), "postgresql://nobody@127.0.0.1:1/none"):
         with pytest.raises(StoreError):
-            using(Store(place), lambda store: store.open())
+            using(ResponseStore(place), lambda store: store.open())
 
 
 def test_a_server_does_not_start_without_the_store_that_it_was_told(tmp_path: Path) -> None:
@@ -286,23 +295,25 @@ def test_the_banner_shows_no_password() -> None:
     """Where things are kept, and no more."""
     places = ("none", "memory", "/a/b.sqlite", "postgresql://user:secret@host/db")
 
-    assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [place_of(place) for place in places]
+    assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [
+        describe_location(place) for place in places
+    ]
 
 
 def test_a_record_belongs_to_its_owner(place: str) -> None:
     """Nobody else reads, follows, finds or deletes it; what has no owner is everybody's."""
 
-    async def work(store: Store) -> list[object]:
+    async def work(store: ResponseStore) -> list[object]:
         await store.put(record("shared", items=("i0",)))
         await store.put(record("mine", "shared", items=("i1",), owner="me"), b"e")
         found: list[object] = []
         for who in ("me", "you"):
-            chain = [each.id for each in await store.chain("mine", who)]
-            held = [each.id for each in await store.holders(["i0", "i1"], who)]
+            chain = [each.id for each in await store.history("mine", who)]
+            held = [each.id for each in await store.find_by_items(["i0", "i1"], who)]
             found.append((bool(await store.get("mine", who)), await store.events("mine", who), chain, held))
         return [*found, await store.delete("mine", "you"), await store.delete("mine", "me")]
 
-    mine, yours, *deleted = using(Store(place), work)
+    mine, yours, *deleted = using(ResponseStore(place), work)
     assert (True, b"e", ["shared", "mine"], ["mine", "shared"]) == mine
     assert (False, b"", ["shared"], ["shared"]) == yours
     assert [False, True] == deleted
@@ -311,11 +322,11 @@ def test_a_record_belongs_to_its_owner(place: str) -> None:
 def test_a_store_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Its records had no owners, and are everybody's."""
     place = tmp_path / "old.sqlite"
-    using(Store(str(place)), lambda store: store.put(record("old")))
+    using(ResponseStore(str(place)), lambda store: store.put(record("old")))
     with closing(sqlite3.connect(place)) as other:
         other.execute("ALTER TABLE responses DROP COLUMN owner")
 
-    found = using(Store(str(place)), lambda store: store.get("old", "me"))
+    found = using(ResponseStore(str(place)), lambda store: store.get("old", "me"))
     assert found is not None
     assert "" == found.owner
 
@@ -329,7 +340,7 @@ def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert places == [store.place if store else None for store in found]
     assert open_store("none") is None
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert MEMORY == default_place()
+    assert MEMORY == default_location()
     assert [] == list(tmp_path.iterdir())
 
 
@@ -338,4 +349,4 @@ def test_a_relative_data_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "data")
 
-    assert str(tmp_path / ".local" / "share" / "cellar" / "responses.sqlite") == default_place()
+    assert str(tmp_path / ".local" / "share" / "cellar" / "responses.sqlite") == default_location()

@@ -1,0 +1,72 @@
+"""Sends the requests of a cell: closed loop (N streams, each sends again when its answer ended) or open loop.
+
+Every request that is started ends as exactly one Sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.client import Prompt, RequestOptions, SentRequest, Server, send
+from bench.prompts import Prompts
+from bench.samples import LoadRun
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGenerator:
+    """One server in one round. All servers of a round have the same key, and so get the same prompts."""
+
+    server: Server
+    ask: RequestOptions
+    prompts: Prompts
+    key: object = ""
+
+    def for_round(self, key: object) -> LoadGenerator:
+        """The same in another round."""
+        return replace(self, key=key)
+
+    async def one(self, prompt: Prompt, max_tokens: int) -> LoadRun:
+        """Send one request."""
+        return await self.closed_loop([prompt], max_tokens, streams=1)
+
+    async def closed_loop(self, prompts: Sequence[Prompt], max_tokens: int, *, streams: int) -> LoadRun:
+        """Send all prompts, `streams` of them at any time."""
+        waiting = iter(prompts)
+        answers: list[SentRequest] = []
+        begun = time.perf_counter()
+
+        async def stream() -> None:
+            for prompt in waiting:
+                answers.append(await self._send(prompt, max_tokens, begun))
+
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        return _finished_run(len(prompts), begun, answers)
+
+    async def open_loop(self, prompts: Sequence[Prompt], max_tokens: int, *, rate: float) -> LoadRun:
+        """Send all prompts at random moments, `rate` a second on average, however many are still being answered."""
+        source = random.Random(f"{self.key} arrivals")
+        answers: list[SentRequest] = []
+        begun = time.perf_counter()
+
+        async def one(prompt: Prompt, at: float) -> None:
+            await asyncio.sleep(begun + at - time.perf_counter())
+            answers.append(await self._send(prompt, max_tokens, begun))
+
+        at = 0.0
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(one(prompt, at))
+                at += source.expovariate(rate)
+        return _finished_run(len(prompts), begun, answers)
+
+    async def _send(self, prompt: Prompt, max_tokens: int, begun: float) -> SentRequest:
+        return await send(self.server, self.ask, prompt=prompt, max_tokens=max_tokens, begun=begun)
+
+
+def _finished_run(planned: int, begun: float, answers: Sequence[SentRequest]) -> LoadRun:
+    """The run that ends now; only then answers are read, which would take time from those that still come."""
+    return LoadRun(planned, time.perf_counter() - begun, tuple(answer.read() for answer in answers))

@@ -1,0 +1,95 @@
+"""Who computes attention and quantised weights: C++ kernels where this machine can run or build them, else torch."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from engine.kernels import linear, reference
+from engine.kernels.cpu import build
+from engine.kernels.cpu.attention import FORMATS, NativeAttention
+from engine.kernels.cpu.linear import NativeLinear
+from engine.kernels.cpu.products import NativeProduct
+from engine.kernels.linear import PrepareMatrices
+from engine.kernels.products import RowInvariantProduct, TiledProduct
+from engine.kernels.reference import AttentionFunction
+
+log = logging.getLogger("cellar.engine")
+
+
+def attention_kernel(dtype: torch.dtype, stored: torch.dtype) -> AttentionFunction:
+    """What attends fastest on this machine's processor. May build the kernel, which takes seconds, once a machine.
+
+    dtype   in which the model computes
+    stored  in which its keys and values are kept
+    """
+    known = dtype != torch.float64 and stored in FORMATS
+    return best_attention() if known else reference.attend
+
+
+@cache
+def best_attention() -> AttentionFunction:
+    """The kernel; without one torch, and one line in the log, however many models ask and however often."""
+    try:
+        return native_attention()
+    except build.LibraryUnavailable as error:
+        log.warning("attention takes about twice the processor time, in torch instead of C++: %s", error.reason)
+        return reference.attend
+
+
+def native_attention() -> AttentionFunction:
+    """The C++ kernel. Raises LibraryUnavailable."""
+    variant = build.variants("attention")[0]
+    if variant == "generic":
+        # Measured: without wide vectors it takes longer than torch.
+        raise build.LibraryUnavailable("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
+    library = build.library("attention", variant)
+    try:
+        return NativeAttention(library).attend
+    except OSError as error:
+        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+
+
+@cache
+def best_linear() -> PrepareMatrices:
+    """Who multiplies by quantised matrices; without a kernel torch, and one line in the log, however many ask."""
+    try:
+        return native_linear()
+    except build.LibraryUnavailable as error:
+        log.warning(
+            "quantised weights take several times the processor time of float32 ones, in torch instead of C++: %s",
+            error.reason,
+        )
+        return linear.prepare
+
+
+def native_linear() -> PrepareMatrices:
+    """The C++ kernel for quantised matrices. Raises LibraryUnavailable."""
+    library = build.library("linear")
+    try:
+        return NativeLinear(library).prepare
+    except OSError as error:
+        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error
+
+
+@cache
+def best_row_invariant() -> RowInvariantProduct:
+    """Who computes row-invariant products: the C++ kernel where there is one, else torch in tiles."""
+    try:
+        return native_product()
+    except build.LibraryUnavailable:
+        return TiledProduct()
+
+
+def native_product() -> RowInvariantProduct:
+    """The C++ kernel for row-invariant products. Raises LibraryUnavailable."""
+    variant = build.variants("linear")[0]
+    if variant == "generic":
+        raise build.LibraryUnavailable("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
+    library = build.library("linear", variant)
+    try:
+        return NativeProduct(library)
+    except OSError as error:
+        raise build.LibraryUnavailable(f"the library cannot be loaded: {error}") from error

@@ -1,0 +1,224 @@
+"""From a request body to events: one or several generations of one answer, as one stream of (choice, event)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+import anyio.to_thread
+
+from engine.types.events import Event
+from engine.types.request import Overflow, RenderedPrompt, Request, SpeculationParams, Tier
+from server.generation.sampling import check_token_ids, sampling
+from server.http.errors import invalid_value
+from server.http.events import ChoiceEvents, DeltaSink
+from server.metrics import Endpoint
+from server.schemas.common import Generation
+from server.schemas.content import text_of
+from server.service import Service
+
+
+@asynccontextmanager
+async def generate(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> AsyncIterator[ChoiceEvents]:
+    """Admit all requests or none, then pass their events on as they come. Leaving the block cancels what still runs."""
+    async with AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(service.open(request, endpoint, choice))
+            for choice, request in enumerate(requests)
+        ]
+        if len(streams) == 1:
+            yield streams[0]
+            return
+        async with aclosing(_merge(streams)) as reading:
+            yield ChoiceEvents(reading, partial(_shorten, streams))
+
+
+async def prediction_tokens(service: Service, body: Generation) -> tuple[int, ...]:
+    """The tokens that the client expects; raises what is wrong with its text."""
+    if body.prediction is None:
+        return ()
+    text = text_of(body.prediction.content, "")
+    return tuple(await anyio.to_thread.run_sync(service.engine.tokenizer.encode_prediction, text))
+
+
+async def engine_request(
+    service: Service, body: Generation, prompt: RenderedPrompt, *, id: str, max_tokens: int | None, logprobs: int | None
+) -> Request:
+    """The engine's request for one prompt of the body, without what only one API has.
+
+    ApiError at what the body contradicts itself in, and at token ids that the model does not have.
+    """
+    info = service.engine.info
+    _check(body, info.context, max_tokens, body.overflow or service.settings.overflow)
+    check_token_ids("prompt", prompt.tokens, info.vocabulary)
+    check_token_ids("stop_token_ids", body.stop_token_ids or (), info.vocabulary)
+    check_token_ids("logprob_token_ids", body.logprob_token_ids or (), info.vocabulary)
+    keep = body.n_keep if body.keep is None else body.keep
+    return Request(
+        id=id,
+        prompt=prompt.tokens,
+        sampling=await sampling(service, body),
+        max_tokens=max_tokens,
+        stop=tuple(body.stop or ()),
+        stop_regex=tuple(body.stop_regex or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=_max_choices(logprobs, body.prompt_logprobs),
+        overflow=body.overflow,
+        keep=prompt.keep if keep is None else keep,
+        protected=prompt.protected,
+        recurrent_shift=body.recurrent_shift or "rebuild",
+        checkpoints=prompt.checkpoints,
+        salt=_salt(body),
+        speculation=_speculation(body),
+        prediction=await prediction_tokens(service, body),
+        min_tokens=body.min_tokens or 0,
+        include_special_tokens=body.skip_special_tokens is False,
+        score_from=None if body.prompt_logprobs is None else 0,
+        label_tokens=tuple(body.logprob_token_ids or ()),
+        tier=service_tier(body),
+        timeout_seconds=body.timeout,
+        progress=bool(body.return_progress),
+    )
+
+
+def truncated_prompt(
+    service: Service, body: Generation, prompt: RenderedPrompt, max_tokens: int | None
+) -> RenderedPrompt:
+    """The end of a prompt that `truncate_prompt_tokens` leaves; with -1 there is room for the answer behind it."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(service.engine.info.context - (1 if max_tokens is None else max_tokens), 1)
+    cut = len(prompt.tokens) - most
+    if cut <= 0:
+        return prompt
+    return RenderedPrompt(
+        prompt.tokens[cut:],
+        checkpoints=tuple(mark - cut for mark in prompt.checkpoints if mark > cut),
+        protected=tuple((max(start - cut, 0), stop - cut) for start, stop in prompt.protected if stop > cut),
+        generation_prompt=prompt.generation_prompt,
+    )
+
+
+def choice_requests(request: Request, choices: int) -> tuple[Request, ...]:
+    """The request as often as its prompt has choices. The prompt is computed once, and scored in the first one."""
+    if choices == 1:
+        return (request,)
+    return tuple(
+        replace(
+            request,
+            id=f"{request.id}-{choice}",
+            sampling=replace(request.sampling, seed=_seed(request.sampling.seed, choice)),
+            score_from=None if choice else request.score_from,
+            progress=request.progress and not choice,
+        )
+        for choice in range(choices)
+    )
+
+
+def check_capacity(service: Service, requests: Sequence[Request]) -> None:
+    """ApiError where an answer has more choices than the server ever takes at once: to wait would not help."""
+    most = service.engine.info.slots + service.settings.max_waiting
+    if len(requests) > most:
+        raise invalid_value("n", f"it makes {len(requests)} choices, and this server takes {most} at once")
+
+
+def service_tier(body: Generation) -> Tier:
+    """Who is served first, in OpenAI's words or, as vLLM has it, by a number that is lower for the more urgent."""
+    match body.service_tier:
+        case "priority" | "fast":
+            return "priority"
+        case "flex":
+            return "flex"
+        case "default":
+            return "default"
+    urgency = body.priority or 0
+    return "priority" if urgency < 0 else "flex" if urgency > 0 else "default"
+
+
+def _check(body: Generation, context: int, max_tokens: int | None, overflow: Overflow) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid_value("stream_options", "it means nothing unless 'stream' is true")
+    if body.return_progress and not body.stream:
+        raise invalid_value("return_progress", "it means nothing unless 'stream' is true")
+    if body.stream_interval is not None and not body.stream:
+        raise invalid_value("stream_interval", "it means nothing unless 'stream' is true")
+    if body.timings_per_token and not body.stream:
+        raise invalid_value("timings_per_token", "it means nothing unless 'stream' is true")
+    if max_tokens is not None and max_tokens > context and overflow != "shift":
+        raise invalid_value("max_tokens", f"the context of this model holds {context} tokens")
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        raise invalid_value("min_tokens", f"the answer has {max_tokens} tokens at most")
+    if body.priority and body.service_tier is not None:
+        raise invalid_value("priority", "'service_tier' says who is served first; give one of them")
+    if body.keep is not None and body.n_keep is not None and body.keep != body.n_keep:
+        raise invalid_value("n_keep", "it is another name of 'keep' and differs from it")
+    kept = body.n_keep if body.keep is None else body.keep
+    if kept is not None and kept > context // 2 and overflow == "shift":
+        name = "n_keep" if body.keep is None else "keep"
+        raise invalid_value(name, f"a shift spares half of the context at most, {context // 2} tokens here")
+
+
+def _max_choices(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _seed(seed: int | None, choice: int) -> int | None:
+    # Back into the 64 bits that a seed has.
+    return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
+
+
+async def _merge(streams: Sequence[ChoiceEvents]) -> AsyncGenerator[tuple[int, Event], None]:
+    waiting = {_next(stream): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                following = task.result()
+                if following is not None:
+                    yield following
+                    # Not before that one is told: what a stream's shortcut takes may not overtake it.
+                    waiting[_next(streams[index])] = index
+    finally:
+        await _cancel(waiting)
+
+
+def _shorten(streams: Sequence[ChoiceEvents], take: DeltaSink) -> None:
+    for stream in streams:
+        stream.shorten(take)
+
+
+def _next(stream: ChoiceEvents) -> asyncio.Task[tuple[int, Event] | None]:
+    async def following() -> tuple[int, Event] | None:
+        return await anext(stream.reading, None)
+
+    return asyncio.create_task(following())
+
+
+async def _cancel(tasks: dict[asyncio.Task[tuple[int, Event] | None], int]) -> None:
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _speculation(body: Generation) -> SpeculationParams:
+    asked = body.speculation
+    return SpeculationParams() if asked is None else SpeculationParams(asked.drafter or "auto", asked.tokens)
+
+
+def _salt(body: Generation) -> bytes:
+    if body.cache_prompt is False:
+        # Nobody else has this salt, so nothing is found under it.
+        return secrets.token_bytes(32)
+    # As a digest: what tells tenants apart may be a secret, and the cache writes salts to disk.
+    return b"" if body.cache_salt is None else hashlib.sha256(body.cache_salt.encode()).digest()

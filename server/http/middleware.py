@@ -1,0 +1,181 @@
+"""What a request must be before anything reads it: pure ASGI, outside of FastAPI.
+
+`BoundaryMiddleware` is the outermost layer: request id, host, content type, and the last `except Exception` of the HTTP side.
+`BodyLimitMiddleware` stands behind the key check, so that strangers cannot make the server hold their bodies.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.http.errors import (
+    BODY_TOO_LARGE,
+    HOST_NOT_ALLOWED,
+    ORIGIN_NOT_ALLOWED,
+    SWITCHING_PROTOCOLS,
+    UNSUPPORTED_MEDIA_TYPE,
+    ApiError,
+    error_response,
+    internal_error,
+)
+from server.http.paths import ServedPaths
+from server.metrics import Metrics
+
+logger = logging.getLogger("cellar.http")
+
+_host_and_port = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?")
+_request_id = re.compile(r"[\x21-\x7e]{1,128}")
+# Asked every few seconds by whoever watches the server.
+_probe_paths = frozenset({"/health", "/ready", "/metrics"})
+# The messages that begin an answer, of HTTP and of WebSockets.
+_start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
+_methods_with_body = frozenset({"POST", "PUT", "PATCH"})
+
+
+class BoundaryMiddleware:
+    """Gives every request an id, refuses what is not for us, answers 500 in the envelope and logs one line."""
+
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], metrics: Metrics, paths: ServedPaths
+    ) -> None:
+        self.app, self.hosts, self.origins = app, frozenset(hosts), frozenset(origins)
+        self.metrics, self.paths = metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or pass on what is none."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        self.paths.add_prefix(scope)
+        answer = _ResponseLog(scope, send)
+        try:
+            self._check_host(scope)
+            self._check_origin(scope)
+            if (fault := _media_type_error(scope)) and self.paths.serves(scope):
+                raise ApiError(UNSUPPORTED_MEDIA_TYPE, fault)
+            await self.app(scope, receive, answer.send)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, answer.send)
+        except Exception:
+            # The border of the HTTP side: a bug costs its own request, with an id to find it in the log.
+            logger.exception("request %s failed", answer.id)
+            if answer.status is not None:
+                raise
+            await error_response(internal_error(), scope["path"])(scope, receive, answer.send)
+        finally:
+            answer.log(self.metrics)
+
+    def _check_host(self, scope: Scope) -> None:
+        # Probes of Kubernetes and scrapes of Prometheus name the address of a pod, which nobody knows beforehand.
+        if "*" in self.hosts or scope["path"] in _probe_paths:
+            return
+        if _host(Headers(scope=scope)) not in self.hosts:
+            raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
+
+    def _check_origin(self, scope: Scope) -> None:
+        """Browsers let every page open WebSockets to any server, and say which page it is."""
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "websocket" else None
+        if origin is not None and origin.lower() not in self.origins:
+            raise ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host.")
+
+
+class BodyLimitMiddleware:
+    """Reads the body of a request up to a number of bytes, then hands it on. Border answers what it raises."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a body that is too large, by its announced length if it has one, else while it comes in."""
+        if scope["type"] != "http" or scope["method"] not in _methods_with_body:
+            await self.app(scope, receive, send)
+            return
+        self._check(int(Headers(scope=scope).get("content-length", "0")))
+        body = await self._read(receive)
+        # None: the client left in the middle of it, and there is nobody to answer.
+        if body is not None:
+            await self.app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        pieces: list[Message] = []
+        size = 0
+        while (message := await receive())["type"] == "http.request":
+            pieces.append(message)
+            size += len(message.get("body", b""))
+            self._check(size)
+            if not message.get("more_body", False):
+                return pieces
+        return None
+
+    def _check(self, size: int) -> None:
+        if size > self.limit:
+            raise ApiError(
+                BODY_TOO_LARGE, f"The body is larger than {self.limit} bytes.", headers={"Connection": "close"}
+            )
+
+
+class _ResponseLog:
+    """What was answered: adds the request id to it, remembers it for the log."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.id = given if _request_id.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        self.status: int | None = None
+        self._scope, self._send, self._begin = scope, send, time.monotonic()
+        scope.setdefault("state", {})["request_id"] = self.id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] in _start_messages:
+            self.status = message.get("status", SWITCHING_PROTOCOLS)
+            headers = [*message.get("headers", []), (b"x-request-id", self.id.encode("ascii"))]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    def log(self, metrics: Metrics) -> None:
+        # The template of the route, never the path: paths come from clients, into log lines and label values.
+        route = getattr(self._scope.get("route"), "path", "none")
+        status = self.status if self.status is not None else 0
+        metrics.count_response(route, status)
+        milliseconds = (time.monotonic() - self._begin) * 1000
+        level = logging.DEBUG if route in _probe_paths else logging.INFO
+        method = self._scope.get("method", "WEBSOCKET")
+        logger.log(level, "%s %s %s %d %.1fms", self.id, method, route, status, milliseconds)
+
+
+def _media_type_error(scope: Scope) -> str:
+    """Why the body cannot be read as JSON, by the headers alone; "": nothing is wrong with them."""
+    if scope["type"] != "http" or scope["method"] not in _methods_with_body:
+        return ""
+    headers = Headers(scope=scope)
+    if "content-encoding" in headers:
+        return "Send the body without a Content-Encoding."
+    json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    return "" if json or _has_no_body(headers) else "Send the body as Content-Type: application/json."
+
+
+def _has_no_body(headers: Headers) -> bool:
+    """Whether no body is said to come, nor a type of one: some clients cancel a response so."""
+    announced = "content-type" in headers or "transfer-encoding" in headers
+    return not announced and headers.get("content-length", "0") == "0"
+
+
+def _host(headers: Headers) -> str:
+    """The Host header without its port; empty where it is no host with a port."""
+    match = _host_and_port.fullmatch(headers.get("host", "").lower())
+    return match[1] if match else ""
+
+
+def _replay(pieces: list[Message], receive: Receive) -> Receive:
+    left = iter(pieces)
+
+    async def replayed() -> Message:
+        return next(left, None) or await receive()
+
+    return replayed

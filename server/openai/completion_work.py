@@ -1,0 +1,147 @@
+"""Prompts to be continued: what a body of /v1/completions boils down to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import anyio.to_thread
+
+from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.tagged import TaggedFormat
+from engine.types.events import Logprob, PromptScored
+from engine.types.request import RenderedPrompt, Request
+from server.generation.grammar import answer_grammar
+from server.generation.logprobs import LogprobFormat, completion_logprobs, concatenated, with_offsets
+from server.generation.requests import check_capacity, choice_requests, engine_request, truncated_prompt
+from server.generation.tools import ToolSet
+from server.http.errors import invalid_value
+from server.schemas.completions import CompletionRequest, TextLogprobs
+from server.service import Service
+
+# What follows a bare prompt is text, whatever the model writes in a chat.
+PLAIN_TEXT_FORMAT = ChatFormat(TaggedFormat(), {})
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPrompt:
+    """One prompt, as an answer repeats it: its text, and its first token, which nothing comes before."""
+
+    text: str
+    first: Logprob
+
+    def logprobs(self, scored: PromptScored, wording: LogprobFormat) -> TextLogprobs:
+        """Those of all of its tokens."""
+        name = wording.name(self.first)
+        opening = TextLogprobs(tokens=[name], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
+        rest = [entry for entry in scored.entries if entry is not None]
+        return concatenated(opening, completion_logprobs(with_offsets(rest, self.first.bytes), 0, wording))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionWork:
+    """A body that is checked and read.
+
+    requests  `width` for each prompt, in order
+    prompts   to be repeated; empty unless `echo` asks for it
+    returned_choices     choices of each prompt in the answer, the likeliest of its `width`
+    warnings  what was asked for and is not done
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    body: CompletionRequest
+    requests: tuple[Request, ...]
+    prompts: tuple[CompletionPrompt, ...]
+    width: int
+    returned_choices: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def logprob_format(self) -> LogprobFormat:
+        """How log-probabilities are told."""
+        return LogprobFormat.of(self.body, self.body.logprobs or 0)
+
+    def prompt(self, index: int) -> CompletionPrompt | None:
+        """What choice number `index` begins with."""
+        return self.prompts[index // self.width] if self.prompts else None
+
+
+async def prepare_completion(service: Service, body: CompletionRequest, id: str) -> CompletionWork:
+    """Check and read a body; raises ApiError or EngineError for what is wrong with it, before anything runs."""
+    model = service.resolve(body.model)
+    service.check_ready()
+    _check(body)
+    shown = body.n or 1
+    width = max(body.best_of or 1, shown)
+    followed = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
+    requests: list[Request] = []
+    prompts: list[CompletionPrompt] = []
+    for at, prompt in enumerate(body.prompt):
+        whole = await _tokens(service, prompt)
+        rendering = truncated_prompt(service, body, whole, body.max_tokens)
+        if rendering is not whole:
+            prompt = list(rendering.tokens)
+        if body.echo:
+            prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
+        plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > shown)
+        requests.extend(_spread(replace(plain, grammar=followed.grammar), body, width))
+    check_capacity(service, requests)
+    return CompletionWork(
+        id=id if body.request_id is None else f"cmpl-{body.request_id}",
+        created=int(time.time()),
+        model=model,
+        fingerprint=service.fingerprint(),
+        body=body,
+        requests=tuple(requests),
+        prompts=tuple(prompts),
+        width=width,
+        returned_choices=shown,
+        warnings=followed.warnings,
+    )
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise invalid_value("max_tokens", "0 leaves nothing to answer with, unless 'echo' or 'prompt_logprobs' is set")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise invalid_value("best_of", "it is less than 'n'")
+    if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
+        raise invalid_value("best_of", "which answers are best is known at their end, so they cannot be streamed")
+    if body.logprob_token_ids and body.logprobs is None:
+        raise invalid_value("logprob_token_ids", "it needs 'logprobs'")
+
+
+async def _request(
+    service: Service, body: CompletionRequest, prompt: RenderedPrompt, id: str, *, ranked: bool
+) -> Request:
+    # The best of several choices are found by their log-probabilities, shown or not.
+    logprobs = 0 if ranked and body.logprobs is None else body.logprobs
+    plain = await engine_request(service, body, prompt, id=id, max_tokens=body.max_tokens, logprobs=logprobs)
+    scored = body.echo and body.logprobs is not None
+    return replace(plain, score_from=0) if scored else plain
+
+
+def _spread(request: Request, body: CompletionRequest, width: int) -> tuple[Request, ...]:
+    choices = choice_requests(request, width)
+    # A stream begins each choice with its prompt, and none of them waits for another's.
+    repeated = body.stream and body.echo
+    return tuple(replace(choice, score_from=request.score_from) for choice in choices) if repeated else choices
+
+
+async def _tokens(service: Service, prompt: str | list[int]) -> RenderedPrompt:
+    if isinstance(prompt, list):
+        return RenderedPrompt(tuple(prompt))
+    tokens = await anyio.to_thread.run_sync(service.engine.tokenizer.encode, prompt)
+    if not tokens:
+        raise invalid_value("prompt", "it has no tokens")
+    return RenderedPrompt(tuple(tokens))
+
+
+def _prompt(service: Service, prompt: str | list[int], tokens: Sequence[int]) -> CompletionPrompt:
+    tokenizer = service.engine.tokenizer
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
+    return CompletionPrompt(text, tokenizer.describe_tokens(tokens[:1])[0])

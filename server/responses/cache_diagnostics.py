@@ -1,0 +1,56 @@
+"""Why a prompt was, or was not, in the cache: what it shares with that of an earlier response, and where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.schemas.response_items import CacheDiagnostics, MissReason, ResponseBody
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComparison:
+    """Two prompts.
+
+    shared  tokens that both begin with
+    prompt  tokens of the new one
+    reason  what parts them; None: the new one goes on from all of the earlier one
+    """
+
+    shared: int
+    prompt: int
+    reason: MissReason | None
+
+    def verdict(self, cached: int) -> CacheDiagnostics:
+        """What became of the new prompt, `cached` tokens of which were found in the cache."""
+        if self.reason is not None:
+            return CacheDiagnostics(
+                type="cache_miss",
+                reason=self.reason,
+                cache_missed_tokens=self.prompt - self.shared,
+                comparison_reusable_tokens=self.shared,
+            )
+        # The last token of a prompt is always computed. What was given up since has no name at OpenAI.
+        return CacheDiagnostics(type="cache_hit" if cached >= self.shared - 1 else "unavailable")
+
+
+def compare(earlier: ResponseBody, old: Sequence[int], later: ResponseBody, new: Sequence[int]) -> PromptComparison:
+    """What the prompt `new` of `later` shares with the prompt `old` of `earlier`."""
+    pairs = zip(old, new, strict=False)
+    shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(old), len(new)))
+    return PromptComparison(shared, len(new), None if shared == len(old) else _miss_reason(earlier, later))
+
+
+def _miss_reason(earlier: ResponseBody, later: ResponseBody) -> MissReason:
+    """The first setting that differs, of those that stand before the input in a prompt; else it is the input."""
+    if earlier["model"] != later["model"]:
+        return "model_changed"
+    if earlier["tools"] != later["tools"]:
+        return "tools_changed"
+    if earlier["text"].get("format") != later["text"].get("format"):
+        return "text_format_changed"
+    if earlier["reasoning"]["effort"] != later["reasoning"]["effort"]:
+        return "reasoning_effort_changed"
+    if earlier["text"].get("verbosity") != later["text"].get("verbosity"):
+        return "verbosity_changed"
+    return "input_changed"

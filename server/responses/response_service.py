@@ -1,0 +1,305 @@
+"""Responses from their requests to their end: who makes them, who reads them, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import anyio.to_thread
+
+from engine.errors import EngineError, Overloaded
+from server.generation.chat_turn import ChatTurn, prepare_chat
+from server.generation.completed_message import collect_messages
+from server.generation.requests import generate
+from server.http.errors import (
+    INVALID_VALUE,
+    RESPONSE_NOT_FOUND,
+    UNSUPPORTED_VALUE,
+    ApiError,
+    invalid_value,
+    missing_parameter,
+)
+from server.responses.archive import (
+    NOT_STORED,
+    Archive,
+    Item,
+    as_items,
+    check_call_outputs,
+    failed_response,
+    parse_items,
+    previous_not_found,
+    stored_item,
+)
+from server.responses.cache_diagnostics import compare
+from server.responses.compaction import SUMMARY_QUESTION, compaction, summary_request
+from server.responses.initial import initial_response, prompt_of_response
+from server.responses.messages import LatestResponse
+from server.responses.partial_items import new_id
+from server.responses.task import Diagnose, ResponseTask
+from server.responses.translation import chat_request, renamed_error
+from server.responses.truncation import fitting_turn
+from server.responses.writer import FINAL_STATUSES, ResponseWriter
+from server.schemas.response_input import MOST_ITEMS, ReferenceInput
+from server.schemas.response_items import Compaction, ResponseBody
+from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
+from server.service import Service
+from server.store.database import StoreError
+from server.store.store import LEASE_SECONDS, ResponseStore
+
+logger = logging.getLogger("cellar.http")
+
+# What a client that finds the background full is told to wait.
+BACKGROUND_RETRY_SECONDS = 10.0
+
+
+class ResponseService:
+    """All responses of one app. Without a store none outlives its request."""
+
+    def __init__(self, service: Service, store: ResponseStore | None) -> None:
+        self._service, self._store, self._owner = service, store, ""
+        self._archive = None if store is None else Archive(store)
+        # By owner and id.
+        self._running: dict[tuple[str, str], ResponseTask] = {}
+        self._renewals: set[asyncio.Task[None]] = set()
+
+    def for_owner(self, owner: str) -> ResponseService:
+        """The same desk for the owner of a key, who sees nobody else's responses."""
+        desk = copy.copy(self)
+        desk._owner = owner
+        desk._archive = None if self._store is None else Archive(self._store, owner)
+        return desk
+
+    async def create(
+        self, body: ResponseRequest, warnings: Sequence[str] = (), recent: LatestResponse | None = None
+    ) -> ResponseTask:
+        """Start on a response. ApiError or EngineError for what is wrong with the request, before anything runs.
+
+        warnings  of what was left out of the request; the response tells them
+        recent    a response that this one may go on from though the store does not have it
+        """
+        self._check(body)
+        given = await self._input_items(body)
+        items = await self._prompt_items(body, given, recent)
+        turn = await self._turn(body, items, new_id("resp"))
+        response = initial_response(body, turn, stored=body.stored and self._archive is not None)
+        if left_out := [*warnings, *turn.warnings]:
+            response["warnings"] = left_out
+        writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
+        diagnose = await self._diagnose(body.compared, response, turn)
+        run = ResponseTask(turn, writer, partial(self._store_final, given), items, diagnose)
+        await self._start(run, turn, given)
+        return run
+
+    async def count(self, body: Prompted) -> int:
+        """The tokens of the prompt that the body makes."""
+        items = await self._prompt_items(body, await self._input_items(body))
+        return len((await self._turn(body, items, new_id("resp"))).requests[0].prompt)
+
+    async def compact(self, body: CompactRequest) -> Compaction:
+        """Replace a conversation by the summary that the model writes; nothing of it is kept."""
+        items = await self._prompt_items(body, await self._input_items(body))
+        if not items:
+            raise missing_parameter("input")
+        asked = summary_request(body, self._service.engine.info.context)
+        turn = await self._turn(asked, [*items, SUMMARY_QUESTION], new_id("resp"))
+        try:
+            async with generate(self._service, turn.requests, "responses") as events:
+                [reply] = await collect_messages(turn, events)
+        except EngineError as error:
+            raise renamed_error(error) from error
+        return compaction(turn, items, reply)
+
+    def running(self, id: str) -> ResponseTask | None:
+        """The run of a response that is being made here."""
+        return self._running.get((self._owner, id))
+
+    async def response(self, id: str) -> ResponseBody:
+        """A response as it stands; ApiError if there is none."""
+        run = self.running(id)
+        found = await self._required_archive.response(id) if run is None else run.response
+        if found is None:
+            raise _not_found(id)
+        return found
+
+    async def frames(self, id: str) -> list[bytes]:
+        """The events of a response that is settled; ApiError if there is none."""
+        response = await self.response(id)
+        if response["status"] not in FINAL_STATUSES:
+            message = f"Response with id '{id}' is being made by another server, which alone can stream it."
+            raise ApiError(INVALID_VALUE, message, param="stream")
+        return await self._required_archive.frames(id)
+
+    async def input_items(self, id: str) -> list[Item]:
+        """What a response was made from, oldest first; ApiError if there is none."""
+        found = await self._required_archive.input_items(id)
+        if found is None:
+            raise _not_found(id)
+        return found
+
+    async def cancel(self, id: str) -> ResponseBody:
+        """End a response in the background; one that is settled stays as it is."""
+        response = await self.response(id)
+        if not response["background"]:
+            message = f"Response with id '{id}' cannot be cancelled: it was not created with background=true."
+            raise ApiError(INVALID_VALUE, message)
+        run = self.running(id)
+        if run is not None:
+            await run.cancel()
+            return run.response
+        # Another server may work on it, and finds this when it renews its lease.
+        return await self._required_archive.cancel(id) or response
+
+    async def delete(self, id: str) -> None:
+        """Forget a response, and stop work on it; ApiError if there is none."""
+        run = self.running(id)
+        if run is not None:
+            await run.cancel()
+        if not await self._required_archive.delete(id):
+            raise _not_found(id)
+
+    async def close(self) -> None:
+        """Let go of all that runs, and close the store."""
+        for task in self._renewals:
+            task.cancel()
+        for run in list(self._running.values()):
+            await run.abort()
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def _required_archive(self) -> Archive:
+        if self._archive is None:
+            raise ApiError(RESPONSE_NOT_FOUND, "This server keeps no responses; see --store.")
+        return self._archive
+
+    def _check(self, body: ResponseRequest) -> None:
+        if body.stream_options is not None and not body.stream:
+            raise invalid_value("stream_options", "it means nothing unless 'stream' is true")
+        if body.background and not body.stored:
+            raise invalid_value("background", "it needs 'store', or nobody could read the response")
+        if self._archive is None and (body.store or body.background):
+            name = "store" if body.store else "background"
+            message = f"Invalid value for '{name}': this server keeps no responses; see --store."
+            raise ApiError(UNSUPPORTED_VALUE, message, param=name)
+
+    async def _input_items(self, body: Prompted | CompactRequest) -> list[Item]:
+        """What the client sent, as it is kept."""
+        items = as_items(body.input)
+        if any(isinstance(item, ReferenceInput) for item in items):
+            return await self._required_archive.resolve_references(items)
+        return await anyio.to_thread.run_sync(lambda: [stored_item(item) for item in items])
+
+    async def _prompt_items(
+        self, body: Prompted | CompactRequest, given: Sequence[Item], recent: LatestResponse | None = None
+    ) -> list[Item]:
+        """What the response is made from: all that was said before, and what the client sent."""
+        before = await self._previous_items(body.previous_response_id, recent)
+        if len(before) + len(given) > MOST_ITEMS:
+            raise invalid_value("input", f"with what was said before it has more than {MOST_ITEMS} items")
+        items = [*before, *given]
+        if body.previous_response_id is not None:
+            check_call_outputs(items)
+        return items
+
+    async def _previous_items(self, previous: str | None, recent: LatestResponse | None) -> list[Item]:
+        if previous is None:
+            return []
+        if recent is not None and previous == recent.id:
+            return list(recent.items)
+        # Over a connection OpenAI answers the same whether nothing is kept or this is not.
+        if self._archive is None and recent is not None:
+            raise previous_not_found(previous)
+        return await self._required_archive.history(previous)
+
+    async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> ChatTurn:
+        try:
+            model = self._service.resolve(body.model)
+            chat = await anyio.to_thread.run_sync(lambda: chat_request(body, model, parse_items(items)))
+            make = fitting_turn if body.truncation == "auto" else prepare_chat
+            return await make(self._service, chat, id)
+        except (ApiError, EngineError) as error:
+            raise renamed_error(error) from error
+
+    async def _diagnose(self, compared: str | None, response: ResponseBody, turn: ChatTurn) -> Diagnose | None:
+        """How the use of the cache is to be explained, beside an earlier response."""
+        if compared is None:
+            return None
+        earlier = None if self._archive is None else await self._archive.response(compared)
+        if earlier is None:
+            return lambda cached: {"type": "comparison_response_not_found"}
+        try:
+            old = await self._turn(
+                prompt_of_response(earlier), await self._required_archive.input_items(compared) or [], new_id("resp")
+            )
+        except (ApiError, EngineError):
+            return lambda cached: {"type": "unavailable"}
+        return compare(earlier, old.requests[0].prompt, response, turn.requests[0].prompt).verdict
+
+    async def _start(self, run: ResponseTask, turn: ChatTurn, given: Sequence[Item]) -> None:
+        background = run.response["background"]
+        if background:
+            self._check_background_capacity()
+        try:
+            await run.start(generate(self._service, turn.requests, "responses"))
+        except EngineError as error:
+            raise renamed_error(error) from error
+        id = run.response["id"]
+        if run.response["store"]:
+            self._running[self._owner, id] = run
+            run.add_done_callback(lambda: self._running.pop((self._owner, id), None))
+        if background:
+            await self._store_or_abort(run, given)
+            self._start_renewal(run)
+
+    async def _store_or_abort(self, run: ResponseTask, given: Sequence[Item]) -> None:
+        """Keep a response that has begun in the background: without that nobody could ever read it."""
+        try:
+            await self._required_archive.save(run.response, given, (), final=False)
+        except StoreError:
+            await run.abort()
+            raise
+
+    def _check_background_capacity(self) -> None:
+        """Responses in the background leave half of the queue to those that somebody waits for.
+
+        Where that half is full, an owner with less than an even share of it gets in all the same.
+        """
+        waiting = [owner for (owner, _), run in self._running.items() if run.response["background"]]
+        most = max(self._service.settings.max_waiting // 2, 1)
+        share = most // len({*waiting, self._owner})
+        if len(waiting) >= most and waiting.count(self._owner) >= share:
+            raise Overloaded(len(waiting), BACKGROUND_RETRY_SECONDS)
+
+    async def _store_final(self, given: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
+        if not response["store"]:
+            return
+        try:
+            await self._required_archive.save(response, given, frames, final=True)
+        except StoreError:
+            if response["background"]:
+                # It stands there as begun, and takes less room as failed than as a whole answer.
+                await self._required_archive.save(failed_response(response, NOT_STORED), given, (), final=True)
+            raise
+
+    def _start_renewal(self, run: ResponseTask) -> None:
+        task = asyncio.create_task(self._renew_lease(run))
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
+
+    async def _renew_lease(self, run: ResponseTask) -> None:
+        """Hold the lease of a response in the background for as long as it is made."""
+        id = run.response["id"]
+        while self.running(id) is not None:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            try:
+                if self.running(id) is not None and not await self._required_archive.renew_lease(id):
+                    await run.cancel()
+            except StoreError:
+                logger.exception("the lease of a response could not be renewed")
+
+
+def _not_found(id: str) -> ApiError:
+    return ApiError(RESPONSE_NOT_FOUND, f"Response with id '{id[:128]}' not found.")

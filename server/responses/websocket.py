@@ -1,0 +1,135 @@
+"""WebSocket mode of /v1/responses: requests in turns on one connection, their events as one JSON text each.
+
+The connection keeps its latest response with all items, so that a chain goes on without a store. A second request waits
+for the end of the first; a client that leaves cancels what is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from engine.errors import EngineError
+from server.http.encoding import dumps
+from server.http.errors import CONNECTION_LIMIT, ApiError, from_engine_error, invalid_value
+from server.http.parsing import LARGE_BODY_BYTES, loads, validated
+from server.responses.messages import LatestResponse
+from server.responses.response_service import ResponseService
+from server.responses.task import ResponseTask
+from server.schemas.responses import ResponseRequest
+
+PATH = "/v1/responses"
+CREATE = "response.create"
+# OpenAI's limit; clients connect anew and go on.
+SESSION_SECONDS = 3600.0
+# Requests of one connection that wait for the one that runs.
+MAX_QUEUED = 4
+# From RFC 6455: the message breaks a rule of the endpoint; try again later.
+POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
+
+
+class WebSocketSession:
+    """One connection, from its handshake to its end."""
+
+    def __init__(self, socket: WebSocket, desk: ResponseService) -> None:
+        self._socket, self._desk = socket, desk
+        self._latest = LatestResponse()
+
+    async def serve(self) -> None:
+        """Answer requests until the client leaves or the time of the connection is over."""
+        await self._socket.accept()
+        waiting: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
+        tasks = {asyncio.create_task(self._read(waiting)), asyncio.create_task(self._process(waiting))}
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=SESSION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()  # a fault of ours ends the connection, and the border logs it
+        if not done:
+            await self._send_error(ApiError(CONNECTION_LIMIT, "A connection lasts 60 minutes. Connect anew to go on."))
+            await self._close(TRY_AGAIN_LATER)
+
+    async def _read(self, waiting: asyncio.Queue[str]) -> None:
+        """Take messages as they come: one who does not read sees neither pongs nor the client leaving."""
+        with suppress(WebSocketDisconnect, KeyError, asyncio.QueueFull):
+            while True:
+                waiting.put_nowait(await self._socket.receive_text())
+        await self._close(POLICY_VIOLATION)
+
+    async def _process(self, waiting: asyncio.Queue[str]) -> None:
+        with suppress(WebSocketDisconnect):
+            while True:
+                await self._answer(await waiting.get())
+
+    async def _answer(self, text: str) -> None:
+        """One response, or the error event that stands for it."""
+        body: ResponseRequest | None = None
+        try:
+            body = await _read_request(text, self._socket.app.state.large_bodies)
+            run = await self._desk.create(body, recent=self._latest)
+        except (ApiError, EngineError) as error:
+            self._forget_latest(body)
+            await self._send_error(error)
+        else:
+            await self._send_events(run, body)
+
+    async def _send_events(self, run: ResponseTask, body: ResponseRequest) -> None:
+        try:
+            async with aclosing(run.follow()) as frames:
+                async for frame in frames:
+                    for event in _events(frame):
+                        await self._socket.send_text(event)
+        finally:
+            await run.abort()
+        if run.error is not None:
+            self._forget_latest(body)
+        else:
+            self._latest = LatestResponse(run.response["id"], (*run.items, *run.output))
+
+    def _forget_latest(self, body: ResponseRequest | None) -> None:
+        """A chain whose continuation failed has to begin anew, as at OpenAI."""
+        if body is not None and body.previous_response_id == self._latest.id:
+            self._latest = LatestResponse()
+
+    async def _send_error(self, error: ApiError | EngineError) -> None:
+        told = error if isinstance(error, ApiError) else from_engine_error(error, PATH)
+        with suppress(WebSocketDisconnect):
+            await self._socket.send_text(dumps({"type": "error", "status": told.kind.status, **told.body}).decode())
+
+    async def _close(self, code: int) -> None:
+        # RuntimeError: it is closed already.
+        with suppress(WebSocketDisconnect, RuntimeError):
+            await self._socket.close(code)
+
+
+async def _read_request(text: str, large_bodies: CapacityLimiter) -> ResponseRequest:
+    data = text.encode()
+    if len(data) <= LARGE_BODY_BYTES:
+        return _parse_request(data)
+    return await anyio.to_thread.run_sync(_parse_request, data, limiter=large_bodies)
+
+
+def _parse_request(data: bytes) -> ResponseRequest:
+    """The body of a `response.create` event; ApiError at anything else."""
+    body = loads(data)
+    if body.pop("type", None) != CREATE:
+        raise invalid_value("type", f"it must be '{CREATE}'")
+    if body.get("stream") is False or body.get("background"):
+        name = "background" if body.get("background") else "stream"
+        raise invalid_value(name, "over a WebSocket every response is told as it is made")
+    return validated(ResponseRequest, {**body, "stream": True})
+
+
+def _events(frames: bytes) -> Iterator[str]:
+    """The JSON of server-sent events."""
+    for frame in frames.split(b"\n\n"):
+        if frame:
+            yield frame.partition(b"\ndata: ")[2].decode()

@@ -1,0 +1,91 @@
+"""How well texts go together, as the embedding model has it: a ranker reads pairs, else vectors are compared."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import struct
+from collections.abc import Callable, Sequence
+
+import anyio.to_thread
+
+from engine.types.status import Similarity
+from server.generation.jobs import EmbeddingResult, InputReader, run_embedding_job
+from server.http.errors import UNSUPPORTED_PARAMETER, ApiError
+from server.metrics import Endpoint
+from server.openai.embeddings import Vector, vector
+from server.schemas.scoring import RerankRequest, ScoreRequest
+from server.service import Service
+
+Pairs = Sequence[tuple[str, str]]
+
+
+def uses_embedding_model(service: Service, name: str | None) -> bool:
+    """Whether the embedding model is meant: by its name or, if it was made for pairs, by none."""
+    named = name is not None and name == service.settings.embedding_name
+    return named or (name is None and service.reranker is not None)
+
+
+async def compare(
+    service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
+) -> tuple[list[float], int]:
+    """A score for each (query, document) of a body, and the tokens that it took; raises ApiError or EngineError."""
+    if body.instruction is not None:
+        message = "This server does not support 'instruction' with an embedding model: it takes none."
+        raise ApiError(UNSUPPORTED_PARAMETER, message, param="instruction")
+    sides = ("query", "documents") if isinstance(body, RerankRequest) else ("text_1", "text_2")
+    reader = service.engine.reader
+    most = reader.max_length if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    if service.reranker is None:
+        return await _similarities(service, pairs, sides, most, id=id, endpoint=endpoint)
+    readings = [(sides[1], functools.partial(reader.encode_pair, *pair, max_tokens=most)) for pair in pairs]
+    made = await run_embedding_job(service, readings, id, endpoint)
+    return [struct.unpack("<f", score)[0] for score in made.vectors], made.tokens
+
+
+async def _similarities(
+    service: Service, pairs: Pairs, sides: tuple[str, str], most: int | None, *, id: str, endpoint: Endpoint
+) -> tuple[list[float], int]:
+    """By their vectors; a text that is in many pairs is computed once for each side that it is on."""
+    queries, documents = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
+    readings: list[tuple[str, InputReader]] = []
+    for side, purpose, texts in zip(sides, ("query", "document"), (queries, documents), strict=True):
+        read = functools.partial(
+            service.engine.reader.encode, prompt=service.engine.reader.prompt(purpose), max_tokens=most
+        )
+        readings += [(side, functools.partial(read, text)) for text in texts]
+    made = await run_embedding_job(service, readings, id, endpoint)
+    assert service.embedder is not None, "an embedding model that ranks no pairs makes vectors"
+    measure = SIMILARITIES[service.embedder.similarity]
+    return await anyio.to_thread.run_sync(_measure, measure, pairs, queries, documents, made), made.tokens
+
+
+def _measure(
+    measure: Callable[[bytes, bytes], float],
+    pairs: Pairs,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    made: EmbeddingResult,
+) -> list[float]:
+    """For a worker thread: many long vectors have millions of numbers."""
+    left = dict(zip(queries, made.vectors[: len(queries)], strict=True))
+    right = dict(zip(documents, made.vectors[len(queries) :], strict=True))
+    return [measure(left[query], right[document]) for query, document in pairs]
+
+
+def _dot(left: Vector, right: Vector) -> float:
+    return math.fsum(map(operator.mul, left, right))
+
+
+def _numbers(data: bytes) -> Vector:
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+# As in sentence-transformers: the larger, the more alike.
+SIMILARITIES: dict[Similarity, Callable[[bytes, bytes], float]] = {
+    "cosine": lambda left, right: _dot(vector(left), vector(right)),
+    "dot": lambda left, right: _dot(_numbers(left), _numbers(right)),
+    "euclidean": lambda left, right: -math.dist(_numbers(left), _numbers(right)),
+    "manhattan": lambda left, right: -math.fsum(map(abs, map(operator.sub, _numbers(left), _numbers(right)))),
+}

@@ -1,0 +1,43 @@
+"""A native step is taken only where it says what the model says, also where quantised rows may round the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from engine.load import selection as choosing
+from engine.native.decoder import DecoderSpec
+from tests.engine.native.decoders import Weights, of_config
+from tests.engine.tiny import settings
+from tests.libraries import built
+
+built("step")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Wrong = Callable[[DecoderSpec], DecoderSpec]
+
+
+@pytest.mark.parametrize("weights", [32, 8, 4])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda decoder: replace(decoder, layers=decoder.layers[::-1]),
+        lambda decoder: replace(decoder, layers=(*decoder.layers[:-1], decoder.layers[0])),
+        lambda decoder: replace(decoder, scale=1.5),
+    ],
+    ids=["layers in another order", "a layer twice", "embeddings too large"],
+)
+def test_a_step_with_a_part_in_the_wrong_place_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Wrong, weights: Weights
+) -> None:
+    """Every part was found and is right by itself; the log says by how much logits differ."""
+    find = choosing.find_decoder
+    monkeypatch.setattr(choosing, "find_decoder", lambda *given, **more: wrong(find(*given, **more)))
+    made = of_config(AutoConfig.for_model("qwen3", **settings("qwen3")), weights)
+
+    assert made.fastest is made.plain
+    assert "the native step changes logits by" in caplog.text

@@ -1,0 +1,58 @@
+"""Who is let in where the queue is full."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from engine.errors import Overloaded
+from engine.waiting import QueueLimit
+
+SLOTS, MOST = 2, 6
+
+
+def fill(room: QueueLimit, owner: str, stack: ExitStack) -> int:
+    """How many requests an owner gets in."""
+    for count in range(100):
+        try:
+            room.check(owner, SLOTS)
+        except Overloaded:
+            return count
+        stack.enter_context(room.hold(owner))
+    raise AssertionError("there is no end to it")
+
+
+def test_one_owner_gets_all_places_and_no_more() -> None:
+    """Those in slots, and so many that wait."""
+    with ExitStack() as stack:
+        assert SLOTS + MOST == fill(QueueLimit(MOST), "", stack)
+
+
+def test_no_owner_fills_the_room_for_another() -> None:
+    """Each later one gets an even share of the places; the first one gets no more of them meanwhile."""
+    room = QueueLimit(MOST)
+    with ExitStack() as stack:
+        assert [8, 4, 2, 2, 0] == [fill(room, owner, stack) for owner in ("a", "b", "c", "d", "a")]
+
+
+def test_places_are_given_back() -> None:
+    """Whoever leaves makes room, for any owner."""
+    room = QueueLimit(MOST)
+    with ExitStack() as stack:
+        fill(room, "a", stack)
+    with ExitStack() as stack:
+        assert SLOTS + MOST == fill(room, "b", stack)
+
+
+@pytest.mark.parametrize(("seconds", "wait"), [(0.0, 3.15), (5.0, 4.9), (10_000.0, 60.0)])
+def test_the_wait_is_estimated_from_what_requests_took(seconds: float, wait: float) -> None:
+    """By their mean, within bounds: a clock that jumped makes nobody wait for hours."""
+    room = QueueLimit(MOST)
+    room.record_duration(seconds)
+    with ExitStack() as stack:
+        fill(room, "", stack)
+        with pytest.raises(Overloaded) as refused:
+            room.check("", SLOTS)
+
+    assert pytest.approx(wait) == refused.value.retry_after_seconds

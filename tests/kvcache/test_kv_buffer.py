@@ -1,0 +1,216 @@
+"""Formats of stored rows: how far what is read lies from what was written, and what a cell weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.cache import Cache
+from kvcache.kv_buffer import HadamardInt8KVBuffer, Int8KVBuffer, KVBuffer, LayerKV, allocate_kv_buffers
+from kvcache.rotary import rotate
+from kvcache.spec import AttentionRange, GroupSpec, LayerSpec, Rotation, Span
+
+HEADS, CELLS, WIDTH = 3, 64, 128
+FORMATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8]
+KINDS = [Int8KVBuffer, HadamardInt8KVBuffer]
+ROTATION = Rotation("half", 0, tuple(10000.0 ** (-at / 64) for at in range(64)))
+
+
+def draw(seed: int, *shape: int, outliers: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random rows; some columns are twelve times as large as the others, in all rows the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(shape, generator=generator, dtype=dtype)
+    rows[..., torch.randperm(shape[-1], generator=generator)[:outliers]] *= 12
+    return rows
+
+
+def int8(kind: type[Int8KVBuffer], *parts: int, heads: int = HEADS, cells: int = CELLS) -> Int8KVBuffer:
+    """An empty plane of one layer."""
+    codes = torch.zeros(1, heads, cells, sum(parts), dtype=torch.int8)
+    return kind(codes, torch.zeros(1, heads, cells, len(parts)), parts)
+
+
+def through(plane: KVBuffer, rows: Tensor) -> Tensor:
+    """Rows as they come back, in float64."""
+    cells = slice(0, rows.shape[1])
+    plane.write(0, cells, rows)
+    return plane.transform(plane.read(0, cells, torch.float64))
+
+
+def samples() -> Iterator[Tensor]:
+    """Rows of many sizes, some with large columns, some all equal, some zero."""
+    for seed, outliers in enumerate((0, 1, 4, 64)):
+        sizes = torch.tensor([1e-30, 1e-6, 1e-3, 1.0, 7.0, 1e4, 1e30, 0.0])[torch.arange(CELLS) % 8]
+        yield draw(seed, HEADS, CELLS, WIDTH, outliers=outliers) * sizes[:, None]
+    yield torch.ones(HEADS, CELLS, WIDTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_column_is_off_by_more_than_half_a_scale(kind: type[Int8KVBuffer]) -> None:
+    """The scale is a 127th of the row's largest column, so the step is as fine as it can be."""
+    for rows in samples():
+        plane = int8(kind, WIDTH)
+        plane.write(0, slice(0, CELLS), rows)
+        spread = plane.transform(rows).double()
+        error = (plane.read(0, slice(0, CELLS), torch.float64) - spread).abs()
+        scale = plane.scales[0].double()
+
+        assert bool((error <= scale / 2 * (1 + 1e-4)).all())
+        torch.testing.assert_close(scale, spread.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=1.2e-38)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_row_is_stored_alike_in_any_company(kind: type[Int8KVBuffer], dtype: torch.dtype) -> None:
+    """All rows at once, one by one, and scattered backwards: the same bits in every cell."""
+    rows = draw(1, HEADS, CELLS, WIDTH, outliers=4).to(dtype)
+    together, single, scattered = (int8(kind, WIDTH) for _ in range(3))
+    together.write(0, slice(0, CELLS), rows)
+    for at in range(CELLS):
+        single.write(0, slice(at, at + 1), rows[:, at : at + 1])
+    scattered.write(0, torch.arange(CELLS).flip(0), rows.flip(1))
+
+    for name, tensor in together.tensors.items():
+        assert torch.equal(tensor, single.tensors[name])
+        assert torch.equal(tensor, scattered.tensors[name])
+
+
+def test_parts_have_scales_of_their_own() -> None:
+    """A large latent leaves the rotated part as exact as it is without one."""
+    turned = draw(2, 1, CELLS, 16)
+    errors = []
+    for size in (1.0, 1000.0):
+        rows = torch.cat((size * draw(3, 1, CELLS, 48), turned), -1)
+        errors.append(
+            float((through(int8(HadamardInt8KVBuffer, 48, 16, heads=1), rows)[..., 48:] - turned).abs().max())
+        )
+
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+    assert errors[0] < 0.03
+
+
+def test_both_sides_spread_give_the_same_scores() -> None:
+    """A spread query against spread keys, in two parts and in one; of the first part alone as well."""
+    for parts in ((48, 16), (WIDTH,)):
+        plane = int8(HadamardInt8KVBuffer, *parts)
+        query, keys = (draw(seed, HEADS, 5, sum(parts), dtype=torch.float64) for seed in (4, 5))
+        first = plane.transform(keys)[..., : parts[0]]
+
+        torch.testing.assert_close(
+            plane.transform(query) @ plane.transform(keys).mT, query @ keys.mT, rtol=0, atol=1e-12
+        )
+        torch.testing.assert_close(plane.transform(first), keys[..., : parts[0]], rtol=0, atol=1e-12)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """A broken row must show in the logits; its neighbours are none the worse."""
+    for broken in (float("nan"), float("inf")):
+        rows = draw(6, HEADS, 3, WIDTH)
+        rows[:, 1, 7] = broken
+        back = through(int8(HadamardInt8KVBuffer, WIDTH), rows)
+
+        assert not bool(back[:, 1].isfinite().any())
+        assert bool(back[:, ::2].isfinite().all())
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, weights and outputs."""
+    scores = query @ keys.mT / query.shape[-1] ** 0.5
+    weights = scores.softmax(-1)
+    return scores, weights, weights @ values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outliers", [0, 4])
+def test_attention_is_off_by_no_more_than_the_bounds(kind: type[Int8KVBuffer], outliers: int) -> None:
+    """Scores by query and half a scale, weights by tanh(eps / 2), outputs by both (design notes, algorithms 3.16)."""
+    query, keys, values = (
+        draw(seed, HEADS, CELLS, WIDTH, outliers=columns, dtype=torch.float64)
+        for seed, columns in ((7, 0), (8, outliers), (9, 0))
+    )
+    plane = int8(kind, WIDTH)
+    read, kept = through(plane, keys), through(int8(Int8KVBuffer, WIDTH), values)
+    scores, weights, output = attention(query, keys, values)
+    other_scores, other_weights, other_output = attention(query, read, kept)
+    error = (other_scores - scores).abs()
+    variation = (other_weights - weights).abs().sum(-1) / 2
+    lost = (other_output - output).norm(dim=-1)
+    longest = values.norm(dim=-1).amax(-1, keepdim=True)
+    rounded = (kept - values).norm(dim=-1).amax(-1, keepdim=True)
+
+    assert bool((error <= query.norm(dim=-1)[..., None] * plane.scales[0, :, None, :, 0] / 2 * 1.0001).all())
+    assert bool((variation <= torch.tanh(error.amax(-1) / 2)).all())
+    assert bool((lost <= 2 * variation * longest + rounded).all())
+
+
+def test_the_transform_tames_large_columns() -> None:
+    """Four columns of 128 that are twelve times as large: keys and weights are three times nearer with it."""
+    query, keys, values = (
+        draw(seed, 8, 512, WIDTH, outliers=columns, dtype=torch.float64) for seed, columns in ((7, 0), (8, 4), (9, 0))
+    )
+    _, weights, _ = attention(query, keys, values)
+    distances, variations = [], []
+    for kind in KINDS:
+        read = through(int8(kind, WIDTH, heads=8, cells=512), keys)
+        distances.append(float((read - keys).norm() / keys.norm()))
+        variations.append(float((attention(query, read, values)[1] - weights).abs().sum(-1).mean() / 2))
+
+    assert distances[0] > 3 * distances[1]
+    assert variations[0] > 3 * variations[1]
+    assert distances[1] < 6e-3
+    assert variations[1] < 7e-3
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_rows_come_back_in_the_type_that_is_asked_for(stored: torch.dtype) -> None:
+    """Whatever the format: a run and scattered cells, as near as the format is fine."""
+    spec = GroupSpec(HEADS, WIDTH, 32, AttentionRange(), (0, 1), (ROTATION, ROTATION))
+    near = {torch.int8: 2e-2, torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(stored, 1e-6)
+    for plane in allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu")):
+        rows, scattered = draw(1, HEADS, CELLS, plane.width), torch.randperm(CELLS)
+        plane.write(1, scattered, rows)
+        for dtype in (torch.float32, torch.float64):
+            read = LayerKV(plane, 1).read(scattered, dtype)
+            assert dtype == read.dtype
+            torch.testing.assert_close(LayerKV(plane, 1).transform(read).float(), rows, rtol=0, atol=near * 5)
+            assert torch.equal(read, LayerKV(plane, 1).read(slice(0, CELLS), dtype)[:, scattered])
+        assert not LayerKV(plane, 0).read(slice(0, CELLS), torch.float32).any()
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize(("key", "value", "latent"), [(128, 128, 0), (64, 32, 0), (576, 0, 512)])
+def test_a_cell_weighs_what_is_said(stored: torch.dtype, key: int, value: int, latent: int) -> None:
+    """Scales included: int8 takes 25.8 % of float32 at width 128."""
+    spec = GroupSpec(2, key, value, AttentionRange(), (0, 1, 2), (ROTATION,) * 3, latent)
+    both = allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu"))
+    taken = sum(tensor.nbytes for plane in both for tensor in plane.tensors.values())
+
+    assert taken == CELLS * spec.cell_bytes(stored)
+    if stored == torch.int8:
+        assert 0.25 < spec.cell_bytes(stored) / spec.cell_bytes(torch.float32) < 0.28
+
+
+@pytest.mark.parametrize(("stored", "most"), [(torch.int8, 0.025), (torch.bfloat16, 0.01), (torch.float16, 1.5e-3)])
+def test_sixteen_shifts_wear_keys_by_little(stored: torch.dtype, most: float) -> None:
+    """A shift rounds the moved keys once more; values, and what others share, keep their bits."""
+    layer = LayerSpec(HEADS, WIDTH, 4, AttentionRange(), ROTATION)
+    cache = Cache([layer], slots=2, capacity=CELLS, cells=2 * CELLS, dtype=stored)
+    keys = draw(3, HEADS, CELLS, WIDTH, outliers=4)
+    with cache.forward([Span(0, 0, CELLS)]) as forward:
+        forward.store_kv(0, keys, draw(4, HEADS, CELLS, 4))
+    cache.copy_prefix(0, 1, CELLS)
+    group, own = cache.layer_group(0)
+    saved = group.pool.save(group.table(1))
+    for _ in range(16):
+        cache.shift(0, 1, 2)
+    expected = rotate(keys[:, 33:].double(), -32, ROTATION)
+    plane = group.pool.keys
+    read = plane.transform(plane.read(own, torch.from_numpy(group.table(0)[1:].copy()), torch.float64))
+
+    assert float((read - expected).norm() / expected.norm()) < most
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in group.pool.save(group.table(1)).items())
+    moved = {name: tensor for name, tensor in group.pool.save(group.table(0)[1:]).items() if name.startswith("values")}
+    assert all(torch.equal(tensor, saved[name][:, :, 33:]) for name, tensor in moved.items())

@@ -1,0 +1,164 @@
+"""What stays on the shelf when not all can: what is wanted last, in memory, in files and after a start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache import prefix
+from kvcache.cache import Cache
+from kvcache.component import SavedTensors
+from kvcache.disk import DiskFolder, FileHeader
+from kvcache.offload import OffloadConfig
+from tests.kvcache.echo import FULL, WINDOW, make, recalled, remember, save_all
+from tests.kvcache.test_offload import TEXT, in_memory, on_disk, small
+
+__all__ = ["small"]
+
+
+def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
+    """What the files of some texts take."""
+    cache = make(FULL, shelf=on_disk(folder))
+    for text in texts:
+        remember(cache, text)
+    save_all(cache, 1000)
+    return cache.offloaded_bytes[1]
+
+
+def test_what_is_wanted_less_does_not_push_out_what_is_wanted_more(tmp_path: Path) -> None:
+    """Where the disk has room for one text, it is for the one that was wanted last, whichever was written first."""
+    old, new = (1, *TEXT[:20]), (2, *TEXT[:20])
+    cache = make(FULL, shelf=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
+    remember(cache, new)
+    save_all(cache, 1000)
+    remember(cache, old)
+    assert 21 == recalled(cache, new)
+    save_all(cache, 1000)
+
+    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), new)
+
+
+def test_a_full_disk_is_not_tried_again_before_something_else_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is encoded in vain while nothing has changed."""
+    encoded: list[int] = []
+    encode = DiskFolder.encode
+
+    def counted(self: DiskFolder, stretch: FileHeader, content: Sequence[SavedTensors]) -> bytes:
+        encoded.append(stretch.start)
+        return encode(self, stretch, content)
+
+    cache = make(FULL, shelf=on_disk(tmp_path, 100))
+    remember(cache, TEXT)
+    monkeypatch.setattr(DiskFolder, "encode", counted)
+    for _ in range(3):
+        assert not cache.flush_to_disk(10**9)
+    assert [0] == encoded
+    assert len(TEXT) == recalled(cache, TEXT)
+    assert not cache.flush_to_disk(10**9)
+
+    assert [0, 0] == encoded
+
+
+def test_places_to_resume_at_survive_the_process(tmp_path: Path) -> None:
+    """A sealed end stays one: what grows behind it does not take what going on there needs. Other cuts do not stay."""
+    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    remember(cache, TEXT[:20], seal=True)
+    save_all(cache, 1000)
+    again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
+    assert 1 == again._tree.node_count
+    remember(again, TEXT)
+    assert 2 == again._tree.node_count
+    again._tree.evict([0, len(TEXT)])
+
+    assert 20 == recalled(again, TEXT[:30])
+
+
+def test_after_a_start_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    """Files that were there are given up in the order of their use, by whichever process."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
+    for older in (0, 1):
+        folder, seen = tmp_path / str(older), set[Path]()
+        cache = make(FULL, shelf=on_disk(folder))
+        for at, text in enumerate(texts[:2]):
+            remember(cache, text)
+            save_all(cache, 1000)
+            for file in set(folder.rglob("*.safetensors")) - seen:
+                os.utime(file, (1000 + (at != older), 1000 + (at != older)))
+                seen.add(file)
+        again = make(FULL, shelf=on_disk(folder, cache.offloaded_bytes[1]))
+        remember(again, texts[2])
+        save_all(again, 1000)
+        last = make(FULL, shelf=on_disk(folder))
+
+        assert [21, 21, 0] == [recalled(last, text) for text in (texts[2], texts[1 - older], texts[older])]
+
+
+def want(cache: Cache, text: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for a text that is shelved, and leave it there."""
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix, "MIN_LOAD_TOKENS", 1000)
+        assert 0 == recalled(cache, text)
+
+
+def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content in memory goes in the order in which it was asked for last."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
+    one = make(FULL, shelf=in_memory())
+    remember(one, texts[0])
+    one.reset_prefix_cache()
+    cache = make(FULL, shelf=in_memory(2 * one.offloaded_bytes[0]))
+    for text in texts[:2]:
+        remember(cache, text)
+        cache.reset_prefix_cache()
+    want(cache, texts[0], monkeypatch)
+    remember(cache, texts[2])
+    cache.reset_prefix_cache()
+
+    assert [21, 0] == [cache._tree.match(np.asarray(text), b"").length for text in texts[:2]]
+
+
+def test_a_beginning_that_was_cut_off_waits_for_its_own_beginning(tmp_path: Path) -> None:
+    """An end that had to be shortened is new to the shelf, but what it stands behind is written before it."""
+    cache = make(FULL, shelf=on_disk(tmp_path))
+    for length in (20, 40, 60):
+        remember(cache, TEXT[:length], seal=True)
+    assert 5 == cache.evict(5)
+    while cache.flush_to_disk(1):
+        again = make(FULL, shelf=on_disk(tmp_path))
+
+        assert again.offloaded_bytes[1] == cache.offloaded_bytes[1]
+
+
+def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content that was pushed off the disk and stayed in memory takes its place back."""
+    texts = [(first, *TEXT[:20]) for first in (1, 2)]
+    size = size_on_disk(texts[0], folder=tmp_path / "size")
+    cache = make(FULL, shelf=OffloadConfig(10**7, tmp_path, size, "model"))
+    for text in texts:
+        remember(cache, text)
+        cache.reset_prefix_cache()
+        save_all(cache, 1000)
+    want(cache, texts[0], monkeypatch)
+    save_all(cache, 1000)
+
+    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), texts[0])
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A file of the right name that lies elsewhere is none of ours, found at the start or looked for later."""
+    cache = make(FULL, shelf=on_disk(tmp_path / "here"))
+    remember(cache, TEXT[:20])
+    save_all(cache, 1000)
+    found = make(FULL, shelf=on_disk(tmp_path / "here"))
+    for file in list((tmp_path / "here").rglob("*.safetensors")):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+
+    assert 0 == recalled(found, TEXT[:20])
+    assert 0 == recalled(make(FULL, shelf=on_disk(tmp_path / "here")), TEXT[:20])

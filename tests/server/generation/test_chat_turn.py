@@ -1,0 +1,189 @@
+"""Streamed and whole are one answer, whatever the model writes and however its text is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from engine.chat_format.detection import Vocabulary, detect_chat_format
+from engine.types.events import Delta, Event, Started, Usage
+from engine.types.request import Request
+from server.app import create_app
+from tests.server.fakes import HERMES, FakeEngine, FakeTokenizer, ask, entry, finished, settings
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "listen")
+]
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "logprobs": True, "return_token_ids": True}
+
+words = st.text(st.sampled_from('ab {}<>/"\\\n:,é'), max_size=12)
+calls = st.builds(
+    lambda name, arguments: f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>',
+    st.sampled_from(["look", "listen"]),
+    st.dictionaries(words, words | st.integers(-9, 9), max_size=2),
+)
+broken = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '<tool_call>{"name": "look"', "<tool_"])
+texts = st.builds(
+    lambda thought, parts: (f"<think>{thought}</think>" if thought else "") + "".join(parts),
+    words,
+    st.lists(words | calls | broken, max_size=4),
+)
+cuts = st.lists(st.integers(1, 7), min_size=1, max_size=5)
+
+
+def says(text: str, sizes: list[int], reason: str) -> Callable[[Request], list[Event]]:
+    """The script of a model that says `text` in deltas of these sizes, over and over."""
+
+    def script(request: Request) -> list[Event]:
+        pieces: list[str] = []
+        left = text
+        while left:
+            size = sizes[len(pieces) % len(sizes)]
+            pieces.append(left[:size])
+            left = left[size:]
+        deltas = [Delta(piece, (at,), (entry(at, piece, 0),)) for at, piece in enumerate(pieces)]
+        return [Started(1, 0, 0), *deltas, finished(request, reason=reason, usage=Usage(1, len(pieces), 0))]
+
+    return script
+
+
+@pytest.fixture(scope="module")
+def bench() -> tuple[FakeEngine, Any]:
+    engine = FakeEngine(tokenizer=FakeTokenizer(HERMES))
+    return engine, create_app(engine, settings())  # type: ignore[arg-type]
+
+
+def gathered(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """What the official client makes of the chunks of one choice: texts are joined, calls by their index."""
+    choice: dict[str, Any] = {"calls": {}, "content": "", "reasoning_content": "", "reasoning": "", "role": ""}
+    choice.update(logprobs=[], token_ids=[], finish_reason=[], ids=[])
+    for part in (part for event in events for part in event["choices"] if part["index"] == index):
+        delta = part["delta"]
+        for name in ("role", "content", "reasoning_content", "reasoning"):
+            choice[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            known = choice["calls"].setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
+            known["id"] += call.get("id", "")
+            known["name"] += call["function"].get("name", "")
+            known["arguments"] += call["function"]["arguments"]
+        choice["logprobs"] += (part["logprobs"] or {"content": []})["content"]
+        choice["token_ids"] += part.get("token_ids", [])
+        choice["finish_reason"] += [part["finish_reason"]] if part["finish_reason"] else []
+    return choice
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(text=texts, whole_cuts=cuts, stream_cuts=cuts, reason=st.sampled_from(["stop", "length"]))
+def test_the_chunks_of_a_stream_are_the_answer_in_one_piece(
+    bench: tuple[FakeEngine, Any], text: str, whole_cuts: list[int], stream_cuts: list[int], reason: str
+) -> None:
+    """Text, reasoning, calls and the reason are equal, cut however; logprobs and tokens too when cut alike."""
+    engine, app = bench
+    engine.script = says(text, whole_cuts, reason)
+    whole = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]
+    alike = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "stream": True}).events[:-1]
+    engine.script = says(text, stream_cuts, reason)
+    other = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "stream": True, "n": 2}).events[:-1]
+
+    message = whole["message"]
+    expected = [{**call["function"]} for call in message.get("tool_calls", ())]
+    for choice in (gathered(alike, 0), gathered(other, 0), gathered(other, 1)):
+        assert "assistant" == choice["role"]
+        assert (message["content"] or "") == choice["content"]
+        assert message.get("reasoning_content", "") == choice["reasoning_content"] == choice["reasoning"]
+        assert expected == [{"name": call["name"], "arguments": call["arguments"]} for call in choice["calls"].values()]
+        assert all(call["id"].startswith("call_") for call in choice["calls"].values())
+        assert list(range(len(expected))) == list(choice["calls"])
+        assert [whole["finish_reason"]] == choice["finish_reason"]
+    assert whole["logprobs"]["content"] == gathered(alike, 0)["logprobs"]
+    assert whole["token_ids"] == gathered(alike, 0)["token_ids"]
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(text=texts, sizes=cuts)
+def test_content_is_null_only_where_there_are_calls_alone(
+    bench: tuple[FakeEngine, Any], text: str, sizes: list[int]
+) -> None:
+    """An answer with calls ended for them, and every call's arguments are JSON."""
+    engine, app = bench
+    engine.script = says(text, sizes, "stop")
+
+    choice = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]
+
+    calls = choice["message"].get("tool_calls", [])
+    assert ("tool_calls" if calls else "stop") == choice["finish_reason"]
+    assert (choice["message"]["content"] is None) <= bool(calls)
+    assert len(calls) == len({call["id"] for call in calls})
+
+
+def test_reasoning_tokens_are_those_of_the_reasoning_and_its_marker(bench: tuple[FakeEngine, Any]) -> None:
+    """They count inside the completion; a delta of both is shared out by letters."""
+    engine, app = bench
+    engine.script = lambda request: [
+        Delta("<think>", (1,)),
+        Delta("abc", (2, 3)),
+        Delta("d</think>e", (4, 5, 6, 7)),
+        Delta("f", (8,)),
+        finished(request, usage=Usage(1, 8, 0)),
+    ]
+
+    answer = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json
+    events = ask(
+        app,
+        "POST",
+        "/v1/chat/completions",
+        json_body={**BODY, "stream": True, "stream_options": {"include_usage": True}},
+    ).events
+
+    assert ("abcd", "ef") == (
+        answer["choices"][0]["message"]["reasoning_content"],
+        answer["choices"][0]["message"]["content"],
+    )
+    for body in (answer, events[-2]):
+        assert 5 == body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 8 == body["usage"]["completion_tokens"]
+
+
+def test_reasoning_is_left_out_where_it_is_not_wanted(bench: tuple[FakeEngine, Any]) -> None:
+    """include_reasoning false shows the answer alone, and counts the rest as before."""
+    engine, app = bench
+    engine.script = says("<think>abc</think>ok", [4], "stop")
+
+    shown = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json
+    hidden = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "include_reasoning": False}).json
+
+    assert "abc" == shown["choices"][0]["message"]["reasoning_content"]
+    assert "ok" == hidden["choices"][0]["message"]["content"]
+    assert not {"reasoning_content", "reasoning"} & hidden["choices"][0]["message"].keys()
+    assert shown["usage"] == hidden["usage"]
+
+
+def test_reasoning_that_the_template_opened_is_reasoning(bench: tuple[FakeEngine, Any]) -> None:
+    """What the template wrote behind the last message is where the answer goes on."""
+    engine = FakeEngine(says("abc</think>ok", [3], "stop"), tokenizer=FakeTokenizer(HERMES, opened="<think>\n"))
+
+    app = create_app(engine, settings())  # type: ignore[arg-type]
+    message = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]["message"]
+
+    assert ("abc", "ok") == (message["reasoning_content"], message["content"])
+
+
+def test_a_budget_that_nobody_could_keep_is_refused() -> None:
+    """Where reasoning does not begin with one token, its length is known only if the template has begun it."""
+    tokenizer = FakeTokenizer(HERMES)
+    tokenizer.dialect = detect_chat_format(HERMES, Vocabulary({}, frozenset(), tokenizer.encode))
+    app = create_app(FakeEngine(tokenizer=tokenizer), settings())  # type: ignore[arg-type]
+    body = {**BODY, "thinking_token_budget": 5}
+
+    refused = ask(app, "POST", "/v1/chat/completions", json_body=body)
+    tokenizer.opened = "<think>"
+    begun = ask(app, "POST", "/v1/chat/completions", json_body=body)
+
+    assert (400, "thinking_token_budget") == (refused.status, refused.json["error"]["param"])
+    assert 200 == begun.status
