@@ -13,7 +13,7 @@ from engine.types.request import EmbeddingInput, EmbeddingJob
 class FakeReader:
     """What an embedding model reads: a byte is a token, between a first and a last one. Queries have a prompt."""
 
-    longest, vocabulary = 16, 256
+    max_length, vocabulary = 16, 256
     prompts: Mapping[str, str] = {"query": "Q:"}
 
     def prompt(self, purpose: str | None) -> str:
@@ -23,20 +23,20 @@ class FakeReader:
             raise InvalidRequest("input_type", "there is no such prompt")
         return self.prompts[str(purpose)]
 
-    def text(self, text: str, *, prompt: str = "", most: int | None = None) -> EmbeddingInput:
-        letters = (prompt + text).encode()[: None if most is None else most - 2]
+    def encode(self, text: str, *, prompt: str = "", max_tokens: int | None = None) -> EmbeddingInput:
+        letters = (prompt + text).encode()[: None if max_tokens is None else max_tokens - 2]
         return self._checked(EmbeddingInput((1, *letters, 2), prompt_tokens=len(prompt)))
 
-    def pair(self, query: str, document: str, *, most: int | None = None) -> EmbeddingInput:
-        letters = (1, *query.encode(), 2, *document.encode())[: None if most is None else most - 1]
+    def encode_pair(self, query: str, document: str, *, max_tokens: int | None = None) -> EmbeddingInput:
+        letters = (1, *query.encode(), 2, *document.encode())[: None if max_tokens is None else max_tokens - 1]
         return self._checked(EmbeddingInput((*letters, 2)))
 
-    def tokens(self, tokens: Sequence[int], *, most: int | None = None) -> EmbeddingInput:
-        return self._checked(EmbeddingInput(tuple(tokens[:most])))
+    def truncate(self, tokens: Sequence[int], *, max_tokens: int | None = None) -> EmbeddingInput:
+        return self._checked(EmbeddingInput(tuple(tokens[:max_tokens])))
 
     def _checked(self, read: EmbeddingInput) -> EmbeddingInput:
-        if len(read.tokens) > self.longest:
-            raise ContextTooLong(len(read.tokens), self.longest)
+        if len(read.tokens) > self.max_length:
+            raise ContextTooLong(len(read.tokens), self.max_length)
         return read
 
 

@@ -103,7 +103,7 @@ HERMES = "{{ tools }}<tool_call>{% if enable_thinking %}<think></think>{% endif 
 class FakeTokenizer:
     """A byte is a token; a conversation is its lines.
 
-    template  what dialect it speaks is found in it
+    template  the chat format is detected from it
     opened    what it writes behind the last message
     """
 
@@ -112,7 +112,7 @@ class FakeTokenizer:
         self.rendered: list[dict[str, Any]] = []
         marks = {mark: token for mark, token in (("<think>", 254), ("</think>", 255)) if mark in template}
         lexicon = Vocabulary(marks, frozenset(), lambda text: [marks[text]] if text in marks else self.encode(text))
-        self.dialect = detect_chat_format(template, lexicon)
+        self.chat_format = detect_chat_format(template, lexicon)
 
     @property
     def has_chat_template(self) -> bool:

@@ -112,7 +112,7 @@ def test_what_the_engine_refuses_is_named(path: str, monkeypatch: pytest.MonkeyP
     def predict(tokenizer: FakeTokenizer, text: str) -> list[int]:
         raise InvalidRequest("prediction", "it is too long")
 
-    monkeypatch.setattr(FakeTokenizer, "predict", predict)
+    monkeypatch.setattr(FakeTokenizer, "encode_prediction", predict)
     answer = post(path, prediction={"type": "content", "content": "x"})
 
     assert (400, "prediction") == (answer.status, answer.json["error"]["param"])

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ALWAYS = ("deepseek_v3", "gemma4_text", "opt", "falcon_h1", "falcon_mamba", "mpt")
 # Its bias on scores counts from the end of a chunk.
 EXCEPTIONS = {"mpt": {"batched = alone": True, "chunks": False, "prefix hit": False}}
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 VECTORS = [name for name in build.variants("linear") if name != "generic"]
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 

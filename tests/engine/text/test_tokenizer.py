@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.types.request import RenderedPrompt
 from tests.engine.chat_format.speakers import calls_of, read
 
-BUNDLED = Path(__file__).parents[2] / "models" / "target"
+BUNDLED = Path(__file__).parents[3] / "models" / "target"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [Tool("weather", "The weather", json.dumps(SCHEMA)), Tool("ring")]
 ASKED: list[dict[str, object]] = [{"role": "user", "content": "Hello there"}]

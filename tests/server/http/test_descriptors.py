@@ -16,7 +16,7 @@ import pytest
 from server.http.descriptors import RESERVED_DESCRIPTORS, connection_limit
 from tests.server.wire import connected, exchange, get, read_until, status
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DESCRIPTORS = 200
 PATIENCE_SECONDS = 30
 

@@ -12,7 +12,7 @@ from engine import errors as engine_errors
 from server.http import errors
 from server.http.errors import ApiError, ErrorKind
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KINDS = [value for value in vars(errors).values() if isinstance(value, ErrorKind)]
 
 
