@@ -311,6 +311,9 @@ def limit_spinning() -> None:
 def _engine(settings: Settings) -> Engine:
     # Collections find nothing in what imports make, and take a sixth of their time (5.4 s to 4.6 s, measured).
     gc.disable()
+    from engine.load.imports import import_transformers
+
+    import_transformers()
     from engine.engine import Engine
 
     gc.freeze()
