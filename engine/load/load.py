@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -42,6 +41,7 @@ from engine.load.checkpoint import (
     weight_files,
 )
 from engine.load.memory import ModelSizes, available_bytes, max_fitting_context, plan_memory
+from engine.load.tokenizer_cache import read_tokenizer
 from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer
@@ -303,8 +303,7 @@ def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokeniz
 def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
     """The tokenizer, whose context is not limited yet. Raises ModelUnsupported."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return Tokenizer(tokenizer, vocabulary_size=vocabulary, context=sys.maxsize)
+        return Tokenizer(read_tokenizer(folder), vocabulary_size=vocabulary, context=sys.maxsize)
     except READ_ERRORS as error:
         raise ModelUnsupported(name, f"its tokenizer cannot be read: {error_line(error)}") from error
 

@@ -1,0 +1,187 @@
+"""Tokenizers of large vocabularies, kept in the user's cache folder in a form that is read in a third of the time.
+
+transformers parses tokenizer.json up to three times. Here a tokenizer is its Python state, and its backend the
+arguments of tokenizers' constructors. An entry is named by the digest of all files that a tokenizer is read from and
+by the versions of the libraries; it is written only if its backend, read again, serialises to the same text. An entry
+that cannot be read is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+from tokenizers import AddedToken, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder, trim
+
+log = logging.getLogger("cellar.engine")
+
+# Bytes of files from which reading a tokenizer takes longer than reading its entry.
+_LARGE_BYTES = 4 * 2**20
+_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
+_FORMAT = 1
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES) -> Any:
+    """The tokenizer of a model's folder, from its entry if there is one. Raises what transformers raises.
+
+    cache        the folder of the entries, the user's unless it is given
+    large_bytes  of the tokenizer's files, below which there is no entry
+    """
+    files = sorted(_files(folder))
+    if sum(file.stat().st_size for file in files) < large_bytes:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        entry = (cache or cache_folder("tokenizers")) / f"{_digest(folder, files)}.bin"
+    except OSError:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = _read(entry)
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        _write(entry, tokenizer)
+    return tokenizer
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file that may decide what the tokenizer is."""
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if file.suffix in _SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
+            yield file
+
+
+def _digest(folder: Path, files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    versions = (_FORMAT, platform.python_version(), tokenizers.__version__, transformers.__version__)
+    # The folder's name is part of a tokenizer's state.
+    digest.update(repr((versions, str(folder))).encode())
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(f"{file.relative_to(folder)} ".encode())
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:32]
+
+
+def _read(entry: Path) -> Any:
+    """The tokenizer of an entry; None where there is none that can be read."""
+    try:
+        content = entry.read_bytes()
+        mark_used(entry)
+        return _decoded(content)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        # What broken bytes raise depends on where they break.
+        log.warning("%s is not read, and the tokenizer is built from its own files (%s)", entry.name, error)
+        return None
+
+
+def _write(entry: Path, tokenizer: Any) -> None:
+    """Keep a tokenizer for the next start; a failure is a line in the log."""
+    try:
+        content = _encoded(tokenizer)
+        if not _same(_decoded(content), tokenizer):
+            raise ValueError("its backend cannot be rebuilt")
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with scratch_folder(entry.parent) as folder:
+            made = folder / entry.name
+            made.write_bytes(content)
+            os.replace(made, entry)
+    except Exception as error:
+        # Tokenizers of all kinds of classes come here, and none may end a start.
+        log.info("the tokenizer is built from its own files at the next start, too: %s", error)
+        return
+    trim()
+
+
+def _same(read: Any, tokenizer: Any) -> bool:
+    kept, own = read.backend_tokenizer, tokenizer.backend_tokenizer
+    return bool(type(read) is type(tokenizer) and kept.to_str() == own.to_str())
+
+
+def _encoded(tokenizer: Any) -> bytes:
+    """A tokenizer as bytes, behind their digest. Raises whatever pickling raises."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TypeError("it has no backend of the tokenizers library")
+    written = io.BytesIO()
+    _Pickler(written, protocol=5).dump(tokenizer)
+    content = written.getvalue()
+    return hashlib.sha256(content).digest() + content
+
+
+def _decoded(content: bytes) -> Any:
+    digest, pickled = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(pickled).digest() != digest:
+        raise ValueError("its digest is another")
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Backends as the arguments of `_backend`."""
+        return (_backend, _parts(value)) if isinstance(value, tokenizers.Tokenizer) else NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Tokenizers of transformers, added tokens, and `_backend`; nothing else may be called."""
+        if (module, name) == (__name__, "_backend"):
+            return _backend
+        if (module, name) == ("tokenizers", "AddedToken"):
+            return AddedToken
+        found = super().find_class(module, name) if module.startswith("transformers.") else None
+        if isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _parts(backend: tokenizers.Tokenizer) -> tuple[Any, ...]:
+    """The arguments that `_backend` builds the tokenizer from again."""
+    content = json.loads(backend.to_str())
+    model, vocabulary, merges = content["model"], None, None
+    if model["type"] == "BPE":
+        # Equal pieces are one object, so that each is written once.
+        vocabulary = model.pop("vocab")
+        pieces = {piece: piece for piece in vocabulary}
+        merges = [(pieces[left], pieces[right]) for left, right in model.pop("merges")]
+    return json.dumps(content), vocabulary, merges, backend.encode_special_tokens
+
+
+def _backend(
+    content: str, vocabulary: dict[str, int] | None, merges: list[tuple[str, str]] | None, encode_special: bool
+) -> tokenizers.Tokenizer:
+    """A tokenizer of the Rust library; that of BPE is not parsed, but constructed."""
+    if vocabulary is None or merges is None:
+        backend = tokenizers.Tokenizer.from_str(content)
+    else:
+        backend = _byte_pair_backend(json.loads(content), vocabulary, merges)
+    backend.encode_special_tokens = encode_special
+    return backend
+
+
+def _byte_pair_backend(
+    content: dict[str, Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> tokenizers.Tokenizer:
+    added, options = content.pop("added_tokens"), content.pop("model")
+    empty = {**options, "vocab": {}, "merges": []}
+    backend = tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "model": empty}))
+    options = {name: value for name, value in options.items() if name != "type" and value is not None}
+    backend.model = models.BPE(vocabulary, merges, **options)
+    # One call for neighbours of a kind: each call builds the table of all added tokens again.
+    for special, tokens in itertools.groupby(added, key=lambda token: token["special"]):
+        add = backend.add_special_tokens if special else backend.add_tokens
+        add([AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in tokens])
+    return backend
