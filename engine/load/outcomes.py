@@ -119,7 +119,7 @@ def _layer(content: dict[str, Any]) -> CachedLayer:
     rotation = spec["rotation"]
     if rotation is not None:
         rotation = Rotation(**rotation | {"inverse_frequency": tuple(rotation["inverse_frequency"])})
-    spec |= {"reach": AttentionRange(**spec["reach"]), "rotation": rotation}
+    spec |= {"attention_range": AttentionRange(**spec["attention_range"]), "rotation": rotation}
     return CachedLayer(int(content["layer"]), LayerSpec(**spec), tuple(content["readers"]))
 
 
