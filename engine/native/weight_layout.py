@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import torch
 from torch import Tensor, nn
 
 from engine.kernels.arena import Arena, aligned_size
 from engine.quantize.stacks import experts_of
 
+# Matrices copied in one call, during which other threads run Python. Their old memory is released after it.
+_GROUP_BYTES = 2**29
+
 
 def move_weights(model: nn.Module) -> None:
-    """Move the matrices of a model, one by one, to where the native step reads them faster; they stay the same.
+    """Move the matrices of a model to where the native step reads them faster; they stay the same.
 
     Those of experts that stand to the right of rows come to lie as others do, with an output's columns side by side.
     Measured with bfloat16 weights: a prompt of 512 tokens takes two thirds of the time.
@@ -17,12 +23,24 @@ def move_weights(model: nn.Module) -> None:
     turned = _turned(model)
     matrices = [own for own in model.parameters() if own.dim() > 1 and own.is_contiguous()]
     pages = Arena(sum(aligned_size(own.nbytes) for own in matrices))
+    for group in _groups(matrices):
+        views = [own.data.transpose(1, 2) if id(own) in turned else own.data for own in group]
+        copies = [pages.allocate(view.shape, view.dtype) for view in views]
+        torch._foreach_copy_(copies, views)
+        for own, copy in zip(group, copies, strict=True):
+            own.data = copy.transpose(1, 2) if id(own) in turned else copy
+
+
+def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of at most `_GROUP_BYTES`, or one that is larger."""
+    group: list[Tensor] = []
     for own in matrices:
-        if id(own) in turned:
-            other = own.data.transpose(1, 2)
-            own.data = pages.allocate(other.shape, other.dtype).copy_(other).transpose(1, 2)
-        else:
-            own.data = pages.allocate(own.shape, own.dtype).copy_(own.data)
+        if group and sum(one.nbytes for one in group) + own.nbytes > _GROUP_BYTES:
+            yield group
+            group = []
+        group.append(own)
+    if group:
+        yield group
 
 
 def _turned(model: nn.Module) -> set[int]:
