@@ -328,7 +328,7 @@ def _want(sequence: Running, limit: int) -> Want:
         sequence_id=sequence.request.id,
         tokens=sequence.tokens,
         limit=limit,
-        draw=sequence.draw(),
+        draw=sequence.sampling_context(),
         salt=sequence.request.salt,
         prediction=sequence.request.prediction,
         said=len(sequence.output),

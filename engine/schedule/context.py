@@ -1,12 +1,12 @@
-"""What the content of a slot is about: the text so far, less what context shifts dropped, and what they dropped.
+"""The tokens that the cells of a slot hold: the text so far, less what context shifts dropped.
 
-A shift is a function of the request and the capacity alone. So a sequence that lost its slot does its shifts anew, each
-at the same place, and goes on as if nobody had disturbed it (law 4). What was moved by a shift still knows the text
-that was dropped; it cannot be computed from its own tokens and must not be found by them. So it is remembered under a
-salt of its own, a digest of its past: the same sequence finds it there when it comes back, and nobody else does.
+A context shift is a function of the request and the capacity alone: a sequence that lost its slot repeats its shifts at
+the same positions and samples the same tokens. Keys and values that a shift moved were computed with the dropped tokens
+in view; they cannot be recomputed from the remaining tokens and must not match them. They are cached under a salt of
+their own, a digest of the history, which only the same sequence finds again.
 
-The tokens of a mutual range see each other, so that what is computed for one depends on the whole range. They are known
-to the memory by keys made from the whole range, which no token has: it is found whole, or not at all.
+Tokens of a bidirectional range attend to each other, so their keys and values depend on the whole range. The prefix
+cache knows them by keys that are derived from the whole range and equal no token: it matches all of a range or nothing.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DroppedRange:
-    """What a shift drops: `drop` tokens from `start` on."""
+    """The tokens that a context shift drops: `length` of them from `start` on."""
 
     start: int
     length: int
 
     @property
     def stop(self) -> int:
-        """The first token behind."""
+        """The first token after the range."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The time from one shift to the next.
+    """The time between two context shifts.
 
-    salt       under which the content is remembered
-    restore_length      tokens that cannot be computed at this stage: all of them are found, or none; 0 where nothing was moved
-    recomputable_length      leading tokens whose content depends on nothing but these tokens
-    protected  ranges that no shift drops or cuts
-    bidirectional     those of them whose tokens see each other
-    start      where the shift dropped something
-    dropped    the tokens that it dropped
+    salt                 of the prefix cache
+    restore_length       leading tokens that must come from the prefix cache, because a shift moved some of them; or 0
+    recomputable_length  leading tokens whose keys and values depend on these tokens only
+    protected            ranges that no shift drops or splits
+    bidirectional        those of them whose tokens attend to each other
+    start, dropped       position and tokens of the range that the shift before this stage dropped
     """
 
     salt: bytes
@@ -59,14 +58,14 @@ class _Stage:
 
 
 class ContextHistory:
-    """The tokens of one sequence through its shifts.
+    """The tokens of one sequence through its context shifts.
 
-    tokens     what the slot's content is about at the present stage; longer than the capacity where shifts are due
-    keep       tokens at the start that no shift drops
-    protected  token ranges of the prompt that no shift drops or cuts
-    bidirectional     ascending token ranges of the prompt whose tokens see each other; no shift drops or cuts them either
-    salt       what is remembered under another salt does not exist for this sequence
-    states     what a shift makes of recurrent states, which is part of the past
+    tokens         of the current stage; more than the capacity where a shift is due
+    keep_tokens    tokens at the start that no shift drops
+    protected      token ranges of the prompt that no shift drops or splits
+    bidirectional  ascending token ranges of the prompt whose tokens attend to each other; protected as well
+    salt           separates its entries in the prefix cache from those of other salts
+    state_mode     what a shift does with recurrent states, which is part of the history
     """
 
     def __init__(
@@ -74,63 +73,42 @@ class ContextHistory:
         prompt: Sequence[int],
         *,
         capacity: int,
-        keep: int,
+        keep_tokens: int,
         protected: Sequence[Range] = (),
-        mutual: Sequence[Range] = (),
+        bidirectional: Sequence[Range] = (),
         salt: bytes = b"",
-        states: RecurrentShift = "rebuild",
+        state_mode: RecurrentShift = "rebuild",
     ) -> None:
         self.tokens = list(prompt)
-        self._capacity, self._keep_tokens, self._state_mode = capacity, keep, states
-        self._stages = [_Stage(salt, 0, capacity, tuple(sorted((*protected, *mutual))), tuple(mutual))]
-        self._range_keys = [_bidirectional_keys(prompt[start:stop]) for start, stop in mutual]
+        self._capacity, self._keep_tokens, self._state_mode = capacity, keep_tokens, state_mode
+        ranges = tuple(sorted((*protected, *bidirectional)))
+        self._stages = [_Stage(salt, 0, capacity, ranges, tuple(bidirectional))]
+        self._range_keys = [_bidirectional_keys(prompt[start:stop]) for start, stop in bidirectional]
         self._stage_index = 0
 
     @property
     def salt(self) -> bytes:
-        """Under which the content of the present stage is remembered."""
-        return self._stages[self._stage_index].salt
+        """The salt of the current stage in the prefix cache."""
+        return self._stage.salt
 
     @property
     def restore_length(self) -> int:
-        """Leading tokens whose content must be found, all of it: it cannot be computed at this stage."""
-        return self._stages[self._stage_index].restore_length
+        """Leading tokens that must come from the prefix cache: at this stage they cannot be computed."""
+        return self._stage.restore_length
 
     @property
     def recomputable_length(self) -> int:
-        """Leading tokens whose content depends on nothing but these tokens."""
-        return self._stages[self._stage_index].recomputable_length
-
-    def reset_salt(self, salt: bytes) -> None:
-        """Let nothing that was remembered before serve this sequence: its content is computed in another way now."""
-        assert not self.total_shifts, "a shifted sequence does not restart"
-        self._stages[0] = replace(self._stages[0], salt=salt)
-
-    def prefix_keys(self, length: int) -> list[int]:
-        """By what the memory knows the first `length` tokens."""
-        keys = self.tokens[:length]
-        for (start, _), own in zip(self.bidirectional(0, len(keys)), self._range_keys, strict=False):
-            keys[start : start + len(own)] = own[: len(keys) - start]
-        return keys
-
-    def bidirectional(self, start: int, stop: int) -> tuple[Range, ...]:
-        """The ranges that begin in [start, stop) and whose tokens see each other."""
-        mutual = self._stages[self._stage_index].bidirectional
-        return tuple(each for each in mutual if start <= each[0] < stop) if mutual else ()
-
-    def align_down(self, length: int) -> int:
-        """The most of the first `length` tokens that cuts no range whose tokens see each other."""
-        inside = (start for start, stop in self._stages[self._stage_index].bidirectional if start < length < stop)
-        return next(inside, length)
+        """Leading tokens whose keys and values depend on these tokens only."""
+        return self._stage.recomputable_length
 
     @property
     def shifts(self) -> int:
-        """Shifts between the text and the present stage."""
+        """Context shifts before the current stage."""
         return self._stage_index
 
     @property
     def total_shifts(self) -> int:
-        """Shifts that the text needed so far."""
+        """Context shifts of the sequence so far, those included that a preempted sequence has yet to repeat."""
         return len(self._stages) - 1
 
     @property
@@ -138,21 +116,43 @@ class ContextHistory:
         """Tokens that all shifts so far dropped."""
         return sum(len(stage.dropped) for stage in self._stages)
 
-    def next_drop(self) -> DroppedRange | None:
-        """What the next shift drops, at a full context: about the older half behind `keep`; None: nothing may go.
+    def reset_salt(self, salt: bytes) -> None:
+        """Use another salt: from now on keys and values are computed in another way."""
+        assert not self.total_shifts, "a shifted sequence does not restart"
+        self._stages[0] = replace(self._stages[0], salt=salt)
 
-        The oldest stretch between protected ranges that gives half of that is enough; else the one that gives most.
+    def prefix_keys(self, length: int) -> list[int]:
+        """The keys of the first `length` tokens in the prefix cache."""
+        keys = self.tokens[:length]
+        for (start, _), range_keys in zip(self.bidirectional(0, len(keys)), self._range_keys, strict=False):
+            keys[start : start + len(range_keys)] = range_keys[: len(keys) - start]
+        return keys
+
+    def bidirectional(self, start: int, stop: int) -> tuple[Range, ...]:
+        """The bidirectional ranges that begin in [start, stop)."""
+        ranges = self._stage.bidirectional
+        return tuple(each for each in ranges if start <= each[0] < stop) if ranges else ()
+
+    def align_down(self, length: int) -> int:
+        """The largest length up to `length` that splits no bidirectional range."""
+        return next((start for start, stop in self._stage.bidirectional if start < length < stop), length)
+
+    def next_drop(self) -> DroppedRange | None:
+        """The range that the next shift drops from a full context: half of the tokens after `keep_tokens`, or less.
+
+        The oldest range between protected ones that has at least half of that length, else the longest; None: no token
+        may be dropped.
         """
-        wanted = max((self._capacity - self._keep_tokens) // 2, 1)
-        cuts = [cut for cut in self._droppable_ranges(wanted) if cut.length > 0]
-        enough = (cut for cut in cuts if 2 * cut.length >= wanted)
-        return next(enough, max(cuts, key=lambda cut: cut.length, default=None))
+        target = max((self._capacity - self._keep_tokens) // 2, 1)
+        ranges = [one for one in self._droppable_ranges(target) if one.length > 0]
+        sufficient = (one for one in ranges if 2 * one.length >= target)
+        return next(sufficient, max(ranges, key=lambda one: one.length, default=None))
 
     def shift(self, dropped: DroppedRange, cached_length: int) -> None:
-        """Follow a slot that was shifted by `dropped`.
+        """Drop a range that the slot dropped.
 
-        standing  where it stands now: behind all that moved; where nothing could move, before the cut and among what
-                  is plain, for the rest is computed anew
+        cached_length  of the slot after the shift: all remaining tokens if their keys were rotated; otherwise at most
+                       `dropped.start`, and tokens after that are recomputed
         """
         if self._stage_index == self.total_shifts:
             self._stages.append(self._next_stage(dropped, cached_length))
@@ -160,43 +160,47 @@ class ContextHistory:
         self._stage_index += 1
 
     def undo_shift(self) -> None:
-        """Return to the stage before the latest shift."""
-        stage = self._stages[self._stage_index]
+        """Return to the stage before the last shift."""
+        stage = self._stage
         self.tokens[stage.start : stage.start] = stage.dropped
         self._stage_index -= 1
 
-    def _droppable_ranges(self, target: int) -> list[DroppedRange]:
-        """What could be dropped before, between and behind the protected ranges, oldest first."""
-        cuts, at = [], self._keep_tokens
-        for start, stop in self._stages[self._stage_index].protected:
-            cuts.append(DroppedRange(at, min(start - at, target)))
-            at = max(at, stop)
-        # Of the newest stretch half must stay, for it is what the text goes on from.
-        return [*cuts, DroppedRange(at, min((self._capacity - at) // 2, target))]
+    @property
+    def _stage(self) -> _Stage:
+        return self._stages[self._stage_index]
 
-    def _next_stage(self, dropped_range: DroppedRange, cached_length: int) -> _Stage:
-        stage = self._stages[self._stage_index]
-        dropped = tuple(self.tokens[dropped_range.start : dropped_range.stop])
-        protected = tuple(_shift_range(stretch, dropped_range) for stretch in stage.protected)
-        mutual = tuple(_shift_range(stretch, dropped_range) for stretch in stage.bidirectional)
-        plain = min(stage.recomputable_length, dropped_range.start)
-        if cached_length <= plain:
-            # Nothing is left that was ever moved: all that follows is computed from its tokens, like any other.
-            return _Stage(self._stages[0].salt, 0, self._capacity, protected, mutual, dropped_range.start, dropped)
-        past = repr((stage.salt, dropped_range.start, cached_length, self._state_mode, dropped)).encode()
-        return _Stage(
-            hashlib.sha256(past).digest(), cached_length, plain, protected, mutual, dropped_range.start, dropped
-        )
+    def _droppable_ranges(self, target: int) -> list[DroppedRange]:
+        """Ranges of up to `target` tokens before, between and after the protected ranges, oldest first."""
+        ranges, at = [], self._keep_tokens
+        for start, stop in self._stage.protected:
+            ranges.append(DroppedRange(at, min(start - at, target)))
+            at = max(at, stop)
+        # Half of the tokens after the last protected range stay: the text continues from them.
+        return [*ranges, DroppedRange(at, min((self._capacity - at) // 2, target))]
+
+    def _next_stage(self, drop: DroppedRange, cached_length: int) -> _Stage:
+        stage = self._stage
+        dropped = tuple(self.tokens[drop.start : drop.stop])
+        protected = tuple(_shift_range(each, drop) for each in stage.protected)
+        bidirectional = tuple(_shift_range(each, drop) for each in stage.bidirectional)
+        recomputable = min(stage.recomputable_length, drop.start)
+        if cached_length <= recomputable:
+            # No moved key is left: all further tokens are computed from the remaining ones, as in a new sequence.
+            first_salt = self._stages[0].salt
+            return _Stage(first_salt, 0, self._capacity, protected, bidirectional, drop.start, dropped)
+        history = repr((stage.salt, drop.start, cached_length, self._state_mode, dropped)).encode()
+        salt = hashlib.sha256(history).digest()
+        return _Stage(salt, cached_length, recomputable, protected, bidirectional, drop.start, dropped)
 
 
 def _shift_range(protected: Range, dropped: DroppedRange) -> Range:
-    """Where a protected range is after a cut, which never touches it."""
+    """The positions of a protected range after a shift, which never drops tokens of it."""
     start, stop = protected
     return protected if start < dropped.stop else (start - dropped.length, stop - dropped.length)
 
 
 def _bidirectional_keys(tokens: Sequence[int]) -> list[int]:
-    """A key a token of a range, made from all of its tokens: negative, which no token is."""
+    """A key for each token of a range, derived from all its tokens: negative, so that it equals no token."""
     digest = hashlib.shake_256(repr(tuple(tokens)).encode()).digest(8 * len(tokens))
     numbers = np.frombuffer(digest, dtype=np.int64) | np.iinfo(np.int64).min
     return [int(number) for number in numbers]

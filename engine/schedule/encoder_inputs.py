@@ -1,6 +1,6 @@
-"""Which sequence looks at what: media are encoded once, pinned while somebody needs them, and kept while there is room.
+"""Encoder entries of sequences with media: encoded once, pinned while in use, cached while there is memory for them.
 
-Owns the store of encoder entries (kvcache/encoder_cache.py). A sequence gets its entry before it gets a slot.
+Owns the encoder cache (kvcache/encoder_cache.py). A sequence gets its entry before it gets a slot.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvcache.encoder_files import EncoderFiles
 
 
 class EncoderInputs:
-    """The encoder entries of an engine's sequences. `encoder` None: the model has none, and no sequence has media.
+    """The encoder entries of all sequences. `encoder` None: the model has no encoder.
 
-    files  where entries outlive the process; they are written in pauses
+    files  on disk, for entries that outlive the process; written when the engine is idle
     """
 
     def __init__(self, encoder: Encoder | None, files: EncoderFiles) -> None:
@@ -27,17 +27,17 @@ class EncoderInputs:
         self.encoded_total = 0
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence what it looks at; whether the next in line may be prepared in the same step.
+        """Give a waiting sequence its encoder mask; whether the next one may be prepared in the same step.
 
-        A step encodes once, so that those who run do not wait for a whole queue; where entries in use leave no room,
-        the line waits until somebody is done.
+        One entry is encoded a step, which bounds the delay of running sequences. While pinned entries leave no memory
+        for another one, the queue waits.
         """
         media = sequence.request.media
         if media is None or self._encoder is None or sequence.encoder_mask is not None:
             return True
         key = _entry_key(sequence.request.salt, media)
         entry = self.store.pin(key)
-        found = entry is not None
+        is_cached = entry is not None
         if entry is None:
             if self.store.evict_for(self._encoder.entry_bytes(media)):
                 return False
@@ -49,17 +49,17 @@ class EncoderInputs:
             self.store.put(entry)
         sequence.encoder_mask = self._encoder.mask(entry, media, sequence.request.prompt)
         if sequence.encoder_mask.parts is not None:
-            # A shift would move the rows away from the images that they look at.
+            # A context shift would move tokens away from the images that they attend to.
             sequence.overflow = "length"
-        return found
+        return is_cached
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is over: others may have the room of its entry."""
+        """Unpin the entry of a finished sequence."""
         if sequence.encoder_mask is not None:
             self.store.unpin(sequence.encoder_mask.entry.digest)
             sequence.encoder_mask = None
 
 
 def _entry_key(salt: bytes, media: Media) -> bytes:
-    """Under which media are kept: what was encoded under another salt does not exist."""
+    """The key of an entry: media under another salt never match."""
     return hashlib.sha256(salt + media.digest).digest() if salt else media.digest

@@ -1,9 +1,8 @@
-"""Which sequence gets a slot: fair by owner, and within an owner by request.
+"""Fair sharing of slots between owners, and between the requests of an owner.
 
-Slots are shared max-min: the owner with the fewest slots comes first, then its request with the fewest. Among equals
-decides deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995). So a request of 64 sequences
-has all slots while no other request waits, and is preempted for requests that come later. Within a request the order
-is that of the queue.
+Max-min fairness over slots: the owner with the fewest slots comes first, then its request with the fewest. Ties are
+decided by deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995). A request of 64 sequences
+gets all slots while no other request waits, and is preempted for later requests. Within a request the queue order holds.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Generic, TypeVar
 
 from engine.schedule.sequence import Sequence
 
-# Tokens of credit that a flow in debt gets in each round, and of debt at most: a bound to the rounds it waits.
+# Credit in tokens that a flow in debt gets in each round, and the maximum debt: they bound the rounds that it waits.
 QUANTUM = 512
 MAX_DEBT = 8 * QUANTUM
 
@@ -23,31 +22,31 @@ Flow = TypeVar("Flow", bound=Hashable)
 
 
 class DeficitRoundRobin(Generic[Flow]):
-    """Deficit round robin over flows, each of which has sequences."""
+    """Deficit round robin over flows; a flow has one or more sequences."""
 
     def __init__(self) -> None:
-        # In the order of the round.
+        # In the order of the round, first flow first.
         self._credit: OrderedDict[Flow, int] = OrderedDict()
         self._members: Counter[Flow] = Counter()
 
     def add(self, flow: Flow) -> None:
-        """The flow gets a sequence; a new flow is the last of the round."""
+        """Add a sequence to a flow; a new flow is the last of the round."""
         self._members[flow] += 1
         self._credit.setdefault(flow, QUANTUM)
 
     def remove(self, flow: Flow) -> None:
-        """A sequence of the flow is over; a flow without one is forgotten."""
+        """Remove a sequence from a flow, and the flow with its last sequence."""
         self._members[flow] -= 1
         if not self._members[flow]:
             del self._members[flow], self._credit[flow]
 
     def charge(self, flow: Flow, tokens: int) -> None:
-        """The flow used so much; one whose last sequence failed in this step is forgotten already."""
+        """Subtract computed tokens from the credit; no effect on a flow whose last sequence failed in this step."""
         if flow in self._credit:
             self._credit[flow] = max(self._credit[flow] - tokens, -MAX_DEBT)
 
     def choose(self, flows: Collection[Flow]) -> Flow:
-        """The first of these flows that has credit; a flow in debt gets a quantum when it is passed over."""
+        """The first of these flows with credit; each flow in debt before it gets a quantum and moves to the end."""
         while True:
             for flow in [flow for flow in self._credit if flow in flows]:
                 if self._credit[flow] > 0:
@@ -56,48 +55,48 @@ class DeficitRoundRobin(Generic[Flow]):
                 self._credit.move_to_end(flow)
 
     def move_last(self, flow: Flow) -> None:
-        """The flow got a slot, and is the last of the round now."""
+        """Move a flow that got a slot to the end of the round."""
         self._credit.move_to_end(flow)
 
     def move_first(self, flow: Flow) -> None:
-        """The flow lost a slot for no use of its own, and is the first to get one again."""
+        """Move a flow that lost a slot to a lack of cells to the start of the round, with credit."""
         self._credit[flow] = max(self._credit[flow], 1)
         self._credit.move_to_end(flow, last=False)
 
 
 class Fairness:
-    """The shares of owners and requests in the slots of one scheduler."""
+    """Decides admission and preemption for the slots of one scheduler."""
 
     def __init__(self) -> None:
         self._owners: DeficitRoundRobin[str] = DeficitRoundRobin()
         self._requests: DeficitRoundRobin[tuple[str, str]] = DeficitRoundRobin()
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence was submitted."""
+        """Add a submitted sequence."""
         self._owners.add(sequence.owner)
         self._requests.add(sequence.group)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Remove a finished sequence."""
         self._owners.remove(sequence.owner)
         self._requests.remove(sequence.group)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """So many tokens were computed for a sequence."""
+        """Charge computed tokens to the owner and the request of a sequence."""
         self._owners.charge(sequence.owner, tokens)
         self._requests.charge(sequence.group, tokens)
 
     def slot_assigned(self, sequence: Sequence) -> None:
-        """A sequence got a slot."""
+        """Record that a sequence got a slot."""
         self._owners.move_last(sequence.owner)
         self._requests.move_last(sequence.group)
 
     def slot_lost(self, sequence: Sequence) -> None:
-        """A sequence lost its slot because cells ran out."""
+        """Record that a sequence lost its slot to a lack of cells."""
         self._requests.move_first(sequence.group)
 
     def next_admission(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence | None:
-        """The waiting sequence that gets a free slot: of the first rank, and ready; None: there is none."""
+        """The ready waiting sequence of the first rank that gets the next free slot, if any."""
         ready, (owners, requests) = _admissible(waiting), _count_slots(running)
         if not ready:
             return None
@@ -105,10 +104,10 @@ class Fairness:
         return self._first_of_owner(owner, ready, requests)
 
     def find_preemption(self, waiting: Iterable[Sequence], running: Rows[Sequence]) -> tuple[Sequence, Sequence] | None:
-        """A waiting sequence, and the running one to preempt for it; None: preemption would make no share fairer.
+        """A waiting sequence and the running one to preempt for it; None: preemption would make no share fairer.
 
-        The victim belongs to an owner that has two slots more than the owner of the waiting sequence. Where there is no
-        such owner, it belongs to a request of the same owner that has two more. A better rank is never preempted.
+        The victim belongs to an owner with at least two slots more than the owner of the waiting sequence, or else to a
+        request of the same owner with at least two more. A better rank is never preempted.
         """
         ready, (owners, requests) = _admissible(waiting), _count_slots(running)
         for owner in sorted({one.owner: None for one in ready}, key=lambda owner: owners[owner]):
@@ -122,17 +121,17 @@ class Fairness:
         return None
 
     def _first_of_owner(self, owner: str, ready: Rows[Sequence], requests: Counter[tuple[str, str]]) -> Sequence:
-        """The sequence of an owner that comes first."""
+        """The first waiting sequence of an owner."""
         group = self._requests.choose(_with_fewest_slots({one.group for one in ready if one.owner == owner}, requests))
         return next(one for one in ready if one.group == group)
 
     def preemption_victim(self, running: Rows[Sequence]) -> Sequence:
-        """The running sequence to preempt where cells run out."""
+        """The running sequence to preempt when cells run out."""
         return _latest_of_largest(running, *_count_slots(running))
 
 
 def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Those of the first rank that may have a slot."""
+    """The ready sequences of the first waiting rank."""
     ready: list[Sequence] = []
     rank: int | None = None
     for sequence in waiting:
@@ -145,7 +144,7 @@ def _admissible(waiting: Iterable[Sequence]) -> list[Sequence]:
 
 
 def _count_slots(running: Iterable[Sequence]) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """The slots of each owner and of each request."""
+    """Slots by owner, and by request."""
     owners: Counter[str] = Counter()
     requests: Counter[tuple[str, str]] = Counter()
     for sequence in running:
@@ -160,5 +159,5 @@ def _with_fewest_slots(flows: Collection[Flow], slots: Counter[Flow]) -> set[Flo
 
 
 def _latest_of_largest(running: Rows[Sequence], owners: Counter[str], requests: Counter[tuple[str, str]]) -> Sequence:
-    """Of the last rank the youngest, where slots are the most."""
+    """The youngest sequence of the last rank, of the owner and the request with the most slots."""
     return max(reversed(running), key=lambda one: (one.rank, owners[one.owner], requests[one.group]))

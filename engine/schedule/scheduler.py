@@ -1,11 +1,9 @@
-"""Decides what the next step computes. There is no prefill and no decode: a sequence has tokens, its slot stands at a
-length, and a step grants it a span of what is missing.
+"""Chooses the tokens of each step. Prefill and decoding are one: a step computes a span of the uncomputed tokens.
 
-Owns the queues. Cells are the only gate: what the cache remembers is evicted for them, then the youngest sequence of
-the last tier goes back to the queue; it resumes later with the same text, for a token depends on nothing but its own
-past (sampling.py). Slots are shared fairly by owner and by request, also by preemption (fairness.py).
-Prompts that begin alike are computed once: the younger one waits while an older one computes what it needs.
-How many rows of prompt a step may have is up to its budget (budget.py); of the prompts those go first that are due.
+Owns the queues. When cells run out, cached prefixes are evicted; then the youngest sequence of the last tier is
+preempted. It resumes later with the same text, since a sampled token depends on its own past only. Slots are shared
+fairly by owner and by request (fairness.py). Of sequences with a shared prefix the youngest wait while the oldest
+computes it. prefill_budget.py limits the prompt tokens of a step; prompts are ordered by deadline.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 from kvcache.spec import Span
 
-# A prompt is due when so many rows of prompts were computed for each one that it needs. In simulated mixes of long and
-# short ones on a busy machine that takes 0.4 of the time of first come, first served to the median first token and 0.6
-# to the mean one. The last of the long ones takes up to 2.4 times as long; shortest first, 5 times.
+# The deadline of a prompt, on a clock of prefilled tokens: this factor times its uncomputed tokens after admission. In
+# simulated mixes of long and short prompts the median time to first token is 0.4 of first come, first served, the mean
+# 0.6 of it; the last long prompt takes up to 2.4 times as long (shortest first: 5 times).
 _DEADLINE_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """What a step computes for one sequence: a span of its tokens, and rows for guesses at what comes behind them."""
+    """What a step computes for one sequence: a span of its tokens, and draft tokens after it."""
 
     sequence: Sequence
     span: Span
@@ -42,51 +40,51 @@ class ScheduledSequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing afterwards, so that the last row's logits give the next token."""
+        """Whether the span reaches the last token."""
         return self.span.stop == len(self.sequence.tokens)
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the last row's logits are to give the next token."""
+        """Whether the step samples the next token."""
         return self.is_complete and self.sequence.max_new_tokens > 0
 
     @property
     def sample_count(self) -> int:
-        """How many of the last rows are to give a token: that behind the span, and those of the draft."""
+        """Positions to sample from: after the span, and after each draft token."""
         return len(self.draft_tokens) + 1 if self.is_sampled else 0
 
     @property
     def samples_only(self) -> bool:
-        """Whether nobody asks for anything but what is said."""
+        """Whether neither logprobs, prompt scores nor hidden states are required."""
         sequence = self.sequence
-        return sequence.scores is None and sequence.pool is None and sequence.request.logprobs is None
+        return sequence.scores is None and sequence.pooler is None and sequence.request.logprobs is None
 
     @property
     def scored_positions(self) -> range:
-        """The positions of the span whose logits score a token of the prompt."""
+        """Positions of the span with logits that score a prompt token."""
         scores = self.sequence.scores
         return range(0) if scores is None else scores.logit_positions(self.span.start, self.span.stop)
 
     @property
     def pooled_positions(self) -> range:
-        """The positions of the span whose states become part of a vector."""
-        pool = self.sequence.pool
-        return range(0) if pool is None else pool.state_positions(self.span.start, self.span.stop)
+        """Positions of the span with hidden states that are pooled."""
+        pooler = self.sequence.pooler
+        return range(0) if pooler is None else pooler.state_positions(self.span.start, self.span.stop)
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens that the owner is charged: those computed, and one more for each whose log-probabilities are read."""
-        asked = self.sample_count if self.sequence.request.logprobs is not None else 0
-        return self.batch_span.length + len(self.scored_positions) + asked
+        """Tokens charged to the owner: the computed ones, and one for each position with logprobs."""
+        logprobs = self.sample_count if self.sequence.request.logprobs is not None else 0
+        return self.batch_span.length + len(self.scored_positions) + logprobs
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
-        """The tokens of the draft."""
+        """The draft, or no tokens."""
         return () if self.draft is None else self.draft.tokens
 
     @property
     def batch_span(self) -> Span:
-        """The span with the rows of the draft."""
+        """The span with the draft tokens."""
         if self.draft is None:
             return self.span
         count = len(self.draft_tokens)
@@ -94,24 +92,25 @@ class ScheduledSequence:
 
     @property
     def batch_tokens(self) -> list[int]:
-        """The tokens of all rows."""
+        """The tokens of `batch_span`."""
         tokens = self.sequence.tokens[self.span.start : self.span.stop]
         return tokens if self.draft is None else [*tokens, *self.draft.tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """An older sequence whose prompt begins like the follower's, for `shared_length` tokens."""
+    """An older sequence that computes the first `shared_length` tokens of a follower."""
 
     sequence: Sequence
     shared_length: int
 
 
 class Scheduler:
-    """The waiting and the running sequences over one cache.
+    """The waiting and the running sequences of one cache.
 
-    budget  of the rows of prompt in a step, over all sequences
-    scored  of them those that score a token, at most: each has logits
+    budget      limits the prompt tokens of a step
+    max_scored  limits the scored prompt tokens of a step, each of which needs logits
+    on_start    called with a sequence that got a slot, and its cached length
     """
 
     def __init__(
@@ -122,10 +121,10 @@ class Scheduler:
         self._on_start = on_start
         self._slots = Slots(cache)
         self._fairness = Fairness()
-        # Whether preemption would make no share fairer, until a sequence is queued or leaves its slot.
+        # Preemption would make no share fairer, until a sequence is queued or leaves its slot.
         self._shares_are_fair = False
         self._leaders: dict[Sequence, _Leader] = {}
-        # Rows of prompts that were computed so far, and when each of the running sequences came, by that clock.
+        # Prompt tokens computed so far: the clock of deadlines. And its value when each sequence was admitted.
         self._prefilled_tokens = 0
         self._admitted_at: dict[Sequence, int] = {}
         self.waiting: deque[Sequence] = deque()
@@ -138,21 +137,21 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence, behind all that are served before it or as soon."""
+        """Queue a sequence after all of its rank or a better one."""
         ranks = [other.rank for other in self.waiting]
         self.waiting.insert(bisect_right(ranks, sequence.rank), sequence)
         self._fairness.add(sequence)
         self._shares_are_fair = False
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is: it is over, and what it computed can serve others."""
-        # What a shift moved is found only by a sequence of the same past when it comes back, and this one will not.
+        """Remove a finished sequence, running or waiting, and cache its tokens."""
+        # Cells that a context shift moved match this sequence only, which does not return.
         if sequence.slot is not None and not sequence.context.restore_length:
             self._slots.insert_prefix(sequence)
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and remember nothing of it: it broke."""
+        """Remove a failed sequence, running or waiting, and cache none of its tokens."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
@@ -160,7 +159,7 @@ class Scheduler:
         self._fairness.remove(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The spans of the next step, with enough free cells for all of them."""
+        """The spans of the next step; there are free cells for all of them."""
         self._admit()
         for sequence in tuple(self.running):
             if len(sequence.tokens) > self._cache.capacity and self._is_at_capacity(sequence):
@@ -169,30 +168,30 @@ class Scheduler:
         for sequence in self.running:
             if sequence.needs_long_factors:
                 self._slots.restart_with_long_factors(sequence)
-        grants = self._schedule_running()
-        while grants and self._lacks_cells(grants):
+        scheduled = self._schedule_running()
+        while scheduled and self._lacks_cells(scheduled):
             self._preempt()
-            grants = self._schedule_running()
-        return grants
+            scheduled = self._schedule_running()
+        return scheduled
 
     def record_step(self, scheduled: Iterable[ScheduledSequence]) -> None:
-        """Take note that a step computed its grants: what was a prompt can serve others now."""
-        for grant in scheduled:
-            sequence, span = grant.sequence, grant.span
+        """Charge a computed step to the owners of its sequences, and insert its prompt tokens into the prefix cache."""
+        for each in scheduled:
+            sequence, span = each.sequence, each.span
             self._prefilled_tokens += span.length if span.length > 1 else 0
-            self._fairness.charge(sequence, grant.charged_tokens)
+            self._fairness.charge(sequence, each.charged_tokens)
             if sequence.slot is not None and span.start < len(sequence.request.prompt):
                 self._slots.insert_span(sequence, span)
 
     def _admit(self) -> None:
-        """Give slots to waiting sequences: free ones as far as there are cells, then by preemption."""
+        """Give slots to waiting sequences: free ones while cells suffice, then by preemption."""
         while self.waiting and (self._slots.free_count or not self._shares_are_fair):
             sequence = self._fairness.next_admission(self.waiting, self.running) if self._slots.free_count else None
             if sequence is not None and self._assign(sequence):
                 continue
             preemption = self._fairness.find_preemption(self.waiting, self.running)
             if preemption is None:
-                # What is not ready yet may change that without notice.
+                # A sequence that becomes ready may change that.
                 self._shares_are_fair = all(one.is_ready for one in self.waiting)
                 return
             sequence, victim = preemption
@@ -200,8 +199,8 @@ class Scheduler:
             self._assign(sequence)
 
     def _assign(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot, unless others would have to leave for its tokens; whether it has one."""
-        standing = self._slots.acquire(sequence)
+        """Give the sequence a slot unless its tokens would need a preemption; whether it got one."""
+        cached_length = self._slots.acquire(sequence)
         self.running.append(sequence)
         self._admitted_at[sequence] = self._prefilled_tokens
         if len(self.running) > 1 and not self._all_fit():
@@ -210,7 +209,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self._fairness.slot_assigned(sequence)
         self._choose_leader(sequence)
-        self._on_start(sequence, standing)
+        self._on_start(sequence, cached_length)
         return True
 
     def _release_slot(self, sequence: Sequence) -> None:
@@ -221,167 +220,160 @@ class Scheduler:
         del self._admitted_at[sequence]
 
     def _all_fit(self) -> bool:
-        """Whether all tokens of the running sequences find cells, without anybody having to leave."""
-        missing = sum(min(len(sequence.tokens), self._cache.capacity) for sequence in self.running)
-        missing -= sum(
-            self._cache.cached_length(sequence.slot) for sequence in self.running if sequence.slot is not None
-        )
-        return missing <= self._cache.free_cells + self._cache.evictable_cells()
+        """Whether all tokens of the running sequences fit into free and evictable cells."""
+        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
+        needed = sum(min(len(sequence.tokens), self._cache.capacity) for sequence in self.running)
+        needed -= sum(self._cache.cached_length(slot) for slot in slots)
+        return needed <= self._cache.free_cells + self._cache.evictable_cells()
 
     def _uncomputed_tokens(self, sequence: Sequence) -> int:
-        """Tokens that are not computed yet. Where shifts are due, not all of them have a place."""
-        assert sequence.slot is not None, "a waiting sequence has no length"
+        """Tokens without keys and values; more than fit the slot where a context shift is due."""
+        assert sequence.slot is not None, "a waiting sequence has no slot"
         return len(sequence.tokens) - self._cache.cached_length(sequence.slot)
 
     def _is_at_capacity(self, sequence: Sequence) -> bool:
-        """Whether its slot is full; it may have left it."""
+        """Whether it has a slot and the slot is full."""
         return sequence.slot is not None and self._cache.cached_length(sequence.slot) == self._cache.capacity
 
     def _lacks_cells(self, scheduled: Collection[ScheduledSequence]) -> bool:
-        """Whether the cells are too few for all grants, though what is remembered makes room for them."""
-        if sum([grant.span.length for grant in scheduled]) <= self._cache.appendable_tokens:
+        """Evict cached prefixes for the scheduled tokens; whether cells are missing all the same."""
+        if sum([each.span.length for each in scheduled]) <= self._cache.appendable_tokens:
             return False
-        return self._cache.evict_for([grant.span for grant in scheduled]) > 0
+        return self._cache.evict_for([each.span for each in scheduled]) > 0
 
     def _update_followers(self) -> None:
-        """Let followers take over what their leaders have computed, once that is all or will be no more."""
+        """Let followers reuse the prefixes of leaders that computed them, or that will not any more."""
         for sequence in tuple(self._leaders):
             if not self._waits_for_leader(sequence):
                 sequence.update_cached(self._slots.reuse_prefix(sequence))
                 self._choose_leader(sequence)
 
     def _waits_for_leader(self, sequence: Sequence) -> bool:
-        """Whether an older sequence is about to compute what this one needs next."""
-        lead = self._leaders.get(sequence)
-        if lead is None or lead.sequence.slot is None or lead.sequence.context.shifts:
+        """Whether an older sequence is about to compute the next tokens of this one."""
+        leader = self._leaders.get(sequence)
+        if leader is None or leader.sequence.slot is None or leader.sequence.context.shifts:
             return False
-        return (
-            self._uncomputed_tokens(lead.sequence) > 1
-            and self._cache.cached_length(lead.sequence.slot) < lead.shared_length
-        )
+        computed = self._cache.cached_length(leader.sequence.slot)
+        return self._uncomputed_tokens(leader.sequence) > 1 and computed < leader.shared_length
 
     def _choose_leader(self, sequence: Sequence) -> None:
-        """Choose whom to wait for: the one of the older that has most in common beyond what is there already."""
+        """Wait for the older sequence with the longest shared prefix, if that is longer than the cached length."""
         self._leaders.pop(sequence, None)
         if self._uncomputed_tokens(sequence) <= 1:
             return
-        at, best = len(sequence.tokens) - self._uncomputed_tokens(sequence), None
+        computed, best = len(sequence.tokens) - self._uncomputed_tokens(sequence), None
         for other in self.running[: self.running.index(sequence)]:
-            common = sequence.context.align_down(min(self._shared_length(other, sequence), sequence.reusable_length))
-            if common > max(at, best.shared_length if best else 0):
-                best = _Leader(other, common)
+            shared = sequence.context.align_down(min(self._shared_length(other, sequence), sequence.reusable_length))
+            if shared > max(computed, best.shared_length if best else 0):
+                best = _Leader(other, shared)
         if best is not None:
             self._leaders[sequence] = best
             best.sequence.add_checkpoint(best.shared_length)
 
     def _shared_length(self, leader: Sequence, sequence: Sequence) -> int:
-        """How much of the sequence's beginning another will have computed with its prompt."""
-        alike = leader.context.salt == sequence.context.salt and not leader.context.shifts
-        if not alike or self._uncomputed_tokens(leader) <= 1:
+        """The length of the common prefix with the prompt of a leader in prefill; 0 for one that is decoding."""
+        matches = leader.context.salt == sequence.context.salt and not leader.context.shifts
+        if not matches or self._uncomputed_tokens(leader) <= 1:
             return 0
         prompt = len(leader.request.prompt)
         return common_prefix_length(leader.context.prefix_keys(prompt), sequence.context.prefix_keys(prompt))
 
     def _schedule_running(self) -> list[ScheduledSequence]:
-        """A row for everyone who lacks just one, and rows of prompts as far as the budget allows, those due first."""
-        grants = []
+        """The last token of each decoding sequence, and chunks of prompts within the prefill budget."""
+        scheduled = []
         for sequence in self.running:
             if self._uncomputed_tokens(sequence) == 1:
-                grants.append(self._scheduled(sequence, len(sequence.tokens) - 1, 1))
-        if len(grants) < len(self.running):
-            grants += self._schedule_prefill(grants)
-        return grants
+                scheduled.append(self._scheduled(sequence, len(sequence.tokens) - 1, 1))
+        if len(scheduled) < len(self.running):
+            scheduled += self._schedule_prefill(scheduled)
+        return scheduled
 
     def _schedule_prefill(self, decoding: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
-        """What prompts get beside the grants of others."""
-        grants: list[ScheduledSequence] = []
-        allowance = self._budget.allow(Work.of(grant.span for grant in decoding))
-        scored = max(self._max_scored - sum(len(grant.scored_positions) for grant in decoding), 0)
+        """Chunks of prompts in a step with these decoding sequences."""
+        chunks: list[ScheduledSequence] = []
+        allowance = self._budget.allow(Work.of(each.span for each in decoding))
+        scored = max(self._max_scored - sum(len(each.scored_positions) for each in decoding), 0)
         for sequence in self._prefill_order():
             start = len(sequence.tokens) - self._uncomputed_tokens(sequence)
-            # A mutual range comes whole, whatever it costs.
-            least = 0 if grants else sum(stop - start for _, stop in sequence.context.bidirectional(start, start + 1))
+            # A bidirectional range is computed as a whole, whatever it costs.
+            least = 0 if chunks else sum(stop - start for _, stop in sequence.context.bidirectional(start, start + 1))
             length = self._chunk_length(sequence, start, max(allowance.rows(start), least), scored)
             if length:
-                grants.append(self._scheduled(sequence, start, length))
-                allowance.take(Work.of([grants[-1].span]))
-                scored = max(scored - len(grants[-1].scored_positions), 0)
-        return grants
+                chunks.append(self._scheduled(sequence, start, length))
+                allowance.take(Work.of([chunks[-1].span]))
+                scored = max(scored - len(chunks[-1].scored_positions), 0)
+        return chunks
 
     def _scheduled(self, sequence: Sequence, start: int, length: int) -> ScheduledSequence:
-        """The next rows of a sequence, whose slot stands at `start`."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        mutual = sequence.context.bidirectional(start, start + length)
+        ranges = sequence.context.bidirectional(start, start + length)
         return ScheduledSequence(
-            sequence, Span(sequence.slot, start, length, mutual, long_factors=sequence.long_factors)
+            sequence, Span(sequence.slot, start, length, ranges, long_factors=sequence.long_factors)
         )
 
     def _prefill_order(self) -> list[Sequence]:
-        """Those who lack more than one row and wait for nobody, those due first; one is due when its followers are."""
-        due = {
+        """Sequences in prefill that wait for no leader, by deadline; a leader inherits its followers' deadlines."""
+        deadlines = {
             one: (one.rank, self._admitted_at[one] + _DEADLINE_FACTOR * self._uncomputed_tokens(one))
             for one in self.running
         }
-        held = {one for one in self.running if self._waits_for_leader(one)}
+        followers = {one for one in self.running if self._waits_for_leader(one)}
         for follower in reversed(self.running):
-            if follower in held:
+            if follower in followers:
                 leader = self._leaders[follower].sequence
-                due[leader] = min(due[leader], due[follower])
-        free = [one for one in self.running if one not in held and self._uncomputed_tokens(one) > 1]
-        return sorted(free, key=lambda one: due[one])
+                deadlines[leader] = min(deadlines[leader], deadlines[follower])
+        prompts = [one for one in self.running if one not in followers and self._uncomputed_tokens(one) > 1]
+        return sorted(prompts, key=lambda one: deadlines[one])
 
     def _chunk_length(self, sequence: Sequence, start: int, max_tokens: int, max_scored: int) -> int:
-        """Rows that one forward may bring, up to `max_tokens`: not past the capacity, nor past a mark that needs a state.
+        """Tokens of the next chunk, up to `max_tokens` and the capacity, with `max_scored` scored ones at most.
 
-        scored  of them, those that score a token at most
-        A mutual range comes whole, or not yet.
+        It ends at the next checkpoint of recurrent states, and splits no bidirectional range.
         """
         if sequence.scores is not None and not sequence.request.bidirectional:
             max_tokens = min(max_tokens, max(sequence.scores.next_position - start, 0) + max_scored)
         stop = sequence.context.align_down(min(start + max_tokens, len(sequence.tokens), self._cache.capacity))
         # A recurrent state exists only where a span ends.
-        marks = sequence.checkpoints(start, stop) if self._cache.recurrent_states is not None else []
-        return (marks[0] if marks else stop) - start
+        checkpoints = sequence.checkpoints(start, stop) if self._cache.recurrent_states is not None else []
+        return (checkpoints[0] if checkpoints else stop) - start
 
     def _preempt(self) -> None:
-        """Send the sequence that is served last back in line, because cells ran out."""
+        """Preempt a sequence because cells ran out."""
         assert len(self.running) > 1, "one sequence alone always fits: its capacity is at most the pool"
-        last = self._fairness.preemption_victim(self.running)
-        self._requeue(last)
-        self._fairness.slot_lost(last)
+        victim = self._fairness.preemption_victim(self.running)
+        self._requeue(victim)
+        self._fairness.slot_lost(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Send a sequence back in line, before its like.
-
-        What it computed is remembered, until somebody needs its cells.
-        """
+        """Move a running sequence to the queue, before all of its rank, and cache its tokens."""
         self._slots.insert_prefix(sequence)
         self._release_slot(sequence)
         self.waiting.insert(bisect_left([other.rank for other in self.waiting], sequence.rank), sequence)
         self.preemptions += 1
-        # Others may have waited for it. They do not any more: it may come back behind them, and wait for them.
+        # Its followers stop waiting: it may be admitted after them, and become their follower.
         self._update_followers()
 
     def _shift(self, sequence: Sequence) -> None:
-        """Drop what the sequence drops at a full context, in the cache and in the sequence."""
-        cut, states = sequence.context.next_drop(), sequence.request.recurrent_shift
-        assert cut is not None, "a sequence with nothing to drop has ended"
+        """Context shift: drop the next range of a full context in the cache and in the sequence."""
+        drop, states = sequence.context.next_drop(), sequence.request.recurrent_shift
+        assert drop is not None, "a sequence with nothing to drop has ended"
         while sequence.slot is not None:
             try:
-                standing = cut.start
+                cached_length = drop.start
                 if sequence.has_uniform_factors:
-                    standing = self._cache.shift(sequence.slot, cut.start, cut.length, states=states)
+                    cached_length = self._cache.shift(sequence.slot, drop.start, drop.length, states=states)
             except OutOfCells:
                 self._free_cells_for_copies()
             else:
-                if standing <= cut.start:
-                    # Nothing moved. How much of what earlier shifts moved is left may depend on chunks: none shall be.
-                    standing = self._slots.rewind(sequence, min(standing, sequence.context.recomputable_length))
-                sequence.context.shift(cut, standing)
+                if cached_length <= drop.start:
+                    # No key moved. How many keys of earlier shifts are left may depend on chunk sizes: drop them all.
+                    length = min(cached_length, sequence.context.recomputable_length)
+                    cached_length = self._slots.rewind(sequence, length)
+                sequence.context.shift(drop, cached_length)
                 return
 
     def _free_cells_for_copies(self) -> None:
-        """Free cells for copies of shared ones; a sequence that shares with the memory alone gets its cells back."""
+        """Free cells for private copies of shared cells: preempt a sequence, or empty the prefix cache for the last one."""
         if len(self.running) > 1:
             self._preempt()
         else:

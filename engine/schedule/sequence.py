@@ -1,4 +1,4 @@
-"""One request while it lives in the engine: what its cache is about, what the client got, and when it is over."""
+"""A request inside the engine: its tokens, its slot, its sampling state, and its counts and times."""
 
 from __future__ import annotations
 
@@ -22,23 +22,101 @@ from engine.text.tokenizer import Tokenizer
 from engine.types.events import Timings, Usage
 from engine.types.request import Overflow, Request, Tier
 
-# Attention leans on the first tokens whatever they are (StreamingLLM, arXiv 2309.17453): a shift spares four.
+# Attention sinks: a context shift keeps the first four tokens (StreamingLLM, arXiv 2309.17453).
 _ATTENTION_SINKS = 4
+_TIERS: tuple[str, ...] = get_args(Tier)
+
+
+class SamplingState:
+    """What the next token of a sequence depends on besides its logits: seed, position, penalties and constraints."""
+
+    def __init__(
+        self, request: Request, *, vocabulary: int, end_tokens: frozenset[int], matcher: GrammarMatcher | None
+    ) -> None:
+        self.seed = int.from_bytes(os.urandom(8)) >> 1 if request.sampling.seed is None else request.sampling.seed
+        self._request, self._vocabulary, self._end_tokens = request, vocabulary, end_tokens
+        # The position in the text, which context shifts do not change.
+        self._position = len(request.prompt)
+        # The placeholder token of an image may lie outside of the vocabulary.
+        prompt = [token for token in request.prompt if token < vocabulary]
+        self._history = PenaltyHistory(request.sampling, prompt, vocabulary)
+        self._constraints = Constraints.for_request(
+            request, prompt, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher
+        )
+
+    def append(self, token: int) -> None:
+        """Follow the text by one emitted token."""
+        self._position += 1
+        self._history.append(token)
+        if self._constraints is not None:
+            self._constraints.append(token)
+
+    def context(self) -> SamplingContext:
+        """How to sample the next token."""
+        return SamplingContext(self._request.sampling, self.seed, self._position, self._history, self._constraints)
+
+    def is_end_token(self, token: int) -> bool:
+        """Whether an EOS token ends the text. `ignore_eos` does not apply to a grammar, which permits EOS at its end."""
+        return token in self._end_tokens and (not self._request.ignore_eos or self._request.grammar is not None)
+
+    def is_stop_token(self, token: int) -> bool:
+        """Whether the token ends the text: an end token, or a stop token of the request."""
+        return token in self._request.stop_token_ids or self.is_end_token(token)
+
+    def deadlock_reason(self, sampled: Collection[int | None]) -> str | None:
+        """Why the constraints permit no token after the sampled ones up to a None; None: they are not the cause."""
+        if self._constraints is None or None not in sampled:
+            return None
+        tokens = [token for token in sampled if token is not None]
+        return self._constraints.after(tokens).deadlock_reason(self._vocabulary)
+
+
+class SequenceStats:
+    """Token counts and timestamps of a sequence.
+
+    arrived          when it was queued
+    cached_tokens    of the prompt that were reused; None until it first gets a slot
+    accepted_tokens, rejected_tokens  draft tokens
+    matched_tokens   of the prompt that the prefix cache held, even where it had no checkpoint to resume at
+    diverged         whether other cached sequences continue differently there
+    """
+
+    def __init__(self, now: float) -> None:
+        self.arrived = now
+        self.cached_tokens: int | None = None
+        self.accepted_tokens = self.rejected_tokens = self.matched_tokens = 0
+        self.diverged = False
+        self._started: float | None = None
+        self._first_token: float | None = None
+
+    def record_start(self, cached_tokens: int, now: float) -> bool:
+        """The sequence got a slot. False after a preemption: only the first slot counts."""
+        if self.cached_tokens is not None:
+            return False
+        self.cached_tokens, self._started = cached_tokens, now
+        return True
+
+    def record_token(self, now: float) -> None:
+        """A token was emitted; the first one ends the prompt time."""
+        if self._first_token is None:
+            self._first_token = now
+
+    def timings(self, now: float) -> Timings:
+        """Seconds in the queue, on the prompt and on the output until `now`."""
+        started = now if self._started is None else self._started
+        first = now if self._first_token is None else self._first_token
+        return Timings(started - self.arrived, first - started, now - first)
 
 
 class Sequence:
-    """A running or waiting request. Waiting means that it has no slot; it is over when it is in no queue.
+    """A running or waiting request; a waiting one has no slot.
 
-    output   what was generated
-    accepted, refused  drafted tokens that were said, and that were not
-    context  what the slot is about: the prompt and the output, less what shifts dropped
-    tokens   those of the lineage; longer than the capacity where shifts are due
-    encoder_mask    what its rows see of its media; it gets no slot without (`ready`)
-    scores, pool  what is gathered of the prompt's rows; None where nothing is asked for, or all has been told
-    extended whether all of its rows are rotated by the long factors (engine/model/rope.py)
-    rank     who is served first: lower ones
-    owner, group  whose share of the slots it takes: that of an owner, and of one of the owner's requests
-    deadline when it ends, wherever it is; None: when it is done
+    context         the tokens that the slot caches: prompt and output, less what context shifts dropped
+    tokens          those of the context, in one list for good; longer than the capacity where shifts are due
+    output          generated tokens
+    encoder_mask    which encoder entries each token attends to; required before it gets a slot (`is_ready`)
+    scores, pooler  of the prompt; None where the request asks for none, or they are complete and delivered
+    long_factors    whether all its keys are rotated by the long factors of LongRoPE (engine/model/rope.py)
     """
 
     def __init__(
@@ -55,206 +133,180 @@ class Sequence:
         matcher: GrammarMatcher | None = None,
         rope_switch: RopeSwitch | None = None,
     ) -> None:
-        self.request = request
+        self.request, self.stats = request, SequenceStats(now)
+        self.sampling = SamplingState(request, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher)
+        detokenizer = tokenizer.detokenizer(request.prompt, special=request.include_special_tokens)
+        self.text = TextStream(detokenizer, request.stop, request.stop_regex, min_tokens=request.min_tokens)
         self.output: list[int] = []
         self.slot: int | None = None
         self.encoder_mask: EncoderMask | None = None
         self.overflow = request.overflow or overflow
-        self.seed = int.from_bytes(os.urandom(8)) >> 1 if request.sampling.seed is None else request.sampling.seed
-        decoder = tokenizer.detokenizer(request.prompt, special=request.include_special_tokens)
-        self.text = TextStream(decoder, request.stop, request.stop_regex, min_tokens=request.min_tokens)
-        self.cached_tokens: int | None = None
-        self._capacity, self._prefix_match = capacity, (0, False)
-        self.accepted_tokens = self.rejected_tokens = 0
         self.scores = None if request.score_from is None else PromptScores(request.prompt, request.score_from)
-        self.pool = None if request.pooling is None else PromptPooler(request.pooling, len(request.prompt))
-        self.owner, self.group = request.owner, (request.owner, request.group or request.id)
-        self.rank = get_args(Tier).index(request.tier)
-        self.deadline = None if request.timeout_seconds is None else now + request.timeout_seconds
-        self._vocabulary, self._end_tokens, self._rope_switch = vocabulary, end_tokens, rope_switch
-        self.long_factors = rope_switch is not None and self._exceeds_original_context(rope_switch, len(request.prompt))
+        self.pooler = None if request.pooling is None else PromptPooler(request.pooling, len(request.prompt))
+        self._capacity, self._rope_switch = capacity, rope_switch
+        self.long_factors = rope_switch is not None and self._exceeds_original_context(len(request.prompt))
         self.context = ContextHistory(
             request.prompt,
             capacity=capacity,
-            keep=self._tokens_to_keep(tokenizer.special_tokens),
+            keep_tokens=self._tokens_to_keep(tokenizer.special_tokens),
             protected=request.protected,
-            mutual=request.bidirectional,
+            bidirectional=request.bidirectional,
             salt=self._salt(),
-            states=request.recurrent_shift,
+            state_mode=request.recurrent_shift,
         )
-        # One list for good: shifts change it in place.
         self.tokens = self.context.tokens
         self._checkpoints: set[int] = set()
         self._add_prompt_checkpoints(checkpoint_interval)
-        # The token of an image may lie behind the vocabulary.
-        said = [token for token in request.prompt if token < vocabulary]
-        self._history = PenaltyHistory(request.sampling, said, vocabulary)
-        self._rules = Constraints.for_request(
-            request, said, vocabulary=vocabulary, end_tokens=end_tokens, matcher=matcher
-        )
-        self._arrived, self._started, self._first = now, now, now
+
+    @property
+    def owner(self) -> str:
+        """The first level of fair sharing."""
+        return self.request.owner
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """The second level of fair sharing: the sequences of one request of an owner."""
+        return self.request.owner, self.request.group or self.request.id
+
+    @property
+    def rank(self) -> int:
+        """Of its tier; lower ranks are served first."""
+        return _TIERS.index(self.request.tier)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the sequence is finished in any state; None: never."""
+        seconds = self.request.timeout_seconds
+        return None if seconds is None else self.stats.arrived + seconds
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may have a slot: what it looks at must be encoded before."""
+        """Whether it may get a slot: its media are encoded."""
         return self.request.media is None or self.encoder_mask is not None
 
     @property
     def reusable_length(self) -> int:
-        """Tokens that need not be computed if others were before: no row behind them is needed.
+        """Tokens that may come from the prefix cache: those before the first token that needs logits or hidden states.
 
-        At least one token stays, for without a row there are no logits.
+        Always less than all tokens: the last one gives the logits of the next.
         """
-        needed = [gathered.next_position for gathered in (self.scores, self.pool) if gathered is not None]
+        needed = [prompt.next_position for prompt in (self.scores, self.pooler) if prompt is not None]
         return min([len(self.tokens) - 1, *needed])
-
-    @property
-    def needs_long_factors(self) -> bool:
-        """Whether its content must be computed anew by the long rotary factors, as `generate` does it (`extend`)."""
-        if self.long_factors or self._rope_switch is None or not self._rope_switch.recomputes:
-            return False
-        return self._exceeds_original_context(self._rope_switch, len(self.tokens))
-
-    @property
-    def has_uniform_factors(self) -> bool:
-        """Whether one set of rotary factors holds for all of its keys, so that a shift can turn them."""
-        return self.long_factors or self._rope_switch is None or self._capacity <= self._rope_switch.original_length
-
-    def switch_to_long_factors(self) -> None:
-        """Rotate all rows by the long factors from now on; the slot must be empty."""
-        self.long_factors = True
-        self.context.reset_salt(self._salt())
 
     @cached_property
     def max_new_tokens(self) -> int:
-        """New tokens at most."""
+        """The limit of the output: `max_tokens`, or what the context leaves."""
         if self.request.pooling is not None:
             return 0
-        room = self._capacity if self.overflow == "shift" else self._capacity - len(self.request.prompt)
-        asked = self.request.max_tokens
-        if asked is None:
-            return room
-        return asked if self.overflow == "shift" else min(asked, room)
+        available = self._capacity if self.overflow == "shift" else self._capacity - len(self.request.prompt)
+        requested = self.request.max_tokens
+        if requested is None:
+            return available
+        return requested if self.overflow == "shift" else min(requested, available)
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that it may say at once: what is left of its limit, and of its context."""
-        room = min(self.max_new_tokens - len(self.output), self._capacity + 1 - len(self.tokens))
+        """Tokens that one step may emit: up to the output limit, a context shift or a change of rotary factors."""
+        remaining = min(self.max_new_tokens - len(self.output), self._capacity + 1 - len(self.tokens))
         if self._rope_switch is None or not self._rope_switch.recomputes or self.has_uniform_factors:
-            return room
-        # What follows is computed by other factors than what is there.
-        return min(room, self._rope_switch.original_length + 1 - len(self.tokens))
-
-    def allows_drafter(self, kind: str) -> bool:
-        """Whether the request lets this kind of drafter guess for it."""
-        return self.request.speculation.drafter in ("auto", kind)
+            return remaining
+        return min(remaining, self._rope_switch.original_length + 1 - len(self.tokens))
 
     @property
     def is_context_full(self) -> bool:
-        """Whether the latest token has no place in the context, and nothing may be dropped for it."""
+        """Whether the latest token does not fit the context and no token may be dropped for it."""
         return len(self.tokens) > self._capacity and self.context.next_drop() is None
 
+    @property
+    def needs_long_factors(self) -> bool:
+        """Whether its keys must be recomputed with the long factors, as `generate` does (`switch_to_long_factors`)."""
+        if self.long_factors or self._rope_switch is None or not self._rope_switch.recomputes:
+            return False
+        return self._exceeds_original_context(len(self.tokens))
+
+    @property
+    def has_uniform_factors(self) -> bool:
+        """Whether all its keys have the same rotary factors, so that a context shift can rotate them."""
+        return self.long_factors or self._rope_switch is None or self._capacity <= self._rope_switch.original_length
+
+    def switch_to_long_factors(self) -> None:
+        """Use the long rotary factors from now on; the slot must be empty."""
+        self.long_factors = True
+        self.context.reset_salt(self._salt())
+
+    def allows_drafter(self, kind: str) -> bool:
+        """Whether the request permits drafts of this kind of drafter."""
+        return self.request.speculation.drafter in ("auto", kind)
+
+    def sampling_context(self) -> SamplingContext:
+        """How to sample the next token."""
+        return self.sampling.context()
+
+    def append(self, token: int, now: float) -> None:
+        """Add an emitted token."""
+        self.stats.record_token(now)
+        self.tokens.append(token)
+        self.output.append(token)
+        self.sampling.append(token)
+
     def add_checkpoint(self, position: int) -> None:
-        """Take note that this place in the prompt is worth resuming at; nobody can inside a mutual range."""
-        if 0 < position < len(self.request.prompt) and not any(a < position < b for a, b in self.request.bidirectional):
+        """Add a position of the prompt to resume at, unless it lies inside a bidirectional range."""
+        inside = any(start < position < stop for start, stop in self.request.bidirectional)
+        if 0 < position < len(self.request.prompt) and not inside:
             self._checkpoints.add(position)
 
     def checkpoints(self, start: int, stop: int) -> list[int]:
-        """The places worth resuming at in (start, stop], in order. After a shift there are none."""
-        return [] if self.context.shifts else sorted(mark for mark in self._checkpoints if start < mark <= stop)
+        """The checkpoints in (start, stop], ascending; none after a context shift."""
+        return [] if self.context.shifts else sorted(at for at in self._checkpoints if start < at <= stop)
 
     def record_prefix_match(self, length: int, *, diverged: bool) -> None:
-        """So much of the prompt is remembered, and whether others went on differently there."""
+        """The prefix cache holds the first `length` tokens: they become a checkpoint."""
         self.add_checkpoint(length)
-        if self.cached_tokens is None:
-            self._prefix_match = length, diverged
-
-    def start(self, cached_tokens: int, now: float) -> bool:
-        """The sequence got a slot. Returns whether for the first time: after a preemption it has started before."""
-        if self.cached_tokens is not None:
-            return False
-        self.cached_tokens, self._started = cached_tokens, now
-        return True
+        if self.stats.cached_tokens is None:
+            self.stats.matched_tokens, self.stats.diverged = length, diverged
 
     def update_cached(self, cached_length: int) -> None:
-        """Others computed more of the prompt, so that the sequence stands at `cached_length` without work of its own."""
+        """Another sequence computed more of the prompt: its slot now caches `cached_length` tokens."""
         if not self.output:
-            self.cached_tokens = cached_length
-
-    def append(self, token: int, now: float) -> None:
-        """Take a token that was emitted for this sequence."""
-        if not self.output:
-            self._first = now
-        self.tokens.append(token)
-        self.output.append(token)
-        self._history.append(token)
-        if self._rules is not None:
-            self._rules.append(token)
-
-    def draw(self) -> SamplingContext:
-        """How the next token is to be drawn. Its position is that in the text, which no shift changes."""
-        position = len(self.request.prompt) + len(self.output)
-        return SamplingContext(self.request.sampling, self.seed, position, self._history, self._rules)
-
-    def is_end_token(self, token: int) -> bool:
-        """Whether a token is an end of this text. A grammar says itself where its text ends, so that is not ignored."""
-        return token in self._end_tokens and (not self.request.ignore_eos or self.request.grammar is not None)
-
-    def is_stop_token(self, token: int) -> bool:
-        """Whether the text is over with a token, be it an end or one that the request stops at."""
-        return token in self.request.stop_token_ids or self.is_end_token(token)
-
-    def deadlock_reason(self, sampled: Collection[int | None]) -> str | None:
-        """Why nothing can follow what a step said, up to a None; None: it is not for the request's own rules."""
-        if self._rules is None or None not in sampled:
-            return None
-        known = [token for token in sampled if token is not None]
-        return self._rules.after(known).deadlock_reason(self._vocabulary)
+            self.stats.cached_tokens = cached_length
 
     def usage(self) -> Usage:
-        """What the request cost so far."""
-        past = self.context
+        """Token counts so far."""
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.output),
-            cached_tokens=self.cached_tokens or 0,
-            context_shifts=past.total_shifts,
-            shifted_tokens=past.dropped_tokens,
-            accepted_tokens=self.accepted_tokens,
-            rejected_tokens=self.rejected_tokens,
-            matched_tokens=self._prefix_match[0],
-            diverged=self._prefix_match[1],
+            cached_tokens=self.stats.cached_tokens or 0,
+            context_shifts=self.context.total_shifts,
+            shifted_tokens=self.context.dropped_tokens,
+            accepted_tokens=self.stats.accepted_tokens,
+            rejected_tokens=self.stats.rejected_tokens,
+            matched_tokens=self.stats.matched_tokens,
+            diverged=self.stats.diverged,
         )
 
-    def timings(self, now: float) -> Timings:
-        """Where its time went so far."""
-        started = now if self.cached_tokens is None else self._started
-        first = self._first if self.output else now
-        return Timings(started - self._arrived, first - started, now - first)
-
-    def _exceeds_original_context(self, switch: RopeSwitch, length: int) -> bool:
-        """Whether a slot ever holds more than the original length while the text is `length` tokens long."""
-        return min(length, self._capacity) > switch.original_length
+    def _exceeds_original_context(self, length: int) -> bool:
+        """Whether a text of `length` tokens fills a slot beyond the original context of the model."""
+        assert self._rope_switch is not None, "there is one set of rotary factors"
+        return min(length, self._capacity) > self._rope_switch.original_length
 
     def _salt(self) -> bytes:
-        """What is computed under one image is wrong under another, and by other rotary factors too."""
+        """Keys and values depend on the media and on the rotary factors too."""
         media = b"" if self.request.media is None else self.request.media.digest
         salt = self.request.salt + media
         return hashlib.sha256(b"extended" + salt).digest() if self.long_factors else salt
 
     def _add_prompt_checkpoints(self, interval: int | None) -> None:
         length = len(self.request.prompt)
-        # The same prompt again needs a row for its logits: so it is taken up before its last token.
+        # The same prompt again resumes before its last token, which gives the first logits.
         regular = range(interval, length, interval) if interval else ()
         for position in (*self.request.checkpoints, self.reusable_length, length - 1, *regular):
             self.add_checkpoint(position)
 
-    def _tokens_to_keep(self, special: frozenset[int]) -> int:
-        """Tokens at the start that a shift does not drop; at least one behind them can always go."""
-        asked = self.request.keep
-        if asked is None:
+    def _tokens_to_keep(self, special_tokens: frozenset[int]) -> int:
+        """Tokens at the start that context shifts keep: at most half of the context."""
+        keep = self.request.keep
+        if keep is None:
             prompt = self.request.prompt
-            asked = (
-                next((at for at, token in enumerate(prompt) if token not in special), len(prompt)) + _ATTENTION_SINKS
-            )
-        return min(asked, self._capacity // 2)
+            first = next((at for at, token in enumerate(prompt) if token not in special_tokens), len(prompt))
+            keep = first + _ATTENTION_SINKS
+        return min(keep, self._capacity // 2)

@@ -1,6 +1,6 @@
-"""Who sits in which slot, and what a prompt need not compute: the cache remembers what others computed.
+"""Assigns the slots of the cache to sequences and connects them to the prefix cache.
 
-Owns the slots of the cache. A slot that a sequence leaves is empty; what it held lives on in the cache's prefix tree.
+A released slot is empty; its keys and values live on in the prefix cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvcache.spec import Span
 
 
 class Slots:
-    """The seats of the cache."""
+    """The slots of one cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -19,24 +19,24 @@ class Slots:
 
     @property
     def free_count(self) -> int:
-        """Slots that no sequence sits in."""
+        """Slots without a sequence."""
         return len(self._free)
 
     def acquire(self, sequence: Sequence) -> int:
-        """Seat the sequence and return the length at which it stands: what need not be computed.
+        """Give the sequence a slot; the length that the slot reused from the prefix cache.
 
-        One that was shifted goes back to the latest shift behind which all is found that cannot be computed.
+        A shifted sequence returns to its last stage at which all tokens are found that cannot be recomputed.
         """
         if sequence.needs_long_factors:
             sequence.switch_to_long_factors()
         sequence.slot = self._free.pop()
-        while (standing := self.reuse_prefix(sequence)) < sequence.context.restore_length:
+        while (cached_length := self.reuse_prefix(sequence)) < sequence.context.restore_length:
             self._cache.clear(sequence.slot)
             sequence.context.undo_shift()
-        return standing
+        return cached_length
 
     def restart_with_long_factors(self, sequence: Sequence) -> None:
-        """Let an outgrown sequence begin anew; others may have what it computed before."""
+        """Recompute the sequence with the long rotary factors; its old keys and values stay in the prefix cache."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
         self.insert_prefix(sequence)
         self._cache.clear(sequence.slot)
@@ -44,53 +44,52 @@ class Slots:
         self.reuse_prefix(sequence)
 
     def reuse_prefix(self, sequence: Sequence) -> int:
-        """Take over what the cache remembers by now of the sequence's tokens; the length at which it stands then.
+        """Extend the slot by cells of the prefix cache that hold the next tokens of the sequence; its new length.
 
-        What stands behind rows that the sequence needs stays to be computed, one token at least. Where tokens are known
-        farther than the slot can stand, others left there before: the sequence makes that a place to resume at.
+        Tokens whose logits or hidden states are required stay to be computed, and always the last one. Where the prefix
+        cache matches more tokens than a slot can resume at, the end of the match becomes a checkpoint.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
         keys = sequence.context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))
         salt = sequence.context.salt
-        standing = self._cache.reuse_prefix(sequence.slot, keys, salt=salt)
-        known = self._cache.match_prefix(keys, salt=salt)
-        sequence.record_prefix_match(known.length, diverged=known.diverged)
-        return self.rewind(sequence, standing)
+        cached_length = self._cache.reuse_prefix(sequence.slot, keys, salt=salt)
+        match = self._cache.match_prefix(keys, salt=salt)
+        sequence.record_prefix_match(match.length, diverged=match.diverged)
+        return self.rewind(sequence, cached_length)
 
     def rewind(self, sequence: Sequence, length: int) -> int:
-        """Let the slot stand at `length` or below, where it can go on; the length at which it stands then.
+        """Shorten the slot to `length` or to the next shorter length at which it can resume; its new length.
 
-        It never stands inside a mutual range, for that is computed whole.
+        Never inside a bidirectional range, which one forward computes as a whole.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        standing = min(length, self._cache.cached_length(sequence.slot))
-        while (whole := sequence.context.align_down(standing)) < self._cache.cached_length(sequence.slot):
-            standing = self._cache.rewind(sequence.slot, whole)
-        return standing
+        target = min(length, self._cache.cached_length(sequence.slot))
+        while (aligned := sequence.context.align_down(target)) < self._cache.cached_length(sequence.slot):
+            target = self._cache.rewind(sequence.slot, aligned)
+        return target
 
     def insert_span(self, sequence: Sequence, span: Span) -> None:
-        """Let others have what a span that begins in the prompt computed, and make its marks places to resume at."""
+        """Insert a computed span of the prompt into the prefix cache, with its checkpoints."""
         if sequence.context.shifts:
             return
-        for mark in sequence.checkpoints(span.start, span.stop):
-            self._insert_prefix(sequence, mark, seal=True)
+        for position in sequence.checkpoints(span.start, span.stop):
+            self._insert_prefix(sequence, position, checkpoint=True)
         if span.stop <= len(sequence.request.prompt):
             self._insert_prefix(sequence, span.stop)
 
     def insert_prefix(self, sequence: Sequence) -> None:
-        """Keep all that the slot holds for those who have the same tokens and the same past."""
+        """Insert all tokens of the slot into the prefix cache, under the salt of the sequence's context history."""
         assert sequence.slot is not None, "a waiting sequence has no slot"
         self._insert_prefix(sequence, self._cache.cached_length(sequence.slot))
 
     def release(self, sequence: Sequence) -> None:
-        """Let the sequence leave its slot, which is empty then."""
+        """Clear and free the slot of the sequence."""
         assert sequence.slot is not None, "a sequence leaves a slot that it does not have"
         self._cache.clear(sequence.slot)
         self._free.append(sequence.slot)
         sequence.slot = None
 
-    def _insert_prefix(self, sequence: Sequence, length: int, *, seal: bool = False) -> None:
+    def _insert_prefix(self, sequence: Sequence, length: int, *, checkpoint: bool = False) -> None:
         assert sequence.slot is not None, "a waiting sequence has no slot"
-        self._cache.insert_prefix(
-            sequence.slot, sequence.context.prefix_keys(length), salt=sequence.context.salt, checkpoint=seal
-        )
+        keys = sequence.context.prefix_keys(length)
+        self._cache.insert_prefix(sequence.slot, keys, salt=sequence.context.salt, checkpoint=checkpoint)

@@ -1,6 +1,6 @@
-"""One forward over what a plan grants, and what becomes known after it: what sequences say, scores, states.
+"""One forward over the scheduled sequences, and its results: sampled tokens, logprobs, prompt scores, hidden states.
 
-The rows of a grant are its span of the sequence and, behind it, a draft. Of the draft the cache keeps what was said.
+The batch tokens of a sequence are its span followed by its draft; the cache keeps the accepted draft tokens only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvcache.spec import Span
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What is known of one sequence after a step; None is where its output was not finite.
+    """The result of a step for one sequence; None stands for logits without a finite maximum.
 
-    tokens    what it says; none where its prompt is not computed yet, or nothing is to follow it
-    logprobs  of these before a None; none where the request did not ask for them
-    scores    of further tokens of the prompt, in order
-    hidden_states    [rows, width] of further tokens of the prompt; None where none are asked for
+    tokens         sampled; none while its prompt is in prefill, or if the request generates none
+    logprobs       of the tokens up to a None, if the request asks for them
+    scores         of the next tokens of the prompt, in order
+    hidden_states  [tokens, width] of the next tokens of the prompt, if the request pools them
     """
 
     scheduled: ScheduledSequence
@@ -40,20 +40,20 @@ class StepResult:
 
     @property
     def is_broken(self) -> bool:
-        """Whether some of its output was not finite."""
-        sound = self.hidden_states is None or bool(self.hidden_states.isfinite().all())
-        return None in self.tokens or None in self.scores or not sound
+        """Whether logits or hidden states are not finite."""
+        is_finite = self.hidden_states is None or bool(self.hidden_states.isfinite().all())
+        return None in self.tokens or None in self.scores or not is_finite
 
 
 @dataclass(slots=True)
 class _BatchSlice:
-    """What one grant has of a batch.
+    """The part of one sequence in the batch and in the outputs of a forward.
 
-    first_logit_row  the first of its rows of logits
-    first_state_row  the first of its rows of states
-    logit_tokens  the rows of the batch whose logits are asked for, those last behind which something is said
-    pooled_tokens  the rows whose states are asked for
-    sampled_rows    of the logits those behind which something is said
+    first_logit_row  of its rows of logits
+    first_state_row  of its rows of hidden states
+    logit_tokens     batch tokens with logits: the scored ones, then those to sample after
+    pooled_tokens    batch tokens with hidden states
+    sampled_rows     rows of logits to sample from
     """
 
     scheduled: ScheduledSequence
@@ -63,6 +63,11 @@ class _BatchSlice:
     pooled_tokens: Sequence[int]
     sampled_rows: range
 
+    def hidden_states(self, states: Tensor | None) -> Tensor | None:
+        """Its rows of the hidden states of the batch."""
+        first = self.first_state_row
+        return None if states is None else states[first : first + len(self.pooled_tokens)]
+
 
 class Stepper:
     """Computes steps of one model over one cache. Belongs to the engine thread."""
@@ -70,119 +75,113 @@ class Stepper:
     def __init__(self, loaded: LoadedModel, cache: Cache) -> None:
         self._runner, self._cache = loaded.runner, cache
         describe = loaded.tokenizer.describe_token
-        # To read a token costs 30 microseconds, and the likeliest tokens are often the same ones.
+        # To decode a token takes 30 microseconds, and top tokens repeat.
         self._describe_token = lru_cache(maxsize=8192)(lambda token: describe(token, 0.0))
 
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """What becomes known of each grant, in order. What raises keeps no row of the step."""
-        compute = self._sample_only if all([grant.samples_only for grant in scheduled]) else self._sample_and_report
-        with self._cache.forward([grant.batch_span for grant in scheduled]) as forward:
-            said = compute(forward, scheduled)
-            for each in said:
-                if each.scheduled.draft is not None:
-                    # The last token that was said has no row yet, and neither has anything drafted behind it.
-                    forward.keep(each.scheduled.span.slot, each.scheduled.span.stop + len(each.tokens) - 1)
-        return said
+        """Compute the step; a result for each scheduled sequence, in order. An exception leaves the cache unchanged."""
+        compute = self._sample_only if all([each.samples_only for each in scheduled]) else self._sample_and_report
+        with self._cache.forward([each.batch_span for each in scheduled]) as forward:
+            results = compute(forward, scheduled)
+            for result in results:
+                if result.scheduled.draft is not None:
+                    # Accepted draft tokens stay; the last sampled token is not computed yet.
+                    span = result.scheduled.span
+                    forward.keep(span.slot, span.stop + len(result.tokens) - 1)
+        return results
 
     def _sample_only(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """What is said, where nobody asks for logits or states."""
+        """A step in which the runner samples, and logits and hidden states stay inside it."""
         tokens: list[int] = []
-        wanted: list[int] = []
-        for grant in scheduled:
-            tokens += grant.batch_tokens
-            wanted += range(len(tokens) - grant.sample_count, len(tokens))
-        said = _verify_drafts(
-            scheduled, partial(self._runner.run_and_sample, forward, tokens, wanted, _encoder_masks(scheduled))
-        )
-        return [StepResult(grant, tuple(own)) for grant, own in zip(scheduled, said, strict=True)]
+        logit_rows: list[int] = []
+        for each in scheduled:
+            tokens += each.batch_tokens
+            logit_rows += range(len(tokens) - each.sample_count, len(tokens))
+        sample = partial(self._runner.run_and_sample, forward, tokens, logit_rows, _encoder_masks(scheduled))
+        sampled = _verify_drafts(scheduled, sample)
+        return [StepResult(each, tuple(own)) for each, own in zip(scheduled, sampled, strict=True)]
 
     def _sample_and_report(self, forward: Forward, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """What is said, and all that is asked for besides."""
-        shares, sights = _batch_slices(scheduled, forward.spans), _encoder_masks(scheduled)
-        tokens = [token for grant in scheduled for token in grant.batch_tokens]
-        wanted = [row for share in shares for row in share.logit_tokens]
-        pooled = [row for share in shares for row in share.pooled_tokens]
+        """A step with logprobs, prompt scores or hidden states."""
+        slices, masks = _batch_slices(scheduled, forward.spans), _encoder_masks(scheduled)
+        tokens = [token for each in scheduled for token in each.batch_tokens]
+        logit_rows = [row for one in slices for row in one.logit_tokens]
+        hidden_rows = [row for one in slices for row in one.pooled_tokens]
         states = None
-        if pooled:
-            logits, states = self._runner.run_with_hidden_states(forward, tokens, wanted, pooled, sights)
+        if hidden_rows:
+            logits, states = self._runner.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, masks)
         else:
-            logits = self._runner.run(forward, tokens, wanted, sights)
-        rows = [row for share in shares for row in share.sampled_rows]
-        telling = logits[rows] if len(rows) < len(wanted) else logits
-        said = _verify_drafts(scheduled, partial(self._runner.sample, telling))
-        return list(self._step_results(shares, said, logits, states))
+            logits = self._runner.run(forward, tokens, logit_rows, masks)
+        rows = [row for one in slices for row in one.sampled_rows]
+        sampled_logits = logits[rows] if len(rows) < len(logit_rows) else logits
+        sampled = _verify_drafts(scheduled, partial(self._runner.sample, sampled_logits))
+        return list(self._step_results(slices, sampled, logits, states))
 
-    def _describe(self, token: int, logprob: float) -> Logprob:
-        known = self._describe_token(token)
-        return Logprob(token, known.text, known.bytes, logprob)
+    def _logprob(self, token: int, logprob: float) -> Logprob:
+        described = self._describe_token(token)
+        return Logprob(token, described.text, described.bytes, logprob)
 
     def _step_results(
         self,
         slices: Sequence[_BatchSlice],
-        tokens: Sequence[Sequence[int | None]],
+        sampled: Sequence[Sequence[int | None]],
         logits: Tensor,
         states: Tensor | None,
     ) -> Iterator[StepResult]:
-        """Everything by grant; log-probabilities are computed for all at once."""
-        asked = [
-            (_score_queries(share), _logprob_queries(share, own)) for share, own in zip(slices, tokens, strict=True)
-        ]
-        entries = token_logprobs(logits, [ask for some in asked for asks in some for ask in asks], self._describe)
-        for share, own, (scores, said) in zip(slices, tokens, asked, strict=True):
-            scored = tuple(next(entries) for _ in scores)
-            described = tuple(next(entries) for _ in said)
-            pooled = (
-                None
-                if states is None
-                else states[share.first_state_row : share.first_state_row + len(share.pooled_tokens)]
-            )
-            yield StepResult(share.scheduled, tuple(own), described, scored, pooled)
+        """A result for each slice; logprobs of all slices are computed at once."""
+        queries = [(_score_queries(one), _logprob_queries(one, own)) for one, own in zip(slices, sampled, strict=True)]
+        entries = token_logprobs(logits, [query for pair in queries for some in pair for query in some], self._logprob)
+        for one, own, (score_queries, logprob_queries) in zip(slices, sampled, queries, strict=True):
+            scores = tuple(next(entries) for _ in score_queries)
+            logprobs = tuple(next(entries) for _ in logprob_queries)
+            yield StepResult(one.scheduled, tuple(own), logprobs, scores, one.hidden_states(states))
 
 
 def _batch_slices(scheduled: Sequence[ScheduledSequence], spans: Sequence[Span]) -> list[_BatchSlice]:
-    """How the grants share a batch, one after the other."""
-    shares: list[_BatchSlice] = []
+    """The slices of the scheduled sequences, one after the other in the batch."""
+    slices: list[_BatchSlice] = []
     row = logits = states = 0
-    for grant, span in zip(scheduled, spans, strict=True):
-        scored, pooled = grant.scored_positions, grant.pooled_positions
+    for each, span in zip(scheduled, spans, strict=True):
+        scored, pooled = each.scored_positions, each.pooled_positions
         stop = row + span.length
-        before = row - span.start
-        wanted = [*(before + position for position in scored), *range(stop - grant.sample_count, stop)]
-        said = range(logits + len(scored), logits + len(wanted))
-        shares.append(_BatchSlice(grant, logits, states, wanted, [before + position for position in pooled], said))
+        offset = row - span.start
+        logit_tokens = [*(offset + position for position in scored), *range(stop - each.sample_count, stop)]
+        sampled_rows = range(logits + len(scored), logits + len(logit_tokens))
+        pooled_tokens = [offset + position for position in pooled]
+        slices.append(_BatchSlice(each, logits, states, logit_tokens, pooled_tokens, sampled_rows))
         row = stop
-        logits += len(wanted)
+        logits += len(logit_tokens)
         states += len(pooled)
-    return shares
+    return slices
 
 
 def _encoder_masks(scheduled: Sequence[ScheduledSequence]) -> list[EncoderMask | None]:
-    """What each sequence sees of its media."""
-    return [grant.sequence.encoder_mask for grant in scheduled]
+    return [each.sequence.encoder_mask for each in scheduled]
 
 
-def _verify_drafts(scheduled: Sequence[ScheduledSequence], choose: SampleTokens) -> list[list[int | None]]:
-    """What each grant says; nothing where nothing is to be said."""
-    speaking = [grant for grant in scheduled if grant.is_sampled]
-    trials = [
-        VerifyTokens(grant.draft_tokens, grant.sequence.draw(), grant.sequence.is_stop_token) for grant in speaking
+def _verify_drafts(scheduled: Sequence[ScheduledSequence], sample: SampleTokens) -> list[list[int | None]]:
+    """The sampled tokens of each scheduled sequence; none for sequences in prefill."""
+    decoding = [each for each in scheduled if each.is_sampled]
+    verified = [
+        VerifyTokens(each.draft_tokens, each.sequence.sampling_context(), each.sequence.sampling.is_stop_token)
+        for each in decoding
     ]
-    said = verify(trials, choose)
-    if len(speaking) == len(scheduled):
-        return said
-    told = iter(said)
-    return [next(told) if grant.is_sampled else [] for grant in scheduled]
+    sampled = verify(verified, sample)
+    if len(decoding) == len(scheduled):
+        return sampled
+    remaining = iter(sampled)
+    return [next(remaining) if each.is_sampled else [] for each in scheduled]
 
 
 def _score_queries(batch_slice: _BatchSlice) -> list[LogprobQuery]:
-    """What is asked of the rows that score a token of the prompt: each tells of the one behind it."""
+    """Queries for the scored prompt tokens; the logits at a position score the token after it."""
     request = batch_slice.scheduled.sequence.request
     scored = enumerate(batch_slice.scheduled.scored_positions, batch_slice.first_logit_row)
     return [LogprobQuery.for_request(request, row, request.prompt[position + 1]) for row, position in scored]
 
 
 def _logprob_queries(batch_slice: _BatchSlice, tokens: Sequence[int | None]) -> list[LogprobQuery]:
-    """What is asked of the rows behind which something was said."""
+    """Queries for the sampled tokens, if the request asks for logprobs."""
     request = batch_slice.scheduled.sequence.request
     if request.logprobs is None:
         return []

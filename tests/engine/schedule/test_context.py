@@ -36,7 +36,7 @@ KINDS = [
 
 def lineage(**fields: object) -> ContextHistory:
     """A lineage of a prompt of ten in a context of twenty, two kept."""
-    return ContextHistory(range(10), **{"capacity": 20, "keep": 2, **fields})
+    return ContextHistory(range(10), **{"capacity": 20, "keep_tokens": 2, **fields})
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def lineage(**fields: object) -> ContextHistory:
         (((0, 20),), None),
     ],
 )
-def test_a_shift_drops_the_older_half_but_nothing_protected(
+def test_a_shift_drops_the_older_unprotected_half(
     protected: tuple[tuple[int, int], ...], expected: DroppedRange | None
 ) -> None:
     """Behind what is kept goes the oldest stretch that gives enough, or the one that gives most."""
     assert expected == lineage(protected=protected).next_drop()
 
 
-def test_protected_ranges_move_along() -> None:
+def test_protected_ranges_move_with_a_shift() -> None:
     """After a shift they are where their tokens are."""
     own = lineage(protected=((12, 15),))
     own.tokens[:] = range(21)
@@ -77,9 +77,9 @@ def test_protected_ranges_move_along() -> None:
     assert DroppedRange(6, 7) == own.next_drop()
 
 
-def test_the_way_back_is_the_way_there() -> None:
+def test_undo_shift_reverses_shift() -> None:
     """A lineage that goes back has its text again, and shifts at the same places to the same salts."""
-    own = lineage(keep=3)
+    own = lineage(keep_tokens=3)
     past = []
     for _ in range(4):
         own.tokens += range(100, 121 - len(own.tokens) + 100)
@@ -102,10 +102,10 @@ def test_the_way_back_is_the_way_there() -> None:
     assert text == (own.total_shifts, own.dropped_tokens)
 
 
-def test_another_past_is_another_salt() -> None:
+def test_the_salt_depends_on_the_history() -> None:
     """Who dropped other tokens, elsewhere, or did other things to its states, shares nothing."""
     salts = set()
-    for fields in ({}, {"keep": 3}, {"salt": b"x"}, {"states": "carry"}, {"capacity": 22}):
+    for fields in ({}, {"keep_tokens": 3}, {"salt": b"x"}, {"state_mode": "carry"}, {"capacity": 22}):
         for first in (0, 50):
             own = lineage(**fields)
             own.tokens[:] = range(first, first + 24)
@@ -117,7 +117,7 @@ def test_another_past_is_another_salt() -> None:
     assert 10 == len(salts)
 
 
-def test_what_is_computed_anew_is_plain() -> None:
+def test_recomputed_tokens_need_no_salt() -> None:
     """Where nothing could be moved, what follows is found by anyone who has its tokens."""
     own = lineage(salt=b"x")
     own.tokens[:] = range(21)
@@ -189,7 +189,7 @@ def shifts(end: Finished) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize(("family", "states"), [("llama", "rebuild"), ("gpt2", "rebuild"), ("lfm2", "carry")])
-def test_who_comes_back_finds_what_was_shifted(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
+def test_a_preempted_sequence_finds_its_shifted_cells(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
     """With cells to spare, a sequence that lost its slot between two shifts computes no token twice."""
     fields = {"overflow": "shift", "recurrent_shift": states, "ignore_eos": True}
     jobs = [Job(ask(name, prompt, 60, **fields)) for name, prompt in (("one", range(9)), ("two", range(20, 27)))]
