@@ -1,11 +1,12 @@
-"""All that the engine thread has to do: the steps of the core and, between them, batches of the embedding model."""
+"""The loop of the engine thread: it handles commands and steps the core and the embedding model between them."""
 
 from __future__ import annotations
 
 import math
+import queue
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.core import Core
 from engine.embedder.scheduler import EmbeddingScheduler
@@ -14,48 +15,156 @@ from engine.types.events import Event
 from engine.types.request import EmbeddingJob, Request
 from engine.types.status import Stats
 
+# While idle, a flush to disk that failed is tried again this often.
+_FLUSH_RETRY_SECONDS = 10.0
+# Counting cells takes 0.1 ms: too long for each step.
+_STATS_INTERVAL_SECONDS = 0.1
 
-class EngineLoop:
-    """A core and, where there is an embedding model, its turns. One thread owns it."""
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Queue a request, with the matcher of its grammar."""
+
+    request: Request
+    matcher: GrammarMatcher | None
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """Queue texts for the embedding model."""
+
+    job: EmbeddingJob
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel a request or an embedding job."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Command = Submit | Embed | Cancel | Stop
+
+
+class Watchdog:
+    """Measures how long the engine thread has been in one step: zero before the first step and while it is idle.
+
+    The engine thread reports steps, the event loop observes. Each writes fields of its own, so there is no lock.
+
+    limit_seconds    in one step that count as stuck
+    max_gap_seconds  that one observation adds at most: between observations farther apart the process was suspended
+                     (SIGSTOP, a paused container, a sleeping machine), or the event loop was blocked
+    """
 
     def __init__(
-        self, core: Core, embedding_queue: EmbeddingScheduler | None, clock: Callable[[], float] = time.monotonic
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        limit_seconds: float = 120.0,
+        max_gap_seconds: float = 10.0,
     ) -> None:
-        self._core, self._embedding_queue, self._clock = core, embedding_queue, clock
+        self._clock, self._limit_seconds, self._max_gap_seconds = clock, limit_seconds, max_gap_seconds
+        # Written by the engine thread.
+        self._steps, self._idle = 0, True
+        # Written by the observer.
+        self._observed_at, self._observed_step, self._step_seconds = clock(), 0, 0.0
+
+    def step_started(self) -> None:
+        """The engine thread starts a step."""
+        self._steps += 1
+        self._idle = False
+
+    def idle(self) -> None:
+        """The engine thread waits for commands."""
+        self._idle = True
+
+    def is_stuck(self) -> bool:
+        """Observe the thread; whether it has been in one step for longer than the limit."""
+        now, step = self._clock(), self._steps
+        gap = min(max(now - self._observed_at, 0.0), self._max_gap_seconds)
+        progressed = self._idle or step != self._observed_step
+        self._observed_at, self._observed_step = now, step
+        self._step_seconds = 0.0 if progressed else self._step_seconds + gap
+        return self._step_seconds >= self._limit_seconds
+
+
+class EngineLoop:
+    """Runs a core and, if there is an embedding model, its scheduler. One thread owns it."""
+
+    def __init__(
+        self, core: Core, embedding: EmbeddingScheduler | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core, self._embedding, self._clock = core, embedding, clock
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        return self._core.busy or (self._embedding_queue is not None and self._embedding_queue.busy)
+        """Whether there is anything to compute."""
+        return self._core.busy or (self._embedding is not None and self._embedding.busy)
 
-    def submit(self, request: Request, matcher: GrammarMatcher | None) -> None:
-        """Queue a request, with what follows its grammar."""
-        self._core.submit(request, matcher)
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Callable[[list[tuple[str, Event]], Stats, bool], None],
+        watchdog: Watchdog,
+    ) -> None:
+        """Handle commands and compute steps until a Stop.
 
-    def embed(self, job: EmbeddingJob) -> None:
-        """Queue texts for the embedding model, which must be there."""
-        assert self._embedding_queue is not None, "who takes jobs knows whether there is an embedding model"
-        self._embedding_queue.submit(job)
-
-    def cancel(self, id: str) -> None:
-        """Forget a request or a job; unknown and finished ones are no error."""
-        self._core.cancel(id)
-        if self._embedding_queue is not None:
-            self._embedding_queue.cancel(id)
+        deliver  called after each step, and when idle work changes the statistics, with the events of the step, the
+                 statistics and whether everything is flushed to disk
+        """
+        stats_at, stats, flushed = 0.0, self.stats(), False
+        while self._handle_commands(inbox, watchdog, wait=flushed and not self.busy):
+            watchdog.step_started()
+            before, now, busy = (stats, flushed), self._clock(), self.busy
+            events = self.step() if busy else []
+            flushed = not busy and not self._core.flush_when_idle()
+            if not self.busy or now - stats_at > _STATS_INTERVAL_SECONDS:
+                stats_at, stats = now, self.stats()
+            if busy or before != (stats, flushed):
+                deliver(events, stats, flushed)
 
     def step(self) -> list[tuple[str, Event]]:
-        """One batch of the core and, if it is its turn, one of the embedding model; what happened."""
-        began, talks = self._clock(), self._core.busy
-        events = self._core.step() if talks else []
-        if self._embedding_queue is not None:
-            events += self._embedding_queue.step(self._clock() - began if talks else math.inf)
+        """One step of the core, and a batch of the embedding model if it is due; their events."""
+        began, busy = self._clock(), self._core.busy
+        events = self._core.step() if busy else []
+        if self._embedding is not None:
+            events += self._embedding.step(self._clock() - began if busy else math.inf)
         return events
 
-    def flush_when_idle(self) -> bool:
-        """Use a pause to save a little; False: nothing is left to be saved."""
-        return self._core.flush_when_idle()
-
     def stats(self) -> Stats:
-        """The state now."""
+        """The current statistics."""
         stats = self._core.stats()
-        return stats if self._embedding_queue is None else replace(stats, embedding=self._embedding_queue.counts())
+        return stats if self._embedding is None else replace(stats, embedding=self._embedding.counts())
+
+    def handle(self, command: Command) -> None:
+        """Execute a command other than Stop; to cancel an unknown or finished request is no error."""
+        match command:
+            case Submit(request, matcher):
+                self._core.submit(request, matcher)
+            case Embed(job):
+                assert self._embedding is not None, "the engine accepts jobs for an embedding model only"
+                self._embedding.submit(job)
+            case Cancel(request_id):
+                self._core.cancel(request_id)
+                if self._embedding is not None:
+                    self._embedding.cancel(request_id)
+
+    def _handle_commands(self, inbox: queue.SimpleQueue[Command], watchdog: Watchdog, *, wait: bool) -> bool:
+        """Execute all queued commands; `wait` for the first one for a while. False after a Stop."""
+        if wait:
+            watchdog.idle()
+        while wait or not inbox.empty():
+            try:
+                command = inbox.get(timeout=_FLUSH_RETRY_SECONDS) if wait else inbox.get_nowait()
+            except queue.Empty:
+                return True
+            wait = False
+            watchdog.step_started()
+            if isinstance(command, Stop):
+                return False
+            self.handle(command)
+        return True

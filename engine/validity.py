@@ -1,43 +1,96 @@
-"""Whether the numbers in a request make sense, asked before anything is computed for it."""
+"""Validates a request against the model before it is queued."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
-from engine.errors import InvalidRequest
+from engine.errors import ContextTooLong, InvalidRequest
+from engine.load.load import LoadedModel
+from engine.model.runner import PackedRunner
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
-def check_prompt(prompt: Sequence[int], vocabulary: int, image_token: int | None) -> None:
-    """Every token has a row of the embedding, or is the placeholder of an image. Raises InvalidRequest."""
+def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int, drafters: Collection[str]) -> None:
+    """Raise InvalidRequest with the name of an invalid field, or ContextTooLong."""
+    info, capacity, encoder = loaded.info, loaded.capacity, loaded.encoder
+    if not request.prompt:
+        raise InvalidRequest("prompt", "the prompt has no tokens")
+    if len(request.prompt) > capacity - (0 if request.prefill_only else 1):
+        raise ContextTooLong(len(request.prompt), capacity, max_context=info.max_context)
+    _check_prompt(request.prompt, info.vocabulary, None if encoder is None else encoder.image_token)
+    check_sampling(request, info.vocabulary)
+    if encoder is not None:
+        encoder.check(request.media, request.prompt)
+    else:
+        _require("media", request.media is None, "this model has no encoder for media")
+    is_packed = isinstance(loaded.runner, PackedRunner)
+    _require("bidirectional", is_packed or not request.bidirectional, "this model cannot run packed")
+    _check_bidirectional(request, max_step_tokens)
+    _check_scores(request, info.vocabulary)
+    has_states = request.pooling is None or loaded.runner.has_hidden_states
+    _require("pooling", has_states, "the hidden states of this model are not accessible")
+    _check_drafter(request.speculation.drafter, drafters)
+
+
+def _check_prompt(prompt: Sequence[int], vocabulary: int, image_token: int | None) -> None:
+    """Every token must have a row in the embedding, or be the placeholder of an image."""
     # Loops in C: a prompt may have hundreds of thousands of tokens.
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         _check_token_ids("prompt", (token for token in prompt if token != image_token), vocabulary)
 
 
+def _check_bidirectional(request: Request, max_step_tokens: int) -> None:
+    """One forward computes a whole range."""
+    end = 0
+    for start, stop in request.bidirectional:
+        in_order = end <= start < stop <= len(request.prompt)
+        _require("bidirectional", in_order, f"the range [{start}, {stop}) is not after the others in the prompt")
+        fits = stop - start <= max_step_tokens
+        _require("bidirectional", fits, f"the range [{start}, {stop}) exceeds a step of {max_step_tokens} tokens")
+        end = stop
+
+
+def _check_scores(request: Request, vocabulary: int) -> None:
+    start, prompt = request.score_from, request.prompt
+    if start is not None:
+        in_prompt = 0 <= start <= len(prompt)
+        _require("score_from", in_prompt, f"position {start} is not in the prompt's {len(prompt)} tokens")
+        is_text = all(token < vocabulary for token in prompt[start:])
+        _require("score_from", is_text, "the placeholder of an image cannot be scored")
+    _check_token_ids("labels", request.label_tokens, vocabulary)
+
+
+def _check_drafter(drafter: str, available: Collection[str]) -> None:
+    others = f"it has {' and '.join(available)}" if available else "it has none"
+    is_available = drafter in ("auto", "none", *available)
+    _require("speculation.drafter", is_available, f"this server has no drafter {drafter!r}, {others}")
+
+
 def check_sampling(request: Request, vocabulary: int) -> None:
-    """Everything that says which tokens may follow. Raises InvalidRequest, which names the field."""
+    """Check the parameters that decide which tokens may follow. Raises InvalidRequest with the name of the field."""
     params = request.sampling
     _check_token_ids("logit_bias", (token for token, _ in params.logit_bias), vocabulary)
     _check_token_ids("stop_token_ids", request.stop_token_ids, vocabulary)
     if params.allowed_tokens is not None:
         _check_token_ids("allowed_tokens", params.allowed_tokens, vocabulary)
-        _require("allowed_tokens", bool(params.allowed_tokens), "without any token nothing can be said")
+        _require("allowed_tokens", bool(params.allowed_tokens), "at least one token must be allowed")
     for word in params.bad_words:
         _check_token_ids("bad_words", word, vocabulary)
-        _require("bad_words", bool(word), "a bad word has at least one token")
-    _require("min_tokens", request.min_tokens >= 0, "it is not negative")
-    most = request.max_tokens
-    _require("min_tokens", most is None or request.min_tokens <= most, f"it is {most} at most, which is max_tokens")
+        _require("bad_words", bool(word), "a bad word needs at least one token")
+    _require("min_tokens", request.min_tokens >= 0, "must not be negative")
+    limit = request.max_tokens
+    _require(
+        "min_tokens", limit is None or request.min_tokens <= limit, f"must not exceed max_tokens, which is {limit}"
+    )
     if request.reasoning_limit is not None:
         _check_reasoning_limit(request.reasoning_limit, vocabulary)
     _check_filters(params)
 
 
 def _check_filters(params: SamplingParams) -> None:
-    _require("typical_p", 0 < params.typical_p <= 1, "it lies in (0, 1]")
-    _require("top_n_sigma", 0 <= params.top_n_sigma < inf, "it is a number from 0 on")
+    _require("typical_p", 0 < params.typical_p <= 1, "must lie in (0, 1]")
+    _require("top_n_sigma", 0 <= params.top_n_sigma < inf, "must be at least 0 and finite")
     if params.dry is not None:
         _check_dry(params.dry)
     if params.xtc is not None:
@@ -45,29 +98,26 @@ def _check_filters(params: SamplingParams) -> None:
 
 
 def _check_dry(dry: Dry) -> None:
-    _require("dry", 0 <= dry.multiplier < inf, "the multiplier is a number from 0 on")
-    _require("dry", 1 <= dry.base < inf, "the base is a number from 1 on")
-    _require("dry", dry.allowed_length >= 1, "the allowed length is 1 at least")
-    _require("dry", dry.lookback >= -1, "it looks at 0 tokens and more, or with -1 at all")
+    _require("dry", 0 <= dry.multiplier < inf, "the multiplier must be at least 0 and finite")
+    _require("dry", 1 <= dry.base < inf, "the base must be at least 1 and finite")
+    _require("dry", dry.allowed_length >= 1, "the allowed length must be at least 1")
+    _require("dry", dry.lookback >= -1, "the range must be at least 0 tokens, or -1 for all")
 
 
 def _check_xtc(xtc: Xtc) -> None:
-    _require("xtc", 0 <= xtc.probability <= 1, "the probability lies in [0, 1]")
-    _require("xtc", 0 <= xtc.threshold <= 1, "the threshold lies in [0, 1]")
+    _require("xtc", 0 <= xtc.probability <= 1, "the probability must lie in [0, 1]")
+    _require("xtc", 0 <= xtc.threshold <= 1, "the threshold must lie in [0, 1]")
 
 
-def _check_reasoning_limit(thinking: ReasoningLimit, vocabulary: int) -> None:
-    _check_token_ids(
-        "thinking",
-        (*thinking.end_tokens, *(() if thinking.start_token is None else (thinking.start_token,))),
-        vocabulary,
-    )
-    _require("thinking", bool(thinking.end_tokens), "something must end it")
-    _require("thinking", thinking.budget >= 0, "the budget is not negative")
+def _check_reasoning_limit(limit: ReasoningLimit, vocabulary: int) -> None:
+    start = () if limit.start_token is None else (limit.start_token,)
+    _check_token_ids("thinking", (*limit.end_tokens, *start), vocabulary)
+    _require("thinking", bool(limit.end_tokens), "it needs an end token")
+    _require("thinking", limit.budget >= 0, "the budget must not be negative")
 
 
 def _check_token_ids(field: str, tokens: Iterable[int], vocabulary: int) -> None:
-    _require(field, all(0 <= token < vocabulary for token in tokens), f"token ids lie in [0, {vocabulary})")
+    _require(field, all(0 <= token < vocabulary for token in tokens), f"token ids must lie in [0, {vocabulary})")
 
 
 def _require(field: str, valid: bool, reason: str) -> None:

@@ -172,7 +172,9 @@ class _ReasoningBudget:
         if not self.inside:
             return replace(self, inside=token == self.limit.start_token, tail=())
         tail = (*self.tail, token)[-len(self.limit.end_tokens) :]
-        return replace(self, inside=tail != self.limit.end_tokens, reasoning_tokens=self.reasoning_tokens + 1, tail=tail)
+        return replace(
+            self, inside=tail != self.limit.end_tokens, reasoning_tokens=self.reasoning_tokens + 1, tail=tail
+        )
 
     def mask(self, logits: Tensor) -> None:
         if not self.inside or self.reasoning_tokens < self.limit.budget:

@@ -65,7 +65,9 @@ class SamplingContext:
         if not tokens:
             return self
         rules = None if self.constraints is None else self.constraints.after(tokens)
-        return replace(self, position=self.position + len(tokens), history=self.history.after(tokens), constraints=rules)
+        return replace(
+            self, position=self.position + len(tokens), history=self.history.after(tokens), constraints=rules
+        )
 
 
 def sample_tokens(logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:

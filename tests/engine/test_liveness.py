@@ -11,8 +11,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.liveness import Watchdog
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, Watchdog
 from engine.types.status import Stats
 
 LIMIT, STRIDE = 120.0, 10.0
@@ -47,7 +46,7 @@ def watchdog(clock: Clock) -> Watchdog:
     return Watchdog(clock, LIMIT, STRIDE)
 
 
-def test_a_step_is_stuck_behind_the_limit(watchdog: Watchdog, clock: Clock) -> None:
+def test_a_step_is_stuck_after_the_limit(watchdog: Watchdog, clock: Clock) -> None:
     """A step that does not end counts as stuck after the limit, and not before."""
     watchdog.step_started()
 
@@ -55,7 +54,7 @@ def test_a_step_is_stuck_behind_the_limit(watchdog: Watchdog, clock: Clock) -> N
     assert observed(watchdog, clock, 5)
 
 
-def test_the_next_step_starts_the_time_anew(watchdog: Watchdog, clock: Clock) -> None:
+def test_a_new_step_resets_the_time(watchdog: Watchdog, clock: Clock) -> None:
     """Many steps of less than the limit are no stuck one."""
     for _ in range(5):
         watchdog.step_started()
@@ -64,7 +63,7 @@ def test_the_next_step_starts_the_time_anew(watchdog: Watchdog, clock: Clock) ->
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_no_time_counts_without_a_step(watchdog: Watchdog, clock: Clock, waits: bool) -> None:
+def test_idle_time_does_not_count(watchdog: Watchdog, clock: Clock, waits: bool) -> None:
     """Neither before the first step, which a slow start delays, nor while the thread waits for requests."""
     if waits:
         watchdog.step_started()
@@ -88,7 +87,7 @@ def test_a_suspended_process_is_not_stuck(watchdog: Watchdog, clock: Clock) -> N
     assert observed(watchdog, clock, 5)
 
 
-def test_a_clock_that_goes_back_is_no_fault(watchdog: Watchdog, clock: Clock) -> None:
+def test_a_clock_that_goes_back_is_ignored(watchdog: Watchdog, clock: Clock) -> None:
     """Time that is taken back counts as none."""
     watchdog.step_started()
     observed(watchdog, clock, 60)
@@ -98,15 +97,15 @@ def test_a_clock_that_goes_back_is_no_fault(watchdog: Watchdog, clock: Clock) ->
     assert observed(watchdog, clock, 5)
 
 
-def test_a_slow_start_is_alive_when_it_is_ready(
+def test_a_slow_load_is_alive(
     folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load of any length leaves the engine alive, also before its thread has looked for the first request."""
     go_on, stats = threading.Event(), EngineLoop.stats
 
-    def late(duties: EngineLoop) -> Stats:
+    def late(loop: EngineLoop) -> Stats:
         go_on.wait(20)
-        return stats(duties)
+        return stats(loop)
 
     def slow(phase: str) -> None:
         clock.now += 1000.0
@@ -125,9 +124,9 @@ def test_a_slow_start_is_alive_when_it_is_ready(
     asyncio.run(scene())
 
 
-def test_an_idle_engine_wakes_nobody(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_does_not_wake_the_loop(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may look whether there is something to save; the event loop hears of it only if there was."""
-    monkeypatch.setattr("engine.engine._FLUSH_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("engine.loop._FLUSH_RETRY_SECONDS", 0.001)
     delivered: list[object] = []
 
     async def scene() -> int:

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from engine.engine import QueueLimit
 from engine.errors import Overloaded
-from engine.waiting import QueueLimit
 
 SLOTS, MOST = 2, 6
 
@@ -23,20 +23,20 @@ def fill(room: QueueLimit, owner: str, stack: ExitStack) -> int:
     raise AssertionError("there is no end to it")
 
 
-def test_one_owner_gets_all_places_and_no_more() -> None:
+def test_one_owner_may_fill_the_queue() -> None:
     """Those in slots, and so many that wait."""
     with ExitStack() as stack:
         assert SLOTS + MOST == fill(QueueLimit(MOST), "", stack)
 
 
-def test_no_owner_fills_the_room_for_another() -> None:
+def test_another_owner_is_admitted_to_a_full_queue() -> None:
     """Each later one gets an even share of the places; the first one gets no more of them meanwhile."""
     room = QueueLimit(MOST)
     with ExitStack() as stack:
         assert [8, 4, 2, 2, 0] == [fill(room, owner, stack) for owner in ("a", "b", "c", "d", "a")]
 
 
-def test_places_are_given_back() -> None:
+def test_finished_requests_leave_the_queue() -> None:
     """Whoever leaves makes room, for any owner."""
     room = QueueLimit(MOST)
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ def test_places_are_given_back() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "wait"), [(0.0, 3.15), (5.0, 4.9), (10_000.0, 60.0)])
-def test_the_wait_is_estimated_from_what_requests_took(seconds: float, wait: float) -> None:
+def test_retry_after_follows_request_durations(seconds: float, wait: float) -> None:
     """By their mean, within bounds: a clock that jumped makes nobody wait for hours."""
     room = QueueLimit(MOST)
     room.record_duration(seconds)
