@@ -83,7 +83,7 @@ def feed(model: LoadedModel, cache: Cache, *parts: tuple[int, tuple[int, ...], i
 
 
 @pytest.mark.parametrize("stops", [(30,), (9, 21, 30), (4, 25, 30), (9, 22, 23, 30), (1, 9, 21, 22, 30)])
-def test_chunks_around_a_range_say_what_one_forward_says(model: LoadedModel, stops: tuple[int, ...]) -> None:
+def test_chunks_around_a_range_equal_one_forward(model: LoadedModel, stops: tuple[int, ...]) -> None:
     """Whatever the chunks are before and after the range, the logits are those of transformers with such masks."""
     memory = cache(model)
     for stop in stops:
@@ -93,13 +93,13 @@ def test_chunks_around_a_range_say_what_one_forward_says(model: LoadedModel, sto
     assert torch.allclose(alone(model, OTHER), rows[1], rtol=0, atol=1e-5)
 
 
-def test_the_range_matters(model: LoadedModel) -> None:
+def test_the_range_changes_the_output(model: LoadedModel) -> None:
     """The prompt says something else where its tokens see only those before them."""
     assert not torch.allclose(alone(model, PROMPT, RANGE), alone(model, PROMPT), atol=1e-3)
 
 
 @pytest.mark.parametrize("length", [5, 9, 21, 24, 29])
-def test_a_copy_goes_on_before_and_after_a_range(model: LoadedModel, length: int) -> None:
+def test_a_copied_prefix_continues_around_a_range(model: LoadedModel, length: int) -> None:
     """A slot that shares what stands before or behind the range gets the logits of a cold start."""
     memory = cache(model)
     for stop in (9, 21, 30):
@@ -114,7 +114,7 @@ def test_a_copy_goes_on_before_and_after_a_range(model: LoadedModel, length: int
 
 
 @pytest.mark.parametrize("mutual", [(3, 5), (8, 11), (9, 9), (0, 20)])
-def test_a_range_must_be_wholly_in_the_span(model: LoadedModel, mutual: tuple[int, int]) -> None:
+def test_a_span_holds_whole_ranges(model: LoadedModel, mutual: tuple[int, int]) -> None:
     """A range that begins before the rows, ends behind them or is empty is refused, and nothing has changed."""
     memory = cache(model)
     feed(model, memory, (0, PROMPT, 4))
@@ -170,7 +170,7 @@ def lookup() -> Speculation:
 
 @pytest.mark.parametrize("drafts", [lambda: None, lookup], ids=["alone", "lookup"])
 @pytest.mark.parametrize("chunk", [1, 7, 12, 13, 64])
-def test_any_mix_says_what_transformers_says(
+def test_any_mix_equals_transformers(
     model: LoadedModel,
     says: Callable[[Request], list[int]],
     chunk: int,
@@ -209,7 +209,7 @@ def found(engine: Core, request: Request) -> int:
     return answer.end.usage.cached_tokens
 
 
-def test_a_range_is_found_whole_or_not_at_all(model: LoadedModel) -> None:
+def test_a_range_is_reused_whole_or_not_at_all(model: LoadedModel) -> None:
     """The same range is found with what stands behind it; another extent of the same tokens, or none, is not."""
     engine = core(model, slots=4, context=CONTEXT)
     first, longer, plain, shorter, ending, twice, *_ = requests(len(IMAGE))
@@ -243,7 +243,7 @@ def test_a_shift_moves_a_range(loaded: Callable[..., LoadedModel], family: str) 
     assert right == answers(chunk=12, cells=50)
 
 
-def test_a_model_that_runs_by_itself_takes_no_ranges(loaded: Callable[..., LoadedModel]) -> None:
+def test_a_sequential_runner_refuses_ranges(loaded: Callable[..., LoadedModel]) -> None:
     """Where the masks are transformers' own a range would be ignored: such a step fails instead."""
     llama = loaded("llama")
     runner = SequentialRunner(llama.model)
@@ -255,7 +255,7 @@ def test_a_model_that_runs_by_itself_takes_no_ranges(loaded: Callable[..., Loade
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "llama4", "deepseek_v3"])
-def test_ranges_are_exact_in_every_kind_of_memory(loaded: Callable[..., LoadedModel], family: str) -> None:
+def test_ranges_are_exact_in_every_kind_of_cache(loaded: Callable[..., LoadedModel], family: str) -> None:
     """With states, chunks of attention and latents too, any batch says what each says alone in one chunk."""
     asked = [replace(request, checkpoints=(5, 9, 12, 22)) for request in requests(len(IMAGE))]
     right = {

@@ -22,7 +22,7 @@ def available(engine: Core) -> int:
     return engine.cache.free_cells + engine.cache.evictable_cells()
 
 
-def test_cancelled_in_the_queue(loaded: Models) -> None:
+def test_cancel_a_queued_request(loaded: Models) -> None:
     """A waiting request leaves the queue and is never started."""
     engine = core(loaded("llama"), slots=1)
     engine.submit(ask("first", (1, 2, 3), 20))
@@ -34,7 +34,7 @@ def test_cancelled_in_the_queue(loaded: Models) -> None:
     assert "second" not in {name for _ in range(40) for name, _ in engine.step()}
 
 
-def test_what_was_computed_for_it_counts(loaded: Models) -> None:
+def test_a_cancelled_request_keeps_its_counts(loaded: Models) -> None:
     """Whoever leaves had a prompt computed, or found; not so who never got a slot."""
     engine = core(loaded("llama"), slots=1)
     for name in ("first", "second", "waits"):
@@ -54,7 +54,7 @@ def test_what_was_computed_for_it_counts(loaded: Models) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["in prefill", "in decode"])
-def test_cancelled_while_it_runs(loaded: Models, steps: int) -> None:
+def test_cancel_a_running_request(loaded: Models, steps: int) -> None:
     """A running request is gone before the next step, with its slot and its cells."""
     engine = core(loaded("llama"), slots=2, chunk=64)
     engine.submit(ask("leaves", LONG, 30))
@@ -69,7 +69,7 @@ def test_cancelled_while_it_runs(loaded: Models, steps: int) -> None:
     assert not engine.busy
 
 
-def test_cancelled_before_its_first_step(loaded: Models) -> None:
+def test_cancel_before_the_first_step(loaded: Models) -> None:
     """A request that leaves before anything happened leaves nothing."""
     engine = core(loaded("llama"))
     engine.submit(ask("leaves", LONG))
@@ -80,7 +80,7 @@ def test_cancelled_before_its_first_step(loaded: Models) -> None:
     assert engine.cache.cells == engine.cache.free_cells
 
 
-def test_cancelling_twice_or_after_the_end_is_no_error(loaded: Models) -> None:
+def test_cancel_is_idempotent(loaded: Models) -> None:
     """Unknown, finished and cancelled requests may be cancelled."""
     engine = core(loaded("llama"))
     answers = play(engine, [Job(ask("done", (1, 2), 2))])
@@ -94,7 +94,7 @@ def test_cancelling_twice_or_after_the_end_is_no_error(loaded: Models) -> None:
     assert not engine.busy
 
 
-def test_a_name_can_be_used_again(loaded: Models) -> None:
+def test_an_id_is_free_after_its_request(loaded: Models) -> None:
     """After a cancel the same id is a new request."""
     engine = core(loaded("llama"))
     engine.submit(ask("name", LONG))
@@ -106,7 +106,7 @@ def test_a_name_can_be_used_again(loaded: Models) -> None:
 
 
 @pytest.mark.parametrize("leaves", range(12))
-def test_neighbours_do_not_notice(loaded: Models, reference: Callable[..., Reference], leaves: int) -> None:
+def test_cancel_does_not_change_other_requests(loaded: Models, reference: Callable[..., Reference], leaves: int) -> None:
     """Whenever one of four leaves, the others say what they say alone; two of them shared its prompt."""
     engine = core(loaded("llama"), slots=3, chunk=8)
     prompts = {"leaves": LONG[:30], "same": LONG[:30], "longer": LONG[:40], "other": (9, 8, 7)}

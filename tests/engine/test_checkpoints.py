@@ -25,7 +25,7 @@ def cached(engine: Core, prompt: tuple[int, ...], name: str, **fields: object) -
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_prompt_is_resumed_at_its_marks(loaded: Models, family: str) -> None:
+def test_a_prompt_resumes_at_its_checkpoints(loaded: Models, family: str) -> None:
     """Who leaves a prompt at one of its marks computes only what is new; elsewhere, from the mark before."""
     engine = core(loaded(family), slots=2, chunk=256)
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
@@ -37,7 +37,7 @@ def test_a_prompt_is_resumed_at_its_marks(loaded: Models, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_the_third_visitor_of_a_junction_starts_there(loaded: Models, family: str) -> None:
+def test_the_third_prompt_resumes_at_a_divergence(loaded: Models, family: str) -> None:
     """Where a second prompt leaves the first without a state, it makes one, and a third finds it."""
     engine = core(loaded(family), slots=2, chunk=256)
     found = [cached(engine, (*PROMPT[:27], *tail), str(tail)) for tail in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
@@ -46,7 +46,7 @@ def test_the_third_visitor_of_a_junction_starts_there(loaded: Models, family: st
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_long_prompts_have_a_checkpoint_every_so_often(loaded: Models, family: str) -> None:
+def test_long_prompts_have_regular_checkpoints(loaded: Models, family: str) -> None:
     """With one every sixteen tokens, no more than fifteen are computed twice."""
     engine = core(loaded(family), slots=2, chunk=256, checkpoint=16)
     cached(engine, PROMPT, "first")
@@ -56,7 +56,7 @@ def test_long_prompts_have_a_checkpoint_every_so_often(loaded: Models, family: s
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
-def test_a_common_beginning_is_computed_once(loaded: Models, family: str) -> None:
+def test_a_shared_prefix_is_computed_once(loaded: Models, family: str) -> None:
     """Users who arrive at once with one beginning cost its rows once, whatever the model keeps of them."""
     engine = core(loaded(family), slots=6, chunk=256)
     users = [Job(ask(str(at), (*PROMPT[:37], 100 + at, 7), 1, ignore_eos=True)) for at in range(6)]
@@ -66,7 +66,7 @@ def test_a_common_beginning_is_computed_once(loaded: Models, family: str) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", *RECURRENT])
-def test_a_prompt_seen_before_costs_one_row_though_memory_was_short(loaded: Models, family: str) -> None:
+def test_a_repeated_prompt_costs_one_token_after_eviction(loaded: Models, family: str) -> None:
     """What goes on at the end of a prompt is the last to be given up of it."""
     engine = core(loaded(family), slots=2, cells=140, chunk=16)
     cached(engine, PROMPT, "first")
@@ -76,7 +76,7 @@ def test_a_prompt_seen_before_costs_one_row_though_memory_was_short(loaded: Mode
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: str) -> None:
+def test_windows_stay_cached_at_checkpoints(loaded: Models, family: str) -> None:
     """Where a message ends, one can go on although the cells before and behind it had to go."""
     engine = core(loaded(family), slots=2, cells=300, chunk=16)
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
@@ -89,7 +89,7 @@ def test_windows_are_kept_at_marks_when_memory_is_short(loaded: Models, family: 
     assert 13 == cached(engine, (*PROMPT[:13], 251), "at the first")
 
 
-def test_what_became_of_remembered_tokens_is_among_the_numbers(loaded: Models, tmp_path: Path) -> None:
+def test_stats_count_evicted_and_trimmed_tokens(loaded: Models, tmp_path: Path) -> None:
     """Thinned while memory was short, evicted, written in a pause, and loaded for the next who asked."""
     engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, shelf=str(tmp_path))
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
@@ -106,7 +106,7 @@ def test_what_became_of_remembered_tokens_is_among_the_numbers(loaded: Models, t
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
-def test_no_mark_changes_the_text(loaded: Models, family: str) -> None:
+def test_checkpoints_do_not_change_the_text(loaded: Models, family: str) -> None:
     """Random marks, checkpoints and chunks over prompts with common beginnings: every answer is the one without."""
     chance = random.Random(5)
     prompts = [(*PROMPT[: chance.randint(1, 60)], chance.randrange(250), chance.randrange(250)) for _ in range(12)]

@@ -33,7 +33,7 @@ def test_max_tokens_ends_with_length(loaded: Models, reference: References) -> N
     assert ("length", None, 7) == (end.reason, end.stop, end.usage.completion_tokens)
 
 
-def test_no_tokens_asked_for_is_an_answer_too(loaded: Models) -> None:
+def test_max_tokens_0_finishes_with_length(loaded: Models) -> None:
     """A request for nothing ends at once, without a step."""
     engine = core(loaded("llama"))
     answer = play(engine, [Job(ask("one", PROMPT, 0))])["one"]
@@ -42,7 +42,7 @@ def test_no_tokens_asked_for_is_an_answer_too(loaded: Models) -> None:
     assert ("length", [], 0) == (answer.end.reason, answer.tokens, engine.stats().steps_total)
 
 
-def test_the_end_token_ends_and_is_not_text(loaded: Models, reference: References) -> None:
+def test_the_end_token_is_not_text(loaded: Models, reference: References) -> None:
     """The model's own end token ends with "stop"; it counts as a token and says nothing."""
     prompt = (1, 2, 3, 4, 5)
     assert END in reference("gemma3").greedy(prompt, 24)
@@ -58,7 +58,7 @@ def test_the_end_token_ends_and_is_not_text(loaded: Models, reference: Reference
     assert list(expected) == answers["goes on"].tokens[: len(expected)]
 
 
-def test_a_stop_token_ends_and_is_told(loaded: Models, reference: References) -> None:
+def test_a_stop_token_is_reported(loaded: Models, reference: References) -> None:
     """Of the request's own stop tokens the first that comes ends the answer, and is not part of it."""
     expected = reference("llama").greedy(PROMPT, 20)
     answer, end = one(loaded("llama"), stop_token_ids=(expected[9], expected[4]))
@@ -69,7 +69,7 @@ def test_a_stop_token_ends_and_is_told(loaded: Models, reference: References) ->
 
 
 @pytest.mark.parametrize("ending", ["end token", "stop token", "stop string", "length"])
-def test_deltas_and_the_end_hold_every_token_that_counts(ending: str, loaded: Models, reference: References) -> None:
+def test_deltas_and_finish_hold_all_tokens(ending: str, loaded: Models, reference: References) -> None:
     """`completion_tokens` tokens in all: the last event has those without text, in their order."""
     expected = reference("llama").greedy(PROMPT, 20)
     fields: dict[str, object] = {}
@@ -93,7 +93,7 @@ def test_deltas_and_the_end_hold_every_token_that_counts(ending: str, loaded: Mo
     assert (ending == "length") == (end.tokens == ())
 
 
-def test_the_token_that_ends_is_scored_too(loaded: Models, reference: References) -> None:
+def test_the_end_token_has_a_logprob(loaded: Models, reference: References) -> None:
     """Where log-probabilities are asked for, every token that counts has one: the last comes with the end."""
     expected = reference("llama").greedy(PROMPT, 20)
     answer, end = one(loaded("llama"), stop_token_ids=(expected[9],), logprobs=0)
@@ -124,7 +124,7 @@ def test_text_is_the_tokens_decoded(loaded: Models) -> None:
     assert reader.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) == answer.text
 
 
-def test_a_prompt_known_before_is_not_computed_again(loaded: Models) -> None:
+def test_a_repeated_prompt_is_cached(loaded: Models) -> None:
     """All but the last token come from the cache, and the answer is the same."""
     engine = core(loaded("llama"))
     first = play(engine, [Job(ask("first", PROMPT * 8, 5))])["first"]
@@ -136,7 +136,7 @@ def test_a_prompt_known_before_is_not_computed_again(loaded: Models) -> None:
     assert first.tokens == second.tokens
 
 
-def test_a_conversation_goes_on_where_it_stopped(loaded: Models, reference: References) -> None:
+def test_the_next_turn_reuses_the_conversation(loaded: Models, reference: References) -> None:
     """Prompt and answer of one turn are the beginning of the next, and need not be computed."""
     engine = core(loaded("llama"))
     first = play(engine, [Job(ask("first", PROMPT * 4, 9, ignore_eos=True))])["first"]
@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_where_it_stopped(loaded: Models, reference: Refe
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_logprobs_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
+def test_logprobs_are_raw_model_logprobs(loaded: Models, reference: References, family: str) -> None:
     """Chosen and likeliest tokens with their log-probabilities, as transformers computes them, in any batch."""
     engine = core(loaded(family), chunk=3)
     jobs = [Job(ask("one", PROMPT, 6, logprobs=4, ignore_eos=True)), Job(ask("other", (9, 9, 8), 9, ignore_eos=True))]
@@ -171,7 +171,7 @@ def test_logprobs_are_those_of_the_model_alone(loaded: Models, reference: Refere
         text.append(entry.chosen.token)
 
 
-def test_a_row_without_finite_logits_fails_alone(loaded: Models, reference: References) -> None:
+def test_nonfinite_logits_fail_one_request(loaded: Models, reference: References) -> None:
     """When the model says NaN for one of three, that one fails, the others are exact, and its cells are free."""
     model = loaded("llama").model
     engine = core(loaded("llama"), slots=3)
@@ -194,7 +194,7 @@ def test_a_row_without_finite_logits_fails_alone(loaded: Models, reference: Refe
     assert 1 == engine.stats().failed_total
 
 
-def test_a_step_that_breaks_fails_those_in_it(
+def test_a_failing_step_fails_its_sequences(
     loaded: Models, reference: References, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others go on exactly, what broke computed nothing for others to reuse, and no cell is lost."""
@@ -216,7 +216,7 @@ def test_a_step_that_breaks_fails_those_in_it(
     assert 0 == after.started[0].cached_tokens
 
 
-def test_the_numbers_add_up(loaded: Models) -> None:
+def test_stats_add_up(loaded: Models) -> None:
     """Totals are the sums of what the requests were told."""
     engine = core(loaded("llama"), slots=2, chunk=8)
     jobs = [Job(ask(str(at), PROMPT * (1 + at % 3), 3 + at, ignore_eos=True), at) for at in range(6)]
@@ -232,7 +232,7 @@ def test_the_numbers_add_up(loaded: Models) -> None:
     assert computed == stats.batch_tokens_total
 
 
-def test_what_broke_is_not_remembered(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sequence_is_not_cached(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells of a request that failed are offered to nobody."""
     engine = core(loaded("llama"))
     run = engine._stepper._runner.run

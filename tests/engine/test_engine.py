@@ -65,7 +65,7 @@ def tokens(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.tokens]
 
 
-def test_answers_are_those_of_generate(folder: Folder, reference: Callable[..., Reference]) -> None:
+def test_output_equals_generate(folder: Folder, reference: Callable[..., Reference]) -> None:
     """Five clients at once get Started, their text and Finished, and what they get alone."""
     prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3, 4, 5), (5, 6)]
 
@@ -81,7 +81,7 @@ def test_answers_are_those_of_generate(folder: Folder, reference: Callable[..., 
     tell(folder("llama"), story)
 
 
-def test_leaving_the_block_cancels(folder: Folder) -> None:
+def test_leaving_open_cancels(folder: Folder) -> None:
     """A client that leaves early frees the engine; the next one gets the slot."""
 
     async def story(engine: Engine) -> None:
@@ -95,7 +95,7 @@ def test_leaving_the_block_cancels(folder: Folder) -> None:
     tell(folder("llama"), story, slots=1)
 
 
-def test_the_numbers_know_of_a_cancel(folder: Folder) -> None:
+def test_stats_count_a_cancelled_request(folder: Folder) -> None:
     """Soon after the last client has left, nobody runs by the engine's own account."""
 
     async def story(engine: Engine) -> None:
@@ -110,7 +110,7 @@ def test_the_numbers_know_of_a_cancel(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_an_exception_in_the_block_cancels_too(folder: Folder) -> None:
+def test_an_exception_inside_open_cancels(folder: Folder) -> None:
     """However a client leaves, its request is over."""
 
     async def fail(engine: Engine) -> None:
@@ -141,7 +141,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_", "error"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_served_is_refused_before_it_begins(
+def test_invalid_requests_are_refused_at_open(
     folder: Folder, request_: Request, error: type[Exception]
 ) -> None:
     """A refused request has computed nothing and leaves nothing behind."""
@@ -156,7 +156,7 @@ def test_what_cannot_be_served_is_refused_before_it_begins(
     tell(folder("llama"), story)
 
 
-def test_a_prompt_that_is_too_long_learns_what_another_context_holds(folder: Folder) -> None:
+def test_a_too_long_prompt_reports_the_maximum_context(folder: Folder) -> None:
     """Both ways to find that: by counting tokens, and by the length of the text alone."""
 
     async def story(engine: Engine) -> None:
@@ -171,7 +171,7 @@ def test_a_prompt_that_is_too_long_learns_what_another_context_holds(folder: Fol
     tell(folder("llama"), story, context=64)
 
 
-def test_the_default_context_is_the_models(folder: Folder) -> None:
+def test_the_default_context_is_the_model_s(folder: Folder) -> None:
     """Where the memory holds it; there is nothing longer to ask for."""
 
     async def story(engine: Engine) -> None:
@@ -180,7 +180,7 @@ def test_the_default_context_is_the_models(folder: Folder) -> None:
     tell(folder("llama"), story, context=None, slots=None)
 
 
-def test_one_name_is_one_request(folder: Folder) -> None:
+def test_a_duplicate_id_is_refused(folder: Folder) -> None:
     """Two running requests cannot have the same id."""
 
     async def story(engine: Engine) -> None:
@@ -191,7 +191,7 @@ def test_one_name_is_one_request(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again(folder: Folder) -> None:
+def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
     """Slots and places in the queue are taken; one more is refused with a time to wait, and served later."""
 
     async def story(engine: Engine) -> None:
@@ -208,7 +208,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(folder: Folder) -> Non
     tell(folder("llama"), story, slots=1, max_waiting=2)
 
 
-def test_before_the_model_is_there(folder: Folder) -> None:
+def test_open_before_load_raises_loading(folder: Folder) -> None:
     """While it loads, requests are refused with the phase, and waiting for it works from several places."""
 
     async def scene() -> None:
@@ -232,7 +232,7 @@ def test_before_the_model_is_there(folder: Folder) -> None:
     asyncio.run(scene())
 
 
-def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_a_load_error_is_reported(tmp_path: Path) -> None:
     """Who waits gets the reason, who asks is refused, and the engine is not alive."""
 
     async def scene() -> None:
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_draining_lets_the_running_finish(folder: Folder) -> None:
+def test_drain_waits_for_running_requests(folder: Folder) -> None:
     """New requests are refused at once; those that run get all their text."""
 
     async def story(engine: Engine) -> None:
@@ -269,7 +269,7 @@ def test_draining_lets_the_running_finish(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_draining_ends_what_lasts_too_long(folder: Folder) -> None:
+def test_drain_fails_requests_at_its_deadline(folder: Folder) -> None:
     """After the grace every client hears that it failed, as its last event."""
 
     async def story(engine: Engine) -> None:
@@ -282,7 +282,7 @@ def test_draining_ends_what_lasts_too_long(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_a_dead_thread_is_noticed_by_everyone(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_fails_all_streams(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the thread ends, running requests fail, new ones are refused, and the engine says that it is dead."""
 
     def broken(core: Core) -> object:
@@ -301,7 +301,7 @@ def test_a_dead_thread_is_noticed_by_everyone(folder: Folder, monkeypatch: pytes
     tell(folder("llama"), story)
 
 
-def test_a_failing_step_fails_its_own_requests_only(folder: Folder) -> None:
+def test_a_failing_step_fails_only_its_requests(folder: Folder) -> None:
     """A model that breaks once costs the requests of that step; the next one is served."""
 
     def broken(*_: object) -> None:
@@ -320,7 +320,7 @@ def test_a_failing_step_fails_its_own_requests_only(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_a_client_that_never_reads_stops_nobody(folder: Folder) -> None:
+def test_a_slow_reader_blocks_no_other_stream(folder: Folder) -> None:
     """One stream is opened and not read; another gets all its text, and then the first has its own waiting."""
 
     async def story(engine: Engine) -> None:
@@ -335,7 +335,7 @@ def test_a_client_that_never_reads_stops_nobody(folder: Folder) -> None:
     tell(folder("llama"), story)
 
 
-def test_closing_twice_is_no_error(folder: Folder) -> None:
+def test_close_is_idempotent(folder: Folder) -> None:
     """An engine that is closed may be closed again."""
 
     async def story(engine: Engine) -> None:

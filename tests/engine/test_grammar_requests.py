@@ -96,7 +96,7 @@ def whole(loaded: Models) -> dict[str, Answer]:
     return alone(loaded("llama"), requests())
 
 
-def test_texts_follow_their_schemas(whole: dict[str, Answer]) -> None:
+def test_outputs_match_their_schemas(whole: dict[str, Answer]) -> None:
     """Of a model of random weights, drawn in every way; a few do not come to their end."""
     assert 16 <= check(requests(), whole)
 
@@ -115,7 +115,7 @@ def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> 
 
 
 @pytest.mark.parametrize("kind", ["right", "partly", "random", "end", "lookup"])
-def test_drafts_batches_chunks_and_preemption_change_nothing(
+def test_output_is_independent_of_drafts_batches_and_preemption(
     loaded: Models, whole: dict[str, Answer], kind: str
 ) -> None:
     """All at once, drafted for, in small chunks and with too few cells, each says what it says alone."""
@@ -131,7 +131,7 @@ def test_drafts_batches_chunks_and_preemption_change_nothing(
     assert engine.stats().preemptions_total > 0
 
 
-def test_a_model_drafts_inside_the_grammar(loaded: Models, whole: dict[str, Answer]) -> None:
+def test_a_draft_model_follows_the_grammar(loaded: Models, whole: dict[str, Answer]) -> None:
     """Drawing as the text does, the same model is right with every guess but those behind an end."""
     from tests.engine.speculated import model_drafter
 
@@ -185,7 +185,7 @@ def test_the_bundled_model_follows_grammars() -> None:
     assert all(re.fullmatch(r"<\|im_start\|>x[0-9]{3}", text) for text in texts[3])
 
 
-def test_a_dead_end_fails_the_request_alone(loaded: Models) -> None:
+def test_a_grammar_dead_end_fails_one_request(loaded: Models) -> None:
     """Where grammar and rules leave no token, in words; with right drafts too, and neighbours go on."""
     dead = ask("dead", PROMPT, 20, grammar=Grammar('start: "the"'), sampling=SamplingParams(allowed_tokens=(83,)))
     fine = ask("fine", PROMPT, 20)
@@ -199,7 +199,7 @@ def test_a_dead_end_fails_the_request_alone(loaded: Models) -> None:
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
-def test_what_was_said_before_a_dead_end_is_told_with_and_without_drafts(loaded: Models) -> None:
+def test_tokens_before_a_dead_end_are_emitted(loaded: Models) -> None:
     """Also where guesses are right up to it; and a stop string before it ends the text well."""
     letters = [loaded("llama").tokenizer.encode(letter)[0] for letter in "the12"]
     sampling = SamplingParams(temperature=0.0, allowed_tokens=tuple(letters))
@@ -218,7 +218,7 @@ def test_what_was_said_before_a_dead_end_is_told_with_and_without_drafts(loaded:
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
-def test_a_complete_grammar_ends_whatever_else_is_asked(loaded: Models) -> None:
+def test_a_complete_grammar_ends_the_text(loaded: Models) -> None:
     """Ends that are ignored, a shortest length and allowed tokens yield; stops and limits work as ever."""
     grammar = Grammar('start: "the in"')
     rules = {"ignore_eos": True, "min_tokens": 40, "grammar": grammar}
@@ -237,7 +237,7 @@ def test_a_complete_grammar_ends_whatever_else_is_asked(loaded: Models) -> None:
     ]
 
 
-def test_thoughts_are_forced_to_their_end_inside_a_grammar(loaded: Models) -> None:
+def test_a_reasoning_limit_holds_inside_a_grammar(loaded: Models) -> None:
     """When the budget is spent, or as soon as a character that has begun is whole."""
     source = 'start: THOUGHT "!" /[0-9]{2}/\nTHOUGHT: /[^!]{1,60}/'
     bang = next(token for token in range(256) if loaded("llama").tokenizer.describe_token(token, 0.0).text == "!")
@@ -261,7 +261,7 @@ def test_thoughts_are_forced_to_their_end_inside_a_grammar(loaded: Models) -> No
 
 
 @pytest.mark.parametrize("least", [0, 6, 13])
-def test_a_stop_string_counts_from_the_shortest_length_on(loaded: Models, least: int) -> None:
+def test_stop_strings_apply_after_min_tokens(loaded: Models, least: int) -> None:
     """What completes before is said; drafts do not matter."""
     plain = alone(loaded("llama"), [ask("one", PROMPT, 24, ignore_eos=True)])["one"]
     stops = [letter for letter in sorted(set(plain.text)) if letter != "\ufffd"]
@@ -278,7 +278,7 @@ def test_a_stop_string_counts_from_the_shortest_length_on(loaded: Models, least:
     assert drafted.end.usage.accepted_tokens <= drafted.end.usage.completion_tokens
 
 
-def test_drafts_behind_a_stop_string_are_not_said(loaded: Models) -> None:
+def test_drafts_after_a_stop_string_are_not_emitted(loaded: Models) -> None:
     """Accepted are those that are part of the answer, and the others are refused, as many as were drafted."""
     whole = alone(loaded("llama"), [ask("one", PROMPT, 24, ignore_eos=True)])["one"]
     stop = next(letter for letter in whole.text[1:] if letter != "\ufffd")
@@ -308,7 +308,7 @@ WRONG = {
 }
 
 
-def test_what_makes_no_sense_is_refused_by_name(folder: Callable[[str], object]) -> None:
+def test_invalid_fields_are_refused_by_name(folder: Callable[[str], object]) -> None:
     """Before anything is computed; a grammar is compiled off the engine thread, and works."""
     from tests.engine.test_engine import answer, tell
 

@@ -34,7 +34,7 @@ def one(loaded: LoadedModel, count: int | None, **fields: object) -> Answer:
 
 
 @pytest.mark.parametrize("count", [None, CONTEXT - len(PROMPT), 1000])
-def test_a_full_context_ends_with_length(loaded: Models, reference: References, count: int | None) -> None:
+def test_a_full_context_finishes_with_length(loaded: Models, reference: References, count: int | None) -> None:
     """Without shifting, the answer has as many tokens as the context leaves, and is exact to the last."""
     answer = one(loaded("llama"), count, overflow="length")
 
@@ -43,7 +43,7 @@ def test_a_full_context_ends_with_length(loaded: Models, reference: References, 
     assert 0 == finished(answer).usage.context_shifts
 
 
-def test_a_prompt_that_leaves_one_place_gets_one_token(loaded: Models) -> None:
+def test_a_prompt_one_below_capacity_gets_one_token(loaded: Models) -> None:
     """The last place of the context is used."""
     engine = core(loaded("llama"), context=CONTEXT)
     answer = play(engine, [Job(ask("one", range(CONTEXT - 1), 10))])["one"]
@@ -52,7 +52,7 @@ def test_a_prompt_that_leaves_one_place_gets_one_token(loaded: Models) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere", "smollm3", "gemma3", "gpt2"])
-def test_shifted_text_goes_on(loaded: Models, reference: References, family: str) -> None:
+def test_a_shifted_sequence_continues(loaded: Models, reference: References, family: str) -> None:
     """With shifting, the answer is as long as was asked for; up to the first shift it is the plain one."""
     answer = one(loaded(family), 70, overflow="shift", keep=2)
     usage = finished(answer).usage
@@ -71,18 +71,18 @@ def test_shifts_are_counted(loaded: Models) -> None:
     assert Usage(len(PROMPT), 70, 0, shifts, 11 * shifts) == usage
 
 
-def test_without_a_limit_a_shifting_answer_is_one_context_long(loaded: Models) -> None:
+def test_unlimited_output_with_shifts_is_one_context_long(loaded: Models) -> None:
     """Nobody gets text without end by forgetting to ask for less."""
     assert CONTEXT == len(one(loaded("llama"), None, overflow="shift").tokens)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5, 12, 23, 1000])
-def test_any_keep_works(loaded: Models, keep: int) -> None:
+def test_every_keep_value_works(loaded: Models, keep: int) -> None:
     """Whatever the request wants kept, something can go."""
     assert 60 == len(one(loaded("llama"), 60, overflow="shift", keep=keep).tokens)
 
 
-def test_kept_tokens_stay_and_moved_keys_are_where_they_belong(loaded: Models) -> None:
+def test_kept_tokens_stay_and_moved_keys_are_rotated(loaded: Models) -> None:
     """After a shift the sequence is its kept beginning and its newer half, and the first layer's keys stand there.
 
     Keys of the first layer depend on token and position only, so they can be computed anew and compared.
@@ -113,7 +113,7 @@ def keys(cache: Cache, slot: int, length: int) -> torch.Tensor:
     return group.pool.keys.rows[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
 
 
-def test_a_shifted_tail_is_never_offered_to_others(loaded: Models, reference: References) -> None:
+def test_shifted_cells_are_not_shared(loaded: Models, reference: References) -> None:
     """Who asks with the very tokens of a shifted sequence gets only its kept beginning, and the exact answer."""
     engine = core(loaded("llama"), slots=2, context=CONTEXT)
     engine.submit(ask("shifts", PROMPT, 40, overflow="shift", keep=4, ignore_eos=True))
@@ -141,7 +141,7 @@ def play_along(engine: Core, tokens: tuple[int, ...], name: str) -> Answer:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "lfm2"])
-def test_what_is_protected_stays(loaded: Models, family: str) -> None:
+def test_protected_ranges_stay(loaded: Models, family: str) -> None:
     """A shift drops what is before a protected range, then what is behind it, and the range stays whole."""
     prompt = tuple(range(1, 19))
     engine = core(loaded(family), slots=2, context=CONTEXT, chunk=7)
@@ -158,7 +158,7 @@ def test_what_is_protected_stays(loaded: Models, family: str) -> None:
     assert len(shifts) > 4
 
 
-def test_an_answer_that_has_nothing_to_drop_ends(loaded: Models) -> None:
+def test_nothing_droppable_finishes_with_length(loaded: Models) -> None:
     """Where all but the newest token is protected, a full context is the end, whatever was asked for."""
     protected = ((0, CONTEXT - 1),)
     engine = core(loaded("llama"), slots=2, context=CONTEXT)
@@ -169,7 +169,7 @@ def test_an_answer_that_has_nothing_to_drop_ends(loaded: Models) -> None:
     assert 0 == finished(answer).usage.context_shifts
 
 
-def test_states_are_carried_only_where_that_was_asked_for(loaded: Models) -> None:
+def test_recurrent_states_are_carried_on_request_only(loaded: Models) -> None:
     """Rebuilt states know the kept text alone, as a fresh prompt of it would; carried ones still know the dropped."""
     said = {how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")}
     plain = CONTEXT + 1 - len(PROMPT)
@@ -183,7 +183,7 @@ def test_states_are_carried_only_where_that_was_asked_for(loaded: Models) -> Non
     assert 70 == len(said["carry"].tokens)
 
 
-def test_a_sharer_is_not_moved(loaded: Models, reference: References) -> None:
+def test_a_shift_does_not_move_shared_cells(loaded: Models, reference: References) -> None:
     """When a sequence shifts, those who share its prompt stay as they are."""
     engine = core(loaded("llama"), slots=3, context=CONTEXT, chunk=7)
     jobs = [
@@ -197,7 +197,7 @@ def test_a_sharer_is_not_moved(loaded: Models, reference: References) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["length", "shift"])
-def test_the_setting_holds_where_the_request_says_nothing(loaded: Models, overflow: str) -> None:
+def test_the_overflow_setting_is_the_default(loaded: Models, overflow: str) -> None:
     """The engine's own overflow is the default."""
     engine = core(loaded("llama"), context=CONTEXT, overflow=overflow)
     answer = play(engine, [Job(ask("one", PROMPT, 40, ignore_eos=True))])["one"]
@@ -206,7 +206,7 @@ def test_the_setting_holds_where_the_request_says_nothing(loaded: Models, overfl
 
 
 @pytest.mark.parametrize("prompt", [1, 8, 12, 15])
-def test_a_sequence_that_has_the_cache_to_itself_shifts(loaded: Models, prompt: int) -> None:
+def test_a_single_sequence_shifts_in_a_full_cache(loaded: Models, prompt: int) -> None:
     """With cells for one context only, a prompt that others could reuse is no obstacle."""
     engine = core(loaded("llama"), slots=1, context=16)
     answer = play(engine, [Job(ask("one", range(prompt), 40, overflow="shift", ignore_eos=True))])["one"]
@@ -215,7 +215,7 @@ def test_a_sequence_that_has_the_cache_to_itself_shifts(loaded: Models, prompt: 
 
 
 @pytest.mark.parametrize("cells", range(19, 32, 2))
-def test_two_that_overflow_in_one_step_with_too_few_cells(loaded: Models, cells: int) -> None:
+def test_two_shifts_in_one_step_with_too_few_cells(loaded: Models, cells: int) -> None:
     """A sequence that is sent back to the queue before it could shift finds its way when it comes again."""
     for first in (6, 8, 10, 13):
         engine = core(loaded("llama"), slots=2, context=16, cells=cells, overflow="shift")
@@ -227,7 +227,7 @@ def test_two_that_overflow_in_one_step_with_too_few_cells(loaded: Models, cells:
         assert [40, 40] == [finished(answer).usage.completion_tokens for answer in answers.values()]
 
 
-def test_shifting_under_pressure_ends_well(loaded: Models) -> None:
+def test_shifts_with_few_cells_finish(loaded: Models) -> None:
     """Shared prompts, shifts and too few cells together: everyone finishes, and no cell is lost."""
     for seed in range(24):
         settings = {"cells": CONTEXT + 3 + seed, "chunk": (3, 64)[seed % 2], "overflow": "shift"}

@@ -66,7 +66,7 @@ def differences(loaded: LoadedModel, number: int) -> int:
     return sum(expected[name] != found[name] for found in schedules for name in expected)
 
 
-def test_seeded_text_depends_on_nothing_else(loaded: Models) -> None:
+def test_seeded_text_depends_on_the_seed_only(loaded: Models) -> None:
     """Sixty seeded requests say the same alone, in two crowds and with too few cells."""
     assert 0 == differences(loaded("llama"), 60)
 
@@ -74,7 +74,7 @@ def test_seeded_text_depends_on_nothing_else(loaded: Models) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_thousand_seeded_texts_depend_on_nothing_else(loaded: Models, family: str) -> None:
+def test_a_thousand_seeded_texts_depend_on_the_seed_only(loaded: Models, family: str) -> None:
     """A thousand seeded requests, three schedules, no difference."""
     assert 0 == differences(loaded(family), 1000)
 
@@ -91,7 +91,7 @@ def test_a_prefix_hit_does_not_change_sampled_text(loaded: Models) -> None:
     assert len(prompt) - 1 == second.started[0].cached_tokens
 
 
-def test_seeds_tell_texts_apart(loaded: Models) -> None:
+def test_seeds_give_different_texts(loaded: Models) -> None:
     """Other seeds give other texts, negative ones and large ones too."""
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 + 1]
     engine = core(loaded("llama"))
@@ -102,7 +102,7 @@ def test_seeds_tell_texts_apart(loaded: Models) -> None:
     assert seeds == [answers[str(seed)].started[0].seed for seed in seeds]
 
 
-def test_no_seed_draws_one_that_repeats_the_text(loaded: Models) -> None:
+def test_a_reported_seed_repeats_the_text(loaded: Models) -> None:
     """Without a seed texts differ; the drawn seed is told and gives the same text again."""
     engine = core(loaded("llama"))
     answers = play(engine, [Job(ask(str(at), (1, 2, 3), sampling=SamplingParams(temperature=1.0))) for at in range(4)])

@@ -20,7 +20,7 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
     return Request(id=name, prompt=prompt, sampling=GREEDY, max_tokens=tokens, ignore_eos=True)
 
 
-def test_a_common_beginning_is_computed_once(loaded: Callable[..., LoadedModel]) -> None:
+def test_a_shared_prefix_is_computed_once(loaded: Callable[..., LoadedModel]) -> None:
     """64 users of one system prompt of 2048 tokens who arrive at once cost its rows once, and one copy of its cells."""
     engine = core(loaded("llama"), slots=64, context=2304, cells=4000, chunk=256)
     users = [request(f"user {at}", (*LONG, 100 + at, 7), 4) for at in range(64)]
@@ -34,7 +34,7 @@ def test_a_common_beginning_is_computed_once(loaded: Callable[..., LoadedModel])
     assert stats.cached_tokens_total == 63 * len(LONG)
 
 
-def test_users_of_one_prompt_get_what_they_get_alone(
+def test_sequences_of_one_prompt_equal_separate_runs(
     loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """Taking over another's prompt, finished or half computed, does not change a token."""
@@ -47,7 +47,7 @@ def test_users_of_one_prompt_get_what_they_get_alone(
     assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
 
 
-def test_a_leader_that_leaves_hands_over(loaded: Callable[..., LoadedModel]) -> None:
+def test_a_cancelled_leader_is_replaced(loaded: Callable[..., LoadedModel]) -> None:
     """When the client whose prompt others wait for goes away, they go on with what it had computed."""
     engine = core(loaded("llama"), slots=4, chunk=8)
     users = [Job(request(f"user {at}", (*SYSTEM, at), 3), leaves=4 if at == 0 else None) for at in range(4)]
@@ -59,7 +59,7 @@ def test_a_leader_that_leaves_hands_over(loaded: Callable[..., LoadedModel]) -> 
     assert engine.stats().batch_tokens_total == len(SYSTEM) + 3 + 3 * 2
 
 
-def test_four_times_too_many_sequences_all_finish_as_alone(
+def test_four_sequences_per_slot_equal_separate_runs(
     loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
     """With a quarter of the cells that all would need, nobody fails and no token changes."""
@@ -72,7 +72,7 @@ def test_four_times_too_many_sequences_all_finish_as_alone(
     assert expected == {name: _first(tuple(answer.tokens)) for name, answer in answers.items()}
 
 
-def test_salts_keep_sequences_apart(loaded: Callable[..., LoadedModel]) -> None:
+def test_salts_separate_prefixes(loaded: Callable[..., LoadedModel]) -> None:
     """Nobody waits for, finds or changes what is computed under another salt, at the same time or later."""
     engine = core(loaded("llama"), slots=6, chunk=16)
     users = [

@@ -14,7 +14,7 @@ SIZES = (1, 7, 8, 9, 64, 1000, 5003)
 
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 2**32), longer=st.integers(0, 9))
 @settings(max_examples=200, deadline=None, database=None, derandomize=True)
-def test_bits_hold_the_set(size: int, seed: int, longer: int) -> None:
+def test_a_bitmask_holds_its_tokens(size: int, seed: int, longer: int) -> None:
     """Also where there are bits behind the vocabulary, as llguidance has them: they count for nothing."""
     mask = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < (seed % 10) / 9
     tokens = mask.nonzero()[:, 0].tolist()
@@ -27,7 +27,7 @@ def test_bits_hold_the_set(size: int, seed: int, longer: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_are_limited_as_a_mask_would(size: int, dtype: torch.dtype) -> None:
+def test_mask_logits_equals_a_boolean_mask(size: int, dtype: torch.dtype) -> None:
     """Bit for bit, with infinities, zeros of both signs and numbers too small to be normal; the input stays."""
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(size, generator=generator, dtype=dtype)
@@ -45,7 +45,7 @@ def test_logits_are_limited_as_a_mask_would(size: int, dtype: torch.dtype) -> No
     assert torch.equal(before.view(integers), logits.view(integers))
 
 
-def test_an_allowed_token_that_is_no_number_stays_without_a_finite_value() -> None:
+def test_mask_logits_keeps_nan() -> None:
     """The row is broken with or without the set."""
     result = mask_logits(torch.tensor([torch.nan, 1.0]), pack((0,), 2))
 

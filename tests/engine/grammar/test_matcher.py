@@ -53,7 +53,7 @@ def grammars_of(folder: Path) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocabulary_size=VOCABULARY, end_tokens={END})
 
 
-def test_what_is_prepared_is_what_requests_use(tmp_path: Path) -> None:
+def test_warm_up_builds_the_vocabulary(tmp_path: Path) -> None:
     """A request that comes meanwhile waits for it, and nothing is built twice; a model without an end has none."""
     save_tokenizer(tmp_path)
     early = grammars_of(tmp_path)
@@ -82,7 +82,7 @@ def allowed(matcher: GrammarMatcher, guessed: list[int]) -> list[int] | None:
 
 
 @pytest.mark.parametrize("source", ['start: "a" | "ab" /[0-9]{1,3}/', of_schema(RECORD).source])
-def test_guesses_leave_no_trace(known: GrammarCompiler, source: str) -> None:
+def test_drafts_do_not_change_the_state(known: GrammarCompiler, source: str) -> None:
     """Along random texts with right and wrong guesses, masks are those of a matcher that was told the text alone."""
     chance = random.Random(1)
     for _ in range(6):
@@ -109,7 +109,7 @@ def test_guesses_leave_no_trace(known: GrammarCompiler, source: str) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_a_guess_that_ends_alike_is_another(known: GrammarCompiler, told: bool) -> None:
+def test_drafts_with_the_same_end_have_their_own_masks(known: GrammarCompiler, told: bool) -> None:
     """What may follow tells apart what came before, guessed or said, where the same letters are read behind it."""
     matcher = known.matcher(Grammar('start: "a" /b*/ "x" | "c" /b*/ "y"'))
     a, b, c, x, y = (letter(known, text) for text in "abcxy")
@@ -121,7 +121,7 @@ def test_a_guess_that_ends_alike_is_another(known: GrammarCompiler, told: bool) 
     assert [b, y] == allowed(matcher, [] if told else [c, b])
 
 
-def test_only_ends_follow_a_complete_text(known: GrammarCompiler) -> None:
+def test_only_end_tokens_follow_a_complete_text(known: GrammarCompiler) -> None:
     """And what the tokenizer does not know, or has no text, is never allowed."""
     matcher = known.matcher(Grammar('start: "ab"'))
     matcher.append(letter(known, "a"))
@@ -135,7 +135,7 @@ def test_only_ends_follow_a_complete_text(known: GrammarCompiler) -> None:
     assert bool(free[END])
 
 
-def test_one_text_cannot_use_up_the_limits_of_another(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_per_text(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """States of the lexer are shared and limited: who meets the limit because of others begins anew."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}b(.|\\n)*/")
@@ -154,7 +154,7 @@ def limited(states: int) -> LLParserLimits:
     return LLParserLimits(max_lexer_states=states, verbose_errors=False)
 
 
-def test_a_limit_is_met_in_words(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_is_reported_as_an_error(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allowed then, and the matcher says why; behind another guess it goes on."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(40))
     matcher = known.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
@@ -221,7 +221,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_in_words(known: GrammarCompiler, name: str) -> None:
+def test_invalid_grammars_are_refused_with_a_reason(known: GrammarCompiler, name: str) -> None:
     """In a second, with a reason of one line."""
     source, reason = REFUSED[name]
     began = time.process_time()
@@ -237,7 +237,7 @@ def test_what_cannot_be_followed_is_refused_in_words(known: GrammarCompiler, nam
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_what_is_large_compiles_within_limits(known: GrammarCompiler, name: str) -> None:
+def test_large_grammars_compile_within_limits(known: GrammarCompiler, name: str) -> None:
     """In two seconds at most, and twenty tokens of it take less than two more; or a limit ends it in words."""
     began, chance = time.process_time(), random.Random(0)
     matcher = known.matcher(Grammar(COMPILED[name]))
@@ -252,7 +252,7 @@ def test_what_is_large_compiles_within_limits(known: GrammarCompiler, name: str)
 
 
 @pytest.mark.parametrize("text", ['\\"', "\\/", "/ ", '"\\'])
-def test_to_count_brackets_is_linear(text: str) -> None:
+def test_nesting_depth_is_linear(text: str) -> None:
     """Strings and expressions that are never closed are read once: Python's expressions hold up all threads."""
     began = time.thread_time()
     nesting_depth(text * 2**17)
@@ -260,7 +260,7 @@ def test_to_count_brackets_is_linear(text: str) -> None:
     assert time.thread_time() - began < 1
 
 
-def test_no_step_of_a_text_takes_long(known: GrammarCompiler) -> None:
+def test_each_step_is_bounded_in_time(known: GrammarCompiler) -> None:
     """What becomes ambiguous token by token meets a limit before it holds up the other texts."""
     matcher, longest = known.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
     for _ in range(40):
@@ -283,7 +283,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_a_text_that_never_ends_is_followed_token_by_token(known: GrammarCompiler, source: str) -> None:
+def test_an_endless_text_is_matched_token_by_token(known: GrammarCompiler, source: str) -> None:
     """llguidance would compute all of what such a grammar forces, for one mask, on the engine's thread."""
     matcher = known.matcher(Grammar(source))
     for _ in range(4):
@@ -293,7 +293,7 @@ def test_a_text_that_never_ends_is_followed_token_by_token(known: GrammarCompile
 
 
 @pytest.mark.parametrize("source", ['start: /(aa)+/ "aa"', 'start: x | /b(a)+/ "a"\nx: "a" x', 'start: "a"{1000000}'])
-def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: GrammarCompiler, source: str) -> None:
+def test_forced_tokens_respects_its_limit(known: GrammarCompiler, source: str) -> None:
     """A terminal that must go on for ever is no trap; the texts that tokens make are letters here."""
     matcher = known.matcher(Grammar(source))
     matcher.append(letter(known, "b" if "b" in source else "a"))
@@ -303,7 +303,7 @@ def test_what_is_forced_without_end_is_forced_as_far_as_asked(known: GrammarComp
     assert {"a"} == set(known._tokenizer.decode(forced))
 
 
-def test_what_is_forced_ends_where_there_is_a_choice(known: GrammarCompiler) -> None:
+def test_forced_tokens_end_at_a_choice(known: GrammarCompiler) -> None:
     """And where the text may end."""
     matcher = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
 
@@ -322,7 +322,7 @@ def _behind(known: GrammarCompiler, matcher: GrammarMatcher, text: str) -> Gramm
     return matcher
 
 
-def test_a_slow_text_is_given_up(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_text_fails(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose steps took too long together is followed no further, and says so."""
     matcher = known.matcher(of_schema(RECORD))
     monkeypatch.setattr("engine.grammar.matcher._STEP_SECONDS", 0.0)
@@ -334,7 +334,7 @@ def test_a_slow_text_is_given_up(known: GrammarCompiler, monkeypatch: pytest.Mon
     assert "too long" in matcher.error
 
 
-def test_what_compiles_slowly_is_not_compiled_while_others_wait(
+def test_slow_grammars_are_not_recompiled_on_the_engine_thread(
     known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text that meets a limit because of others ends there; who comes next gets the grammar compiled again."""
@@ -353,7 +353,7 @@ def test_what_compiles_slowly_is_not_compiled_while_others_wait(
     assert not known.compile(grammar).exhausted
 
 
-def test_grammars_are_kept_and_let_go(known: GrammarCompiler) -> None:
+def test_the_grammar_cache_is_bounded(known: GrammarCompiler) -> None:
     """The same source is compiled once; of thousands a few are kept, by number and by bytes."""
     first = known.compile(Grammar('start: "kept"'))
     assert first is known.compile(Grammar('start: "kept"'))
@@ -385,7 +385,7 @@ def test_threads_may_compile_at_once(known: GrammarCompiler) -> None:
 
 # CTC drops a token that is repeated, and joined pieces leave no text without spaces.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("CTC", "Python, joined")])
-def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
+def test_a_schema_matches_with_every_kind_of_tokenizer(kind: str) -> None:
     """Along random allowed tokens the text behind a prompt is JSON of the schema, and markers are no part of it."""
     tokenizer, chance = served(kind), random.Random(0)
     end, markers = vocabulary(kind)["</s>"], {vocabulary(kind).get(piece) for piece in (*SPECIAL, *ADDED)}
@@ -412,7 +412,7 @@ def test_a_schema_holds_for_every_kind_of_tokenizer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma"])
-def test_what_a_grammar_forces_is_spelt_as_the_model_would(kind: str) -> None:
+def test_forced_text_is_tokenised_canonically(kind: str) -> None:
     """In whole pieces, and not as if a text began there."""
     matcher = GrammarCompiler(served(kind), vocabulary_size=SIZE, end_tokens=[1]).matcher(Grammar('start: "世a"'))
 
@@ -420,7 +420,7 @@ def test_what_a_grammar_forces_is_spelt_as_the_model_would(kind: str) -> None:
     assert served(kind).encode_inside_text("世a") in ([], matcher.forced_tokens(9))
 
 
-def test_what_the_first_grammar_needs_is_built_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
     grammars = GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[1])
     grammars.prepare()
@@ -430,14 +430,14 @@ def test_what_the_first_grammar_needs_is_built_ahead(monkeypatch: pytest.MonkeyP
     assert grammars.compile(Grammar('start: "a"'))
 
 
-def test_a_model_without_an_end_takes_no_grammar(known: GrammarCompiler) -> None:
+def test_a_model_without_end_token_refuses_grammars(known: GrammarCompiler) -> None:
     """Its texts could not end where the grammar does."""
     endless = GrammarCompiler(known._tokenizer, vocabulary_size=VOCABULARY, end_tokens=())
     with pytest.raises(InvalidRequest, match="ends a text"):
         endless.compile(Grammar('start: "a"'))
 
 
-def test_nesting_counts_brackets_that_nest() -> None:
+def test_nesting_depth_ignores_literals() -> None:
     """Not those of strings, expressions and comments."""
     assert 3 == nesting_depth('start: ([("a" | "((((\\"((("]) | /[(((]\\/((/ // ((((((\n# ((((((\n{{}}')
     assert 0 == nesting_depth("))]]")

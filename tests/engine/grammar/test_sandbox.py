@@ -35,7 +35,7 @@ def multiple_of(number: int) -> str:
     return of_schema({"type": "integer", "multipleOf": number}).source
 
 
-def test_what_takes_long_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_compilation_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one is tried in another process."""
     monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
     assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(multiple_of(999_983))
@@ -45,7 +45,7 @@ def test_what_takes_long_is_refused(tried: GrammarSandbox, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_what_takes_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excessive_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the other process, whatever time is left."""
     monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
 
@@ -53,13 +53,13 @@ def test_what_takes_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest
     assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(of_schema(several).source)
 
 
-def test_what_llguidance_refuses_is_left_to_it(tried: GrammarSandbox) -> None:
+def test_invalid_grammars_pass_the_sandbox(tried: GrammarSandbox) -> None:
     """A trial has nothing against it: the words are found where it is compiled."""
     assert "" == tried.check("start: (")
     assert "" == tried.check(of_schema({"$ref": "#"}).source)
 
 
-def test_the_process_ends_with_the_pipe(tried: GrammarSandbox) -> None:
+def test_the_process_exits_when_the_pipe_closes(tried: GrammarSandbox) -> None:
     """Nothing stays behind, whoever ends."""
     assert "" == tried.check('start: "a"')
     process, pipe = tried._end.peek()[2]  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def test_the_process_ends_with_the_pipe(tried: GrammarSandbox) -> None:
     assert 0 == process.wait(10)
 
 
-def test_a_fault_is_an_error_of_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_failure_is_an_invalid_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is remembered, so that the same grammar costs nothing again; others are compiled as ever."""
     save_tokenizer(tmp_path)
     known = grammars_of(tmp_path)

@@ -45,7 +45,7 @@ def steps_until(engine: Core, event: type[Started | Finished], name: str) -> int
     raise AssertionError(f"{name} never got there")
 
 
-def test_a_newcomer_gets_a_slot_at_once(loaded: Models) -> None:
+def test_a_new_owner_gets_a_slot_at_once(loaded: Models) -> None:
     """A request of 64 sequences has all slots until another request comes, which gets one in the next step."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("many", 64))
@@ -61,7 +61,7 @@ def test_a_newcomer_gets_a_slot_at_once(loaded: Models) -> None:
     assert 39 == steps_until(engine, Finished, "one-0")
 
 
-def test_slots_are_even_between_requests(loaded: Models) -> None:
+def test_slots_are_shared_evenly_by_request(loaded: Models) -> None:
     """Two requests of many sequences have half of the slots each, whichever came first, for as long as both last."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("first", 20, tokens=7))
@@ -80,7 +80,7 @@ def test_slots_are_even_between_requests(loaded: Models) -> None:
     assert 2 == engine.stats().preemptions_total
 
 
-def test_owners_are_even_whatever_their_requests(loaded: Models) -> None:
+def test_slots_are_shared_evenly_by_owner(loaded: Models) -> None:
     """Twenty requests of one owner have no more slots than one request of another owner."""
     engine = core(loaded("llama"), slots=4)
     for at in range(20):
@@ -93,7 +93,7 @@ def test_owners_are_even_whatever_their_requests(loaded: Models) -> None:
     assert {"a": 2, "b": 2} == owners
 
 
-def test_requests_of_one_sequence_come_in_their_order(loaded: Models) -> None:
+def test_single_requests_are_first_come_first_served(loaded: Models) -> None:
     """Where nobody has more than others, first come is first served, and nobody yields."""
     engine = core(loaded("llama"), slots=2)
     names = [f"r{at}" for at in range(12)]
@@ -107,7 +107,7 @@ def test_requests_of_one_sequence_come_in_their_order(loaded: Models) -> None:
     assert 0 == engine.stats().preemptions_total
 
 
-def test_sequences_of_a_request_come_in_their_order(loaded: Models) -> None:
+def test_sequences_of_a_request_keep_their_order(loaded: Models) -> None:
     """Also beside others, and also where some had to yield."""
     engine = core(loaded("llama"), slots=3)
     submit(engine, choices("many", 12, tokens=6))
@@ -120,7 +120,7 @@ def test_sequences_of_a_request_come_in_their_order(loaded: Models) -> None:
     assert [f"many-{at}" for at in range(12)] == order
 
 
-def test_a_steady_stream_of_newcomers_starves_nobody(loaded: Models) -> None:
+def test_new_requests_do_not_starve_old_ones(loaded: Models) -> None:
     """A request of many sequences ends though requests of others alone would fill all slots."""
     engine = core(loaded("llama"), slots=2)
     submit(engine, choices("many", 6, tokens=12))
@@ -133,7 +133,7 @@ def test_a_steady_stream_of_newcomers_starves_nobody(loaded: Models) -> None:
     assert {f"many-{at}" for at in range(6)} == ended
 
 
-def test_an_owner_shares_its_own_slots_though_another_one_waits(loaded: Models) -> None:
+def test_an_owner_s_requests_share_its_slots(loaded: Models) -> None:
     """Where owners are even, a newcomer of one of them gets a slot of its own owner, and the other keeps its slots."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("a", 20, owner="a"))
@@ -146,7 +146,7 @@ def test_an_owner_shares_its_own_slots_though_another_one_waits(loaded: Models) 
 
 
 @pytest.mark.parametrize(("tier", "slots_of_one"), [("default", 2), ("priority", 0)])
-def test_a_better_tier_yields_nothing(loaded: Models, tier: Tier, slots_of_one: int) -> None:
+def test_a_higher_tier_is_not_preempted(loaded: Models, tier: Tier, slots_of_one: int) -> None:
     """A newcomer of the default tier takes slots of its own tier, and none of the one above."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("many", 8, tier=tier))
@@ -157,7 +157,7 @@ def test_a_better_tier_yields_nothing(loaded: Models, tier: Tier, slots_of_one: 
     assert slots_of_one == slots(engine)["one"]
 
 
-def test_whoever_yields_says_the_same(loaded: Models, reference: References) -> None:
+def test_preemption_does_not_change_the_text(loaded: Models, reference: References) -> None:
     """Requests of several owners come and go, with few cells: sequences yield, and every text is that alone."""
     pool = prompts(3)
     yielded = 0
@@ -223,7 +223,7 @@ def test_a_flow_without_sequences_is_forgotten() -> None:
     assert (0, 0) == (len(rounds._credit), len(rounds._members))
 
 
-def test_a_newcomer_says_its_first_token_soon_beside_long_scored_prompts(loaded: Models) -> None:
+def test_a_new_request_starts_soon_beside_scored_prompts(loaded: Models) -> None:
     """A request of many long prompts, whose tokens are all scored, keeps a short one waiting for a few steps only."""
     engine = core(loaded("llama"), slots=4, chunk=16)
     for at in range(16):

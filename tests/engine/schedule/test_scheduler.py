@@ -28,7 +28,7 @@ def started(engine: Core) -> list[str]:
     return names
 
 
-def test_tiers_are_served_one_after_the_other(loaded: Models) -> None:
+def test_tiers_are_served_in_order(loaded: Models) -> None:
     """Of those who wait all of a tier go first, each tier by arrival; who runs already is not interrupted."""
     engine = core(loaded("llama"), slots=1)
     tiers: list[Tier] = ["flex", "flex", "default", "priority", "default", "priority"]
@@ -41,7 +41,7 @@ def test_tiers_are_served_one_after_the_other(loaded: Models) -> None:
     assert 0 == engine.stats().preemptions_total
 
 
-def test_the_last_tier_gives_way_first(loaded: Models) -> None:
+def test_the_lowest_tier_is_preempted_first(loaded: Models) -> None:
     """Where cells run out the youngest of the last tier goes back to the queue, however old it is."""
     engine = core(loaded("llama"), slots=4, cells=128, chunk=256)
     tiers: dict[str, Tier] = {"a flex": "flex", "old": "default", "another flex": "flex", "young": "default"}
@@ -57,7 +57,7 @@ def test_the_last_tier_gives_way_first(loaded: Models) -> None:
     assert [["another flex"], ["a flex", "another flex"]] == gone[:2]
 
 
-def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: References) -> None:
+def test_leaders_form_no_cycle(loaded: Models, reference: References) -> None:
     """A sequence that gives way comes back behind those that waited for it: they go on, and it waits for them."""
     engine, prompt = core(loaded("llama"), chunk=8), tuple((7 * at + 3) % 250 for at in range(60))
     requests = [ask(tier, (*prompt, at), 8, ignore_eos=True, tier=tier) for at, tier in enumerate(("flex", "default"))]
@@ -78,7 +78,7 @@ def test_nobody_waits_for_one_that_waits_for_it(loaded: Models, reference: Refer
 
 
 @pytest.mark.parametrize("chunk", [3, 16])
-def test_tiers_change_no_text(loaded: Models, reference: References, chunk: int) -> None:
+def test_tiers_do_not_change_the_text(loaded: Models, reference: References, chunk: int) -> None:
     """With too few cells, and old sequences that give way to those that wait for them, everybody says the same."""
     tiers: list[Tier] = ["flex", "default", "priority"]
     pool = prompts(3)
@@ -98,7 +98,7 @@ def test_tiers_change_no_text(loaded: Models, reference: References, chunk: int)
     assert 5 < preempted
 
 
-def test_a_deadline_ends_an_answer_wherever_it_is(loaded: Models) -> None:
+def test_a_deadline_finishes_a_request_in_any_state(loaded: Models) -> None:
     """One runs, one waits, one has time: the first keeps what it said, the second never started."""
     engine, now = core(loaded("llama"), slots=1), [0.0]
     engine._clock = lambda: now[0]
@@ -123,7 +123,7 @@ def test_a_deadline_ends_an_answer_wherever_it_is(loaded: Models) -> None:
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
-def test_progress_tells_how_far_a_prompt_is(loaded: Models) -> None:
+def test_progress_reports_computed_tokens(loaded: Models) -> None:
     """Once a step while the prompt is computed, reused tokens counted; nothing for those who did not ask.
 
     Of the first 16 rows 3 go to the short prompt, which is due earlier.

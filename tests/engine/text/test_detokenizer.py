@@ -42,20 +42,20 @@ def in_bytes(kind: str, text: str | bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streams_are_the_text_of_all_tokens(kind: str) -> None:
+def test_streamed_text_equals_decoding_all_tokens(kind: str) -> None:
     """Pieces, bytes, broken bytes and special tokens behind any prompt, and stop strings in them."""
     assert [] == [fault for seed in range(100) for fault in faults(kind, seed)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_streams_are_the_text_of_all_tokens(kind: str) -> None:
+def test_many_streams_equal_decoding_all_tokens(kind: str) -> None:
     """The same, 10^5 over all kinds."""
     assert [] == [fault for seed in range(10**5 // len(KINDS) + 1) for fault in faults(kind, seed)]
 
 
 @pytest.mark.parametrize("kind", FALLBACK)
-def test_characters_in_bytes_come_one_by_one(kind: str) -> None:
+def test_byte_tokens_give_whole_characters(kind: str) -> None:
     """Each with its last byte, however many follow each other."""
     parts = streamed(kind, [], in_bytes(kind, "世🦙🦙é"), special=False)
 
@@ -63,7 +63,7 @@ def test_characters_in_bytes_come_one_by_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FALLBACK)
-def test_a_broken_byte_spoils_no_neighbour(kind: str) -> None:
+def test_an_invalid_byte_does_not_affect_its_neighbours(kind: str) -> None:
     """It is one U+FFFD, and the characters around it are whole."""
     tokens = in_bytes(kind, b"\xe4\xb8\x96\xff\xe4\xb8\xe7\x95\x8c")
 
@@ -72,7 +72,7 @@ def test_a_broken_byte_spoils_no_neighbour(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte fallback, Llama 2", "byte-level BPE"])
-def test_a_character_that_the_prompt_begins_is_shown_whole(kind: str) -> None:
+def test_a_character_begun_in_the_prompt_is_completed(kind: str) -> None:
     """With the token that ends it; where nothing ends it, what the prompt showed is not shown again."""
     tokens = in_bytes(kind, "世") if "fallback" in kind else served(kind).encode("世")
     tokens = tokens if "fallback" in kind else numbers(kind, *"ä¸ĸ")
@@ -83,7 +83,7 @@ def test_a_character_that_the_prompt_begins_is_shown_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("byte", "Unigram", "Replace"))])
-def test_a_special_token_that_is_hidden_strips_no_space(kind: str) -> None:
+def test_a_skipped_special_token_strips_no_space(kind: str) -> None:
     """The piece behind it is not the first of the text."""
     space = "Ġa" if kind.startswith("byte-level") else "\u2581a"
     tokens = numbers(kind, "a", "</s>", "<s>", space)
@@ -109,7 +109,7 @@ def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "CTC"])
-def test_the_bytes_of_tokens_are_those_of_the_text(kind: str) -> None:
+def test_token_bytes_concatenate_to_the_text(kind: str) -> None:
     """Log-probabilities report them, so that a client can put characters together itself."""
     for seed in range(60):
         _, tokens = random_stream(kind, Random(seed))
@@ -130,7 +130,7 @@ def errors(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma", "WordPiece"])
 @pytest.mark.parametrize("cells", [None, 56])
-def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: Callable[..., LoadedModel]) -> None:
+def test_streamed_answers_are_complete(kind: str, cells: int | None, loaded: Callable[..., LoadedModel]) -> None:
     """Through the engine, also where a sequence loses its slot and goes on later."""
     model = dataclasses.replace(
         loaded("llama"), tokenizer=Tokenizer(tokenizer_of(kind), vocabulary_size=VOCABULARY, context=128)
@@ -149,7 +149,7 @@ def test_answers_of_every_kind_are_whole(kind: str, cells: int | None, loaded: C
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_offsets_are_where_characters_begin(kind: str) -> None:
+def test_logprob_offsets_are_character_positions(kind: str) -> None:
     """Log-probabilities name the place of each token in the released text, to which hidden ones add nothing."""
     for seed in range(40):
         prompt, tokens = random_stream(kind, Random(seed))

@@ -48,7 +48,7 @@ def written(*turns: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("template", [PLAIN, ASKING])
 @pytest.mark.parametrize("content", ["in the end?", "an <end> in the text", "<start>user: I <end>"])
-def test_the_marks_are_ends_of_messages(tmp_path: Path, template: str, content: str) -> None:
+def test_checkpoints_are_message_ends(tmp_path: Path, template: str, content: str) -> None:
     """System message, all before the last question, and the question, which is protected; special text or not."""
     turns = [*TURNS[:3], {"role": "user", "content": content}]
     answer, parts, protected = rendered(tmp_path, template, turns)
@@ -60,7 +60,7 @@ def test_the_marks_are_ends_of_messages(tmp_path: Path, template: str, content: 
     assert [question] == protected
 
 
-def test_a_template_that_refuses_a_beginning_costs_a_mark_only(tmp_path: Path) -> None:
+def test_a_refused_prefix_loses_one_checkpoint(tmp_path: Path) -> None:
     """Where the place of the last question cannot be told, what could be it is protected with it."""
     _, parts, protected = rendered(tmp_path, STRICT, TURNS)
 
@@ -68,7 +68,7 @@ def test_a_template_that_refuses_a_beginning_costs_a_mark_only(tmp_path: Path) -
     assert [written(*TURNS)] == protected
 
 
-def test_a_continued_answer_is_behind_the_question(tmp_path: Path) -> None:
+def test_a_continued_answer_follows_the_last_user_message(tmp_path: Path) -> None:
     """What the assistant began to say is not protected."""
     turns = [*TURNS, {"role": "assistant", "content": "The beginning"}]
     _, parts, protected = rendered(tmp_path, PLAIN, turns, continue_final_message=True)
@@ -85,7 +85,7 @@ def test_without_a_user_nothing_is_protected(tmp_path: Path) -> None:
     assert [] == protected
 
 
-def test_a_beginning_is_rendered_once() -> None:
+def test_each_prefix_is_rendered_once() -> None:
     """Equal breakpoints, and those at the ends of messages that are known anyway, cost nothing."""
     calls: list[int] = []
 

@@ -37,7 +37,7 @@ def bundled(template: str | None = None) -> Tokenizer:
 
 
 @pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
-def test_the_beginning_of_a_text_is_as_if_it_stood_alone(letters: str) -> None:
+def test_encode_truncated_equals_the_prefix_alone(letters: str) -> None:
     """More tokens than the context holds, and all but the last few those of the whole text."""
     tokenizer = bundled()
     text = letters * 100_000
@@ -74,7 +74,7 @@ def test_a_special_token_in_a_tool_is_plain_text() -> None:
 
 
 @pytest.mark.parametrize("content", ["Hello there", "an <|im_end|> in it"])
-def test_what_the_template_opened_is_told(content: str) -> None:
+def test_the_generation_prompt_is_returned(content: str) -> None:
     """What stands behind the messages; special text inside them or not."""
     turns = [{"role": "user", "content": content}]
 
@@ -83,7 +83,7 @@ def test_what_the_template_opened_is_told(content: str) -> None:
     assert "<|im_start|>assistant\n<think>\n" == bundled(THINKING).render_chat(turns).generation_prompt
 
 
-def test_reasoning_that_a_template_opened_goes_on() -> None:
+def test_reasoning_opened_by_the_template_continues() -> None:
     """The same answer is reasoning first, or text alone where the template closed the reasoning."""
     tokenizer = bundled(THINKING)
     thinking = tokenizer.render_chat(ASKED).generation_prompt
@@ -94,7 +94,7 @@ def test_reasoning_that_a_template_opened_goes_on() -> None:
     assert [TextDelta("yes")] == read(said, ["yes"], [], quiet)
 
 
-def test_a_continued_answer_tells_where_it_stands() -> None:
+def test_a_continued_answer_returns_its_start() -> None:
     """Inside its reasoning, or behind it."""
     tokenizer = bundled(THINKING)
 
@@ -116,7 +116,7 @@ def marked(rendering: RenderedPrompt, tokenizer: Tokenizer) -> list[str]:
 
 @pytest.mark.parametrize("template", [None, THINKING])
 @pytest.mark.parametrize("content", ["one two\n\nthree four", "one <|im_end|>\n\nthree four"])
-def test_a_breakpoint_is_marked_to_the_token(template: str | None, content: str) -> None:
+def test_a_breakpoint_is_exact_to_the_token(template: str | None, content: str) -> None:
     """The mark stands right behind the letters that were named, even where a template trims what ends a message."""
     tokenizer = bundled(template)
     cut = content.index("three")
@@ -128,7 +128,7 @@ def test_a_breakpoint_is_marked_to_the_token(template: str | None, content: str)
     assert [f"<|im_start|>user\n{content[:cut]}".rstrip()] == [text.rstrip() for text in added]
 
 
-def test_a_breakpoint_behind_a_message_is_its_end() -> None:
+def test_a_breakpoint_after_a_message_is_its_end() -> None:
     """At the last letter of a message the whole message is what may be shared."""
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, *ASKED]
     rendering = bundled().render_chat(turns, breakpoints=[(0, 3)])
@@ -136,7 +136,7 @@ def test_a_breakpoint_behind_a_message_is_its_end() -> None:
     assert "<|im_start|>user\none<|im_end|>\n" in marked(rendering, bundled())
 
 
-def test_the_bundled_dialect_is_found() -> None:
+def test_the_bundled_chat_format_is_detected() -> None:
     """Calls between two markers that are tokens but not special, and no reasoning."""
     dialect = bundled().chat_format
     text = '<tool_call>\n{"name": "ring", "arguments": {}}\n</tool_call>'
@@ -145,7 +145,7 @@ def test_the_bundled_dialect_is_found() -> None:
     assert [("ring", "{}")] == calls_of(read(dialect, [text], TOOLS))
 
 
-def test_special_tokens_are_text_where_a_request_wants_them() -> None:
+def test_special_tokens_are_text_on_request() -> None:
     """A decoder leaves them out unless it is told otherwise."""
     tokenizer = bundled()
     tokens = tokenizer.encode("a<|endoftext|>b", add_special=False)
@@ -158,7 +158,7 @@ def test_special_tokens_are_text_where_a_request_wants_them() -> None:
     assert "a<|endoftext|>b" == said(special=True)
 
 
-def test_tokens_by_themselves() -> None:
+def test_describe_tokens_returns_text_and_bytes() -> None:
     """Text to tokens and back; the pieces of a text are the text."""
     tokenizer = bundled()
     tokens = tokenizer.encode("Hello, <tool_call> é😀", add_special=False)
@@ -172,7 +172,7 @@ def test_tokens_by_themselves() -> None:
     assert tokenizer.single_token("") is None
 
 
-def test_a_number_that_is_no_token_is_refused() -> None:
+def test_an_invalid_token_id_is_refused() -> None:
     """Before anything is decoded."""
     with pytest.raises(InvalidRequest):
         bundled().decode([10**6])

@@ -116,7 +116,7 @@ def rendered(kind: str, *messages: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_template_gets_calls_in_the_shape_that_it_takes(kind: str) -> None:
+def test_calls_are_converted_to_the_template_s_format(kind: str) -> None:
     """Found by trying; then calls, several at once, and what was said beside them are all shown."""
     one, two = rendered(kind, *called(1), *FINAL), rendered(kind, *called(1, 2, content="I look."), *FINAL)
 
@@ -128,12 +128,12 @@ def test_a_template_gets_calls_in_the_shape_that_it_takes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("arguments", ["", "not JSON", [3]])
-def test_arguments_that_are_no_object_end_no_conversation(kind: str, arguments: object) -> None:
+def test_arguments_that_are_no_object_are_rendered(kind: str, arguments: object) -> None:
     """A model wrote them, or a client an empty text: the conversation goes on."""
     assert "result 1" in rendered(kind, *called(1, arguments=arguments), *FINAL)
 
 
-def test_ids_of_nine_letters_belong_together() -> None:
+def test_short_ids_match_between_call_and_result() -> None:
     """A call and its result have one id, the same each time; an id that fits already stays."""
     text = rendered("ids of nine letters", *called(1))
     found, fitting = ToolCallFormat(short_ids=True), "abcDEF123"
@@ -143,7 +143,7 @@ def test_ids_of_nine_letters_belong_together() -> None:
     assert fitting == kept[0]["tool_call_id"]
 
 
-def test_calls_apart_stand_before_their_results() -> None:
+def test_split_calls_precede_their_results() -> None:
     """In the order of the calls, whatever order the results came in."""
     text = rendered("one call a message", *called(1, 2))
 
@@ -151,7 +151,7 @@ def test_calls_apart_stand_before_their_results() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one call a message", "no content beside", "as it is"])
-def test_a_breakpoint_stays_where_it_was(kind: str) -> None:
+def test_breakpoints_follow_converted_messages(kind: str) -> None:
     """Also where the messages before it are written as more of them."""
     tokenizer = tokenizer_of(kind)
     messages = [USER, *called(1, 2, content="I look."), {"role": "user", "content": "Here and there"}]

@@ -20,6 +20,6 @@ from engine.text.wording import undeclared_variables
         ("{% if %}", set()),
     ],
 )
-def test_names_are_those_that_come_from_outside(template: str, expected: set[str]) -> None:
+def test_undeclared_variables_of_a_template(template: str, expected: set[str]) -> None:
     """What a template sets itself is none, nor is a word of its text; a broken template has none."""
     assert expected == undeclared_variables(template)
