@@ -1,1 +1,1 @@
-"""The embedding model beside the model: its files, its tokens, its batches and whose turn it is."""
+"""The embedding model: its layout files, tokenizer, pooling heads and batch scheduler."""

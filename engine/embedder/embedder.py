@@ -1,4 +1,4 @@
-"""The embedding model on the engine thread: a batch of texts in one forward of transformers' own code."""
+"""Computes a batch of texts in one forward of transformers' own model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engine.types.request import EmbeddingInput
 
 
 class Embedder:
-    """Runs batches. Shorter texts are filled up behind their end, which no kind of model looks at.
+    """Runs batches of the embedding model. Shorter texts are padded at the end, and padding is masked.
 
-    pad_token      the token that fills a text up
-    max_length_difference   lengths in a batch may differ by so many tokens
-    original  texts longer than this are rotated by other factors (rope.py), so they share no batch with shorter
-             ones; None: there are none
-    threads  to compute with; the model beside it may be better off with another number
+    pad_token              padding token
+    max_length_difference  tokens by which the lengths in a batch may differ
+    original_length        longer texts are rotated by other factors (rope.py), so they share no batch with shorter
+                           ones; None: no factors depend on the length
+    threads                to compute with, independent of the generating model
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Embedder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that it computes in."""
+        """The dtype of its weights and activations."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
     def can_batch(self, lengths: Sequence[int]) -> bool:
-        """Whether texts of these lengths may be computed together."""
-        alike = max(lengths) - min(lengths) <= self.max_length_difference
-        return alike and (self._original_length is None or not min(lengths) <= self._original_length < max(lengths))
+        """Whether texts of the given token lengths may share a batch."""
+        similar = max(lengths) - min(lengths) <= self.max_length_difference
+        return similar and (self._original_length is None or not min(lengths) <= self._original_length < max(lengths))
 
     def vectors(self, inputs: Sequence[EmbeddingInput]) -> Tensor:
-        """What becomes of each [inputs, dimensions], in float32."""
+        """The vectors or scores [inputs, dimensions] in float32."""
         longest = max(len(each.tokens) for each in inputs)
         rows = {
             "input_ids": [_padded(each.tokens, longest, self.pad_token) for each in inputs],
@@ -51,14 +51,16 @@ class Embedder:
         }
         if any(each.token_types for each in inputs):
             rows["token_type_ids"] = [_padded(each.token_types, longest, 0) for each in inputs]
-        known = {name: row for name, row in rows.items() if name in self._parameters}
+        accepted = {name: row for name, row in rows.items() if name in self._parameters}
         with torch.inference_mode(), _use_threads(self._threads):
-            output = self._model(**{name: torch.tensor(row, device=self._model.device) for name, row in known.items()})
+            output = self._model(
+                **{name: torch.tensor(row, device=self._model.device) for name, row in accepted.items()}
+            )
             return self._head(output, inputs).float().cpu()
 
 
-def _padded(row: Sequence[int], length: int, filler: int) -> list[int]:
-    return [*row, *[filler] * (length - len(row))]
+def _padded(row: Sequence[int], length: int, padding: int) -> list[int]:
+    return [*row, *[padding] * (length - len(row))]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What comes behind the transformer: the states of a text become a vector, or the logits of a pair become a score."""
+"""Heads of the embedding model: hidden states are pooled to a vector, or the logits of a pair become a score."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from engine.sample.logprobs import at_least_float32
 from engine.types.request import EmbeddingInput
 
 _ACTIVATIONS = ("Identity", "Tanh", "Sigmoid", "ReLU", "GELU", "SiLU", "Mish", "Softplus", "ELU", "LeakyReLU")
-# Where a ranker says what becomes of its logits: the newer place and the older one.
+# Configuration fields with the activation of a reranker: the current one and the older one.
 _CONFIG_FIELD, _OLD_CONFIG_FIELD = "sentence_transformers", "sbert_ce_default_activation_function"
 
 
 class EmbeddingHead(Protocol):
-    """Reads the output of a transformer for a batch."""
+    """Computes vectors or scores from the output of a transformer."""
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
-        """One vector each [inputs, dimensions]; rows of `output` are filled up behind the inputs' tokens."""
+        """One vector for each input [inputs, dimensions]; rows of `output` are padded at the end."""
         ...
 
 
 class VectorHead:
-    """Pools the last layer's states, each text by itself, so that what fills a batch up cannot be seen."""
+    """Pools the hidden states of the last layer, one text at a time, so that padding has no effect."""
 
-    def __init__(self, layout: Layout, pooled: Sequence[Pooling]) -> None:
-        self._pooled, self._prompt = tuple(pooled), layout.prompt
+    def __init__(self, layout: Layout, pooling: Sequence[Pooling]) -> None:
+        self._pooling, self._pools_prompt = tuple(pooling), layout.pools_prompt
         self._steps = tuple(normalized if step == "normalize" else DenseProjection(step) for step in layout.steps)
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
-        """One vector each [inputs, dimensions]."""
+        """One vector for each input [inputs, dimensions]."""
         vectors = torch.stack(
             [
-                self._pool(at_least_float32(states[: len(each.tokens)]), 0 if self._prompt else each.prompt_tokens)
+                self._pool(
+                    at_least_float32(states[: len(each.tokens)]), 0 if self._pools_prompt else each.prompt_tokens
+                )
                 for states, each in zip(output.last_hidden_state, inputs, strict=True)
             ]
         )
@@ -49,13 +51,13 @@ class VectorHead:
         return vectors
 
     def _pool(self, states: Tensor, start: int) -> Tensor:
-        """The vector of one text's states [tokens, width], those before `start` left out."""
+        """The vector of a text's hidden states [tokens, width], without the first `start`."""
         start = min(start, len(states) - 1)
-        return torch.cat([_POOLS[way](states, start) for way in self._pooled])
+        return torch.cat([_POOLS[mode](states, start) for mode in self._pooling])
 
 
 class ScoreHead:
-    """The one logit of a pair, behind the activation that the model's settings name."""
+    """The single logit of a pair, with the activation of the model's configuration."""
 
     def __init__(self, config: Any) -> None:
         named = (getattr(config, _CONFIG_FIELD, None) or {}).get("activation_fn") or getattr(
@@ -64,12 +66,12 @@ class ScoreHead:
         self._activation = activation((named or "torch.nn.Sigmoid").split(".")[-1])
 
     def __call__(self, output: Any, inputs: Sequence[EmbeddingInput]) -> Tensor:
-        """One number each [inputs, 1]."""
+        """One score for each input [inputs, 1]."""
         return self._activation(at_least_float32(output.logits))
 
 
 class DenseProjection:
-    """A linear layer of the folder's own and its activation."""
+    """A linear layer with an activation, from a module folder of sentence-transformers."""
 
     def __init__(self, dense: Dense) -> None:
         try:
@@ -82,7 +84,7 @@ class DenseProjection:
         self._residual_weight = weights.get("residual.weight")
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """The vectors [inputs, width] as the layer turns them."""
+        """The projected vectors [inputs, outputs]."""
         bias = None if self._bias is None else self._bias.to(vectors)
         projected = self._activation(linear(vectors, self._weight.to(vectors), bias))
         if not self._residual:
@@ -98,11 +100,11 @@ def normalized(vectors: Tensor) -> Tensor:
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation by its name in torch.nn; ValueError for one that is not known to be a plain function."""
+    """An activation by its name in torch.nn; ValueError for a name outside the supported list."""
     if name not in _ACTIVATIONS:
-        raise ValueError(f"the activation {name} is not known here")
-    made: nn.Module = getattr(nn, name)()
-    return made
+        raise ValueError(f"the activation {name} is not supported")
+    module: nn.Module = getattr(nn, name)()
+    return module
 
 
 def _weighted(states: Tensor, start: int) -> Tensor:

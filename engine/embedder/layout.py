@@ -1,8 +1,7 @@
-"""What the files of an embedding model say besides its weights, in the layout of the library sentence-transformers.
+"""Reads the layout files of an embedding model in the format of sentence-transformers.
 
-That library itself would bring scikit-learn and scipy, read pickles where it finds them, tokenise on the thread that
-computes, and take no tokens: what is needed of it are these few JSON files. A module that is not known here is refused.
-Fields and defaults are those of sentence-transformers 6.2.
+The library itself would add scikit-learn and scipy, read pickles, tokenise on the computing thread, and accept no
+tokens. An unknown module is refused. Fields and defaults follow sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from engine.types.status import Similarity
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
-# Older files switch each way of pooling by itself; where several are on, this is their order.
+# Older files have one flag for each pooling mode; several modes are concatenated in this order.
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -32,7 +31,7 @@ _LIBRARY = "sentence_transformers"
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer behind the pooled vector: the folder of its weights, its activation by name of torch.nn."""
+    """A linear layer behind the pooled vector: the folder of its weights, its activation by the name in torch.nn."""
 
     folder: Path
     activation: str = "Tanh"
@@ -44,56 +43,56 @@ VectorStep = Dense | Literal["normalize"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a folder makes vectors.
+    """How a folder computes vectors.
 
-    folder   that of the transformer and its tokenizer
-    pooled   what the states of a text become, one behind the other; empty: the files do not say
-    prompt   whether tokens of a prompt are pooled too
-    steps    what happens to the vector then, in order
-    longest  tokens of a text, special ones included; None: the files do not say
-    lower    whether texts are read in lower case
-    prompts  what is put before a text, by the name of its purpose
-    default  the purpose of a text that has none
+    folder          of the transformer and its tokenizer
+    pooling         pooling modes, concatenated; empty: not given by the files
+    pools_prompt    whether tokens of a prompt are pooled too
+    steps           applied to the pooled vector, in order
+    max_length      tokens of a text with special tokens; None: not given by the files
+    lowercase       whether texts are converted to lower case
+    prompts         prefixes of a text, by the name of their purpose
+    default_prompt  the purpose of a text without one
     """
 
     folder: Path
-    pooled: tuple[Pooling, ...] = ()
-    prompt: bool = True
+    pooling: tuple[Pooling, ...] = ()
+    pools_prompt: bool = True
     steps: tuple[VectorStep, ...] = ()
-    longest: int | None = None
-    lower: bool = False
+    max_length: int | None = None
+    lowercase: bool = False
     prompts: tuple[tuple[str, str], ...] = ()
-    default: str | None = None
+    default_prompt: str | None = None
     similarity: Similarity = "cosine"
 
 
 def read_layout(name: str, folder: Path) -> Layout:
-    """The layout of the model `name` in a folder. Raises ModelUnsupported for what would give other vectors here."""
+    """The layout of the model `name` in a folder. Raises ModelUnsupported for files that this engine cannot follow."""
     try:
         modules = list(_modules(folder))
         fields: dict[str, Any] = {"folder": folder, **_of_library(_read(folder / "config_sentence_transformers.json"))}
         steps: list[VectorStep] = []
-        for kind, place in modules:
+        for kind, subfolder in modules:
             match kind:
                 case "Transformer":
-                    fields |= {"folder": place, **_of_transformer(place)}
+                    fields |= {"folder": subfolder, **_of_transformer(subfolder)}
                 case "Pooling":
-                    fields |= _of_pooling(_read(place / "config.json"))
+                    fields |= _of_pooling(_read(subfolder / "config.json"))
                 case "Dense":
-                    steps.append(_dense(place))
+                    steps.append(_dense(subfolder))
                 case "Normalize":
                     steps.append("normalize")
                 case "Dropout":
                     pass  # it does nothing outside training
                 case _:
-                    raise ValueError(f"its module {kind} is not known here")
+                    raise ValueError(f"its module {kind} is not supported")
     except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
         raise ModelUnsupported(name, f"as an embedding model: {error}") from error
     return Layout(**fields, steps=tuple(steps))
 
 
 def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The kinds of the model's modules and their folders, in order; a folder without a list is a transformer."""
+    """The types of the model's modules and their folders, in order; without a module list, one transformer."""
     file = folder / "modules.json"
     if not file.is_file():
         yield "Transformer", folder
@@ -102,14 +101,14 @@ def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
         path = str(module["type"]).split(".")
         if path[0] != _LIBRARY:
             raise ValueError(f"its module {module['type']} is code of its own, which is never run")
-        place = (folder / module["path"]).resolve()
-        if not place.is_relative_to(folder.resolve()):
+        subfolder = (folder / module["path"]).resolve()
+        if not subfolder.is_relative_to(folder.resolve()):
             raise ValueError(f"its module {path[-1]} lies outside its folder")
-        yield path[-1], place
+        yield path[-1], subfolder
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The fields of a file; none where there is no file."""
+    """The fields of a JSON file; empty if there is no file."""
     fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not isinstance(fields, dict):
         raise ValueError(f"{file.name} holds no fields")
@@ -122,37 +121,35 @@ def _of_library(fields: Mapping[str, Any]) -> dict[str, Any]:
     if default is not None and default not in prompts:
         raise ValueError(f"its default prompt {default!r} has no text")
     if similarity not in get_args(Similarity):
-        raise ValueError(f"its similarity {similarity!r} is not known here")
-    return {"prompts": tuple(prompts.items()), "default": default, "similarity": similarity}
+        raise ValueError(f"its similarity {similarity!r} is not supported")
+    return {"prompts": tuple(prompts.items()), "default_prompt": default, "similarity": similarity}
 
 
 def _of_transformer(folder: Path) -> dict[str, Any]:
-    # There are sentence_bert_config.json, sentence_roberta_config.json and others.
+    # The file may be sentence_bert_config.json, sentence_roberta_config.json or another one.
     fields = next((_read(file) for file in sorted(folder.glob("sentence_*_config.json"))), {})
-    longest = fields.get("max_seq_length")
+    max_length = fields.get("max_seq_length")
     return {
-        "longest": None if longest is None else int(longest),
-        "lower": fields.get("do_lower_case") is True,
+        "max_length": None if max_length is None else int(max_length),
+        "lowercase": fields.get("do_lower_case") is True,
     }
 
 
 def _of_pooling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = (
-        fields.get("pooling_mode") or [way for switch, way in _POOLING_FLAGS.items() if fields.get(switch)] or "mean"
-    )
-    pooled = [named] if isinstance(named, str) else list(named)
-    unknown = [way for way in pooled if way not in get_args(Pooling)]
+    named = fields.get("pooling_mode") or [mode for flag, mode in _POOLING_FLAGS.items() if fields.get(flag)] or "mean"
+    pooling = [named] if isinstance(named, str) else list(named)
+    unknown = [mode for mode in pooling if mode not in get_args(Pooling)]
     if unknown:
-        raise ValueError(f"its pooling {unknown[0]!r} is not known here")
-    return {"pooled": tuple(pooled), "prompt": fields.get("include_prompt") is not False}
+        raise ValueError(f"its pooling {unknown[0]!r} is not supported")
+    return {"pooling": tuple(pooling), "pools_prompt": fields.get("include_prompt") is not False}
 
 
 def _dense(folder: Path) -> Dense:
     fields = _read(folder / "config.json")
     path = str(fields.get("activation_function", "torch.nn.modules.activation.Tanh")).split(".")
-    known = ("sentence_embedding", None)
-    if fields.get("module_input_name") not in known or fields.get("module_output_name") not in known:
-        raise ValueError("its module Dense is not about the vector of a text")
+    supported = ("sentence_embedding", None)
+    if fields.get("module_input_name") not in supported or fields.get("module_output_name") not in supported:
+        raise ValueError("its module Dense is not applied to the text vector")
     if path[0] != "torch":
         raise ValueError(f"the activation {'.'.join(path)} of its module Dense is code of its own, which is never run")
     return Dense(folder, path[-1], fields.get("use_residual") is True)

@@ -1,7 +1,7 @@
-"""From a name to an embedding model that is known to give right vectors here: only safetensors, no code of a folder.
+"""Loads and checks the embedding model: only safetensors, no code of a folder.
 
-It computes in float32 unless another format is asked for: in bfloat16 what stands beside a text in a batch would show
-in the third digit of its vector.
+It computes in float32 unless another dtype is set: in bfloat16 the other texts of a batch change the third digit of a
+vector.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from engine.quantize.quantize import bytes_of
 from engine.types.request import EmbeddingInput
 from engine.types.status import EmbeddingModelInfo, ModelInfo
 
-# As for the model, whose context is no longer either unless somebody asks for it.
+# Tokens of a text at most, if the files allow more.
 _MAX_LENGTH = 8192
-# Texts of other lengths, whose vectors must not depend on whether they are computed together.
-_SAMPLE_LENGTHS, _MAX_CHECKED_LENGTH = (3, 11), 512
-# Rows of a batch hold their activations of one layer at a time, about 16 widths with the MLP's.
+# Lengths in tokens of the texts that check whether a batch changes vectors.
+_SAMPLE_LENGTHS = (3, 11)
+# Longest text, in tokens, of the check.
+_MAX_CHECKED_LENGTH = 512
+# Widths of activations that a token of a batch holds, with the MLP's.
 _ACTIVATION_WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEmbedder:
-    """An embedding model: who computes, who reads texts, and what there is to know of it."""
+    """An embedding model with its tokenizer and its public description."""
 
     embedder: Embedder
     tokenizer: EmbeddingTokenizer
@@ -65,7 +67,7 @@ class LoadedEmbedder:
 
 
 def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> LoadedEmbedder | None:
-    """The embedding model that the settings name; None: they name none. Raises ModelError kinds."""
+    """The embedding model of the configuration; None: it names none. Raises subclasses of ModelError."""
     name = config.embedding_model
     if name is None:
         return None
@@ -105,7 +107,7 @@ def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
 
 
 def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, EmbeddingHead, Any]:
-    """The model, what comes behind it, and its tokenizer."""
+    """The model, its head and its tokenizer."""
     folder = layout.folder
     if not weight_files(folder):
         raise ModelUnsupported(name, missing_weights_reason(folder))
@@ -120,10 +122,10 @@ def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Embed
         use_safetensors=True,
         output_loading_info=True,
     )
-    ranks = kind is AutoModelForSequenceClassification
-    head = ScoreHead(config) if ranks else VectorHead(layout, _pooling(config, layout))
+    reranks = kind is AutoModelForSequenceClassification
+    head = ScoreHead(config) if reranks else VectorHead(layout, _pooling(config, layout))
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # Checkpoints need not have the layer behind BERT's first state: nobody reads it.
+    # Checkpoints may lack BERT's pooler, which is not used.
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     missing += sorted(str(key) for key in report["mismatched_keys"])
     if missing:
@@ -132,19 +134,23 @@ def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, Embed
 
 
 def _model_class(config: Any, layout: Layout) -> Any:
-    """transformers' choice of a class: a ranker, an encoder without its decoder, or the model without any head."""
-    if not layout.pooled and _has_architecture(config, "ForSequenceClassification"):
+    """The Auto class of transformers: a reranker, an encoder without its decoder, or a model without head."""
+    if not layout.pooling and _has_architecture(config, "ForSequenceClassification"):
         if config.num_labels != 1:
-            raise ValueError(f"it sorts texts into {config.num_labels} classes; a model that ranks gives one score")
+            raise ValueError(f"it classifies texts by {config.num_labels} labels; a reranker has one score")
         return AutoModelForSequenceClassification
-    halved = config.is_encoder_decoder or _has_architecture(config, "EncoderModel")
-    return AutoModelForTextEncoding if halved and type(config) in AutoModelForTextEncoding._model_mapping else AutoModel
+    encoder_only = config.is_encoder_decoder or _has_architecture(config, "EncoderModel")
+    return (
+        AutoModelForTextEncoding
+        if encoder_only and type(config) in AutoModelForTextEncoding._model_mapping
+        else AutoModel
+    )
 
 
 def _pooling(config: Any, layout: Layout) -> tuple[Any, ...]:
-    """As sentence-transformers does it where the files do not say."""
-    one_way = _has_architecture(config, "ForCausalLM") and getattr(config, "is_causal", True)
-    return layout.pooled or (("lasttoken",) if one_way else ("mean",))
+    """The pooling modes, with the default of sentence-transformers."""
+    causal = _has_architecture(config, "ForCausalLM") and getattr(config, "is_causal", True)
+    return layout.pooling or (("lasttoken",) if causal else ("mean",))
 
 
 def _has_architecture(config: Any, ending: str) -> bool:
@@ -156,24 +162,24 @@ def _pad_token(tokenizer: Any) -> int:
 
 
 def _max_length(model: Any, tokenizer: Any, layout: Layout) -> int:
-    """Tokens of a text: what the files say, as far as the model has positions."""
-    said = min(tokenizer.model_max_length, _MAX_LENGTH) if layout.longest is None else layout.longest
-    return int(min(said, _position_count(model), _MAX_LENGTH))
+    """Tokens of a text: the limit of the files, within the positions of the model."""
+    limit = min(tokenizer.model_max_length, _MAX_LENGTH) if layout.max_length is None else layout.max_length
+    return int(min(limit, _position_count(model), _MAX_LENGTH))
 
 
 def _position_count(model: Any) -> int:
-    """Positions that a model can tell apart; those of RoBERTa begin behind that of what fills a batch up."""
-    table = next((part for name, part in model.named_modules() if name.endswith("position_embeddings")), None)
-    if isinstance(table, nn.Embedding):
-        return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return known if isinstance(known, int) and known > 0 else _MAX_LENGTH
+    """Positions of a model; RoBERTa's start behind the padding index."""
+    embedding = next((part for name, part in model.named_modules() if name.endswith("position_embeddings")), None)
+    if isinstance(embedding, nn.Embedding):
+        return embedding.num_embeddings - (0 if embedding.padding_idx is None else embedding.padding_idx + 1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else _MAX_LENGTH
 
 
 def _check(name: str, embedder: Embedder, reader: EmbeddingTokenizer) -> int:
-    """Try it: how long the vectors are, and whether texts of several lengths can be computed together.
+    """Check the model: the dimensions of its vectors, and whether texts of different lengths can share a batch.
 
-    A text of full length is tried too, if that is quick: there may be fewer positions than the files say.
+    A text of full length is checked if it is short enough: the model may have fewer positions than its files claim.
     """
     longest = reader.max_length if reader.max_length <= _MAX_CHECKED_LENGTH else 1
     tokens = [token for token in range(reader.vocabulary) if token != embedder.pad_token]
@@ -193,9 +199,9 @@ def _check(name: str, embedder: Embedder, reader: EmbeddingTokenizer) -> int:
 
 
 def _agree(alone: Tensor, together: Tensor, dtype: torch.dtype) -> bool:
-    """Whether vectors are the same but for rounding: measured at length 1, which a score has not.
+    """Whether vectors differ by rounding only, normalised to length 1 (scores are compared directly).
 
-    Half of the digits of a number must agree. Measured are 1e-7 in float32 and 1e-3 in bfloat16.
+    The tolerance is half the digits of the dtype. Measured differences: 1e-7 in float32, 1e-3 in bfloat16.
     """
     if alone.shape[-1] > 1:
         alone, together = normalize(alone, dim=-1), normalize(together, dim=-1)
@@ -208,7 +214,7 @@ def _info(name: str, folder: Path, model: Any, reader: EmbeddingTokenizer) -> Mo
         folder=str(folder),
         fingerprint=fingerprint(folder),
         architecture=type(model).__name__,
-        parameters=sum(one.numel() for one in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
         vocabulary=reader.vocabulary,
         context=reader.max_length,

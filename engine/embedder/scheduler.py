@@ -1,9 +1,9 @@
-"""Whose texts the embedding model computes next. On the engine thread: submit, cancel, step.
+"""Schedules the batches of the embedding model on the engine thread: submit, cancel, step.
 
-A step computes one batch of a bounded number of tokens, a single long text aside. Owners take turns to begin a batch,
-and so do the jobs of an owner; what it has left goes to those behind them: a long list delays a short one by a batch a
-job, and the jobs of another owner by a batch. While others want the
-thread, batches are short, as far as is known what a token costs, and behind each the thread is theirs for as long.
+A step computes one batch of a bounded number of tokens, or a single longer text. Owners alternate in starting a batch,
+and so do the jobs of an owner; the remaining tokens of the batch go to the next jobs in order. A long job therefore
+delays a short one of the same owner by one batch for each job, and another owner by one batch. While generation shares
+the thread, batches are limited to a short time, and generation gets as much time after each batch.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from engine.types.status import EmbeddingCounts
 
 log = logging.getLogger("cellar.engine")
 
-# What a batch beside others may take: about as long as a step with prompts in it (budget.py). Below so few tokens a
-# batch is hardly any faster.
-_SHORT_BATCH_SECONDS, _MIN_BATCH_TOKENS = 0.05, 16
+# Target time of a batch while generation shares the thread, about that of a prefill step.
+_SHORT_BATCH_SECONDS = 0.05
+# Fewest tokens of such a batch: fewer are hardly faster.
+_MIN_BATCH_TOKENS = 16
 
 
 class _QueuedJob:
-    """What is left of a job, its shortest input first, and what came of the rest."""
+    """A job with its remaining inputs in ascending length, and the vectors of the computed ones."""
 
     def __init__(self, job: EmbeddingJob, now: float) -> None:
         self.job, self.submitted = job, now
         self.started: float | None = None
-        self.remaining = sorted(range(len(job.inputs)), key=lambda at: len(job.inputs[at].tokens))
+        self.remaining = sorted(range(len(job.inputs)), key=lambda index: len(job.inputs[index].tokens))
         self.vectors: dict[int, bytes] = {}
         self.tokens = sum(len(each.tokens) for each in job.inputs)
 
     @property
     def next(self) -> EmbeddingInput:
-        """The longest that is left: those that share a batch with it are little shorter."""
+        """The longest remaining input: texts that share a batch then have similar lengths."""
         return self.job.inputs[self.remaining[-1]]
 
 
 class EmbeddingScheduler:
-    """The jobs of one embedding model. One thread owns it.
+    """The jobs of one embedding model. Owned by one thread.
 
-    most  tokens of a batch, those that fill it up included
+    max_batch_tokens  tokens of a batch, with padding
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EmbeddingScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is left."""
+        """Whether any job is queued."""
         return bool(self._jobs)
 
     def submit(self, job: EmbeddingJob) -> None:
@@ -71,38 +72,40 @@ class EmbeddingScheduler:
         self._jobs.append(_QueuedJob(job, self._clock()))
 
     def cancel(self, id: str) -> None:
-        """Forget a job; unknown and finished ones are no error."""
-        self._jobs = deque(work for work in self._jobs if work.job.id != id)
+        """Remove a job; unknown and finished ones are ignored."""
+        self._jobs = deque(queued for queued in self._jobs if queued.job.id != id)
 
     def step(self, others_seconds: float) -> list[tuple[str, Event]]:
-        """Compute a batch, unless it is the others' time; the events of the jobs that it moved on.
+        """Compute a batch unless generation is due; the events of its jobs.
 
-        others  seconds that others have used since the last step; infinite where they want none
+        others_seconds  time used by generation since the last step; infinite: it has no work
         """
         self._yield_seconds = max(self._yield_seconds - others_seconds, 0.0)
         if not self._jobs or self._yield_seconds > 0:
             return []
         batch = self._batch(self._max_batch_tokens if others_seconds == math.inf else self._short_batch_tokens())
-        began = self._clock()
+        start = self._clock()
         try:
-            self._deliver(batch, self._embedder.vectors([work.job.inputs[at] for work, at in batch]))
+            self._deliver(batch, self._embedder.vectors([queued.job.inputs[index] for queued, index in batch]))
         except Exception as error:
             log.exception("a batch of the embedding model failed")
-            for work, _ in batch:
-                self._fail(work, f"the embedding model failed ({type(error).__name__})")
-        self._yield_seconds = self._clock() - began
+            for queued, _ in batch:
+                self._fail(queued, f"the embedding model failed ({type(error).__name__})")
+        self._yield_seconds = self._clock() - start
         self._seconds += self._yield_seconds
-        self._seconds_per_token = self._yield_seconds / sum(len(work.job.inputs[at].tokens) for work, at in batch)
+        self._seconds_per_token = self._yield_seconds / sum(
+            len(queued.job.inputs[index].tokens) for queued, index in batch
+        )
         events, self._events = self._events, []
         return events
 
     def counts(self) -> EmbeddingCounts:
-        """The state now."""
-        waiting = sum(len(work.remaining) for work in self._jobs)
+        """Current totals."""
+        waiting = sum(len(queued.remaining) for queued in self._jobs)
         return EmbeddingCounts(waiting, self._texts, self._tokens, self._batches, self._seconds)
 
     def _short_batch_tokens(self) -> int:
-        """Tokens of a batch that seems short enough."""
+        """Tokens of a batch of the target time, by the speed of the last batch."""
         return (
             self._max_batch_tokens
             if not self._seconds_per_token
@@ -111,59 +114,59 @@ class EmbeddingScheduler:
             )
         )
 
-    def _batch(self, most: int) -> list[tuple[_QueuedJob, int]]:
+    def _batch(self, max_tokens: int) -> list[tuple[_QueuedJob, int]]:
         batch: list[tuple[_QueuedJob, int]] = []
         lengths: list[int] = []
-        line = self._order()
-        for work in line:
-            while work.remaining and self._fits([*lengths, len(work.next.tokens)], most):
-                lengths.append(len(work.next.tokens))
-                batch.append((work, work.remaining.pop()))
-        for work, _ in batch:
-            if work.started is None:
-                work.started = self._clock()
-                self._events.append((work.job.id, Started(work.tokens, 0, 0)))
-        self._requeue(line[0])
+        order = self._order()
+        for queued in order:
+            while queued.remaining and self._fits([*lengths, len(queued.next.tokens)], max_tokens):
+                lengths.append(len(queued.next.tokens))
+                batch.append((queued, queued.remaining.pop()))
+        for queued, _ in batch:
+            if queued.started is None:
+                queued.started = self._clock()
+                self._events.append((queued.job.id, Started(queued.tokens, 0, 0)))
+        self._requeue(order[0])
         return batch
 
     def _order(self) -> list[_QueuedJob]:
-        """The jobs in the order in which they begin: owners take turns, and so do the jobs of an owner."""
-        owned: dict[str, list[_QueuedJob]] = {}
-        for work in self._jobs:
-            owned.setdefault(work.job.owner, []).append(work)
-        return [work for turn in zip_longest(*owned.values()) for work in turn if work is not None]
+        """Jobs in the order in which they start: owners alternate, and so do the jobs of an owner."""
+        jobs: dict[str, list[_QueuedJob]] = {}
+        for queued in self._jobs:
+            jobs.setdefault(queued.job.owner, []).append(queued)
+        return [queued for round in zip_longest(*jobs.values()) for queued in round if queued is not None]
 
     def _requeue(self, first: _QueuedJob) -> None:
-        """The job that began comes last among those of its owner, and these come last of all."""
-        others = [work for work in self._jobs if work.job.owner != first.job.owner]
-        same = [work for work in self._jobs if work.job.owner == first.job.owner and work is not first]
-        self._jobs = deque([*others, *same, first])
+        """Move the job that started to the end of its owner's jobs, and its owner to the end."""
+        other_owners = [queued for queued in self._jobs if queued.job.owner != first.job.owner]
+        same_owner = [queued for queued in self._jobs if queued.job.owner == first.job.owner and queued is not first]
+        self._jobs = deque([*other_owners, *same_owner, first])
 
-    def _fits(self, lengths: Sequence[int], most: int) -> bool:
-        within = max(lengths) * len(lengths) <= most and self._embedder.can_batch(lengths)
+    def _fits(self, lengths: Sequence[int], max_tokens: int) -> bool:
+        within = max(lengths) * len(lengths) <= max_tokens and self._embedder.can_batch(lengths)
         return within or len(lengths) == 1
 
     def _deliver(self, batch: Sequence[tuple[_QueuedJob, int]], vectors: Tensor) -> None:
-        sound = vectors.isfinite().all(-1).tolist()
-        for (work, at), vector, fine in zip(batch, vectors.numpy().astype("<f4"), sound, strict=True):
-            if not fine:
-                self._fail(work, "the embedding model's output has no finite value here")
+        finite = vectors.isfinite().all(-1).tolist()
+        for (queued, index), vector, is_finite in zip(batch, vectors.numpy().astype("<f4"), finite, strict=True):
+            if not is_finite:
+                self._fail(queued, "the embedding of an input is not finite")
                 continue
-            work.vectors[at] = vector.tobytes()
-            if len(work.vectors) == len(work.job.inputs):
-                self._finish(work)
+            queued.vectors[index] = vector.tobytes()
+            if len(queued.vectors) == len(queued.job.inputs):
+                self._finish(queued)
         self._batches += 1
         self._texts += len(batch)
-        self._tokens += sum(len(work.job.inputs[at].tokens) for work, at in batch)
+        self._tokens += sum(len(queued.job.inputs[index].tokens) for queued, index in batch)
 
-    def _finish(self, work: _QueuedJob) -> None:
-        assert work.started is not None, "an input was computed"
-        timings = Timings(work.started - work.submitted, self._clock() - work.started, 0.0)
-        self._events += [(work.job.id, Embedded(work.vectors[at])) for at in range(len(work.job.inputs))]
-        self._events.append((work.job.id, Finished("length", None, Usage(work.tokens, 0, 0), timings)))
-        self._jobs.remove(work)
+    def _finish(self, queued: _QueuedJob) -> None:
+        assert queued.started is not None, "an input was computed"
+        timings = Timings(queued.started - queued.submitted, self._clock() - queued.started, 0.0)
+        self._events += [(queued.job.id, Embedded(queued.vectors[index])) for index in range(len(queued.job.inputs))]
+        self._events.append((queued.job.id, Finished("length", None, Usage(queued.tokens, 0, 0), timings)))
+        self._jobs.remove(queued)
 
-    def _fail(self, work: _QueuedJob, reason: str) -> None:
-        if work in self._jobs:
-            self._events.append((work.job.id, Failed(reason)))
-            self._jobs.remove(work)
+    def _fail(self, queued: _QueuedJob, reason: str) -> None:
+        if queued in self._jobs:
+            self._events.append((queued.job.id, Failed(reason)))
+            self._jobs.remove(queued)

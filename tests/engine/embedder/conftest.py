@@ -1,4 +1,4 @@
-"""Tiny embedding models on disk, each written once a session, and one thread for them."""
+"""Tiny embedding models on disk, written once a session, and one thread for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.embedder.folders import save_embedder
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Small tensors: more threads than one only wait for each other."""
+    """One thread: tensors are small."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tiny random embedding models, saved as their authors do it, and their vectors as transformers alone has them."""
+"""Tiny random embedding models in the layout of their authors, and their hidden states by transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CAUSAL = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embe
 _RANKER = {"num_labels": 1}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertModel", "BertConfig", _SIZES),
-    # Positions begin behind that of the padding, as in all models of its family.
+    # Positions start behind the padding index, as in all models of its family.
     "roberta": ("RobertaModel", "RobertaConfig", {**_SIZES, "max_position_embeddings": 40, "type_vocab_size": 1}),
     "modernbert": ("ModernBertModel", "ModernBertConfig", {**_SIZES, "local_attention": 8}),
     "t5": (
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def save_embedder(kind: str, folder: Path) -> Path:
-    """Write a tiny model of a kind, the same every time, with a tokenizer and no further files."""
+    """Write a tiny model of a kind, the same at every call, with a tokenizer and no layout files."""
     model, config, settings = KINDS[kind]
     torch.manual_seed(sum(kind.encode()))
     getattr(transformers, model)(getattr(transformers, config)(**settings)).save_pretrained(folder)
@@ -61,8 +61,8 @@ def save_embedder(kind: str, folder: Path) -> Path:
     return folder
 
 
-def save_tokenizer(folder: Path, told: list[str]) -> None:
-    """A token a byte, and what encoders put around a text and between two. `told` is what the model wants to know."""
+def save_tokenizer(folder: Path, inputs: list[str]) -> None:
+    """Write a tokenizer with a token for each byte and special tokens of encoders; `inputs` are its model inputs."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -79,19 +79,19 @@ def save_tokenizer(folder: Path, told: list[str]) -> None:
         cls_token="[CLS]",
         sep_token="[SEP]",
         model_max_length=LONGEST,
-        model_input_names=told,
+        model_input_names=inputs,
     )
     wrapped.save_pretrained(folder)
 
 
 def write(file: Path, content: object) -> None:
-    """A JSON file, with the folder that it lies in."""
+    """Write a JSON file, and create its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content))
 
 
 def lay_out(folder: Path, pooling: dict[str, Any], *more: str, **library: Any) -> None:
-    """Write the list of modules: the transformer, its pooling and `more`; and what the library says of them all."""
+    """Write the list of modules (the transformer, its pooling and `more`) and the settings of the library."""
     kinds = ["Transformer", "Pooling", *more]
     paths = ["", *(f"{at}_{kind}" for at, kind in enumerate(kinds) if at)]
     modules = [
@@ -104,14 +104,14 @@ def lay_out(folder: Path, pooling: dict[str, Any], *more: str, **library: Any) -
 
 
 def load(folder: Path, **settings: Any) -> LoadedEmbedder:
-    """The folder as the engine loads it."""
+    """The embedding model of a folder, loaded by the engine's loader."""
     loaded = load_embedder(EngineConfig(embedding_model=str(folder), threads=1, **settings), lambda phase: None)
     assert loaded is not None
     return loaded
 
 
 def states(folder: Path, tokens: Sequence[int], kind: type = AutoModel) -> Tensor:
-    """The last layer's states [tokens, width] of one text, by transformers alone."""
+    """The hidden states of the last layer [tokens, width] for one text, by transformers."""
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         found: Tensor = model(input_ids=torch.tensor([list(tokens)])).last_hidden_state[0]

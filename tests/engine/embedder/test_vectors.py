@@ -1,4 +1,4 @@
-"""Vectors are those that transformers alone makes of the same files, whatever else is in a batch."""
+"""Vectors equal transformers' output for the same files, in any batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from engine.types.request import EmbeddingInput
 from tests.engine.embedder.folders import LONGEST, QUERY, TEXTS, WIDTH, lay_out, load, save_embedder, states, write
 
 Folder = Callable[[str], Path]
-# What transformers computes in float32 for one text alone.
+# Tolerance against transformers in float32 for one text alone.
 EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-5}
-# What the neighbours in a batch may change of a vector of length 1.
+# Largest change of a vector of length 1 by other texts of its batch.
 NEIGHBOURS = 1e-6
 
 
@@ -45,22 +45,22 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture
 def copy(embedder_folder: Folder, tmp_path: Path) -> Callable[[str], Path]:
-    """A folder of one's own."""
+    """A modifiable copy of a folder."""
     return lambda kind: Path(shutil.copytree(embedder_folder(kind), tmp_path / kind))
 
 
-@pytest.mark.parametrize("way", POOLS)
+@pytest.mark.parametrize("mode", POOLS)
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
-def test_each_way_of_pooling_is_that_of_the_files(copy: Callable[[str], Path], kind: str, way: str) -> None:
+def test_pooling_mode_follows_the_layout_files(copy: Callable[[str], Path], kind: str, mode: str) -> None:
     """Texts of all lengths in one batch."""
     folder = copy(kind)
-    lay_out(folder, {f"pooling_mode_{way}": True})
+    lay_out(folder, {f"pooling_mode_{mode}": True})
     loaded = load(folder)
     inputs = [loaded.tokenizer.encode(text) for text in TEXTS]
     vectors = loaded.embedder.vectors(inputs)
 
     for each, vector in zip(inputs, vectors, strict=True):
-        assert torch.allclose(POOLS[way](states(folder, each.tokens)), vector, **EXACT)
+        assert torch.allclose(POOLS[mode](states(folder, each.tokens)), vector, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_each_way_of_pooling_is_that_of_the_files(copy: Callable[[str], Path], k
         ("llama", "AutoModel"),
     ],
 )
-def test_a_folder_without_further_files_pools_the_mean(embedder_folder: Folder, kind: str, alone: str) -> None:
-    """Of encoders, of the encoder of a pair, and of decoders."""
+def test_folder_without_layout_files_pools_the_mean(embedder_folder: Folder, kind: str, alone: str) -> None:
+    """Of encoders, of the encoder of an encoder-decoder, and of decoders."""
     loaded, model = load(embedder_folder(kind)), getattr(transformers, alone)
     inputs = [loaded.tokenizer.encode(text) for text in TEXTS if len(text) < 30]
     vectors = loaded.embedder.vectors(inputs)
@@ -85,8 +85,8 @@ def test_a_folder_without_further_files_pools_the_mean(embedder_folder: Folder, 
         assert torch.allclose(mean(states(embedder_folder(kind), each.tokens, model)), vector, **EXACT)
 
 
-def test_a_model_made_to_go_on_pools_its_last_token(copy: Callable[[str], Path]) -> None:
-    """As sentence-transformers has it where no file says anything."""
+def test_causal_model_pools_its_last_token(copy: Callable[[str], Path]) -> None:
+    """The default of sentence-transformers."""
     folder = copy("qwen3")
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder)
     model.save_pretrained(folder)
@@ -96,8 +96,8 @@ def test_a_model_made_to_go_on_pools_its_last_token(copy: Callable[[str], Path])
     assert torch.allclose(states(folder, read.tokens)[-1], loaded.embedder.vectors([read])[0], **EXACT)
 
 
-def test_dense_layers_and_length_come_in_their_order(copy: Callable[[str], Path]) -> None:
-    """Two ways of pooling one behind the other, a layer with an activation, one with a way around it, length 1."""
+def test_dense_and_normalize_steps_are_applied_in_order(copy: Callable[[str], Path]) -> None:
+    """Two concatenated pooling modes, a layer with an activation, one with a residual, normalisation."""
     folder = copy("bert")
     lay_out(folder, {"pooling_mode": ["cls", "mean"]}, "Dense", "Dense", "Normalize")
     torch.manual_seed(1)
@@ -118,8 +118,8 @@ def test_dense_layers_and_length_come_in_their_order(copy: Callable[[str], Path]
 
 
 @pytest.mark.parametrize(("included", "start"), [(True, 0), (False, 1 + len(QUERY))])
-def test_a_prompt_may_be_left_out_of_the_mean(copy: Callable[[str], Path], included: bool, start: int) -> None:
-    """It is read in any case, with the special token in front of it."""
+def test_prompt_tokens_may_be_excluded_from_pooling(copy: Callable[[str], Path], included: bool, start: int) -> None:
+    """The prompt is computed in both cases."""
     folder = copy("bert")
     lay_out(folder, {"pooling_mode": "mean", "include_prompt": included}, prompts={"query": QUERY})
     loaded = load(folder)
@@ -130,8 +130,8 @@ def test_a_prompt_may_be_left_out_of_the_mean(copy: Callable[[str], Path], inclu
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "t5", "qwen3"])
-def test_neighbours_change_nothing_that_float32_shows(embedder_folder: Folder, kind: str) -> None:
-    """Alone or in any batch, a vector of length 1 is the same within 1e-6."""
+def test_vector_is_independent_of_its_batch(embedder_folder: Folder, kind: str) -> None:
+    """A vector of length 1 is equal within 1e-6."""
     loaded, chance = load(embedder_folder(kind)), random.Random(kind)
     lengths = [chance.randint(1, loaded.tokenizer.max_length) for _ in range(24)]
     inputs = [EmbeddingInput(tuple(chance.randrange(3, 259) for _ in range(length))) for length in lengths]
@@ -144,8 +144,7 @@ def test_neighbours_change_nothing_that_float32_shows(embedder_folder: Folder, k
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_another_number_format_is_that_of_the_model(embedder_folder: Folder, dtype: str) -> None:
-    """Whoever asks for one gets it: coarser vectors, in batches as before, or finer ones."""
+def test_dtype_setting_applies_to_the_embedding_model(embedder_folder: Folder, dtype: str) -> None:
     exact, other = load(embedder_folder("bert")), load(embedder_folder("bert"), dtype=dtype)
     inputs = [exact.tokenizer.encode(text) for text in TEXTS]
     vectors = [normalize(each.embedder.vectors(inputs), dim=-1) for each in (exact, other)]
@@ -155,8 +154,8 @@ def test_another_number_format_is_that_of_the_model(embedder_folder: Folder, dty
 
 
 @pytest.mark.parametrize("kind", ["ranker", "roberta-ranker"])
-def test_a_ranker_scores_pairs(copy: Callable[[str], Path], kind: str) -> None:
-    """The logit of both texts together, between 0 and 1 unless its files say otherwise."""
+def test_reranker_scores_pairs(copy: Callable[[str], Path], kind: str) -> None:
+    """The logit of both texts together, between 0 and 1 unless its files name another activation."""
     folder = copy(kind)
     loaded = load(folder)
     pairs = [("why?", "because"), ("a", "the end of it all")]
@@ -172,21 +171,19 @@ def test_a_ranker_scores_pairs(copy: Callable[[str], Path], kind: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}])
-def test_a_ranker_may_score_beyond_one(copy: Callable[[str], Path], fields: dict[str, Any]) -> None:
-    """Where its settings name another activation."""
+def test_reranker_activation_follows_its_configuration(copy: Callable[[str], Path], fields: dict[str, Any]) -> None:
     folder = copy("ranker")
     config = transformers.AutoConfig.from_pretrained(folder)
     config.update(fields)
     config.save_pretrained(folder)
     pair = ("a", "b")
-    plain, told = load(save_embedder("ranker", folder.parent / "plain")), load(folder)
-    scores = [each.embedder.vectors([each.tokenizer.encode_pair(*pair)])[0] for each in (plain, told)]
+    default, configured = load(save_embedder("ranker", folder.parent / "plain")), load(folder)
+    scores = [each.embedder.vectors([each.tokenizer.encode_pair(*pair)])[0] for each in (default, configured)]
 
     assert torch.allclose(scores[0], scores[1].sigmoid(), **EXACT)
 
 
-def test_texts_are_as_long_as_the_files_and_the_positions_say(copy: Callable[[str], Path]) -> None:
-    """The tokenizer's length, that of the modules before it, and no more than there are positions."""
+def test_max_length_follows_the_files_and_the_positions(copy: Callable[[str], Path]) -> None:
     folder = copy("bert")
     assert LONGEST == load(folder).tokenizer.max_length
     lay_out(folder, {"pooling_mode": "mean"})
@@ -211,8 +208,8 @@ def spoil_dense(folder: Path) -> None:
 
 def drop_weights(folder: Path) -> None:
     model = transformers.BertModel.from_pretrained(folder)
-    kept = {name: one for name, one in model.state_dict().items() if "layer.1.output" not in name}
-    model.save_pretrained(folder, state_dict=kept)
+    weights = {name: one for name, one in model.state_dict().items() if "layer.1.output" not in name}
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def foreign_module(folder: Path) -> None:
@@ -233,19 +230,18 @@ def outside(folder: Path) -> None:
         (drop_weights, "its files lack weights"),
         (foreign_module, "custom_st.Transformer is code of its own"),
         (outside, "outside its folder"),
-        (lambda folder: lay_out(folder, {}, "LSTM"), "its module LSTM is not known here"),
-        (lambda folder: lay_out(folder, {"pooling_mode": "attention"}), "its pooling 'attention' is not known here"),
-        (lambda folder: lay_out(folder, {}, similarity_fn_name="own"), "its similarity 'own' is not known here"),
+        (lambda folder: lay_out(folder, {}, "LSTM"), "its module LSTM is not supported"),
+        (lambda folder: lay_out(folder, {"pooling_mode": "attention"}), "its pooling 'attention' is not supported"),
+        (lambda folder: lay_out(folder, {}, similarity_fn_name="own"), "its similarity 'own' is not supported"),
         (lambda folder: lay_out(folder, {}, default_prompt_name="poem"), "its default prompt 'poem' has no text"),
         (lambda folder: (folder / "modules.json").write_text("[{"), "as an embedding model: "),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot serve the model"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "nothing"}'), "cannot serve the model"),
     ],
 )
-def test_what_would_give_other_vectors_is_refused(
+def test_unsupported_layout_is_refused(
     copy: Callable[[str], Path], spoil: Callable[[Path], object], words: str
 ) -> None:
-    """In one line that says why; no pickle and no code of a folder is ever read."""
     folder = copy("bert")
     spoil(folder)
     with pytest.raises(ModelUnsupported) as refusal:
@@ -255,19 +251,20 @@ def test_what_would_give_other_vectors_is_refused(
     assert 1 == len(str(refusal.value).splitlines())
 
 
-def test_what_cannot_be_found_or_does_not_fit_is_told(embedder_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the name of the model that was asked for."""
+def test_missing_or_too_large_embedding_model_is_named(
+    embedder_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelMissing, match="/no/such"):
         load(Path("/no/such"))
-    with pytest.raises(ModelUnsupported, match="3 classes"):
+    with pytest.raises(ModelUnsupported, match="3 labels"):
         load(embedder_folder("classifier"))
     monkeypatch.setattr("engine.embedder.loading.available_bytes", lambda: 2**10)
     with pytest.raises(EmbedderTooLarge, match=r"the embedding model '.*bert' needs"):
         load(embedder_folder("bert"))
 
 
-def test_a_model_that_cannot_be_filled_up_takes_texts_of_one_length(copy: Callable[[str], Path]) -> None:
-    """FNet mixes all places of a row, whatever is said to be no text: it is noticed when the model is loaded."""
+def test_model_that_mixes_padding_gets_batches_of_one_length(copy: Callable[[str], Path]) -> None:
+    """FNet mixes all positions of a row; the load detects it."""
     folder = copy("bert")
     sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
     torch.manual_seed(3)
