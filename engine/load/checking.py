@@ -1,4 +1,4 @@
-"""The checks of a model at its load; where an earlier start passed them, its outcome takes their place."""
+"""The checks of a model at load; the stored outcome of an earlier start replaces them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("cellar.engine")
 
 
 class ModelChecks:
-    """The checks of one model on the way to its runner, called in the order of the methods.
+    """The checks of one model; its methods are called in order.
 
     earlier  the outcome of an earlier start; None: everything is checked
     """
@@ -37,9 +37,9 @@ class ModelChecks:
     def __init__(
         self, config: EngineConfig, folder: Path, model: Any, weights: tuple[str, torch.dtype, torch.dtype]
     ) -> None:
-        """Read the earlier outcome; without one, watch the model for layers to quantise from now on.
+        """Read the earlier outcome; without one, start the survey of layers to quantise.
 
-        weights  their digest, the type of the model, and the type in which keys and values are stored
+        weights  their digest, the dtype of the model, and the dtype of cached keys and values
         """
         self._config, self._model = config, model
         _, self._dtype, self._stored = weights
@@ -56,7 +56,7 @@ class ModelChecks:
     def set_traits(
         self, vocabulary: int, *, recurrent: bool, encoder: Encoder | None, switch: RopeSwitch | None = None
     ) -> None:
-        """Set what else is known of the model before it runs, see Facts."""
+        """Set the remaining traits of the model, see ModelTraits."""
         self._traits = ModelTraits(
             vocabulary=vocabulary,
             recurrent=recurrent,
@@ -69,25 +69,25 @@ class ModelChecks:
         )
 
     def find_runner(self, name: str) -> None:
-        """Find how the model runs over cells. Raises ModelUnsupported."""
+        """Find the torch runner of the model. Raises ModelUnsupported."""
         self._torch_runner: PackedRunner | SequentialRunner
         if self.earlier is None:
             self._torch_runner = find_runner(name, self._model, self._traits)
         else:
-            layers, has_states = self.earlier.layers, self.earlier.has_states
-            self._torch_runner = restore_runner(self._model, self._traits, layers, has_hidden_states=has_states)
+            layers, has_hidden_states = self.earlier.layers, self.earlier.has_hidden_states
+            self._torch_runner = restore_runner(self._model, self._traits, layers, has_hidden_states=has_hidden_states)
 
     def quantization_plan(self) -> QuantizationPlan | None:
-        """The layers to quantise; None: the settings ask for none."""
+        """The layers to quantise; None: the settings exclude quantisation."""
         if self._survey is not None:
             self._plan = self._survey.close()
         return self._plan
 
     def select(self, bits: Bits | None, *, context: int) -> tuple[RunnerSelection, bool]:
-        """The fastest runner, and whether it is batch invariant; the outcome of all checks is kept.
+        """The fastest runner, and whether it is batch invariant; stores the outcome of all checks.
 
-        bits     of a quantised weight
-        context  positions that the model knows
+        bits     of a quantised weight; None: weights are not quantised
+        context  positions of the model
         """
         passed = self.earlier if self.earlier is not None and self.earlier.bits == bits else None
         selection = self._select(context, checked=passed is not None and passed.native)
@@ -96,18 +96,19 @@ class ModelChecks:
         return selection, invariant
 
     def _select(self, context: int, *, checked: bool) -> RunnerSelection:
-        config, plain = self._config, self._torch_runner
-        # The native step computes in float32 whatever the weights are: not where another format is asked for by name.
+        config, runner = self._config, self._torch_runner
+        # The native step computes in float32 whatever the dtype of the weights is, so it excludes other dtypes set
+        # explicitly.
         if config.dtype not in ("auto", "float32"):
-            return RunnerSelection(plain, f"--dtype {config.dtype} is computed by torch")
+            return RunnerSelection(runner, f"--dtype {config.dtype} is computed by torch")
         if config.kernels == "torch" or config.device != "cpu":
-            return RunnerSelection(plain, "C++ kernels are not used")
-        return select(self._model, plain, self._traits, context=context, checked=checked)
+            return RunnerSelection(runner, "C++ kernels are not used")
+        return select(self._model, runner, self._traits, context=context, checked=checked)
 
     def _is_batch_invariant(
         self, runner: PackedRunner | SequentialRunner, bits: Bits | None, passed: Outcome | None
     ) -> bool:
-        """See ModelInfo. Quantised models are made so, for they amplify rounding; the outcome is checked."""
+        """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
         native = isinstance(runner, NativeRunner)
         if bits is None or self._dtype == torch.float64:
             return native
@@ -117,23 +118,22 @@ class ModelChecks:
         invariant = is_batch_invariant(runner, self._model, self._traits)
         if not invariant:
             log.warning(
-                "%s, quantised, rounds differently in another batch: neighbours, chunks and prefix hits may change "
-                "a text",
+                "%s is not batch invariant when quantised: batches, chunks and prefix hits may change a completion",
                 self._config.model or BUNDLED_NAME,
             )
         return invariant
 
     def _save(self, bits: Bits | None, selection: RunnerSelection, *, batch_invariant: bool) -> None:
-        plain, file = self._torch_runner, self._file
+        runner, file = self._torch_runner, self._file
         if file is None:
             return
-        # Slower ways may have their reason in the machine, not in the model: they are checked every time.
-        if not isinstance(plain, PackedRunner) or plain.attend is not self._attend:
+        # The reason for a slower runner may be the machine rather than the model, so it is checked at every start.
+        if not isinstance(runner, PackedRunner) or runner.attend is not self._attend:
             file.discard()
             return
         outcome = Outcome(
-            layers=plain.layers,
-            has_states=plain.has_hidden_states,
+            layers=runner.layers,
+            has_hidden_states=runner.has_hidden_states,
             quantised=None if self._plan is None else self._plan.names,
             bits=bits,
             native=selection.reason is None,
@@ -144,22 +144,22 @@ class ModelChecks:
 
 
 def log_margins(margins: Margins) -> tuple[Margin, ...]:
-    """Log the margins of the decisions at a load, and return them, the narrowest first."""
+    """Log the margins of the decisions at load, and return them, the narrowest first."""
     for margin in margins.narrowest:
         log.debug("margin: %s", margin)
     return margins.narrowest
 
 
-def _attention_kernel(config: EngineConfig, dtype: torch.dtype, stored: torch.dtype) -> AttentionFunction:
+def _attention_kernel(config: EngineConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
     if config.kernels != "torch" and config.device == "cpu":
-        return dispatch.attention_kernel(dtype, stored)
+        return dispatch.attention_kernel(dtype, kv_dtype)
     return reference.attend
 
 
 def _outcome_file(
     config: EngineConfig, folder: Path, weights: tuple[object, ...], attend: AttentionFunction
 ) -> OutcomeFile | None:
-    """Where the outcome of the checks is kept; None for small models, which are checked within a second."""
+    """The file of the outcome; None for small models: their checks take less than a second."""
     if is_small(folder):
         return None
     settings = (config.device, config.kernels, config.mla, config.context, config.quantize == "none", config.dtype)

@@ -1,6 +1,6 @@
-"""The folder of a model: where it is, what its files say of it, and what is wrong with it in one line.
+"""The folder of a model: finding it, reading facts from its files, and one-line reasons why it cannot be served.
 
-The network is touched in `resolve` alone.
+Only `resolve` uses the network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.config import BUNDLED_NAME
 from engine.errors import ModelMissing
 from engine.load.resources import processor_count
 
-# What transformers raises at a folder that is not what it says. The last two derive from Exception itself.
+# Errors that transformers raises for a broken checkpoint. The last two derive from Exception directly.
 READ_ERRORS = (
     OSError,
     ValueError,
@@ -36,17 +36,19 @@ READ_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
+# Weights below it are a small model.
 _SMALL_MODEL_BYTES = 64 * 2**20
+# Number and size of the samples of each file in a fingerprint.
 _DIGEST_SAMPLES, _DIGEST_SAMPLE_BYTES = 1024, 4096
 
 _DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.tiktoken"]
-# Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) but those
-# of the numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
+# Copies of the weights for other libraries: Mistral's own format, and all folders (original, onnx, openvino) except the
+# numbered modules of sentence-transformers (1_Pooling). A pattern's * matches slashes too.
 _CONSOLIDATED_FILES = "consolidated*"
 _IGNORED_FILES = [_CONSOLIDATED_FILES, "[!0-9]*/*"]
-# Files that are no folder of a model, though their name may look like one of the hub.
+# Suffixes of single files, which a name of the hub could have too.
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
-_MODEL_HINT = "name a folder with config.json and safetensors, or a model of the hub that has them"
+_MODEL_HINT = "pass a folder with config.json and safetensors, or a model of the hub that has them"
 
 
 def resolve(model: str | None) -> Path:
@@ -54,11 +56,11 @@ def resolve(model: str | None) -> Path:
     if model is None:
         return _bundled()
     try:
-        place = Path(model).expanduser()
-        if place.is_dir():
-            return _with_config(model, place, "the folder has no config.json")
-        if place.suffix.lower() in _FILE_SUFFIXES or place.is_file():
-            raise ModelMissing(model, _file_reason(place))
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return _with_config(model, path, "the folder has no config.json")
+        if path.suffix.lower() in _FILE_SUFFIXES or path.is_file():
+            raise ModelMissing(model, _file_reason(path))
     except (OSError, RuntimeError) as error:
         raise ModelMissing(model, error_line(error)) from error
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -67,7 +69,7 @@ def resolve(model: str | None) -> Path:
 
 
 def _with_config(model: str, folder: Path, reason: str) -> Path:
-    """The folder, if it has the settings of a model. Raises ModelMissing."""
+    """The folder, if it has a config.json. Raises ModelMissing."""
     if (folder / "config.json").is_file():
         return folder
     if any(folder.glob("*.gguf")):
@@ -75,24 +77,24 @@ def _with_config(model: str, folder: Path, reason: str) -> Path:
     raise ModelMissing(model, reason)
 
 
-def _file_reason(place: Path) -> str:
-    """Why a file is no model."""
-    if not place.is_file():
+def _file_reason(path: Path) -> str:
+    """Why a file is not a model."""
+    if not path.is_file():
         return f"there is no such file; {_MODEL_HINT}"
-    if place.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return f"GGUF files are not read yet; {_MODEL_HINT}"
-    if place.suffix.lower() in (".safetensors", ".json"):
-        return f"it is a file of a model; name the folder that it is in, {place.resolve().parent}"
+    if path.suffix.lower() in (".safetensors", ".json"):
+        return f"it is one file of a model; pass its folder, {path.resolve().parent}"
     return f"it is a file; {_MODEL_HINT}"
 
 
 def _bundled() -> Path:
-    here = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[1]
     # In a wheel the model lies inside the package, in a checkout beside it.
-    for folder in (here / "bundled" / "target", here.parent / "models" / "target"):
+    for folder in (package / "bundled" / "target", package.parent / "models" / "target"):
         if (folder / "config.json").is_file():
             return folder
-    raise ModelMissing(BUNDLED_NAME, "this installation came without the bundled model; name one: cellar serve MODEL")
+    raise ModelMissing(BUNDLED_NAME, "this installation has no bundled model; pass one: cellar serve MODEL")
 
 
 def _download(model: str) -> Path:
@@ -106,12 +108,12 @@ def _download(model: str) -> Path:
     except HFValidationError as error:
         raise ModelMissing(model, "a name on the hub looks like organisation/model") from error
     except GatedRepoError as error:
-        raise ModelMissing(model, "its owner asks for a token: set HF_TOKEN") from error
+        raise ModelMissing(model, "the repository is gated: set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise ModelMissing(model, "the hub has no model of this name") from error
     except LocalEntryNotFoundError as error:
         raise ModelMissing(
-            model, "there is no such folder, the hub is out of reach, and its local cache lacks the model"
+            model, "there is no such folder, the hub is unreachable, and the model is not in its local cache"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelMissing(model, f"the download failed ({type(error).__name__})") from error
@@ -127,12 +129,12 @@ def missing_weights_reason(folder: Path) -> str:
     """Why a folder without `weight_files` cannot be served."""
     suffixes = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
     found = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
-    there = f"; {found[0]} is of another" if found else ""
-    return f"it has no safetensors weights in the layout of transformers, the only kind that is read{there}"
+    others = f"; {found[0]} has another format" if found else ""
+    return f"it has no safetensors weights in the layout of transformers{others}"
 
 
 def fingerprint(folder: Path) -> str:
-    """A digest of the weights: of the headers, the sizes, and a sample of the bytes, for all would take seconds."""
+    """A digest of the weights: of their sizes and a sample of their bytes, as all bytes would take seconds."""
     digest = hashlib.sha256()
     for file in weight_files(folder):
         size = file.stat().st_size
@@ -145,19 +147,19 @@ def fingerprint(folder: Path) -> str:
 
 
 def default_threads(folder: Path) -> int:
-    """Threads to compute with: one where a layer is too small to be worth waking the others.
+    """Threads to compute with: one if the layers are too small to be worth waking other threads.
 
-    Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 with two.
+    Measured with the bundled model on two busy cores: a step took 6 ms with one thread, 76 ms with two.
     """
     return 1 if is_small(folder) else processor_count()
 
 
 def is_small(folder: Path) -> bool:
-    """Whether the weights are few enough for one thread."""
+    """Whether the weights are few enough for one thread and a full check at every start."""
     return sum(file.stat().st_size for file in weight_files(folder)) < _SMALL_MODEL_BYTES
 
 
 def error_line(error: Exception) -> str:
-    """What an error says, for a message of ours."""
+    """The type and the first line of an error's message."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first[:300]}"

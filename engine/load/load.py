@@ -1,4 +1,4 @@
-"""From a name to a model that is known to give right results here: resolve, load, calibrate, check.
+"""Loads a model: resolves its folder, reads the weights, calibrates the layers and checks the logits.
 
 Only safetensors are read, and no code of a checkpoint is ever run.
 """
@@ -57,17 +57,18 @@ from engine.types.status import MemoryPlan, ModelInfo
 
 log = logging.getLogger("cellar.engine")
 
-# Formats that nothing here multiplies by, and bits of a weight with its share of scales: in MXFP4, 32 share one of 8.
+# Weight formats without a kernel here, with the bits of a weight and its share of scales: in MXFP4, 32 weights share a
+# scale of 8 bits.
 _DEQUANTIZED_FORMATS = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
-# What files with a tokenizer are called.
+# Names of tokenizer files.
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is known to answer rightly over our cells, and all that serving it needs to know.
+    """A checked model, and everything that serving it requires.
 
-    margins  of the decisions by tolerance at this load, the narrowest first; of an earlier start's there are none
+    margins  of the decisions by tolerance at this load, the narrowest first; empty with the outcome of an earlier start
     """
 
     model: Any
@@ -86,23 +87,25 @@ class LoadedModel:
 
     @property
     def switch(self) -> RopeSwitch | None:
-        """When rotary factors change; None: never within the capacity."""
+        """The length at which rotary factors change; None: never within the capacity."""
         switch = self.runner.switch
         return switch if switch is not None and self.capacity > switch.original_length else None
 
     @property
     def layers(self) -> tuple[CachedLayer, ...]:
-        """What the model stores, for the cache. A context is full beyond the original length, if there is one."""
+        """The layers that store cells, with the rotation beyond the original length if the capacity reaches it."""
         return self.runner.layers if self.switch is None else self.runner.extended_layers
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence may hold: its context, or all cells if these are fewer."""
+        """Most tokens of one sequence: its context, or all cells if they are fewer."""
         return min(self.info.context, self.memory.cells)
 
 
 def load(config: EngineConfig, on_phase: Callable[[str], None], *, reserved_bytes: int = 0) -> LoadedModel:
-    """Load the model, leaving `reserved_bytes` to others; `on_phase` hears of each step. Raises ModelError kinds."""
+    """Load the model, with `reserved_bytes` left free; calls `on_phase` with each phase. Raises subclasses of
+    ModelError.
+    """
     if not sys.stderr.isatty():
         disable_progress_bar()
     with recording() as margins:
@@ -118,7 +121,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     settings = _read_config(name, folder, config)
     on_phase("weights")
     model, dtype = _read_model(name, folder, settings, config)
-    text, parameters = model.config.get_text_config(), sum(one.numel() for one in model.parameters())
+    text, parameters = model.config.get_text_config(), sum(parameter.numel() for parameter in model.parameters())
     reading = _start_tokenizer(name, folder, text.vocab_size)
     on_phase("calibrate")
     switch = _install_rope(name, model)
@@ -137,8 +140,8 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     sizes = _sizes(model, runner.layers, computed, stored)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
-    longest, held = max(context, max_fitting_context(config, sizes, available - reserved)), min(context, memory.cells)
-    tokenizer = reading.result().with_context(held, longest)
+    longest, limit = max(context, max_fitting_context(config, sizes, available - reserved)), min(context, memory.cells)
+    tokenizer = reading.result().with_context(limit, longest)
     info = ModelInfo(
         name=name,
         folder=str(folder),
@@ -165,7 +168,7 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
 def _quantize(
     config: EngineConfig, model: Any, found: QuantizationPlan | None, identity: str, available: int
 ) -> Bits | None:
-    """Quantise the layers that the survey found; the bits of their weights, or None where the settings ask for none."""
+    """Quantise the surveyed layers: the bits of their weights, or None if the settings exclude quantisation."""
     bits = None if found is None else bits_for(config.quantize, found, available)
     if found is None or bits is None:
         return None
@@ -179,24 +182,24 @@ def _quantize(
 
 
 def _release_files(model: Any) -> None:
-    """Copy what is left of the weights: one small tensor that still lies in a mapped file keeps all of it mapped."""
+    """Copy the remaining weights: one small tensor in a mapped file would keep the whole file mapped."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
 def _dtype_name(computed: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
-    """The number formats, as people read them: in what it computes, and what of other formats its weights have."""
+    """The dtype of activations for display, and the format of the weights if it is another one."""
     names = [str(one).removeprefix("torch.") for one in (computed, dtype)]
     weights = names[1] if bits is None else f"int{bits}"
     return names[0] if weights == names[0] else f"{names[0]}, {weights} weights"
 
 
 def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dtype:
-    """The number format of weights, and to compute in.
+    """The dtype of weights and activations.
 
-    "auto" is bfloat16 for checkpoints in it where the processor multiplies it (measured 1.3-3 times faster than float32
-    on AVX512-BF16, slower without), and float32 else: for small models too, where exactness costs nothing.
-    Weights and cells have it then; where the native step runs the model, it computes in float32 (`_fastest`).
+    "auto" is bfloat16 for checkpoints in bfloat16 if the processor multiplies it (measured 1.3-3 times faster than
+    float32 on AVX512-BF16, slower without), and float32 otherwise: also for small models, where exactness is cheap. The
+    native step computes in float32 with weights and cells of this dtype.
     """
     if settings.dtype != "auto":
         chosen: torch.dtype = getattr(torch, settings.dtype)
@@ -207,7 +210,7 @@ def _choose_dtype(settings: EngineConfig, folder: Path, config: Any) -> torch.dt
 
 
 def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
-    """The configuration: what it or the names of files rule out is refused before weights are read."""
+    """The configuration. Models that it, or the file names, rule out are refused before weights are read."""
     if not weight_files(folder):
         raise ModelUnsupported(name, missing_weights_reason(folder))
     if not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
@@ -217,10 +220,10 @@ def _read_config(name: str, folder: Path, settings: EngineConfig) -> Any:
     except READ_ERRORS as error:
         raise ModelUnsupported(name, error_line(error)) from error
     if config.is_encoder_decoder and not settings.media:
-        raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can bring them")
+        raise ModelUnsupported(name, "its decoder needs audio or a text for its encoder, and no request can have media")
     longest = max_context(config.get_text_config())
     if settings.context is not None and settings.context > longest:
-        raise ModelUnsupported(name, f"it knows contexts of up to {longest} tokens; lower --context")
+        raise ModelUnsupported(name, f"its context is at most {longest} tokens; lower --context")
     return config
 
 
@@ -243,13 +246,13 @@ def _read_model(name: str, folder: Path, config: Any, settings: EngineConfig) ->
         missing = sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"])
         raise ModelUnsupported(name, f"its files lack weights, {len(missing)} in all, such as {missing[0]}")
     if dtype == torch.float64:
-        # The default, a grouped matrix product, knows no float64.
+        # The default, a grouped matrix product, does not support float64.
         model.set_experts_implementation("eager")
     return model.to(settings.device).eval().requires_grad_(False), dtype
 
 
 def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Have weights of few bits read as those of a type: nothing here multiplies them as they are."""
+    """Have transformers dequantise weights in a format without a kernel here."""
     stored = getattr(config, "quantization_config", None)
     if not isinstance(stored, dict) or stored.get("quant_method") not in _DEQUANTIZED_FORMATS:
         return
@@ -266,10 +269,10 @@ def _dequantize(name: str, folder: Path, config: Any, dtype: torch.dtype) -> Non
 
 
 def _model_class(config: Any) -> Any:
-    """transformers' own choice of a class: one with the encoder where the configuration has one."""
+    """The Auto class of transformers: one with the encoder if the configuration has an encoder."""
     kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
-    known = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
-    return known[0] if known else AutoModelForCausalLM
+    classes = [kind for kind in kinds if has_encoder(config) and type(config) in kind._model_mapping]
+    return classes[0] if classes else AutoModelForCausalLM
 
 
 def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
@@ -282,7 +285,7 @@ def _encoder(name: str, model: Any, *, budget_bytes: int) -> Encoder | None:
 
 
 def _identity(folder: Path, loaded: LoadedModel) -> str:
-    """A digest of what cells and states depend on besides tokens: what the shelf has of another model is not read."""
+    """A digest of the dependencies of cells and states besides tokens: a disk cache of another identity is not read."""
     settings = (folder / "config.json").read_bytes()
     info, specs = loaded.info, [plan.spec for plan in loaded.layers]
     parts: tuple[object, ...] = (info.fingerprint, settings, info.dtype, loaded.kv_dtype, specs)
@@ -293,7 +296,7 @@ def _identity(folder: Path, loaded: LoadedModel) -> str:
 
 
 def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokenizer]:
-    """Read the tokenizer in another thread: large ones take seconds, in which this one computes."""
+    """Read the tokenizer in another thread: large ones take seconds."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
     reading = pool.submit(_read_tokenizer, name, folder, vocabulary=vocabulary)
     pool.shutdown(wait=False)
@@ -301,7 +304,7 @@ def _start_tokenizer(name: str, folder: Path, vocabulary: int) -> Future[Tokeniz
 
 
 def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
-    """The tokenizer, whose context is not limited yet. Raises ModelUnsupported."""
+    """The tokenizer without a context limit. Raises ModelUnsupported."""
     try:
         return Tokenizer(read_tokenizer(folder), vocabulary_size=vocabulary, context=sys.maxsize)
     except READ_ERRORS as error:
@@ -309,9 +312,9 @@ def _read_tokenizer(name: str, folder: Path, *, vocabulary: int) -> Tokenizer:
 
 
 def _install_rope(name: str, model: Any) -> RopeSwitch | None:
-    """When the model's rotary factors change with the length of a sequence.
+    """Install the rotary hooks; the length at which the model's rotary factors change.
 
-    Dynamic NTK scaling begins behind max_position_embeddings, the longest context that is served: it never changes.
+    Dynamic NTK scaling starts beyond max_position_embeddings, the longest context that is served, so it never applies.
     """
     try:
         return rope.install(model)
@@ -320,14 +323,14 @@ def _install_rope(name: str, model: Any) -> RopeSwitch | None:
 
 
 def _install_hooks(model: Any) -> bool:
-    """Put every hook in its place; whether some layers keep a state."""
+    """Install the attention and recurrence hooks; whether some layers keep a recurrent state."""
     hooks.install_latent(model)
     hooks.install_bias(model)
     return recurrence.install(model)
 
 
 def read_max_context(name: str, folder: Path) -> int:
-    """The context that the model in a folder was trained for, without loading it. Raises ModelUnsupported."""
+    """The trained context of the model in a folder, without loading it. Raises ModelUnsupported."""
     try:
         return max_context(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config())
     except READ_ERRORS as error:
@@ -335,16 +338,16 @@ def read_max_context(name: str, folder: Path) -> int:
 
 
 def max_context(text: Any) -> int:
-    """The context that a model was trained for, as its text settings say it."""
+    """The trained context by the text configuration, in tokens."""
     names = ("max_position_embeddings", "max_target_positions")
-    # A number below 1 stands for no limit.
+    # A number below 1 means no limit.
     return int(next((known for name in names if (known := getattr(text, name, None) or 0) > 0), 8192))
 
 
 def _sizes(model: Any, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype) -> ModelSizes:
     text = model.config.get_text_config()
     element = torch.finfo(dtype).bits // 8
-    # A row of a step holds its activations of one layer at a time, about 16 widths with the MLP's, and its logits.
+    # Activations of one layer at a time, about 16 widths with the MLP's, and logits.
     row = 16 * int(text.hidden_size) * element + 8 * int(text.vocab_size)
     specs = tuple(plan.spec for plan in layers)
     weights = bytes_of(model)
@@ -354,7 +357,7 @@ def _sizes(model: Any, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_d
 
 
 def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end an answer, as the model's generation settings name them."""
+    """The tokens that end a completion, by the model's generation configuration."""
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None) or getattr(model.config, "eos_token_id", None)
     if ends is None:
@@ -363,7 +366,7 @@ def _end_tokens(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _start_tokens(model: Any) -> tuple[int, ...]:
-    """The tokens that a decoder's prompt begins with: what starts it, and what it is forced to say first."""
+    """The tokens that a decoder's prompt begins with: the start token, and the forced first token."""
     if not model.config.is_encoder_decoder:
         return ()
     sources, names = (model.generation_config, model.config), ("decoder_start_token_id", "forced_bos_token_id")

@@ -1,4 +1,6 @@
-"""How much memory goes where, decided before the cache is allocated: a plan that cannot fit is refused in words."""
+"""Splits the memory between weights, cache and activations before the cache is allocated; refuses a plan that does not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from engine.load.resources import free_memory_bytes
 from engine.types.status import MemoryPlan
 from kvcache.spec import LayerSpec, group_layers
 
-# Tokens for each slot before one sequence may have more: a slot is no use to a chat with less.
+# Default tokens of the cache for each slot: fewer slots are planned rather than less context for a chat.
 _MIN_TOKENS_PER_SLOT = 8192
 _MAX_DEFAULT_SLOTS = 8
-# Contexts that are chosen are multiples of this.
+# Default contexts are multiples of this number of tokens.
 _CONTEXT_MULTIPLE = 1024
-# What the cache may take when nobody said how large it is: the machine has other uses, and estimates are estimates.
+# Share of the available memory for a cache of default size: the machine has other uses, and sizes are estimates.
 _CACHE_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What the plan needs to know of a loaded model. `longest` is the context that it was trained for.
+    """Sizes of a loaded model that the plan depends on. `max_context` is the context that it was trained for.
 
-    layers     the attention layers, whose cells are stored as `stored`
-    activation_bytes  what one row of a step needs for a while
+    layers            specs of the attention layers, with cells of the dtype `kv_dtype`
+    activation_bytes  temporary memory of one token of a step
     """
 
     weights_bytes: int
@@ -40,22 +42,22 @@ class ModelSizes:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take, the limit of a container counted."""
+    """Memory that this process may still allocate, with the limit of its container."""
     available, left = int(psutil.virtual_memory().available), free_memory_bytes()
     return available if left is None else min(available, left)
 
 
 def max_batch_tokens(config: EngineConfig, slots: int) -> int:
-    """Rows of one step at most: the chunk's rows of prompt, and one for every slot."""
+    """Most tokens of one step: a prefill chunk, and one token for every slot."""
     return config.chunk + slots
 
 
 def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tuple[MemoryPlan, int, int]:
-    """The plan, the context of a sequence and the number of slots.
+    """The plan, the context of a sequence in tokens, and the number of slots.
 
-    Settings that were given are kept or refused (PlanTooLarge); those left open become what fits. All slots share the
-    cells, so one sequence may be as long as the model knows, if so many cells fit. Slots are given up for contexts of
-    8192 tokens, down to two, and the last but one for 1024. `available` is counted without the weights.
+    Given settings are kept or refused (PlanTooLarge); the others are chosen to fit `available`, the bytes without the
+    weights. All slots share the cells, so one sequence may have the whole trained context if the cells suffice. The
+    number of slots is reduced for contexts of 8192 tokens, down to two slots, and to one slot for contexts of 1024.
     """
     share = int(available * _CACHE_SHARE)
     for slots in _slot_counts(config):
@@ -71,20 +73,20 @@ def plan_memory(config: EngineConfig, sizes: ModelSizes, available: int) -> tupl
 
 
 def fitting_context(config: EngineConfig, sizes: ModelSizes, cache_bytes: int, slots: int) -> int:
-    """The longest context whose cells fit, at most that of the model; the shortest that is ever chosen if none does."""
+    """The longest context, at most the trained one, that fits into the cache; at least the smallest default context."""
     lengths: list[int] = [*range(_CONTEXT_MULTIPLE, sizes.max_context, _CONTEXT_MULTIPLE), sizes.max_context]
-    fitting = bisect_right(lengths, cache_bytes, key=lambda one: _plan(config, sizes, 0, one, slots).cache_bytes)
+    fitting = bisect_right(lengths, cache_bytes, key=lambda length: _plan(config, sizes, 0, length, slots).cache_bytes)
     return lengths[max(fitting - 1, 0)]
 
 
 def max_fitting_context(config: EngineConfig, sizes: ModelSizes, available: int) -> int:
-    """The longest context that the model knows and the memory holds, if one sequence at a time may have all of it."""
+    """The longest context that fits if one sequence at a time may have the whole cache."""
     alone = replace(config, context=None, cells=None)
     return fitting_context(alone, sizes, available - sizes.activation_bytes * max_batch_tokens(alone, 1), slots=1)
 
 
 def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots: int) -> int:
-    """The longest context whose cells fit a share of the memory; a draft model needs as many cells of its own."""
+    """The longest context that fits a share of the memory; a draft model needs as many cells of its own."""
     if config.cells:
         return min(sizes.max_context, config.cells)
     if config.draft_model is not None:
@@ -94,7 +96,7 @@ def _default_context(config: EngineConfig, sizes: ModelSizes, share: int, slots:
 
 
 def _slot_counts(config: EngineConfig) -> Iterator[int]:
-    """Numbers of slots to try, the most first."""
+    """Numbers of slots to try, in descending order."""
     slots = config.slots or _MAX_DEFAULT_SLOTS
     yield slots
     while not config.slots and slots > 1:
@@ -123,18 +125,18 @@ def _plan(config: EngineConfig, sizes: ModelSizes, available: int, context: int,
 
 
 def _default_cells(config: EngineConfig, context: int, slots: int) -> int:
-    """Tokens that the slots hold together: a context each where one was asked for."""
+    """Tokens of all slots together: a full context for each slot if the context is given."""
     return context * slots if config.context else max(context, min(context, _MIN_TOKENS_PER_SLOT) * slots)
 
 
 def _advice(plan: MemoryPlan, context: int, slots: int) -> str:
-    """What to lower, and what takes the memory."""
+    """The settings to lower, and the largest users of memory."""
     weights, tokens, windows, work = (
         f"{part / 2**30:.1f} GiB"
         for part in (plan.weights_bytes, plan.cells * plan.cell_bytes, plan.window_bytes, plan.workspace_bytes)
     )
     return (
         f"lower --context ({context}) or --slots ({slots}), or choose a smaller --dtype or --kv-dtype, or --quantize; "
-        f"it is {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for the windows of {slots} slots "
-        f"and {work} of work"
+        f"the plan has {weights} of weights, {tokens} for {plan.cells} tokens, {windows} for windows of {slots} slots "
+        f"and {work} of activations"
     )

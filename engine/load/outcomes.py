@@ -1,8 +1,8 @@
-"""What the checks of a start found, kept in the user's cache folder so that the next start need not repeat them.
+"""Outcomes of the checks at load, in the user's cache folder, so that the next start can skip the checks.
 
-An outcome is named by all that it depends on: the checkpoint, this code, torch and transformers, the processor, and the
-settings. Only a model that passed every check is kept: whatever failed is checked again at the next start, as is what
-cannot be read.
+The name of an outcome is a digest of its dependencies: the checkpoint, this code, torch and transformers, the processor
+and the settings. Only a model that passed every check is stored; a failed check, or an outcome that cannot be read, is
+checked again at the next start.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _PROCESSOR = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A model that runs in packed batches with the logits that it has alone.
+    """The result of the checks of a model that has the same logits in packed batches as alone.
 
-    layers           what each layer stores
-    has_states       whether the states behind the last layer can be read
+    layers           the attention layers that store cells
+    has_hidden_states  whether the hidden states of the last layer can be captured
     quantised        the layers to quantise; None: nothing was surveyed
-    bits             of a quantised weight; None: weights are as they were read
+    bits             of a quantised weight; None: weights keep their dtype
     native           whether the native step runs the model
     batch_invariant  see ModelInfo
     """
 
     layers: tuple[CachedLayer, ...]
-    has_states: bool
+    has_hidden_states: bool
     quantised: QuantizationPlanNames | None
     bits: int | None
     native: bool
@@ -55,20 +55,20 @@ class Outcome:
 
 
 class OutcomeFile:
-    """The outcome of one model, code, machine and settings."""
+    """The stored outcome for one model, code, machine and configuration."""
 
     def __init__(self, identity: object, folder: Path | None = None) -> None:
-        """`identity` is that of checkpoint and settings; `folder` is the user's cache folder unless it is named."""
+        """`identity` is that of the checkpoint and the settings; the default `folder` is the user's cache folder."""
         key = hashlib.sha256(repr((_software(), _processor(), identity)).encode()).hexdigest()
         self._name, self._folder = f"{key[:32]}.json", folder
 
     @property
     def file(self) -> Path:
-        """Where the outcome is kept. Raises OSError where the user has no home."""
+        """Path of the outcome. Raises OSError if the user has no home folder."""
         return (self._folder or cache_folder("checks")) / self._name
 
     def read(self) -> Outcome | None:
-        """The outcome; None where there is none that can be read."""
+        """The outcome; None if there is none that can be read."""
         try:
             outcome = _outcome(json.loads(self.file.read_text(encoding="utf-8")))
             mark_used(self.file)
@@ -80,18 +80,18 @@ class OutcomeFile:
         return outcome
 
     def discard(self) -> None:
-        """Have the next start check the model."""
+        """Delete the outcome: the next start checks the model."""
         with suppress(OSError):
             self.file.unlink(missing_ok=True)
 
     def write(self, outcome: Outcome) -> None:
-        """Keep the outcome for the next start; a failure is a line in the log."""
+        """Store the outcome; a failure is logged."""
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with scratch_folder(self.file.parent) as folder:
-                made = folder / self._name
-                made.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-                os.replace(made, self.file)
+                scratch = folder / self._name
+                scratch.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+                os.replace(scratch, self.file)
         except OSError as error:
             log.info("the checks are repeated at the next start: %s", error)
             return
@@ -102,7 +102,7 @@ def _outcome(content: dict[str, Any]) -> Outcome:
     quantised = content["quantised"]
     return Outcome(
         layers=tuple(map(_layer, content["layers"])),
-        has_states=bool(content["has_states"]),
+        has_hidden_states=bool(content["has_hidden_states"]),
         quantised=None if quantised is None else _names(quantised),
         bits=content["bits"],
         native=bool(content["native"]),
@@ -111,7 +111,9 @@ def _outcome(content: dict[str, Any]) -> Outcome:
 
 
 def _names(content: dict[str, Any]) -> QuantizationPlanNames:
-    return QuantizationPlanNames(tuple(map(tuple, content["groups"])), dict(content["stay"]), tuple(content["experts"]))
+    return QuantizationPlanNames(
+        tuple(map(tuple, content["groups"])), dict(content["skipped"]), tuple(content["experts"])
+    )
 
 
 def _layer(content: dict[str, Any]) -> CachedLayer:
@@ -120,12 +122,12 @@ def _layer(content: dict[str, Any]) -> CachedLayer:
     if rotation is not None:
         rotation = Rotation(**rotation | {"inverse_frequency": tuple(rotation["inverse_frequency"])})
     spec |= {"attention_range": AttentionRange(**spec["attention_range"]), "rotation": rotation}
-    return CachedLayer(int(content["layer"]), LayerSpec(**spec), tuple(content["readers"]))
+    return CachedLayer(int(content["index"]), LayerSpec(**spec), tuple(content["sharing_layers"]))
 
 
 @cache
 def _software() -> tuple[str, ...]:
-    """Versions, and a digest of the code that runs models."""
+    """Versions of the libraries, and a digest of the code that runs models."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).resolve().parents[1], Path(kvcache.spec.__file__).resolve().parent):
         for file in sorted(found for kind in _SOURCES for found in folder.rglob(kind)):
@@ -135,7 +137,7 @@ def _software() -> tuple[str, ...]:
 
 
 def _processor() -> tuple[str, ...]:
-    """What decides which instructions kernels use."""
+    """The properties of the processor that choose the instructions of kernels."""
     lines = _PROCESSOR.read_text().splitlines() if _PROCESSOR.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return (platform.machine(), torch.backends.cpu.get_cpu_capability(), flags)

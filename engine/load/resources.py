@@ -1,6 +1,7 @@
-"""How many processors and how much memory this process may use, by its affinity and its control groups.
+"""Processors and memory that this process may use, by its affinity and its control groups.
 
-Both versions are read (cgroup v1 and v2), the process's own group and all above it: the tightest limit counts.
+Both versions of control groups (v1 and v2) are read, for the process's own group and its ancestors: the tightest limit
+counts.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ FILESYSTEM_ROOT = Path("/")
 
 
 def processor_count(root: Path = FILESYSTEM_ROOT) -> int:
-    """Processors that this process may keep busy, at least 1; of a fractional quota its whole part."""
+    """Processors that this process may keep busy, at least 1; a fractional quota is rounded down."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for group in _groups("cpu", root) if (quota := _processor_quota(group)) is not None]
     return max(1, int(min([allowed, *quotas])))
 
 
 def free_memory_bytes(root: Path = FILESYSTEM_ROOT) -> int | None:
-    """Bytes until the tightest limit of a group, without file pages that can be dropped; None: there is no limit."""
+    """Bytes until the tightest limit of a group, not counting reclaimable file pages; None: there is no limit."""
     left = [free for group in _groups("memory", root) if (free := _free_memory_bytes(group)) is not None]
     return max(0, min(left)) if left else None
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of the groups that limit this process, from its own group up to the top of each hierarchy."""
+    """The folders of the groups that limit this process, from its own group up to the root of each hierarchy."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -56,13 +57,13 @@ def _free_memory_bytes(group: Path) -> int | None:
 
 
 def _reclaimable_bytes(statistics: str) -> int:
-    """Bytes of file pages that were not used lately; version 1 has a sum over inner groups besides."""
+    """Bytes of inactive file pages; version 1 reports the sum over nested groups as total_inactive_file."""
     counts = dict(line.split(maxsplit=1) for line in statistics.splitlines() if " " in line)
     return _number(counts.get("total_inactive_file", counts.get("inactive_file", ""))) or 0
 
 
 def _number(text: str) -> int | None:
-    """A count; None for "max", "-1" and what is missing."""
+    """A count; None for "max", "-1" and missing values."""
     return int(text) if text.isdecimal() else None
 
 

@@ -1,4 +1,6 @@
-"""Who runs a model: the native step where the model is of its shape and it says the same, else the runner as it is."""
+"""Selects the runner of a model: the native step if the model has a supported shape and equal logits, else the torch
+runner.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from engine.native.weight_layout import move_weights
 
 log = logging.getLogger("cellar.engine")
 
-# In what the native step finds weights.
+# Dtypes of weights that the native step reads.
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSelection:
-    """The fastest runner of a model, and why it is not the native step; None: it is."""
+    """The fastest runner of a model, and the reason why it is not the native step; None: it is."""
 
     runner: PackedRunner | SequentialRunner
     reason: str | None = None
@@ -42,12 +44,12 @@ class RunnerSelection:
 def select(
     model: Any, runner: PackedRunner | SequentialRunner, traits: ModelTraits, *, context: int, checked: bool = False
 ) -> RunnerSelection:
-    """Select the runner of a model in the processor's memory: the native step where it can stand for `runner`.
+    """Select the runner of a model in CPU memory: the native step if it can replace `runner`.
 
-    The native step computes in float32, whatever the model's weights are.
+    The native step computes in float32, whatever the dtype of the weights.
 
-    facts    those that `runner` was found with
-    context  positions that the model knows
+    traits   the traits that `runner` was found with
+    context  positions of the model
     checked  whether an earlier start compared the logits of both
     """
     try:
@@ -62,7 +64,7 @@ def select(
         log.info("layers run in torch operations, not in one native call: %s", error.reason)
         return RunnerSelection(runner, error.reason)
     if reason is not None:
-        log.warning("layers run in torch operations, for %s", reason)
+        log.warning("layers run in torch operations, because %s", reason)
         return RunnerSelection(runner, reason)
     return RunnerSelection(native)
 
@@ -70,27 +72,27 @@ def select(
 def _difference(
     model: Any, runner: PackedRunner, unrounded: NativeRunner, decoder: DecoderSpec, traits: ModelTraits
 ) -> str | None:
-    """What the native step does wrong; None: its logits are those of the modules."""
-    exact, stored = replace(traits, dtype=torch.float32), traits.kv_dtype or traits.dtype
-    # Where a row is rounded to 8 bits in its cell, a code may fall the other way.
+    """The error of the native step; None: its logits agree with the logits of the modules."""
+    float32_traits, kv_dtype = replace(traits, dtype=torch.float32), traits.kv_dtype or traits.dtype
+    # In int8 cells a small difference may change the code of a row.
     checks = {torch.float32: _tolerance(decoder)} | (
-        {stored: max(_tolerance(decoder), 0.1)} if stored == torch.int8 else {}
+        {kv_dtype: max(_tolerance(decoder), 0.1)} if kv_dtype == torch.int8 else {}
     )
-    for kind, allowed in checks.items():
+    for cell_dtype, allowed in checks.items():
         with Float32Mode(model):
-            size = logit_difference(runner, unrounded, model, exact, kind)
-        if not within("the native step changes no logits", size, allowed):
-            return f"the native step changes logits by {size:.2g}, where {allowed:.2g} is rounding"
+            error = logit_difference(runner, unrounded, model, float32_traits, cell_dtype)
+        if not within("the native step changes no logits", error, allowed):
+            return f"the native step changes logits by {error:.2g}, where {allowed:.2g} is rounding"
     return None
 
 
 def _require_packed(runner: PackedRunner | SequentialRunner, traits: ModelTraits) -> PackedRunner:
-    """The runner that the native step can stand for. Raises UnsupportedArchitecture."""
-    stored = traits.kv_dtype or traits.dtype
+    """The runner, if the native step can replace it. Raises NoShape."""
+    kv_dtype = traits.kv_dtype or traits.dtype
     if traits.dtype not in _WEIGHT_DTYPES:
         raise UnsupportedArchitecture(f"its weights are {traits.dtype}")
-    if stored not in FORMATS:
-        raise UnsupportedArchitecture(f"its keys and values are stored as {stored}")
+    if kv_dtype not in FORMATS:
+        raise UnsupportedArchitecture(f"its keys and values are stored as {kv_dtype}")
     if traits.encoder is not None:
         raise UnsupportedArchitecture("it has an encoder")
     if not isinstance(runner, PackedRunner):
@@ -103,7 +105,10 @@ def _require_packed(runner: PackedRunner | SequentialRunner, traits: ModelTraits
 def _decoders(
     model: Any, runner: PackedRunner, *, vocabulary: int, context: int
 ) -> tuple[DecoderSpec, DecoderSpec | None]:
-    """The decoder, and as it turns beyond the original length if there are such positions. Raises UnsupportedArchitecture."""
+    """The decoder, and the decoder with the rotation beyond the original length if the context has such positions.
+
+    Raises NoShape.
+    """
     original = context if runner.switch is None else runner.switch.original_length
     decoder = find_decoder(model, runner.layers, vocabulary=vocabulary, context=min(context, original))
     if runner.switch is None:
@@ -113,11 +118,12 @@ def _decoders(
 
 
 def _tolerance(decoder: DecoderSpec) -> float:
-    """How far logits may differ, in parts of the largest: where rows are quantised, codes may fall the other way.
+    """Largest difference of logits, relative to the largest logit.
 
-    The parts were compared far more strictly before; here a part in the wrong place would show, which changes most of a
-    logit. 1.2 billion random weights differ by 0.037. Routers choose other experts where two are wanted all but
-    equally: random models differ by up to 0.14 so.
+    The shape search compares each layer far more strictly; here a misplaced layer would show, which changes logits by
+    their full size. In quantised layers small differences change the codes of rows: a model of 1.2 billion random
+    weights differs by 0.037. Routers choose other experts if two have nearly equal weight: random models differ by up
+    to 0.14.
     """
     if not any(isinstance(linear.weight, PackedMatrix) for linear in linears(decoder)):
         return 1e-3
@@ -126,10 +132,10 @@ def _tolerance(decoder: DecoderSpec) -> float:
 
 @cache
 def _library() -> StepLibrary:
-    """Raises LibraryUnavailable."""
+    """Raises NoLibrary."""
     variants = build.variants("step")
     if not variants:
-        raise LibraryUnavailable("it needs AVX2 or AVX-512, which this processor has not")
+        raise LibraryUnavailable("it needs AVX2 or AVX-512, which this processor lacks")
     file = build.library("step", variants[0])
     try:
         return StepLibrary(file)

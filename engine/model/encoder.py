@@ -1,7 +1,7 @@
-"""Runs a model's encoder: from media to the keys and values that the model's cross layers look at.
+"""Runs a model's encoder: from media to the keys and values of the model's cross-attention layers.
 
-What the encoder takes follows from the configuration: tokens, a spectrogram or the tiles of images. Media are encoded
-one at a time, so that an entry depends on nothing but its media, whoever else asks (law 4).
+The configuration determines the inputs: tokens, a spectrogram, or tiles of images. Media are encoded one at a time, so
+an entry depends on its media only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.model.encoder_mask import EncoderMask
 from engine.types.request import Array, Media, media_digest
 from kvcache.encoder_cache import EncoderEntry
 
-# How long what has no fixed length is in the sample that a model is measured and checked with.
+# Free lengths of the sample media that measure and check a model.
 _SAMPLE_LENGTHS = {"tokens": 8, "images": 1}
 
 
@@ -29,9 +29,9 @@ _SAMPLE_LENGTHS = {"tokens": 8, "images": 1}
 class EncoderInput:
     """One input of an encoder.
 
-    shape   without the batch dimension; a word stands for a length that is free, but the same wherever it is named
-    value_range  the least and the largest allowed; None: any
-    max_length    how long a free length may be; None: as long as there is memory
+    shape        without the batch dimension; a word names a free length, equal wherever the word occurs
+    value_range  the smallest and the largest value; None: any
+    max_length   limit of a free length; None: the memory is the limit
     """
 
     dtype: str
@@ -40,17 +40,17 @@ class EncoderInput:
     max_length: int | None = None
 
     def check(self, name: str, array: Array, lengths: dict[str, int]) -> None:
-        """Raises InvalidRequest for an array that is not of this kind; `lengths` collects what free lengths are."""
+        """Raises InvalidRequest unless the array has this dtype, shape and range; collects free `lengths`."""
         if array.dtype != self.dtype:
             raise InvalidRequest("media", f"{name} is {array.dtype}, and must be {self.dtype}")
         if not self._fits(array.shape, lengths):
             raise InvalidRequest("media", f"{name} has the shape {array.shape}, and must have {self.shape}")
         if len(array.data) != prod(array.shape) * np.dtype(self.dtype).itemsize:
-            raise InvalidRequest("media", f"{name} has {len(array.data)} bytes, which is not what its shape says")
+            raise InvalidRequest("media", f"{name} has {len(array.data)} bytes, which does not match its shape")
         if self.value_range is not None:
-            numbers, (least, largest) = to_numpy(array), self.value_range
-            if numbers.min() < least or numbers.max() > largest:
-                raise InvalidRequest("media", f"the numbers of {name} lie in [{least}, {largest}]")
+            values, (least, largest) = to_numpy(array), self.value_range
+            if values.min() < least or values.max() > largest:
+                raise InvalidRequest("media", f"the values of {name} must lie in [{least}, {largest}]")
 
     def _fits(self, shape: tuple[int, ...], lengths: dict[str, int]) -> bool:
         if len(shape) != len(self.shape) or min(shape) < 1:
@@ -61,7 +61,7 @@ class EncoderInput:
         return self.max_length is None or shape[0] <= self.max_length
 
     def sample(self, generator: np.random.Generator) -> Array:
-        """Random numbers of this kind."""
+        """A random array of this dtype, shape and range."""
         shape = tuple(_SAMPLE_LENGTHS[length] if isinstance(length, str) else length for length in self.shape)
         if self.value_range is not None:
             return Array(
@@ -73,14 +73,14 @@ class EncoderInput:
 class Encoder:
     """The encoder of a loaded model. `check` may be called on any thread, the rest on the engine's.
 
-    model         that it is a part of
-    required        whether the model can say nothing without media
-    budget_bytes  what all entries together may take
-    image_token   stands in a prompt for an image; it may lie behind the vocabulary, for it is never said
+    model         the whole model
+    required      whether every request needs media
+    budget_bytes  memory of all entries
+    image_token   placeholder of an image in a prompt; never sampled, so it may lie beyond the vocabulary
     """
 
     def __init__(self, model: Any, *, budget_bytes: int) -> None:
-        """Runs the encoder once, to learn what its entries weigh. Raises whatever the model raises."""
+        """Runs the encoder once to measure the size of its entries. Raises whatever the model raises."""
         self.model = model
         self._device, self._dtype = next(model.parameters()).device, next(model.parameters()).dtype
         self.required = bool(model.config.is_encoder_decoder)
@@ -89,13 +89,13 @@ class Encoder:
         self._main_input = next(iter(self._inputs))
         self.image_token: int | None = getattr(model.config, "image_token_index", None)
         self._start_token = getattr(model.config, "decoder_start_token_id", None) or 0
-        # One cache for both kinds of layers holds the decoder's own keys too: those that are there without media.
+        # With one cache for both kinds of layers, the layers that have keys without media are the decoder's own.
         self._decoder_layers = frozenset[int]() if self.required else frozenset(self._run({}))
         sample = self.sample()
         self._bytes_per_element = self.encode(sample).bytes / _element_count(sample, self._main_input)
 
     def check(self, media: Media | None, prompt: Sequence[int]) -> None:
-        """Raises InvalidRequest for media that the encoder cannot take or the memory cannot hold; computes nothing."""
+        """Raises InvalidRequest for media of the wrong form or beyond the memory budget; computes nothing."""
         images = sum(token == self.image_token for token in prompt)
         if media is None:
             if self.required or images:
@@ -110,48 +110,48 @@ class Encoder:
         for name, field in self._inputs.items():
             field.check(name, arrays[name], lengths)
         if media.digest != media_digest(media.arrays):
-            raise InvalidRequest("media", "the digest is not that of the content")
+            raise InvalidRequest("media", "the digest does not match the content")
         if lengths.get("images", images) != images:
             raise InvalidRequest("media", f"the prompt has {images} image tokens for {lengths['images']} images")
         size = self.entry_bytes(media)
         if size > self.budget_bytes:
             raise InvalidRequest(
-                "media", f"encoded it takes {size} bytes, and all encoded media may take {self.budget_bytes}"
+                "media", f"encoded it takes {size} bytes, beyond the limit of all encoded media, {self.budget_bytes}"
             )
 
     def entry_bytes(self, media: Media) -> int:
-        """What the entry of some media will take: as much for a number of the main input as in the sample."""
+        """Estimated size of the entry of some media, proportional to the elements of the main input."""
         return round(self._bytes_per_element * _element_count(media, self._main_input))
 
     def encode(self, media: Media) -> EncoderEntry:
-        """Run the encoder and the projections of the cross layers."""
-        made = self._run(self._tensors(media))
+        """Run the encoder and the key and value projections of the cross-attention layers."""
+        layers = self._run(self._tensors(media))
         return EncoderEntry(
-            media.digest, {layer: pair for layer, pair in made.items() if layer not in self._decoder_layers}
+            media.digest, {layer: pair for layer, pair in layers.items() if layer not in self._decoder_layers}
         )
 
     def mask(self, entry: EncoderEntry, media: Media, prompt: Sequence[int]) -> EncoderMask:
-        """What a prompt's rows see of an entry: images are seen from their token on, other things from the start."""
+        """The encoder mask of a prompt: a token attends to the images before it, or to all other media."""
         tiles = dict(media.arrays).get("aspect_ratio_mask")
         if tiles is None or self.image_token is None:
             return EncoderMask(entry)
-        there = torch.from_numpy(to_numpy(tiles).copy()).bool()
-        shown = _visible_images(prompt, self.image_token, len(there))
-        return EncoderMask(entry, (shown[:, :, None] & there).flatten(1))
+        valid = torch.from_numpy(to_numpy(tiles).copy()).bool()
+        images = _visible_images(prompt, self.image_token, len(valid))
+        return EncoderMask(entry, (images[:, :, None] & valid).flatten(1))
 
     def sample(self) -> Media:
-        """Random media, the same every time."""
-        chance = np.random.default_rng(0)
-        return Media.of({name: field.sample(chance) for name, field in self._inputs.items()})
+        """Random media, the same at every call."""
+        generator = np.random.default_rng(0)
+        return Media.of({name: field.sample(generator) for name, field in self._inputs.items()})
 
     def sample_prompt(self, prompt: Sequence[int]) -> list[int]:
-        """A prompt that shows the sample, from its third token on where the place matters."""
+        """A prompt for the sample media, with its image token, if there is one, as the third token."""
         return (
             list(prompt) if self.required or self.image_token is None else [*prompt[:2], self.image_token, *prompt[3:]]
         )
 
     def reference_inputs(self, media: Media, prompt: Sequence[int]) -> dict[str, Tensor]:
-        """What the model takes to read media and a prompt by itself, without cells."""
+        """Inputs of the unmodified model for media and a prompt, without cells."""
         tokens = torch.tensor([prompt], device=self._device)
         if self.required:
             return {**self._tensors(media), "decoder_input_ids": tokens}
@@ -170,16 +170,16 @@ class Encoder:
         tensors = {
             name: torch.from_numpy(to_numpy(array).copy())[None].to(self._device) for name, array in media.arrays
         }
-        return {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+        return {name: each.to(self._dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether a model of this configuration looks at what an encoder makes."""
+    """Whether a model of this configuration has cross attention to an encoder."""
     return bool(config.is_encoder_decoder or getattr(config.get_text_config(), "cross_attention_layers", None))
 
 
 def to_numpy(array: Array) -> np.ndarray[Any, Any]:
-    """The numbers of an array that was checked."""
+    """The values of a validated array."""
     return np.frombuffer(array.data, dtype=np.dtype(array.dtype).newbyteorder("<")).reshape(array.shape)
 
 
@@ -188,7 +188,7 @@ def _element_count(media: Media, name: str) -> int:
 
 
 def _encoder_inputs(config: Any) -> dict[str, EncoderInput]:
-    """The inputs of a model's encoder, the one that its work grows with first."""
+    """The inputs of a model's encoder; the main input, which determines the cost, is the first."""
     vision = getattr(config, "vision_config", None)
     if vision is not None:
         size, tiles = vision.image_size, vision.max_num_tiles
@@ -200,24 +200,24 @@ def _encoder_inputs(config: Any) -> dict[str, EncoderInput]:
         }
     bins = getattr(config, "num_mel_bins", None)
     if bins is not None:
-        # The encoder's convolutions halve the frames.
+        # The encoder's convolutions halve the number of frames.
         return {"input_features": EncoderInput("float32", (bins, 2 * config.max_source_positions))}
-    most = getattr(config, "max_position_embeddings", None)
-    return {"input_ids": EncoderInput("int64", ("tokens",), (0, config.vocab_size - 1), most)}
+    max_length = getattr(config, "max_position_embeddings", None)
+    return {"input_ids": EncoderInput("int64", ("tokens",), (0, config.vocab_size - 1), max_length)}
 
 
 def _visible_images(prompt: Sequence[int], image_token: int, images: int) -> Tensor:
-    """Which images each row sees: [rows, images].
+    """Which images each token attends to: [tokens, images].
 
-    An image is seen from its token on until the next one that does not follow at once (transformers'
+    An image is visible from its token until the next image token that does not follow immediately (transformers'
     get_cross_attention_token_mask).
     """
-    shown = torch.zeros(len(prompt), images, dtype=torch.bool)
-    seen: list[int] = []
+    visible = torch.zeros(len(prompt), images, dtype=torch.bool)
+    current: list[int] = []
     image, latest = 0, -2
-    for row, token in enumerate(prompt):
+    for position, token in enumerate(prompt):
         if token == image_token:
-            seen = [*seen, image] if latest == row - 1 else [image]
-            image, latest = image + 1, row
-        shown[row, seen] = True
-    return shown
+            current = [*current, image] if latest == position - 1 else [image]
+            image, latest = image + 1, position
+        visible[position, current] = True
+    return visible

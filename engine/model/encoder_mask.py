@@ -1,4 +1,4 @@
-"""What the rows of one sequence see of an encoder entry: all of it, or from some token on the parts that it names."""
+"""Which parts of an encoder entry each token of a sequence attends to."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from kvcache.encoder_cache import EncoderEntry
 
 @dataclass(frozen=True, slots=True)
 class EncoderMask:
-    """A pinned entry, and which of its parts each row sees.
+    """A pinned entry, and the parts of it that each token attends to.
 
-    parts  [rows of the prompt, parts], true where a row sees a part; parts are equally long. Rows behind the prompt
-           see what its last row sees. On the CPU. None: every row sees everything
+    parts  [prompt tokens, parts] on the CPU, true where a token attends to a part; parts have equal length. Generated
+           tokens attend to the parts of the last prompt token. None: every token attends to the whole entry
     """
 
     entry: EncoderEntry
     parts: Tensor | None = None
 
     def attending(self, start: int, stop: int) -> Tensor:
-        """Which of the rows [start, stop) see anything: [rows]."""
-        seen = self._visible_parts(start, stop)
-        return torch.ones(stop - start, dtype=torch.bool) if seen is None else seen.any(-1)
+        """Which of the tokens [start, stop) attend to any part: [tokens]."""
+        visible = self._visible_parts(start, stop)
+        return torch.ones(stop - start, dtype=torch.bool) if visible is None else visible.any(-1)
 
     def mask(self, start: int, stop: int, length: int) -> Tensor | None:
-        """What the rows [start, stop) attend to of `length` keys: [rows, length]; None: all of them to all."""
-        seen = self._visible_parts(start, stop)
-        if seen is None:
+        """The keys that tokens [start, stop) attend to: [tokens, length]; None: all."""
+        visible = self._visible_parts(start, stop)
+        if visible is None:
             return None
-        # A row that sees no part attends to all, as in training (Llama 3.2 Vision); what it makes of them is dropped.
-        seen = seen | ~seen.any(-1, keepdim=True)
-        return seen.repeat_interleave(length // seen.shape[1], -1)
+        # A token without visible parts attends to all, as in training (Llama 3.2 Vision); its output is dropped.
+        visible = visible | ~visible.any(-1, keepdim=True)
+        return visible.repeat_interleave(length // visible.shape[1], -1)
 
     def _visible_parts(self, start: int, stop: int) -> Tensor | None:
         if self.parts is None:

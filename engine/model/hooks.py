@@ -1,15 +1,15 @@
-"""The one place that reaches into transformers: how its unmodified models attend through our cells.
+"""Hooks into transformers: unmodified models attend over the cells of the shared cache.
 
-A batch is one packed row [1, rows] with explicit positions. Three hooks carry it:
-* an attention function in transformers' AttentionInterface, which hands (query, key, value) of each layer to whoever
-  is listening;
-* a facade in place of the model's cache, which stores nothing and reports what makes the models' own position
-  arithmetic come out right;
-* for recurrent layers, operations that cut the row by sequence (engine/model/recurrence.py).
-A layer that looks at what an encoder made takes its keys from the facade, which notes that and has none to give: the
-listener knows what each sequence looks at. When nobody listens, the attention is transformers' own (encoders run so).
-The listener travels in a context variable, for some models (StableLM, Nemotron) drop keyword arguments on the way.
-Pinned to transformers 5.23: its cache and attention interfaces change with every minor version.
+A batch is one packed row [1, tokens] with explicit positions. Three hooks carry it:
+* an attention function in transformers' AttentionInterface, which passes (query, key, value) of each layer to the
+  current `AttentionBackend`;
+* a cache facade, which stores nothing and answers the models' own position arithmetic;
+* for recurrent layers, operations that split the row by sequence (engine/model/recurrence.py).
+
+A cross-attention layer reads its keys from the facade, which marks the call as cross attention; the backend has the
+keys and values of each sequence's encoder entry. Without a backend, attention is transformers' own (encoders run this
+way). The backend is a context variable because some models (StableLM, Nemotron) drop keyword arguments on the way.
+Written for transformers 5.23: its cache and attention interfaces change with every minor version.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from engine.kernels.reference import ScoreBias
 
 ATTENTION_NAME = "cells"
 
-# Arguments by which layers with sparse attention say what their queries see (DeepSeek-V3.2, MiniMax-M3).
+# Keyword arguments of layers with sparse attention that select the positions of each query (DeepSeek-V3.2, MiniMax-M3).
 _SPARSE_ARGUMENTS = ("indices", "block_indices")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's call of attention: query [heads, rows, width], key and value [key_heads, rows, width].
+    """One layer's attention call: query [heads, tokens, width], key and value [key_heads, tokens, width].
 
-    With latent attention the key is [latent, rotated part] of one head, and the value has no columns.
-    Where a call `is_cross`, to what an encoder made, key and value mean nothing.
+    With latent attention the key is [latent, rotary part] of one head and the value has no columns. In cross attention
+    (`is_cross`) key and value are placeholders.
     """
 
     layer: int
@@ -62,25 +62,25 @@ class AttentionCall:
     is_cross: bool = False
 
 
-# Computes rows [start, stop) of an operation from the state before them (None: zeros): the output and the state after.
+# Computes tokens [start, stop) of an operation from the state before them (None: zeros): the output and the next state.
 RecurrentOperation: TypeAlias = Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class AttentionBackend(Protocol):
-    """Takes every call of a forward that looks along sequences: the runner while serving, the calibration at load."""
+    """Computes every operation of a forward that mixes tokens: the runner while serving, the calibration at load."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The output [rows, heads, value_width]."""
+        """The output [tokens, heads, value_width]."""
         ...
 
     def recur(self, name: Hashable, operation: RecurrentOperation) -> list[Tensor]:
-        """Run a recurrent operation, of which `name` says which one it is, for each sequence: the outputs in order."""
+        """Run the recurrent operation `name` for each sequence: its outputs in batch order."""
         ...
 
 
 @contextmanager
 def use_backend(backend: AttentionBackend) -> Iterator[None]:
-    """Inside the block, models with the attention implementation NAME call `backend`."""
+    """Inside the block, models with the attention implementation ATTENTION_NAME call `backend`."""
     token = _state.set(_HookState(backend))
     try:
         yield
@@ -91,32 +91,35 @@ def use_backend(backend: AttentionBackend) -> Iterator[None]:
 def forward(
     model: Any, tokens: Tensor, positions: Tensor, logit_rows: Tensor, *, cross_mask: Tensor | None = None
 ) -> Tensor:
-    """Logits [wanted, vocabulary] of a packed batch: tokens and positions [rows], `logit_rows` the rows to know them of.
+    """Logits [logit_rows, vocabulary] of a packed batch: tokens and positions [tokens], `logit_rows` indices into it.
 
-    looking  [rows], true where a row looks at what an encoder made for its sequence; None: no row does
+    cross_mask  [tokens], true where a token attends to the encoder output of its sequence; None: no token does
     """
-    known = _parameters(model.__class__.forward)
+    accepted = _parameters(model.__class__.forward)
     inputs = {
         "input_ids": tokens[None],
         "position_ids": positions[None],
         "use_cache": True,
         "logits_to_keep": logit_rows,
     }
-    if "decoder_input_ids" in known:
+    if "decoder_input_ids" in accepted:
         inputs |= _decoder_inputs(tokens, positions)
     else:
         inputs["past_key_values"] = inputs["cache_params"] = facade = CacheFacade(positions)
         if cross_mask is not None:
             facade.layers = _EncoderLayers(positions.device)
             inputs["cross_attention_mask"] = cross_mask.long()[None, :, None, None]
-    logits: Tensor = model(**{name: value for name, value in inputs.items() if name in known}).logits[0]
-    # A model that ignores logits_to_keep returns every row; where states are tapped, fewer come than were wanted.
+    logits: Tensor = model(**{name: value for name, value in inputs.items() if name in accepted}).logits[0]
+    # A model that ignores logits_to_keep returns every row; a HiddenStateCapture returns fewer.
     return logits if logits.shape[0] <= logit_rows.shape[0] else logits[logit_rows]
 
 
 @contextmanager
 def watch_output_layer(model: Any) -> Iterator[Callable[[], bool]]:
-    """What this gives tells whether the model has called its output layer inside the block: else it has no tap."""
+    """Yields a function that returns whether the model has called its output layer inside the block.
+
+    A model that computes logits without it does not support `capture_hidden_states`.
+    """
     calls: list[bool] = []
     layer = model.get_output_embeddings()
     handle = None if layer is None else layer.register_forward_pre_hook(lambda *_: calls.append(True))
@@ -129,60 +132,62 @@ def watch_output_layer(model: Any) -> Iterator[Callable[[], bool]]:
 
 @dataclass(slots=True)
 class HiddenStateCapture:
-    """States on their way into a model's output layer.
+    """Hidden states at the input of a model's output layer.
 
-    kept    the rows to be asked for in a forward
-    hidden_states  those that were wanted [pooled, width], after it
+    output_rows    rows to pass as logits_to_keep of the forward
+    hidden_states  [hidden_rows, width], set by the forward
     """
 
-    kept: Tensor
+    output_rows: Tensor
     hidden_states: Tensor
 
 
 @contextmanager
 def capture_hidden_states(model: Any, logit_rows: Tensor, hidden_rows: Tensor) -> Iterator[HiddenStateCapture]:
-    """Inside the block, a forward asked for the rows `kept` leaves the states of `hidden_rows` and gives logits of `logit_rows`.
+    """Inside the block, a forward with `output_rows` captures states of `hidden_rows` and computes logits of
+    `logit_rows`.
 
-    Both are ascending. The states are those behind the last norm; their rows get no logits, which take most memory.
+    Both are ascending. States are captured behind the last norm. Rows only in `hidden_rows` get no logits, which take
+    most memory.
     """
-    tap = HiddenStateCapture(torch.unique(torch.cat((logit_rows, hidden_rows))), torch.empty(0))
+    capture = HiddenStateCapture(torch.unique(torch.cat((logit_rows, hidden_rows))), torch.empty(0))
 
     def narrow(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         rows = inputs[0][0]
-        # A model that ignores logits_to_keep brings every row.
-        whole = rows.shape[0] != tap.kept.shape[0]
-        of_wanted, of_pooled = (
-            some if whole else torch.searchsorted(tap.kept, some) for some in (logit_rows, hidden_rows)
+        # A model that ignores logits_to_keep passes every row.
+        every_row = rows.shape[0] != capture.output_rows.shape[0]
+        own_logit_rows, own_hidden_rows = (
+            each if every_row else torch.searchsorted(capture.output_rows, each) for each in (logit_rows, hidden_rows)
         )
-        tap.hidden_states = rows[of_pooled]
-        return rows[of_wanted][None], *inputs[1:]
+        capture.hidden_states = rows[own_hidden_rows]
+        return rows[own_logit_rows][None], *inputs[1:]
 
     with model.get_output_embeddings().register_forward_pre_hook(narrow):
-        yield tap
-    if tap.hidden_states.shape[0] != hidden_rows.shape[0]:
-        raise NotImplementedError("the model makes its logits without its output layer")
+        yield capture
+    if capture.hidden_states.shape[0] != hidden_rows.shape[0]:
+        raise NotImplementedError("the model computes logits without its output layer")
 
 
 def encode(model: Any, media: Mapping[str, Tensor], start_token: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer, the keys [heads, length, width] and values of cross attention for what an encoder takes, batch of one.
+    """By layer, the cross-attention keys [heads, length, width] and values of encoder inputs with batch size 1.
 
-    The model runs as it is on the media and one token, `start_token`, and its own cache is read. Layers that attend to the
-    token are among the result where the model has one cache for both.
+    Runs the unmodified model on the media and one token, `start_token`, and reads transformers' cache. In models with
+    one cache for both kinds of layers the result contains the self-attention layers of that token too.
     """
-    twofold = "decoder_input_ids" in _parameters(model.__class__.forward)
+    encoder_decoder = "decoder_input_ids" in _parameters(model.__class__.forward)
     token = torch.tensor([[start_token]], device=next(model.parameters()).device)
-    held = DynamicCache()
-    memory = EncoderDecoderCache(DynamicCache(), held) if twofold else held
-    model(**media, **{"decoder_input_ids" if twofold else "input_ids": token}, past_key_values=memory)
-    return {at: (layer.keys[0], layer.values[0]) for at, layer in enumerate(held.layers) if layer.is_initialized}
+    cross_cache = DynamicCache()
+    cache = EncoderDecoderCache(DynamicCache(), cross_cache) if encoder_decoder else cross_cache
+    model(**media, **{"decoder_input_ids" if encoder_decoder else "input_ids": token}, past_key_values=cache)
+    return {at: (layer.keys[0], layer.values[0]) for at, layer in enumerate(cross_cache.layers) if layer.is_initialized}
 
 
 def _decoder_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-    """What a model with encoder and decoder takes in the encoder's absence."""
+    """Inputs of an encoder-decoder model without its encoder."""
     return {
         "input_ids": None,
         "decoder_input_ids": tokens[None],
-        # Some derive a mask of their own, whose length they take from the cache, unless they get one.
+        # Some models derive a mask from the length of the cache unless they get one.
         "decoder_attention_mask": torch.ones_like(tokens)[None],
         "encoder_outputs": BaseModelOutput(torch.zeros(1, 1, 1, device=tokens.device)),
         "past_key_values": _EncoderDecoderFacade(positions),
@@ -190,9 +195,9 @@ def _decoder_inputs(tokens: Tensor, positions: Tensor) -> dict[str, Any]:
 
 
 def install_bias(model: Any) -> None:
-    """Let layers that add a bias to their scores by distance (T5) hand over the rule in place of the numbers.
+    """Let layers with a relative position bias (T5) pass the function of the bias instead of its values.
 
-    The numbers would be those of neighbours in the packed row, who may be strangers.
+    The values would be wrong: neighbours in the packed row may belong to different sequences.
     """
     for module in model.modules():
         compute = getattr(module, "compute_bias", None)
@@ -212,9 +217,10 @@ def _defer_bias(compute: Callable[..., Tensor]) -> Callable[..., Tensor | ScoreB
 
 
 def install_latent(model: Any) -> None:
-    """Let layers with latent attention hand over their latents instead of the keys and values made from them.
+    """Let layers with latent attention pass their latents instead of the expanded keys and values.
 
-    All such layers of transformers expand by one method of one form, so that its weights can be used directly.
+    All such layers of transformers expand by the method `expand_kv` with weights of one layout, which are used
+    directly.
     """
     for module in model.modules():
         expand = getattr(module, "expand_kv", None)
@@ -227,28 +233,30 @@ def install_latent(model: Any) -> None:
 
 
 def _skip_expansion(expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def expand_kv(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        return (latent, turned) if has_backend() else expand(latent, turned)
+    def expand_kv(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        return (latent, rotated) if has_backend() else expand(latent, rotated)
 
     return expand_kv
 
 
 def has_backend() -> bool:
-    """Whether somebody takes the calls of models now."""
+    """Whether the calls of models go to a backend."""
     return _state.get(None) is not None
 
 
 def recur(kind: str, operation: RecurrentOperation) -> list[Tensor]:
-    """Hand a recurrent operation to the listener, named by its layer and by how often that layer called it before."""
-    reception = _state.get()
-    place = (kind, *reception.recurrent_layer)
-    reception.call_counts[place] += 1
-    return reception.backend.recur((*place, reception.call_counts[place]), operation)
+    """Pass a recurrent operation to the backend, named by its layer, its state and the number of earlier calls."""
+    state = _state.get()
+    operation_name = (kind, *state.recurrent_layer)
+    state.call_counts[operation_name] += 1
+    return state.backend.recur((*operation_name, state.call_counts[operation_name]), operation)
 
 
 @dataclass(slots=True)
 class _HookState:
-    """A listener, and what the facade heard last: the attention layer, and the recurrent layer and state number."""
+    """The backend, the attention layer of the last cache update, and the recurrent layer and state index of the last
+    access.
+    """
 
     backend: AttentionBackend
     layer: int | None = None
@@ -262,7 +270,7 @@ _state: ContextVar[_HookState] = ContextVar("engine.model.hooks.current")
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
-    """The arguments that a model takes: recurrent ones call their cache by another name."""
+    """Names of a forward's parameters: recurrent models name their cache differently."""
     return frozenset(inspect.signature(forward).parameters)
 
 
@@ -279,81 +287,83 @@ def _attention(
     position_bias: Tensor | ScoreBias | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls: query [1, heads, rows, width], output [1, rows, heads, value_width]."""
-    reception = _state.get(None)
-    if reception is None:
+    """Attention function of transformers: query [1, heads, tokens, width], output [1, tokens, heads, value_width]."""
+    state = _state.get(None)
+    if state is None:
         own = {"scaling": scaling, "position_bias": position_bias, **others}
-        alone: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **own)
-        return alone
-    # Layers that share weights (Zamba) have no index of their own; the cache call before tells which layer this is.
-    layer = reception.layer if reception.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
-    crosses, reception.layer, reception.is_cross = reception.is_cross, None, False
+        output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **own)
+        return output
+    # Layers that share weights (Zamba) have no index of their own: the preceding cache update has it.
+    layer = state.layer if state.layer is not None else int(module.layer_idx)  # type: ignore[arg-type]
+    crosses, state.layer, state.is_cross = state.is_cross, None, False
     own = {"attention_mask": attention_mask, **{name: others.get(name) for name in _SPARSE_ARGUMENTS}}
     if not crosses and any(value is not None for value in own.values()):
-        raise NotImplementedError(f"a layer chooses what it sees: {[name for name in own if own[name] is not None]}")
+        raise NotImplementedError(f"a layer selects its positions by {[name for name in own if own[name] is not None]}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = getattr(module, "latent_projection", None)
     if latent is not None:
-        # What comes as key and value are the latent and its rotated part: install_latent saw to that.
+        # Key and value are the latent and its rotary part (install_latent).
         key, value = torch.cat((key, value), -1), value[..., :0]
     window, bias = sliding_window or None, position_bias if callable(position_bias) else None
     call = AttentionCall(layer, query[0], key[0], value[0], scale, window, softcap, s_aux, latent, bias, crosses)
-    return reception.backend.attend(call)[None], None
+    return state.backend.attend(call)[None], None
 
 
 class CacheFacade(HFCache):  # type: ignore[misc]
-    """A cache that keeps nothing: the listener does. Lives for one forward."""
+    """A transformers cache that stores nothing: the backend stores keys, values and states. Lives for one forward."""
 
     def __init__(self, positions: Tensor) -> None:
         super().__init__(layers=[])
         self._positions = positions
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Remember which layer is at work; the new keys and values go on as they came."""
-        reception = _state.get()
-        reception.layer, reception.is_cross = layer_idx, False
+        """Note the current layer and return the new keys and values unchanged."""
+        state = _state.get()
+        state.layer, state.is_cross = layer_idx, False
         return key, value
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """None, so that mixers take the form that computes whole sequences: the operations know the states."""
+        """False, so that mixers take their prefill path: the backend provides the states."""
         return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Nothing is recorded here."""
+        """False: nothing is recorded."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """See has_previous_state."""
+        """Note the current layer."""
         _state.get().recurrent_layer = (layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """See has_previous_state."""
+        """Note the current layer."""
         _state.get().recurrent_layer = (layer_idx, state_idx)
 
     def update_conv_state(self, rows: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Remember which layer is at work; the rows go on as they came."""
+        """Note the current layer and return its input unchanged."""
         _state.get().recurrent_layer = (layer_idx, state_idx)
         return rows
 
     def update_recurrent_state(self, state: Any, layer_idx: int, state_idx: int = 0, **_: Any) -> Any:
-        """The operation has handed its state to the listener already."""
+        """Return the state unchanged: the operation has passed it to the backend already."""
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """A tensor, such that `arange(rows) + length` gives the true position of each row (Llama 4 counts that way)."""
+        """A tensor: `arange(tokens) + length` is the true position of each token (the arithmetic of Llama 4)."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Only masks ask, and masks are ours."""
+        """0: only masks use it, and the backend masks."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Only masks ask, and masks are ours."""
+        """The batch alone: only masks use it, and the backend masks."""
         return query_length, 0
 
 
 class _EncoderLayers:
-    """In place of a cache's layers where these hold what an encoder made: whoever takes keys from one crosses there."""
+    """Stands for the layers of a cross-attention cache: reading keys of one marks the next attention call as cross
+    attention.
+    """
 
     is_initialized = True
 
@@ -367,23 +377,23 @@ class _EncoderLayers:
         return iter(())
 
     def __getitem__(self, layer: int) -> _EncoderLayers:
-        reception = _state.get()
-        reception.layer, reception.is_cross = layer, True
+        state = _state.get()
+        state.layer, state.is_cross = layer, True
         return self
 
     @property
     def keys(self) -> Tensor:
-        """A tensor that is not empty, for models that skip the layer otherwise."""
+        """A tensor that is not empty: some models skip a layer without keys."""
         return self._placeholder
 
     @property
     def values(self) -> Tensor:
-        """See keys."""
+        """As `keys`."""
         return self._placeholder
 
 
 class _EncoderDecoderFacade(EncoderDecoderCache):  # type: ignore[misc]
-    """The facade for models that keep what an encoder made apart from the decoder's own keys."""
+    """The facade for models with separate caches of self attention and cross attention."""
 
     def __init__(self, positions: Tensor) -> None:
         super().__init__(CacheFacade(positions), CacheFacade(positions))
@@ -392,7 +402,7 @@ class _EncoderDecoderFacade(EncoderDecoderCache):  # type: ignore[misc]
 
 
 class _AlwaysUpdated(dict[int, bool]):
-    """Every layer's keys are there: models ask before they would make them."""
+    """Marks the cross-attention keys of every layer as computed."""
 
     def get(self, layer: int, default: object = None) -> bool:
         return True

@@ -1,13 +1,13 @@
-"""Makes a forward of transformers' modules row-invariant: each row's bits do not depend on the rows beside it.
+"""Makes a forward of transformers' modules batch invariant: the bits of a row do not depend on the rows beside it.
 
-Quantised layers round rows to 8 bits, which amplifies the roundings of float32: a row that differs in its last bit may
-get another code, and a text another token. Inside `RowInvariant` the functions of torch that compute a row differently
-in another batch are replaced:
-* matrix products, which choose their way by shape (engine/kernels/products.py);
-* softmax, whose sums depend on how many positions there are and where they stand;
-* activations that have another form for vectors of numbers than for what lies apart, or is left at the end of a tensor;
-* sums along a row, whose order depends on how the tensor lies in memory.
-Other functions of single numbers are row-invariant as they are (measured).
+Quantised layers round rows to 8 bits, which amplifies float32 rounding: a row that differs in its last bit may get
+another code, and the sequence another token. Inside `RowInvariant` the functions of torch that compute a row
+differently in another batch are replaced:
+* matrix products, which choose an algorithm by shape (engine/kernels/products.py);
+* softmax: its sums depend on the number and order of positions;
+* activations that compute vectorised and remaining elements differently;
+* reductions along a row: their order depends on the strides.
+Other elementwise functions are row-invariant already (measured).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from engine.kernels.products import RowInvariantProduct
 
-# Beyond that softplus is its argument (torch's own bound).
+# Argument beyond which softplus is the identity (torch's default).
 _SOFTPLUS_THRESHOLD = 20.0
-# A score so far below the largest has no weight: e^-60 is nothing beside 1, and products of denormal numbers are slow.
+# Exponents below it are treated as zero weight: e^-60 is lost beside 1, and denormal products are slow.
 _MIN_EXPONENT = -60.0
-# Parts of the largest weight of a softmax that its sum is counted in: float64 holds sums of 2 million such weights.
+# Fixed-point units of the largest weight in which a softmax is summed: float64 holds sums of 2 million such weights.
 _SUM_SCALE = 2.0**32
 
 
@@ -37,25 +37,25 @@ _REDUCTIONS: tuple[Callable[..., Any], ...] = (
 
 
 class RowInvariant(TorchFunctionMode):
-    """A context for forwards on the CPU, in float32 or less. May be entered again and again."""
+    """A reusable context for forwards on the CPU, in float32 or fewer bits."""
 
     def __init__(self, product: RowInvariantProduct) -> None:
         super().__init__()
-        own = _InvariantProducts(product)
+        products = _InvariantProducts(product)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {
-            functional.linear: own.linear,
-            functional.scaled_dot_product_attention: own.attend,
-            torch.matmul: own.matmul,
-            torch.mm: own.matmul,
-            torch.bmm: own.matmul,
-            torch.addmm: own.addmm,
-            torch.baddbmm: own.baddbmm,
-            Tensor.matmul: own.matmul,
-            Tensor.__matmul__: own.matmul,
-            Tensor.mm: own.matmul,
-            Tensor.bmm: own.matmul,
-            Tensor.addmm: own.addmm,
-            Tensor.baddbmm: own.baddbmm,
+            functional.linear: products.linear,
+            functional.scaled_dot_product_attention: products.attend,
+            torch.matmul: products.matmul,
+            torch.mm: products.matmul,
+            torch.bmm: products.matmul,
+            torch.addmm: products.addmm,
+            torch.baddbmm: products.baddbmm,
+            Tensor.matmul: products.matmul,
+            Tensor.__matmul__: products.matmul,
+            Tensor.mm: products.matmul,
+            Tensor.bmm: products.matmul,
+            Tensor.addmm: products.addmm,
+            Tensor.baddbmm: products.baddbmm,
             torch.softmax: _softmax,
             Tensor.softmax: _softmax,
             functional.softmax: _functional_softmax,
@@ -74,12 +74,12 @@ class RowInvariant(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute what `func` computes."""
+        """Calls the row-invariant replacement of `func`, or `func`."""
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
 
 class _InvariantProducts:
-    """Torch's products by those of a kernel."""
+    """Torch's matrix products, computed by a row-invariant kernel."""
 
     def __init__(self, product: RowInvariantProduct) -> None:
         self._product = product
@@ -87,8 +87,8 @@ class _InvariantProducts:
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """functional.linear."""
         rows = self._product.linear(input.reshape(-1, input.shape[-1]), weight)
-        made = rows.view(*input.shape[:-1], weight.shape[0])
-        return made if bias is None else made + bias
+        product = rows.view(*input.shape[:-1], weight.shape[0])
+        return product if bias is None else product + bias
 
     def matmul(self, input: Tensor, other: Tensor) -> Tensor:
         """torch.matmul."""
@@ -100,20 +100,20 @@ class _InvariantProducts:
         if other.dim() == 2:
             return self.linear(input, other.mT)
         if other.dim() == 3 and len(other) == 1 and input.dim() > 2:
-            # Matrices that share the other one are rows of one product.
-            made = self._product.batch(input.reshape(1, -1, input.shape[-1]), other)
-            return made.view(*input.shape[:-1], columns)
+            # Matrices that share the other operand are rows of one product.
+            product = self._product.batch(input.reshape(1, -1, input.shape[-1]), other)
+            return product.view(*input.shape[:-1], columns)
         if other.shape[-3] == 1 and input.dim() >= other.dim():
-            made = self.matmul(input.flatten(-3, -2), other.squeeze(-3))
-            return made.view(*made.shape[:-2], -1, rows, columns)
+            product = self.matmul(input.flatten(-3, -2), other.squeeze(-3))
+            return product.view(*product.shape[:-2], -1, rows, columns)
         shape = (input[..., 0, 0] + other[..., 0, 0]).shape
-        left, right = (one.expand(*shape, *one.shape[-2:]).flatten(0, -3) for one in (input, other))
+        left, right = (each.expand(*shape, *each.shape[-2:]).flatten(0, -3) for each in (input, other))
         return self._product.batch(left, right).view(*shape, rows, columns)
 
     def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         """torch.addmm."""
-        made = self.matmul(mat1, mat2) * alpha
-        return made if beta == 0 else made + input * beta
+        product = self.matmul(mat1, mat2) * alpha
+        return product if beta == 0 else product + input * beta
 
     def baddbmm(self, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         """torch.baddbmm."""
@@ -133,7 +133,7 @@ class _InvariantProducts:
         """functional.scaled_dot_product_attention."""
         if enable_gqa:
             group = query.shape[-3] // key.shape[-3]
-            key, value = (one.repeat_interleave(group, -3) for one in (key, value))
+            key, value = (each.repeat_interleave(group, -3) for each in (key, value))
         scores = self.matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -141,12 +141,12 @@ class _InvariantProducts:
             masked = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if masked else scores + attn_mask
         weights = _softmax(scores, -1)
-        # A row that sees nothing gets zeros.
+        # A row with all keys masked gets zeros.
         return self.matmul(weights.nan_to_num(0.0) if attn_mask is not None else weights, value)
 
 
 def _softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.softmax with sums of whole numbers, which no order changes: positions and sinks may stand anywhere."""
+    """torch.softmax with sums of whole numbers, which no order of positions or sinks changes."""
     wide = input.float()
     below = wide - wide.amax(dim, keepdim=True)
     powers = torch.exp(below.masked_fill(below < _MIN_EXPONENT, -torch.inf))
@@ -202,9 +202,9 @@ def _softplus(input: Tensor, beta: float = 1.0, threshold: float = _SOFTPLUS_THR
 
 
 def _contiguous(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a tensor whose numbers lie side by side."""
+    """A reduction over contiguous tensors."""
 
     def reduced(*args: Any, **settings: Any) -> Any:
-        return reduce(*(one.contiguous() if isinstance(one, Tensor) else one for one in args), **settings)
+        return reduce(*(each.contiguous() if isinstance(each, Tensor) else each for each in args), **settings)
 
     return reduced

@@ -1,7 +1,7 @@
-"""What each attention layer stores, sees, and how its keys move: found by watching the model run, not by its name.
+"""Finds what each attention layer stores, its attention range and its rotation, by calibration runs instead of model names.
 
-A token that attends only to itself gets the same from every layer wherever it stands; only its key turns. Running some
-tokens that way at two positions therefore shows each layer's rotation, or that there is none that explains it.
+A token that attends only to itself has the same inputs in every layer at every position; only its key is rotated.
+Running a few tokens at two positions therefore shows each layer's rotation, or that no known rotation explains it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from engine.model.margins import within
 from kvcache.rotary import column_pairs, rotate
 from kvcache.spec import AttentionRange, LayerSpec, Rotation
 
-# Far enough apart to tell slow rotations from none, and inside every model's positions.
+# The two positions: their distance distinguishes slow rotations from none, and every model has both.
 _OLD_POSITION, _NEW_POSITION = 29, 3
-# Several tokens, for one of them may be a padding token, whose key is zero wherever it stands.
+# Tokens of a calibration run. Several, because a padding token has a zero key at every position.
 _CALIBRATION_TOKENS = 8
-# Of the type's precision, the error of a right rotation at most. Measured over all families and Gemma 3 270M: 1.4 for
-# the right one, 100 and more for all others.
+# Largest error of the right rotation, in machine epsilons of the dtype. Measured over all families and Gemma 3 270M:
+# 1.4 for the right one, 100 and more for all others.
 _ROUNDING_FACTOR = 8
-# The error in radians of an angle that is computed in float32 at the first position, whatever type keys have.
+# Error in radians of an angle computed in float32 at _OLD_POSITION, whatever the dtype of the keys.
 _ANGLE_ERROR = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """One attention layer that stores cells: `layer` is its own number, `spec` what the cache must know.
+    """One attention layer that stores cells.
 
-    readers  the layers that store nothing and attend to this one's cells (Gemma 3n, Gemma 4)
+    index           its number in the model
+    spec            its layout in the cache
+    sharing_layers  layers that store nothing and attend to this one's cells (Gemma 3n, Gemma 4)
     """
 
-    layer: int
+    index: int
     spec: LayerSpec
-    readers: tuple[int, ...] = ()
+    sharing_layers: tuple[int, ...] = ()
 
 
 class CalibrationBackend:
-    """A listener (hooks.Listener) for a forward whose rows do not see each other: keeps each layer's call."""
+    """An AttentionBackend for a forward in which each token attends only to itself; records each layer's call."""
 
     def __init__(self) -> None:
         self.calls: dict[int, hooks.AttentionCall] = {}
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
-        """A row that attends to itself alone gets its own value, whatever its score; there is nothing to cross to."""
+        """The value of each token itself, whatever its score; in cross attention, which has no keys here, the query."""
         if call.is_cross:
             return call.query.transpose(0, 1)
         self.calls[call.layer] = call
@@ -59,12 +61,12 @@ class CalibrationBackend:
         return call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
-        """Every row begins anew, from zeros."""
+        """Start every token from a zero state."""
         return [operation(row, row + 1, None)[0] for row in range(_CALIBRATION_TOKENS)]
 
 
 def find_cached_layers(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...]:
-    """The attention layers that store, in order. Raises whatever the model raises when it cannot run packed."""
+    """The attention layers that store cells, in order. Raises whatever the model raises if it cannot run packed."""
     before, after = (
         _attention_calls(model, vocabulary, _OLD_POSITION),
         _attention_calls(model, vocabulary, _NEW_POSITION),
@@ -77,7 +79,7 @@ def find_cached_layers(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...
             heads=old.key.shape[0],
             key_width=old.key.shape[-1],
             value_width=old.value.shape[-1],
-            attention_range=_reach(model.config.get_text_config(), layer, old.window),
+            attention_range=_attention_range(model.config.get_text_config(), layer, old.window),
             rotation=_rotation(old, new, frequencies),
             latent_width=0 if old.latent is None else old.latent.latent_width,
         )
@@ -86,13 +88,13 @@ def find_cached_layers(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...
 
 
 def _storing_layers(calls: Mapping[int, hooks.AttentionCall]) -> list[tuple[int, tuple[int, ...]]]:
-    """The layers that make keys of their own, each with those that came with the very same tensors later.
+    """Layers that compute keys, each with the layers that later attend to the same tensors.
 
-    A layer that sees another window of them stores them again: cells of one table are seen in one way.
+    A layer with another window stores the tensors again: the cells of one table have one attention range.
     """
     members: dict[Hashable, list[int]] = {}
     for layer, call in calls.items():
-        # The watcher holds all tensors, so no two live at one address.
+        # The backend holds all tensors, so no two of them share an address.
         tensors = (call.key.data_ptr(), call.value.data_ptr(), call.key.shape, call.value.shape)
         members.setdefault((*tensors, call.window), []).append(layer)
     return sorted((layers[0], tuple(layers[1:])) for layers in members.values())
@@ -100,15 +102,15 @@ def _storing_layers(calls: Mapping[int, hooks.AttentionCall]) -> list[tuple[int,
 
 def _attention_calls(model: Any, vocabulary: int, position: int) -> dict[int, hooks.AttentionCall]:
     device = next(model.parameters()).device
-    watcher = CalibrationBackend()
-    with torch.inference_mode(), hooks.use_backend(watcher):
+    backend = CalibrationBackend()
+    with torch.inference_mode(), hooks.use_backend(backend):
         rows = torch.arange(_CALIBRATION_TOKENS, device=device)
         hooks.forward(model, rows * (vocabulary // _CALIBRATION_TOKENS), torch.full_like(rows, position), rows)
-    return watcher.calls
+    return backend.calls
 
 
-def _reach(config: Any, layer: int, window: int | None) -> AttentionRange:
-    """What the layer's queries see: the window of the call wins; some models only write it in their configuration."""
+def _attention_range(config: Any, layer: int, window: int | None) -> AttentionRange:
+    """The positions that a layer's queries attend to: the window of the call, or else of the configuration."""
     if window is not None:
         return AttentionRange("window", window)
     kinds = getattr(config, "layer_types", None)
@@ -121,7 +123,7 @@ def _reach(config: Any, layer: int, window: int | None) -> AttentionRange:
 
 
 def _rotation(old: hooks.AttentionCall, new: hooks.AttentionCall, frequencies: Mapping[str, Tensor]) -> Rotation | None:
-    """The rotation with the smallest error; None where none explains the keys, or the values depend on the position."""
+    """The rotation with the smallest error; None if none explains the keys, or the values depend on the position."""
     allowed = _tolerance(new.key.dtype)
     if not within("values do not depend on the position", _error(old.value, new.value, Rotation()), allowed):
         return None
@@ -134,24 +136,24 @@ def _rotation(old: hooks.AttentionCall, new: hooks.AttentionCall, frequencies: M
 
 
 def _error(old: Tensor, new: Tensor, rotation: Rotation) -> float:
-    """The largest error over the pairs of columns after a rotation to the new position, relative to each pair's length.
+    """Largest error over pairs of columns after a rotation to the new position, relative to the length of each pair.
 
     old, new  [heads, tokens, width]
 
-    A rotation by a wrong angle has the same relative error in every pair, however large its columns are, so outlier
-    columns hide no other. Columns outside of all pairs are compared by themselves.
+    A rotation by a wrong angle has the same relative error in every pair of any magnitude, so outlier columns hide no
+    other column. Columns outside of all pairs are compared one by one.
     """
     before, after = old.double(), new.double()
-    wrong, length = (
+    error, length = (
         (rotate(before, _NEW_POSITION - _OLD_POSITION, rotation) - after).square().sum(1),
         after.square().sum(1),
     )
-    for squares in (wrong, length):
+    for squares in (error, length):
         first, second = column_pairs(squares, rotation)
         both = first + second
         first.copy_(both)
         second.copy_(both)
-    relative = torch.where(wrong == 0, 0.0, wrong / length).sqrt()
+    relative = torch.where(error == 0, 0.0, error / length).sqrt()
     return float(relative.max()) if relative.numel() else 0.0
 
 
@@ -168,7 +170,7 @@ def _candidates(width: int, frequencies: Mapping[str, Tensor]) -> Iterator[Rotat
 
 
 def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every table of inverse frequencies in the model that is short enough for a head, by name."""
+    """Every table of inverse frequencies in the model, by name."""
     for name, buffer in model.named_buffers():
         kind = name.rsplit(".", 1)[-1]
         if kind.endswith("inv_freq") and buffer.dim() == 1:
@@ -176,5 +178,5 @@ def _frequencies(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """The largest relative error that rounding explains: of cosine, sine, products and sums at two positions."""
+    """Largest relative error that rounding explains: of cosine, sine, products and sums at two positions."""
     return _ROUNDING_FACTOR * max(torch.finfo(dtype).eps, _ANGLE_ERROR)

@@ -1,6 +1,6 @@
-"""Decisions by tolerance, and the margin of each: how far the measured error was from its threshold.
+"""Decisions by tolerance, and their margins: the distance of each measured error from its threshold.
 
-`within` decides; while a block of `recording` is open, the narrowest margin of each decision and outcome is kept.
+`within` decides; inside a block of `recording`, the narrowest margin of each decision and outcome is recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """The margin of a decision: an error `measured`, and the largest one `allowed`."""
+    """The margin of a decision: the `measured` error, and the largest `allowed` one."""
 
     decision: str
     measured: float
@@ -22,12 +22,12 @@ class Margin:
 
     @property
     def holds(self) -> bool:
-        """Whether the error was within the tolerance; NaN never is."""
+        """Whether the error is within the tolerance; NaN never is."""
         return self.measured <= self.allowed
 
     @property
     def factor(self) -> float:
-        """By which factor the error may change before the outcome does, at least 1."""
+        """The factor by which the error may change without changing the outcome, at least 1."""
         low, high = sorted((self.measured, self.allowed))
         return math.inf if low == 0.0 or math.isnan(low) or math.isnan(high) else high / low
 
@@ -43,15 +43,15 @@ class Margins:
         self._narrowest: dict[tuple[str, bool], Margin] = {}
 
     def add(self, margin: Margin) -> None:
-        """Keep a margin if it is the narrowest of its decision and outcome."""
+        """Record a margin if it is the narrowest of its decision and outcome."""
         key = (margin.decision, margin.holds)
-        known = self._narrowest.get(key)
-        if known is None or margin.factor < known.factor:
+        narrowest = self._narrowest.get(key)
+        if narrowest is None or margin.factor < narrowest.factor:
             self._narrowest[key] = margin
 
     @property
     def narrowest(self) -> tuple[Margin, ...]:
-        """The margins kept, the narrowest first."""
+        """The recorded margins, the narrowest first."""
         return tuple(sorted(self._narrowest.values(), key=lambda margin: margin.factor))
 
 
@@ -59,7 +59,7 @@ _recording: ContextVar[Margins | None] = ContextVar("margins", default=None)
 
 
 def within(decision: str, measured: float, allowed: float) -> bool:
-    """Whether an error is within a tolerance; the margin is recorded."""
+    """Whether an error is within a tolerance; records the margin."""
     margin = Margin(decision, measured, allowed)
     margins = _recording.get()
     if margins is not None:

@@ -1,9 +1,9 @@
-"""Recurrent layers in packed batches: the operations that mix along the sequence, made aware of where each begins.
+"""Recurrent layers in packed batches: operations that mix tokens of a sequence, split by sequence.
 
-transformers' mixers run unmodified: their projections, norms and gates see the whole packed row at once. Only the
-operations that look along the sequence, which every family calls by the same few names in its module, are replaced by
-versions that cut the row by sequence, start from each one's state and hand back the state after it. Without a listener
-(hooks.py) the originals run. This also gives Mamba-1 what transformers lacks, a scan that starts from a state.
+transformers' mixers run unmodified: projections, norms and gates compute the whole packed row at once. Only the
+operations that mix tokens, which every family calls by the same few names in its module, are replaced by versions that
+split the row by sequence, start from each sequence's state and return the next state. Without an AttentionBackend
+(hooks.py) the originals run. This also adds a scan from an initial state to Mamba-1, which transformers lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Operation: TypeAlias = Callable[..., Any]
 
 
 def install(model: Any) -> bool:
-    """Replace the operations in the modules of a model's code, once a process; whether there were any."""
+    """Replace the operations in the modules of a model's code, once a process; whether the model has any."""
     found = False
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules[name]
@@ -53,7 +53,7 @@ def _replace(original: Operation, packed: Operation, namespace: ModuleType) -> O
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A causal depthwise convolution (hooks.Run) of rows [1, channels, length]; its state are the last inputs.
+    """A causal depthwise convolution (RecurrentOperation) of rows [1, channels, length]; its state is the last inputs.
 
     weight  [channels, kernel]
     bias    [channels], or None
@@ -65,23 +65,24 @@ class Convolution:
     activation: str | None
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows [start, stop) behind a state [channels, kernel - 1]; and the state behind them."""
+        """The output of tokens [start, stop) from a state [channels, kernel - 1], and the next state."""
         channels, kernel = self.weight.shape
         before = self.rows.new_zeros(channels, kernel - 1) if state is None else state
-        whole = torch.cat((before, _slice(self.rows[0], 1, start, stop)), -1)
-        result = functional.conv1d(whole[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
+        inputs = torch.cat((before, _slice(self.rows[0], 1, start, stop)), -1)
+        result = functional.conv1d(inputs[None].to(self.weight.dtype), self.weight[:, None], self.bias, groups=channels)
         if self.activation is not None:
             result = ACT2FN[self.activation](result)
-        # A copy, or the state would keep the whole chunk alive.
-        return result.to(self.rows.dtype), whole[:, whole.shape[-1] - kernel + 1 :].clone()
+        # A copy: a view would keep the whole chunk in memory.
+        return result.to(self.rows.dtype), inputs[:, inputs.shape[-1] - kernel + 1 :].clone()
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """The gated delta rule, or KDA (hooks.Run), over query, key and value [1, length, heads, width].
+    """The gated delta rule, or KDA (RecurrentOperation): query, key and value [1, length, heads, width].
 
-    gates   by name, [1, length, heads, ...]
-    single  the form that takes rows one by one; the other, `chunked`, pads one row to a chunk of 64
+    gates    by name, [1, length, heads, ...]
+    chunked  the form for several tokens, which pads them to chunks of 64
+    single   the form for one token
     """
 
     query: Tensor
@@ -93,7 +94,7 @@ class GatedDelta:
     single: Operation
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows [start, stop) behind a state [1, heads, key_width, value_width]; and the state behind them."""
+        """The output of tokens [start, stop) from a state [1, heads, key_width, value_width], and the next state."""
         cut = {name: _slice(gate, 1, start, stop) for name, gate in self.gates.items()}
         form = self.single if stop - start == 1 else self.chunked
         parts = (_slice(tensor, 1, start, stop) for tensor in (self.query, self.key, self.value))
@@ -103,8 +104,8 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True)
 class StateSpace:
-    """Mamba-2 (hooks.Run): rows [1, length, heads, width], dt [1, length, heads], a [heads], b and c
-    [1, length, groups, state].
+    """Mamba-2 (RecurrentOperation): rows [1, length, heads, width], dt [1, length, heads], a [heads], b and c [1,
+    length, groups, state].
     """
 
     rows: Tensor
@@ -117,9 +118,9 @@ class StateSpace:
     scan: Operation
 
     def __call__(self, start: int, stop: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows [start, stop) behind a state [1, heads, width, state]; and the state behind them."""
+        """The output of tokens [start, stop) from a state [1, heads, width, state], and the next state."""
         rows, dt, b, c = (_slice(tensor, 1, start, stop) for tensor in (self.rows, self.dt, self.b, self.c))
-        # Rows are padded to whole chunks; a chunk longer than what there is would be work for nothing.
+        # Tokens are padded to whole chunks: a chunk is at most as long as the input.
         size = min(self.chunk_size, stop - start)
         result, final = self.scan(rows, dt, self.a, b, c, size, **self.settings, initial_states=state)
         return result, final
@@ -177,8 +178,8 @@ def _mamba1(
 ) -> tuple[Tensor, Tensor]:
     """Mamba-1: rows, dt and gate z [1, channels, length], a [channels, state], b and c [1, state, length].
 
-    The original can only start from zeros. The scan is linear in its state, so what an initial state adds is known:
-    exp(a * sum of dt so far) * state, seen through c and the gate.
+    The original starts from zeros. The scan is linear in its state, so an initial state adds exp(a * sum of dt so far)
+    * state, multiplied by c and the gate.
     """
     gate, bias = settings.pop("z", None), settings.get("delta_bias")
     settings |= {"return_last_state": True}
@@ -192,21 +193,21 @@ def _mamba1(
         step = cut[1] if bias is None else cut[1] + bias.to(cut[1].dtype)[..., None]
         elapsed = (functional.softplus(step) if settings.get("delta_softplus") else step).cumsum(-1)
         carried = torch.exp(a[None, :, :, None] * elapsed[:, :, None]) * state[..., None]
-        seen = torch.einsum("bdst,bst->bdt", carried, cut[3].to(carried.dtype))
-        seen = seen if z is None else seen * functional.silu(z)
-        return result + seen.to(result.dtype), final + carried[..., -1].to(final.dtype)
+        carried_output = torch.einsum("bdst,bst->bdt", carried, cut[3].to(carried.dtype))
+        carried_output = carried_output if z is None else carried_output * functional.silu(z)
+        return result + carried_output.to(result.dtype), final + carried[..., -1].to(final.dtype)
 
     return torch.cat(hooks.recur("scan", run), -1), _no_state(rows)
 
 
 def _slice(tensor: Tensor, dimension: int, start: int, stop: int) -> Tensor:
-    """Rows [start, stop). One alone gets the strides that it has in a batch of its own: products depend on them."""
-    some = tensor.narrow(dimension, start, stop - start)
-    return some.clone(memory_format=torch.contiguous_format) if stop - start == 1 else some
+    """Tokens [start, stop). A single token gets the strides of a batch of one: matrix products depend on them."""
+    tokens = tensor.narrow(dimension, start, stop - start)
+    return tokens.clone(memory_format=torch.contiguous_format) if stop - start == 1 else tokens
 
 
 def _no_state(like: Tensor) -> Tensor:
-    """In place of the last state, which the listener has: mixers hand it to the cache, and that is the facade."""
+    """A placeholder for the last state, which mixers pass to the cache facade; the backend has the state."""
     return like.new_empty(0)
 
 

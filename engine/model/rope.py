@@ -1,9 +1,9 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence (LongRoPE): short factors within the model's
-original length, long factors beyond.
+"""Rotary embeddings that depend on the length of the sequence (LongRoPE): short factors within the model's original
+length, long factors beyond it.
 
 transformers chooses the factors of a whole forward by its longest position. In a packed batch one long sequence would
-rotate all others, and a prompt in chunks would be rotated by both. So each row gets the factors that it has where
-transformers runs its sequence alone. Outside of `extending` the model computes as transformers wrote it.
+rotate all others by its factors, and the chunks of one prompt would get both. Here each token gets the factors that it
+has when transformers runs its sequence alone. Outside of `extending` the model computes as transformers wrote it.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from kvcache.spec import Span
 
 _ROPE_TYPE = "longrope"
 
-# Cosines and sines [batch, rows, width], or both as complex numbers [batch, rows, pairs].
+# Cosines and sines [batch, tokens, width], or both as complex numbers [batch, tokens, pairs].
 _Angles: TypeAlias = tuple[Tensor, ...] | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSwitch:
-    """When the rotary factors of a model change.
+    """The length at which the rotary factors of a model change.
 
     original_length  positions from here on are rotated by the long factors
-    recomputes  whether `generate` recomputes a sequence by the long factors once it is longer (Phi-3); else keys computed
-              before keep the short factors. A prompt longer than `original_length` has the long factors from its start.
+    recomputes       whether `generate` recomputes a sequence by the long factors once it is longer (Phi-3); otherwise
+                     earlier keys keep the short factors. A prompt longer than `original_length` has the long factors
+                     from its start.
     """
 
     original_length: int
     recomputes: bool
 
     def extended(self, spans: Sequence[Span]) -> Tensor:
-        """[rows], whether each row of a batch is rotated by the long factors."""
+        """[tokens], whether each token of a batch is rotated by the long factors."""
         rows = [
             span.long_factors or position >= self.original_length for span in spans for position in _positions(span)
         ]
         return torch.tensor(rows)
 
 
-# Which rows are rotated by the long factors, [rows] or [1]; None: transformers chooses.
+# Which tokens are rotated by the long factors, [tokens] or [1]; None: transformers chooses.
 _extended: ContextVar[Tensor | None] = ContextVar("engine.model.rope.extended", default=None)
 _ALL_ROWS = torch.ones(1, dtype=torch.bool)
 
@@ -62,7 +63,7 @@ def original_length(model: Any) -> int | None:
 
 
 def install(model: Any) -> RopeSwitch | None:
-    """Let rotary embeddings obey `extending`; None: no factors depend on the length. Raises ValueError."""
+    """Let rotary embeddings follow `extending`; None: no factors depend on the length. Raises ValueError."""
     original = original_length(model)
     if original is None:
         return None
@@ -74,10 +75,11 @@ def install(model: Any) -> RopeSwitch | None:
 
 @contextmanager
 def extending(rows: Tensor | None = _ALL_ROWS) -> Iterator[None]:
-    """Inside the block, these rows [rows] of a forward are rotated by the long factors, the others by the short ones.
+    """Inside the block, the tokens in the mask `rows` [tokens] are rotated by the long factors, the others by the short
+    ones.
 
-    Without `rows`, all are; None leaves the choice to transformers. A row by the short factors is within the original
-    length.
+    By default all are; None leaves the choice to transformers. Positions of tokens with short factors are below the
+    original length.
     """
     token = _extended.set(rows)
     try:
@@ -91,7 +93,7 @@ def _positions(span: Span) -> range:
 
 
 def _original_lengths(module: nn.Module) -> Iterator[int]:
-    """The lengths at which a module changes its factors, one for each type of layers."""
+    """The lengths at which a module changes its factors, one for each layer type."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if config is None or not isinstance(kinds, str | dict):
         return
@@ -103,14 +105,14 @@ def _original_lengths(module: nn.Module) -> Iterator[int]:
 
 
 def _rotate_by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..., _Angles]:
-    """The forward of a rotary embedding, with the factors that each row is to have."""
+    """The forward of a rotary embedding, with factors chosen for each token."""
 
     @wraps(rotate)
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **settings: Any) -> _Angles:
         rows = _extended.get()
         if rows is None or not rows.any():
             return rotate(x, position_ids, *args, **settings)
-        # One more row behind the original length gives all of them the long factors.
+        # One more position beyond the original length gives all tokens the long factors.
         extended = rotate(x, pad(position_ids, (0, 1), value=original), *args, **settings)
         if rows.all():
             return _map_angles(lambda angles: angles[..., :-1, :], extended)
@@ -122,14 +124,14 @@ def _rotate_by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..
 
 
 def _map_angles(change: Callable[..., Tensor], *angles: _Angles) -> _Angles:
-    """What a function makes of angles, or of each part of them."""
+    """Apply a function to angles, or to each part of them."""
     if isinstance(angles[0], Tensor):
         return change(*angles)
     return tuple(change(*parts) for parts in zip(*angles, strict=True))
 
 
 def _recomputes(model: Any, original: int) -> bool:
-    """Whether `generate` gives the model all tokens again where one would do, just behind the original length."""
+    """Whether `generate` passes all tokens again, instead of one, just beyond the original length."""
     memory, tokens = DynamicCache(), torch.zeros(1, original + 1, dtype=torch.long)
     rows = torch.zeros(1, 1, original, 1)
     memory.update(rows, rows, 0)

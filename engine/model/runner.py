@@ -47,9 +47,9 @@ class PackedRunner(ModelRunner):
         self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
         self._device = next(model.parameters()).device
         self._cache_layers = {
-            layer: index for index, plan in enumerate(layers) for layer in (plan.layer, *plan.readers)
+            layer: index for index, plan in enumerate(layers) for layer in (plan.index, *plan.sharing_layers)
         }
-        self._sharing_layers = frozenset(layer for plan in layers for layer in plan.readers)
+        self._sharing_layers = frozenset(layer for plan in layers for layer in plan.sharing_layers)
         self._mla, self._attend = mla, attend
         self._invariant: RowInvariant | None = None
         self.has_hidden_states = False
@@ -94,7 +94,7 @@ class PackedRunner(ModelRunner):
     ) -> tuple[Tensor, Tensor]:
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
         with hooks.capture_hidden_states(self._model, self._tensor(logit_rows), self._tensor(hidden_rows)) as tap:
-            logits = self._run(forward, tokens, tap.kept, encoder_masks)
+            logits = self._run(forward, tokens, tap.output_rows, encoder_masks)
         return logits, tap.hidden_states
 
     def _run(

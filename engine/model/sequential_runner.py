@@ -57,7 +57,7 @@ class SequentialRunner(ModelRunner):
 
     layers      what it stores, for the cache: found by running two tokens
     extended_layers, switch  as at Runner; none of the layers turns
-    has_hidden_states  whether `run_with_hidden_states` can be called with rows to pool: the self-test has seen that it can
+    has_hidden_states  whether `run_with_hidden_states` is supported, as the self-test found
     """
 
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
@@ -113,7 +113,7 @@ class SequentialRunner(ModelRunner):
             own, others = ([at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows))
             if others:
                 with hooks.capture_hidden_states(self._model, self._tensor(own), self._tensor(others)) as tap:
-                    logits.append(self._run(memory, span, tokens[row:stop], tap.kept))
+                    logits.append(self._run(memory, span, tokens[row:stop], tap.output_rows))
                 states.append(tap.hidden_states)
             else:
                 logits.append(self._run(memory, span, tokens[row:stop], self._tensor(own)))
@@ -121,7 +121,7 @@ class SequentialRunner(ModelRunner):
             row = stop
         for index, plan in enumerate(self.layers):
             added = [
-                _read(memory.layers[plan.layer], span.start)
+                _read(memory.layers[plan.index], span.start)
                 for memory, span in zip(memories, forward.spans, strict=True)
             ]
             forward.store_kv(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
@@ -142,7 +142,7 @@ class SequentialRunner(ModelRunner):
             keys, values = (
                 _read_cells(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
             )
-            layer, width = memory.layers[plan.layer], self._formats[plan.layer].value_width
+            layer, width = memory.layers[plan.index], self._formats[plan.index].value_width
             layer.update(keys, values[..., :width])
             if isinstance(layer, DynamicIndexedLayer):
                 layer.update_indexer(values[:, 0, :, width:])

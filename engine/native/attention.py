@@ -38,7 +38,7 @@ def find_attention(
     """
     if call.bias is not None:
         raise UnsupportedArchitecture("its attention adds a bias to its scores")
-    if call.layer != plan.layer:
+    if call.layer != plan.index:
         raise UnsupportedArchitecture("its layers run in another order than they store")
     matrices = [event for event in events if isinstance(event, TracedLinear)]
     norms = [event.norm for event in events if isinstance(event, TracedNorm)] or [NO_NORM, NO_NORM]

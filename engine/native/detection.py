@@ -38,7 +38,7 @@ def find_decoder(model: Any, plans: Sequence[CachedLayer], *, vocabulary: int, c
     plans    of its layers that store (engine/model/layers.py)
     context  positions that it knows
     """
-    if any(plan.readers for plan in plans):
+    if any(plan.sharing_layers for plan in plans):
         raise UnsupportedArchitecture("some of its layers share their keys and values")
     seen = trace(model, vocabulary=vocabulary, context=context)
     walk = TraceReader(seen.events)

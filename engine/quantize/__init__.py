@@ -1,1 +1,3 @@
-"""Quantised weights: which layers of a model are replaced, by what, and where what was made of them is kept."""
+"""Weight-only quantisation of linear layers and experts: the plan, the replacement modules and the cache of their
+weights.
+"""

@@ -1,4 +1,4 @@
-"""What stands in a model where experts stood: the same function of rows, with quantised matrices."""
+"""The quantised replacement of a layer's experts."""
 
 from __future__ import annotations
 
@@ -13,60 +13,61 @@ from engine.quantize.stacks import Experts
 
 
 class QuantizedExperts(nn.Module):
-    """Experts whose matrices are codes and scales (engine/kernels/packing.py), one of each kind for every expert."""
+    """Experts with quantised matrices: one up and one down projection each."""
 
     def __init__(
-        self, experts: Experts, inner: Sequence[PackedMatrix], down: Sequence[PackedMatrix], prepare: PrepareMatrices
+        self, experts: Experts, up: Sequence[PackedMatrix], down: Sequence[PackedMatrix], prepare: PrepareMatrices
     ) -> None:
-        """`experts` are those that it stands for, which keep their biases, and all that needs no matrix."""
+        """`experts` are the original ones, which keep their biases and parameters without matrices."""
         super().__init__()
-        self.experts, self.up, self.down = experts, tuple(inner), tuple(down)
+        self.experts, self.up, self.down = experts, tuple(up), tuple(down)
         self.original = experts.module
-        self._up, self._down = ([prepare([one]) for one in matrices] for matrices in (inner, down))
+        self._up, self._down = ([prepare([matrix]) for matrix in matrices] for matrices in (up, down))
 
     @property
     def weights(self) -> int:
-        """How many there are."""
-        return sum(one.outputs * one.columns for one in (*self.up, *self.down))
+        """Number of quantised weights."""
+        return sum(matrix.outputs * matrix.columns for matrix in (*self.up, *self.down))
 
     @property
     def bytes(self) -> int:
-        """What the matrices take."""
-        return sum(one.size_bytes for one in (*self.up, *self.down))
+        """Memory of the matrices."""
+        return sum(matrix.size_bytes for matrix in (*self.up, *self.down))
 
-    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """What rows [rows, columns] become by the experts of the numbers [rows, ranks], each as much as it weighs.
+    def forward(self, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of expert outputs for rows [rows, columns], with expert indices and router weights [rows,
+        ranks].
 
-        A number beyond all experts stands for one that makes nothing.
+        An index beyond all experts adds nothing.
         """
-        # Lines are pairs of a row and a rank, those of an expert side by side.
-        numbers, order = chosen.flatten().sort(stable=True)
-        numbers = numbers[numbers < len(self.up)]
-        order = order[: len(numbers)]
-        lines = rows[order // chosen.shape[1]]
-        made = _multiply(self._up, lines, numbers, self.up[0].outputs, self.experts.up.bias)
-        entering = self.experts.activate(made)
-        made = self.experts.post_norm(
-            _multiply(self._down, entering, numbers, self.down[0].outputs, self.experts.down.bias)
+        # Pairs of a row and a rank, sorted by expert.
+        experts, order = indices.flatten().sort(stable=True)
+        experts = experts[experts < len(self.up)]
+        order = order[: len(experts)]
+        inputs = rows[order // indices.shape[1]]
+        up = _multiply(self._up, inputs, experts, self.up[0].outputs, self.experts.up.bias)
+        hidden = self.experts.activate(up)
+        outputs = self.experts.post_norm(
+            _multiply(self._down, hidden, experts, self.down[0].outputs, self.experts.down.bias)
         )
-        weighted = made * weights.flatten()[order][:, None]
-        parts = weighted.new_zeros(chosen.numel(), made.shape[1])
+        weighted = outputs * weights.flatten()[order][:, None]
+        parts = weighted.new_zeros(indices.numel(), outputs.shape[1])
         parts[order] = weighted
-        # One rank after the other: so the sums of a row run in one order, however many rows there are.
-        total = torch.zeros_like(parts[:: chosen.shape[1]])
-        for rank in range(chosen.shape[1]):
-            total += parts[rank :: chosen.shape[1]]
+        # Adding rank by rank makes the order of each row's sum independent of the number of rows.
+        total = torch.zeros_like(parts[:: indices.shape[1]])
+        for rank in range(indices.shape[1]):
+            total += parts[rank :: indices.shape[1]]
         return total.to(rows.dtype)
 
 
 def _multiply(
-    matrices: Sequence[MultiplyRows], lines: Tensor, numbers: Tensor, outputs: int, biases: Tensor | None
+    matrices: Sequence[MultiplyRows], inputs: Tensor, experts: Tensor, width: int, biases: Tensor | None
 ) -> Tensor:
-    """Each line [lines, columns] times the matrix of its number, ascending, and that one's bias."""
-    made = lines.new_empty(len(lines), outputs)
+    """Each input [inputs, columns] times the matrix of its expert index, plus its bias; indices are ascending."""
+    outputs = inputs.new_empty(len(inputs), width)
     start = 0
-    for matrix, count in zip(matrices, torch.bincount(numbers, minlength=len(matrices)).tolist(), strict=True):
+    for matrix, count in zip(matrices, torch.bincount(experts, minlength=len(matrices)).tolist(), strict=True):
         if count:
-            [made[start : start + count]] = matrix(lines[start : start + count])
+            [outputs[start : start + count]] = matrix(inputs[start : start + count])
             start += count
-    return made if biases is None else made + biases[numbers]
+    return outputs if biases is None else outputs + biases[experts]

@@ -1,4 +1,4 @@
-"""What stands in a model where linear layers stood: the same function of rows, with quantised weights."""
+"""The quantised replacement of linear layers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from engine.quantize.plan import LinearLayer
 
 
 class SharedInputGroup:
-    """Layers that a model gives the same rows, one right after the other, such as those of query, key and value.
+    """Linear layers with the same input in consecutive calls, such as the query, key and value projections.
 
-    The first that is asked computes for all, so that the rows are quantised once. What each gets is what it would get
-    alone, bit for bit. Belongs to the engine thread.
+    The first call computes the products of all layers, so the input is quantised once. Each product is bit for bit that
+    of a separate call. Belongs to the engine thread.
     """
 
     def __init__(self, multiply: MultiplyRows) -> None:
-        """`multiply` computes the products of rows and all the layers' matrices, in order."""
+        """`multiply` computes the products of an input with all matrices of the group, in order."""
         self._multiply = multiply
         self._rows: Tensor | None = None
         self._products: dict[int, Tensor] = {}
 
     def product(self, number: int, rows: Tensor) -> Tensor:
-        """The product [..., outputs] of rows [..., columns] and the matrix of a number."""
-        # The very tensor: held here until all have asked, so that no other can be taken for it.
+        """The product [..., outputs] of the input [..., columns] with matrix `number` of the group."""
+        # The tensor is compared by identity, and referenced until all products are read, so its id is not reused.
         if rows is not self._rows or number not in self._products:
             flat = rows.reshape(-1, rows.shape[-1])
             self._rows = rows
@@ -36,26 +36,26 @@ class SharedInputGroup:
 
 
 class QuantizedLinear(nn.Module):
-    """One of some siblings: a linear layer whose weights are codes and scales (engine/kernels/packing.py)."""
+    """A linear layer with quantised weights, one of a SharedInputGroup."""
 
-    def __init__(self, siblings: SharedInputGroup, number: int, packed: PackedMatrix, layer: LinearLayer) -> None:
-        """`layer` is what it stands for, of which it takes the bias."""
+    def __init__(self, group: SharedInputGroup, number: int, packed: PackedMatrix, layer: LinearLayer) -> None:
+        """`layer` is the original layer, which provides the bias."""
         super().__init__()
-        self._group, self._number = siblings, number
+        self._group, self._number = group, number
         self.in_features, self.out_features = packed.columns, packed.outputs
-        # Both are shared with the siblings; here they are seen by whoever asks what a model takes.
+        # Shared with the group; buffers here make them visible to memory statistics.
         self.register_buffer("codes", packed.codes, persistent=False)
         self.register_buffer("scales", packed.scales, persistent=False)
-        # Some models ask for the type of the weights, to bring rows to it.
+        # Some models read the dtype of the weight to cast their input.
         self.register_buffer("weight", layer.weight.new_empty(0), persistent=False)
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias, requires_grad=False)
 
     @property
     def weights(self) -> int:
-        """How many there are."""
+        """Number of quantised weights."""
         return self.in_features * self.out_features
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Rows [..., in_features] to [..., out_features]."""
+        """[..., in_features] to [..., out_features]."""
         product = self._group.product(self._number, rows)
         return product if self.bias is None else product + self.bias

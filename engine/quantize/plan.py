@@ -1,7 +1,7 @@
-"""Which layers of a model may be quantised: found by their type and size, and by watching the model run.
+"""Chooses the layers to quantise, by their type and size and by observing runs of the model.
 
-While a survey is open, a witness stands in front of every linear layer. It notes who is called, with which rows, and
-whose weights are read by others; the self-test's runs are what it sees. Experts are quantised if they are called.
+While a survey is open, every linear layer has a wrapper that records its calls, its inputs and direct reads of its
+weight, during the forwards of the self-test. Experts are quantised if they are called.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.quantize.stacks import Experts, experts_of
 
-# The smallest layers stay as they are, as far as they hold no more than this share of all weights: gates, routers, the
-# steps of recurrences. Rounding them gains nothing.
+# The smallest layers with at most this share of all weights together are not quantised: gates, routers, step sizes of
+# recurrences. Their speed and memory are negligible.
 _SMALL_LAYERS_SHARE = 0.01
-# How configurations call the number of experts that a router chooses from.
+# Configuration fields with the number of experts of a router.
 _EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 
 
@@ -47,22 +47,23 @@ class LinearLayer:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlanNames:
-    """A choice by the names of its layers, as files can hold it; see Choice."""
+    """The plan by names of layers, for files; see QuantizationPlan."""
 
     groups: tuple[tuple[str, ...], ...]
-    stay: Mapping[str, int]
+    skipped: Mapping[str, int]
     experts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """What a survey found: the layers to quantise, siblings together, and the number of those that stay, by reason.
+    """The layers to quantise, in groups that share their input.
 
-    experts  those to quantise, by the first of their modules' names
+    skipped  number of layers that are not quantised, by reason
+    experts  to quantise, by the first name of their module
     """
 
     groups: tuple[tuple[LinearLayer, ...], ...]
-    stay: Counter[str]
+    skipped: Counter[str]
     experts: Mapping[str, Experts] = field(default_factory=dict)
 
     @property
@@ -72,77 +73,79 @@ class QuantizationPlan:
 
     @property
     def names(self) -> QuantizationPlanNames:
-        """The choice for another process that loads the same model."""
+        """The plan for another process with the same model."""
         groups = tuple(tuple(layer.name for layer in group) for group in self.groups)
-        return QuantizationPlanNames(groups, dict(self.stay), tuple(self.experts))
+        return QuantizationPlanNames(groups, dict(self.skipped), tuple(self.experts))
 
     @property
     def weights(self) -> int:
-        """How many are to be quantised."""
-        stacks = (stack.stored for one in self.experts.values() for stack in (one.up, one.down))
-        return sum(one.numel() for one in (*stacks, *(layer.weight for layer in self.layers)))
+        """Number of weights to quantise."""
+        stacks = (stack.stored for experts in self.experts.values() for stack in (experts.up, experts.down))
+        return sum(weight.numel() for weight in (*stacks, *(layer.weight for layer in self.layers)))
 
 
 def plan_from_names(model: nn.Module, names: QuantizationPlanNames) -> QuantizationPlan | None:
-    """The choice with these names; None where the model has not all of them."""
+    """The plan with these names; None unless the model has all of them."""
     modules = dict(model.named_modules())
     experts = {name: experts_of(modules[name]) for name in names.experts if name in modules}
     found = {name: own for name, own in experts.items() if own is not None}
-    wanted = {name for group in names.groups for name in group}
-    linear = {name for name in wanted if type(modules.get(name)) in (nn.Linear, Conv1D)}
-    if linear != wanted or len(found) != len(names.experts):
+    names_to_quantize = {name for group in names.groups for name in group}
+    linear = {name for name in names_to_quantize if type(modules.get(name)) in (nn.Linear, Conv1D)}
+    if linear != names_to_quantize or len(found) != len(names.experts):
         return None
     groups = tuple(tuple(LinearLayer(name, modules[name]) for name in group) for group in names.groups)
-    return QuantizationPlan(groups, Counter(names.stay), found)
+    return QuantizationPlan(groups, Counter(names.skipped), found)
 
 
 class LayerSurvey:
-    """Watches a model from now on, until `close` puts its own layers back."""
+    """Observes the linear layers and experts of a model until `close` removes the wrappers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._calls = model, _CallLog()
         layers = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
         self._observed = [_ObservedLinear(LinearLayer(name, module), self._calls) for name, module in layers.items()]
-        replace_modules(model, {witness.layer.module: witness for witness in self._observed})
-        self._experts = {name: one for name, module in model.named_modules() if (one := experts_of(module)) is not None}
+        replace_modules(model, {observed.layer.module: observed for observed in self._observed})
+        self._experts = {name: experts for name, module in model.named_modules() if (experts := experts_of(module))}
         self._called_experts = set[nn.Module]()
-        self._hook_handles = [one.module.register_forward_hook(self._record_experts) for one in self._experts.values()]
+        self._hook_handles = [
+            experts.module.register_forward_hook(self._record_experts) for experts in self._experts.values()
+        ]
 
     def close(self) -> QuantizationPlan:
-        """Stop watching; what to quantise."""
-        replace_modules(self._model, {witness: witness.layer.module for witness in self._observed})
+        """Remove the wrappers; the layers to quantise."""
+        replace_modules(self._model, {observed: observed.layer.module for observed in self._observed})
         self._calls.end_group()
-        for ear in self._hook_handles:
-            ear.remove()
-        stay: Counter[str] = Counter()
-        routed, small = _router_widths(self._model), _small_layers([witness.layer for witness in self._observed])
+        for handle in self._hook_handles:
+            handle.remove()
+        skipped: Counter[str] = Counter()
+        routed, small = _router_widths(self._model), _small_layers([observed.layer for observed in self._observed])
         chosen: dict[nn.Module, LinearLayer] = {}
-        for witness in self._observed:
-            reason = _skip_reason(witness, routed, small)
+        for observed in self._observed:
+            reason = _skip_reason(observed, routed, small)
             if reason is None:
-                chosen[witness] = witness.layer
+                chosen[observed] = observed.layer
             else:
-                stay[reason] += 1
-        experts = {name: one for name, one in self._experts.items() if one.module in self._called_experts}
-        return QuantizationPlan(tuple(self._groups(chosen)), stay, experts)
+                skipped[reason] += 1
+        experts = {name: each for name, each in self._experts.items() if each.module in self._called_experts}
+        return QuantizationPlan(tuple(self._groups(chosen)), skipped, experts)
 
-    def _record_experts(self, module: nn.Module, taken: object, made: object) -> None:
+    def _record_experts(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """A forward hook of experts."""
         self._called_experts.add(module)
 
     def _groups(self, chosen: dict[nn.Module, LinearLayer]) -> Iterator[tuple[LinearLayer, ...]]:
-        """Those who always came together, and the others one by one; in the order of the model."""
-        family = self._calls.siblings()
+        """Groups of layers that always share their input, and single layers; in the order of the model."""
+        siblings = self._calls.siblings()
         done: set[nn.Module] = set()
-        for witness in chosen:
-            if witness not in done:
-                members = [one for one in family.get(witness, (witness,)) if one in chosen]
+        for observed in chosen:
+            if observed not in done:
+                members = [layer for layer in siblings.get(observed, (observed,)) if layer in chosen]
                 done.update(members)
-                yield tuple(chosen[one] for one in members)
+                yield tuple(chosen[layer] for layer in members)
 
 
 class _CallLog:
-    """Who was called with the same rows, one right after the other."""
+    """Records which layers are called consecutively with the same input."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
@@ -150,29 +153,29 @@ class _CallLog:
         self._same_input: list[_ObservedLinear] = []
         self._groups: dict[nn.Module, set[tuple[_ObservedLinear, ...]]] = {}
 
-    def record(self, witness: _ObservedLinear, rows: Tensor) -> None:
-        """Note a call."""
-        # Rows that were changed in place between two calls are not the same; a NaN is never equal.
+    def record(self, observed: _ObservedLinear, rows: Tensor) -> None:
+        """Record a call."""
+        # An input changed in place between two calls is another input; NaN is never equal.
         same = rows is self._input and self._input_copy is not None and torch.equal(rows, self._input_copy)
-        if not same or witness in self._same_input:
+        if not same or observed in self._same_input:
             self.end_group()
             self._input, self._input_copy = rows, rows.clone()
-        self._same_input.append(witness)
+        self._same_input.append(observed)
 
     def end_group(self) -> None:
-        """No call follows."""
-        for witness in self._same_input:
-            self._groups.setdefault(witness, set()).add(tuple(self._same_input))
+        """End the current group of calls."""
+        for observed in self._same_input:
+            self._groups.setdefault(observed, set()).add(tuple(self._same_input))
         self._input, self._input_copy, self._same_input = None, None, []
 
     def siblings(self) -> dict[nn.Module, tuple[_ObservedLinear, ...]]:
-        """Each of several who came together every time, to all of these."""
-        once = {witness: next(iter(seen)) for witness, seen in self._groups.items() if len(seen) == 1}
-        return {witness: group for witness, group in once.items() if all(one in once for one in group)}
+        """By layer, the group of layers that share every input with it."""
+        once = {observed: next(iter(seen)) for observed, seen in self._groups.items() if len(seen) == 1}
+        return {observed: group for observed, group in once.items() if all(layer in once for layer in group)}
 
 
 class _ObservedLinear(nn.Module):
-    """Stands in front of a linear layer and notes what happens to it."""
+    """A wrapper of a linear layer that records its calls and reads of its weight."""
 
     def __init__(self, layer: LinearLayer, log: _CallLog) -> None:
         super().__init__()
@@ -182,19 +185,19 @@ class _ObservedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The layer's own, for somebody else than the layer."""
+        """The layer's weight for readers other than the layer; its use in a computation is recorded."""
         weight: _ObservedWeight = self.inner.weight.as_subclass(_ObservedWeight)  # type: ignore[operator]
         weight.observed = self
         return weight
 
     @property
     def bias(self) -> Tensor | None:
-        """See weight."""
+        """As `weight`; any read is recorded."""
         self.is_read = True
         return self.inner.bias  # type: ignore[return-value]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """What the layer makes of the rows."""
+        """The output of the layer."""
         self.is_called = True
         self._calls.record(self, rows)
         product: Tensor = self.inner(rows)
@@ -202,7 +205,7 @@ class _ObservedLinear(nn.Module):
 
 
 class _ObservedWeight(Tensor):
-    """A weight that tells its witness when somebody computes with it. To ask for its type is no use of it."""
+    """A weight that records its use in computations; reading its dtype or device is no use."""
 
     observed: _ObservedLinear
 
@@ -211,50 +214,50 @@ class _ObservedWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in (Tensor.dtype.__get__, Tensor.device.__get__):  # type: ignore[attr-defined]
-            for one in args:
-                if isinstance(one, _ObservedWeight):
-                    one.observed.is_read = True
+            for argument in args:
+                if isinstance(argument, _ObservedWeight):
+                    argument.observed.is_read = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-def replace_modules(model: nn.Module, others: dict[nn.Module, nn.Module]) -> None:
-    """Put others in the places of some modules, wherever the model holds them."""
-    new = set(others.values())
+def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
+    """Replace modules wherever the model references them."""
+    new = set(replacements.values())
     for parent in list(model.modules()):
         if parent in new:
             continue
         for name, child in parent._modules.items():
-            if child is not None and child in others:
-                parent._modules[name] = others[child]
+            if child is not None and child in replacements:
+                parent._modules[name] = replacements[child]
 
 
-def _skip_reason(witness: _ObservedLinear, routed: set[int], small: set[nn.Module]) -> str | None:
-    """Why a layer stays as it is, if it does."""
-    if witness.is_read:
-        return "the model reads their weights itself"
-    if not witness.is_called:
-        return "not in use"
-    if witness.layer.module in small or witness.layer.weight.shape[0] in routed:
+def _skip_reason(observed: _ObservedLinear, routed: set[int], small: set[nn.Module]) -> str | None:
+    """Why a layer is not quantised; None: it is."""
+    if observed.is_read:
+        return "the model reads their weights directly"
+    if not observed.is_called:
+        return "not called"
+    if observed.layer.module in small or observed.layer.weight.shape[0] in routed:
         return "small, or routers"
     return None
 
 
 def _router_widths(model: nn.Module) -> set[int]:
-    """The widths of routers."""
+    """Output widths of routers."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None else None
     return {count for name in _EXPERT_COUNT_FIELDS if isinstance(count := getattr(text, name, None), int)}
 
 
 def _small_layers(layers: list[LinearLayer]) -> set[nn.Module]:
-    """The smallest layers, by shape, that hold no more than a small share of all weights."""
+    """The smallest layers, by shape, that hold at most a small share of all weights."""
     shapes = Counter(layer.weight.shape for layer in layers)
-    room = _SMALL_LAYERS_SHARE * sum(shape.numel() * count for shape, count in shapes.items())
+    budget = _SMALL_LAYERS_SHARE * sum(shape.numel() * count for shape, count in shapes.items())
     small: set[torch.Size] = set()
     for shape, count in sorted(shapes.items(), key=lambda pair: pair[0].numel()):
-        room -= shape.numel() * count
-        if room < 0:
+        budget -= shape.numel() * count
+        if budget < 0:
             break
         small.add(shape)
     return {layer.module for layer in layers if layer.weight.shape in small}

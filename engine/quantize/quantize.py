@@ -25,30 +25,33 @@ from engine.types.status import QuantizationEstimate
 log = logging.getLogger("cellar.engine")
 
 _BITS: dict[Quantize, Bits | None] = {"none": None, "int8": 8, "int4": 4}
-# Under "auto" models of fewer weights stay as they are: they are fast, and small enough, without.
+# With "auto", models with fewer weights are not quantised: they are fast and small enough.
 _AUTO_MIN_WEIGHTS = 2**25
-# Under "auto" 8 bits are taken where the weights then take no more than this share of the memory.
+# With "auto", weights have 8 bits if they then use at most this share of the available memory, else 4.
 _AUTO_INT8_SHARE = 0.5
-# Of each weight, for the scale that its group shares (engine/kernels/packing.py).
+# Bits of a weight's share of the scale of its group (engine/kernels/packing.py).
 _SCALE_BITS = 16 / GROUP
 
 
 def bits_for(settings: Quantize, plan: QuantizationPlan, available_bytes: int) -> Bits | None:
-    """How many bits the chosen layers get; None: they stay as they are."""
+    """Bits of a quantised weight by the setting; None: the layers are not quantised."""
     if settings != "auto":
         return _BITS[settings]
     return None if best_linear() is linear.prepare else _auto_bits(plan.weights, available_bytes)
 
 
 def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | None:
-    """What quantising a model as it was read would bring; None where it has no linear layers."""
-    own: list[Tensor] = []
+    """Relative weight reads after quantisation of the loaded model; None if it has no linear layers."""
+    parameters: list[Tensor] = []
     for module in model.modules():
         if type(module) in (nn.Linear, Conv1D):
-            own += module.parameters(recurse=False)
+            parameters += module.parameters(recurse=False)
         elif (experts := experts_of(module)) is not None:
-            own += (experts.up.stored, experts.down.stored)
-    weights, read = sum([one.numel() for one in own]), sum([one.nbytes for one in own])
+            parameters += (experts.up.stored, experts.down.stored)
+    weights, read = (
+        sum([parameter.numel() for parameter in parameters]),
+        sum([parameter.nbytes for parameter in parameters]),
+    )
     if not weights:
         return None
     auto = _auto_bits(weights, available_bytes)
@@ -63,43 +66,43 @@ def _auto_bits(weights: int, available_bytes: int) -> Bits | None:
 
 
 def quantize(model: nn.Module, plan: QuantizationPlan, store: WeightStore, prepare: PrepareMatrices) -> None:
-    """Replace the chosen layers and experts, whose own weights leave the memory one by one.
+    """Replace the layers and experts of the plan; the original weights are freed one by one.
 
-    What replaces them is read from the store, or made, with a progress bar where a person looks on, and stored.
+    Quantised weights are read from the store, or computed with a progress bar on a terminal and then stored.
     """
-    others: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     with _QuantizedMatrices(store, plan) as matrices:
         for group in plan.groups:
-            others |= _quantized_linears(
+            replacements |= _quantized_linears(
                 group, [matrices.quantize(layer.name, layer.weight) for layer in group], prepare
             )
         for name, experts in plan.experts.items():
             inner, down = (_quantize_stack(matrices, name, stack) for stack in (experts.up, experts.down))
-            others[experts.module] = QuantizedExperts(experts, inner, down, prepare)
-    replace_modules(model, others)
+            replacements[experts.module] = QuantizedExperts(experts, inner, down, prepare)
+    replace_modules(model, replacements)
     matrices.save()
     _log_summary(model, plan, store.bits)
 
 
 def bytes_of(model: nn.Module) -> int:
-    """What a model's weights take, quantised or not."""
-    own = sum(parameter.nbytes for parameter in model.parameters())
+    """Memory of a model's weights, quantised or not."""
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
     layers = sum(buffer.nbytes for layer in _layers(model) for buffer in layer.buffers(recurse=False))
-    return own + layers + sum(experts.bytes for experts in _experts(model))
+    return parameters + layers + sum(experts.bytes for experts in _experts(model))
 
 
 class _QuantizedMatrices:
-    """The quantised matrices of a model, by name: those of the store, or new ones. Shows a bar while it is open."""
+    """The quantised matrices of a model by name, stored or new; shows a progress bar while it is open."""
 
-    def __init__(self, store: WeightStore, choice: QuantizationPlan) -> None:
-        shapes = dict(_shapes(choice))
+    def __init__(self, store: WeightStore, plan: QuantizationPlan) -> None:
+        shapes = dict(_shapes(plan))
         self._store, self._stored = store, store.read(shapes)
         self._packed = dict[str, PackedMatrix]()
         self._room = PackedStorage(shapes.values() if self._stored is None else (), store.bits)
         console = Console(stderr=True)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        what = f"quantize to int{store.bits}" if self._stored is None else "take quantized weights"
-        self._task = self._bar.add_task(what, total=choice.weights)
+        what = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
+        self._task = self._bar.add_task(what, total=plan.weights)
 
     def __enter__(self) -> _QuantizedMatrices:
         self._bar.start()
@@ -109,23 +112,23 @@ class _QuantizedMatrices:
         self._bar.stop()
 
     def quantize(self, name: str, weight: Tensor) -> PackedMatrix:
-        """The one of a name, whose own weights are [outputs, columns]."""
+        """The quantised matrix `name` with original weights [outputs, columns]."""
         matrix = pack(weight, self._store.bits, self._room) if self._stored is None else self._stored[name]
         self._packed[name] = matrix
         self._bar.advance(self._task, weight.numel())
         return matrix
 
     def save(self) -> None:
-        """Store the new ones."""
+        """Store new matrices."""
         if self._stored is None:
             self._store.write(self._packed)
 
 
-def _shapes(choice: QuantizationPlan) -> Iterator[tuple[str, tuple[int, int]]]:
-    """All matrices' names, outputs and columns."""
-    for layer in choice.layers:
+def _shapes(plan: QuantizationPlan) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names, outputs and columns of all matrices."""
+    for layer in plan.layers:
         yield layer.name, (layer.weight.shape[0], layer.weight.shape[1])
-    for name, experts in choice.experts.items():
+    for name, experts in plan.experts.items():
         for stack in (experts.up, experts.down):
             count, outputs, columns = stack.weight.shape
             yield from ((_matrix_name(name, stack, number), (outputs, columns)) for number in range(count))
@@ -136,10 +139,12 @@ def _matrix_name(experts: str, stack: ExpertStack, number: int) -> str:
 
 
 def _quantize_stack(matrices: _QuantizedMatrices, name: str, stack: ExpertStack) -> list[PackedMatrix]:
-    """The matrices of all experts; nothing is left of the parameter."""
-    taken = [matrices.quantize(_matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)]
+    """The matrices of all experts; the original parameter is freed."""
+    packed = [
+        matrices.quantize(_matrix_name(name, stack, number), weight) for number, weight in enumerate(stack.weight)
+    ]
     stack.module.register_parameter(stack.parameter, None)
-    return taken
+    return packed
 
 
 def _layers(model: nn.Module) -> Iterator[QuantizedLinear]:
@@ -153,29 +158,29 @@ def _experts(model: nn.Module) -> Iterator[QuantizedExperts]:
 def _quantized_linears(
     group: Sequence[LinearLayer], matrices: Sequence[PackedMatrix], prepare: PrepareMatrices
 ) -> dict[nn.Module, QuantizedLinear]:
-    """What stands for the layers of one group from now on; what is left of these is empty."""
-    siblings = SharedInputGroup(prepare(matrices))
+    """The replacements of the layers of one group; the original weights are freed."""
+    shared = SharedInputGroup(prepare(matrices))
     pairs = enumerate(zip(group, matrices, strict=True))
-    new = {one.module: QuantizedLinear(siblings, number, packed, one) for number, (one, packed) in pairs}
+    replacements = {layer.module: QuantizedLinear(shared, number, packed, layer) for number, (layer, packed) in pairs}
     for layer in group:
         layer.module.register_parameter("weight", None)
-    return new
+    return replacements
 
 
-def _log_summary(model: nn.Module, choice: QuantizationPlan, bits: Bits) -> None:
-    """One line in the log: what is quantised, and what is not, and why."""
-    counts = [f"{count} linear layers ({reason})" for reason, count in choice.stay.items()]
-    # Convolutions have three dimensions too.
-    stay = sum(
+def _log_summary(model: nn.Module, plan: QuantizationPlan, bits: Bits) -> None:
+    """Log the quantised layers, and the others with the reasons."""
+    counts = [f"{count} linear layers ({reason})" for reason, count in plan.skipped.items()]
+    # Convolution weights have three dimensions too.
+    unsupported = sum(
         parameter.numel()
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 3 and not isinstance(module, nn.Conv1d)
     )
-    if stay:
-        counts.append(f"{stay / 1e6:.1f} million weights of experts")
+    if unsupported:
+        counts.append(f"{unsupported / 1e6:.1f} million weights of experts")
     layers, experts = list(_layers(model)), list(_experts(model))
-    weights = sum(layer.weights for layer in layers) + sum(one.weights for one in experts)
-    done = f"{len(choice.layers)} linear layers" + (f", the experts of {len(experts)} layers" if experts else "")
-    kept = ", ".join(counts) or "the rest is no linear layer"
-    log.info("int%d: %s, %.1f million weights; as they were: %s", bits, done, weights / 1e6, kept)
+    weights = sum(layer.weights for layer in layers) + sum(each.weights for each in experts)
+    quantized = f"{len(plan.layers)} linear layers" + (f", the experts of {len(experts)} layers" if experts else "")
+    skipped = ", ".join(counts) or "only layers of other types"
+    log.info("int%d: %s, %.1f million weights; not quantised: %s", bits, quantized, weights / 1e6, skipped)

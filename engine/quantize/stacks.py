@@ -1,7 +1,7 @@
-"""Experts that a model keeps as stacked matrices, found by how transformers' interface of experts describes them.
+"""Experts with stacked weight matrices, found by the attributes of transformers' experts interface.
 
-Whoever stands behind that interface has the same parameters, and the same few facts tell of them; what is done between
-the two matrices is the module's own function of rows (transformers.integrations.moe).
+Modules of the interface (transformers.integrations.moe) have the same parameters and flags; the function between the
+two matrices is the module's own.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-# What the interface notes of each module.
+# Flags that the interface sets on each module.
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """A parameter of a module that holds a matrix for each of its experts."""
+    """A parameter of a module with one matrix for each expert."""
 
     module: nn.Module
     parameter: str
 
     @property
     def stored(self) -> Tensor:
-        """[experts, outputs, columns] or, where it is `transposed`, [experts, columns, outputs]."""
+        """[experts, outputs, columns] or, if `transposed`, [experts, columns, outputs]."""
         stored = getattr(self.module, self.parameter)
         assert isinstance(stored, Tensor)
         return stored
 
     @property
     def transposed(self) -> bool:
-        """Whether rows stand to the left of the matrices."""
+        """Whether the module multiplies rows from the left."""
         return bool(self.module.is_transposed)
 
     @property
@@ -47,7 +47,7 @@ class ExpertStack:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a layer: rows go through one matrix, a function that needs no weights, and another matrix."""
+    """The experts of a layer: an up projection (with the gate, if any), an activation and a down projection."""
 
     module: nn.Module
     up: ExpertStack
@@ -55,28 +55,30 @@ class Experts:
 
     @property
     def has_norm(self) -> bool:
-        """Whether what an expert makes goes through a norm."""
+        """Whether the output of each expert is normalised."""
         return bool(self.module.has_post_expert_norm)
 
-    def activate(self, made: Tensor) -> Tensor:
-        """Of what inner matrices make of rows [rows, outputs], what enters the others."""
+    def activate(self, outputs: Tensor) -> Tensor:
+        """The input [rows, columns] of the down projection from the output [rows, outputs] of the up projection."""
         function = self.module._apply_gate if self.module.has_gate else self.module.act_fn
-        activated: Tensor = function(made)  # type: ignore[operator]
+        activated: Tensor = function(outputs)  # type: ignore[operator]
         return activated
 
-    def post_norm(self, made: Tensor) -> Tensor:
-        """What becomes of what an expert makes, before it is weighted."""
-        ended: Tensor = self.module.post_expert_norm(made) if self.has_norm else made  # type: ignore[operator]
-        return ended
+    def post_norm(self, outputs: Tensor) -> Tensor:
+        """The normalised output of the down projection, before the router's weights are applied."""
+        normed: Tensor = self.module.post_expert_norm(outputs) if self.has_norm else outputs  # type: ignore[operator]
+        return normed
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """A module as experts; None where it is something else, or keeps its matrices in another way."""
+    """The module as Experts; None if it is not one, or does not store its matrices as stacks."""
     if not all(isinstance(getattr(module, fact, None), bool) for fact in _INTERFACE_FLAGS):
         return None
     inner = ExpertStack(module, "gate_up_proj" if module.has_gate else "up_proj")
     down = ExpertStack(module, "down_proj")
-    known = dict(module.named_parameters(recurse=False))
-    stored = [known.get(stack.parameter) for stack in (inner, down)]
-    stacked = all(one is not None and one.dim() == 3 and one.is_floating_point() for one in stored)
+    parameters = dict(module.named_parameters(recurse=False))
+    stored = [parameters.get(stack.parameter) for stack in (inner, down)]
+    stacked = all(
+        parameter is not None and parameter.dim() == 3 and parameter.is_floating_point() for parameter in stored
+    )
     return Experts(module, inner, down) if stacked else None

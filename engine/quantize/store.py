@@ -1,7 +1,7 @@
-"""Quantised weights on disk, so that a model is quantised once: one safetensors file a model and format.
+"""Quantised weights on disk, so that a model is quantised once: one safetensors file for each model and format.
 
-A file is named after all that its content depends on, written in a scratch folder and renamed in one step: it is
-whole, or it is not there. A file that cannot be read, or does not fit, is as good as none.
+The name of a file is a digest of all dependencies of its content; it is written in a scratch folder and renamed
+atomically. A file that cannot be read or does not fit is ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.kernels.packing import Bits, PackedMatrix, PackedStorage
 
 log = logging.getLogger("cellar.engine")
 
-# Of the order of codes and of how scales are chosen (engine/kernels/packing.py): files of others are not read.
+# Version of the order of codes and the choice of scales (engine/kernels/packing.py); part of the file name.
 FORMAT = 1
-# What is smaller is made as fast as it is read.
+# Smaller models are quantised as fast as a file is read.
 MIN_BYTES = 64 * 2**20
 
 
@@ -31,22 +31,22 @@ class WeightStore:
     """The quantised layers of one model in one file."""
 
     def __init__(self, identity: str, bits: Bits, folder: Path | None = None) -> None:
-        """`identity` is that of the weights that are quantised; `folder` the user's cache unless it is named."""
+        """`identity` is that of the original weights; the default `folder` is the user's cache folder."""
         key = hashlib.sha256(repr((FORMAT, identity, bits)).encode()).hexdigest()
         self.bits, self._name, self._folder = bits, f"int{bits}-{key[:32]}.safetensors", folder
 
     @property
     def file(self) -> Path:
-        """Where the layers are kept. Raises OSError where the user has no home."""
+        """Path of the file. Raises OSError if the user has no home folder."""
         return (self._folder or cache_folder("weights")) / self._name
 
     def read(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, PackedMatrix] | None:
-        """The layers [outputs, columns] of these names; None where they are not all there."""
+        """The layers of the given shapes (outputs, columns) by name; None unless all are stored."""
         try:
             mark_used(self.file)
-            room = PackedStorage(shapes.values(), self.bits)
+            buffer = PackedStorage(shapes.values(), self.bits)
             with safe_open(self.file, framework="pt") as content:
-                return {name: _read(content, name, room.allocate(*shape)) for name, shape in shapes.items()}
+                return {name: _read(content, name, buffer.allocate(*shape)) for name, shape in shapes.items()}
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -54,7 +54,7 @@ class WeightStore:
             return None
 
     def write(self, layers: Mapping[str, PackedMatrix]) -> None:
-        """Keep the layers for the next start; where that fails, a warning is all."""
+        """Store the layers for the next start; a failure is logged."""
         tensors: dict[str, Tensor] = {}
         for name, packed in layers.items():
             tensors |= {f"{name}.codes": packed.codes, f"{name}.scales": packed.scales}
@@ -63,11 +63,11 @@ class WeightStore:
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with scratch_folder(self.file.parent) as folder:
-                beside = folder / self.file.name
-                save_file(tensors, beside)
-                os.replace(beside, self.file)
+                scratch = folder / self.file.name
+                save_file(tensors, scratch)
+                os.replace(scratch, self.file)
         except (OSError, SafetensorError) as error:
-            log.warning("the quantised weights are not kept for the next start: %s", error)
+            log.warning("the quantised weights are not stored for the next start: %s", error)
             return
         mark_used(self.file)
         trim()
@@ -77,6 +77,6 @@ def _read(content: safe_open, name: str, packed: PackedMatrix) -> PackedMatrix:
     for own, kind in ((packed.codes, "codes"), (packed.scales, "scales")):
         stored: Tensor = content.get_tensor(f"{name}.{kind}")  # type: ignore[no-untyped-call]
         if stored.shape != own.shape or stored.dtype != own.dtype:
-            raise SafetensorError(f"{name}.{kind} is of another shape")
+            raise SafetensorError(f"{name}.{kind} has another shape or dtype")
         own.copy_(stored)
     return packed

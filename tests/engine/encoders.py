@@ -1,4 +1,4 @@
-"""Tiny random models that look at what an encoder makes, as folders for the real loader, and media for them."""
+"""Tiny random models with cross attention to an encoder, in folders for the loader, and media for them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.types.request import Array, Media
 from tests.engine.models import CONTEXT, END, VOCABULARY, save_tokenizer
 
 START = 256
-# Behind the vocabulary, as in Llama 3.2 Vision.
+# Beyond the vocabulary, as in Llama 3.2 Vision.
 IMAGE = VOCABULARY
-# Of a spectrogram, an image, and the tiles of one.
+# Sizes of a spectrogram and an image, and the tiles of an image.
 BINS, FRAMES, SIZE, TILES = 4, 24, 8, 4
 
 _TEXT: dict[str, Any] = {"vocab_size": VOCABULARY, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": START}
-_TWOFOLD: dict[str, Any] = {
+_ENCODER_DECODER: dict[str, Any] = {
     **_TEXT,
     "d_model": 32,
     "encoder_layers": 1,
@@ -68,12 +68,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
-        {**_TWOFOLD, "max_position_embeddings": CONTEXT, "forced_eos_token_id": None},
+        {**_ENCODER_DECODER, "max_position_embeddings": CONTEXT, "forced_eos_token_id": None},
     ),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
-        {**_TWOFOLD, "num_mel_bins": BINS, "max_source_positions": FRAMES // 2, "max_target_positions": CONTEXT},
+        {
+            **_ENCODER_DECODER,
+            "num_mel_bins": BINS,
+            "max_source_positions": FRAMES // 2,
+            "max_target_positions": CONTEXT,
+        },
     ),
     "t5": (
         "T5Config",
@@ -96,12 +101,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def save_encoder_model(kind: str, folder: Path) -> Path:
-    """Write a tiny model of a kind, the same every time, with a tokenizer."""
+    """Write a tiny model of a kind, the same at every call, with a tokenizer."""
     config_name, class_name, settings = KINDS[kind]
     torch.manual_seed(sum(kind.encode()))
     model = getattr(transformers, class_name)(getattr(transformers, config_name)(**settings))
     for parameter in model.parameters():
-        # Wide enough for what each part sees to change what is said; zero gates would hide what they let through.
+        # Wide enough to make the media change the text; zero gates would hide them.
         if parameter.dim() > 1 or parameter.numel() == 1:
             torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
     model.generation_config.eos_token_id = END
@@ -111,62 +116,62 @@ def save_encoder_model(kind: str, folder: Path) -> Path:
 
 
 def array(numbers: np.ndarray[Any, Any]) -> Array:
-    """Numbers as they cross the border."""
+    """A numpy array as an Array of a request."""
     return Array(str(numbers.dtype), numbers.shape, numbers.tobytes())
 
 
 def media(kind: str, seed: int, size: int = 7) -> Media:
-    """Media for a kind of model; where the length is free, `size` long (images: so many)."""
-    chance = np.random.default_rng(seed)
+    """Media for a kind of model; a free length (of images: their number) is `size`."""
+    generator = np.random.default_rng(seed)
     if kind == "whisper":
-        return Media.of({"input_features": array(chance.standard_normal((BINS, FRAMES)).astype(np.float32))})
+        return Media.of({"input_features": array(generator.standard_normal((BINS, FRAMES)).astype(np.float32))})
     if kind == "mllama":
         tiles = np.zeros((size, TILES), np.int64)
         for image in range(size):
-            tiles[image, : chance.integers(1, TILES + 1)] = 1
-        pixels = chance.standard_normal((size, TILES, 3, SIZE, SIZE)).astype(np.float32)
+            tiles[image, : generator.integers(1, TILES + 1)] = 1
+        pixels = generator.standard_normal((size, TILES, 3, SIZE, SIZE)).astype(np.float32)
         ratios = tiles.sum(-1).astype(np.int64)
         return Media.of(
             {"pixel_values": array(pixels), "aspect_ratio_ids": array(ratios), "aspect_ratio_mask": array(tiles)}
         )
-    return Media.of({"input_ids": array(chance.integers(3, 250, (size,)))})
+    return Media.of({"input_ids": array(generator.integers(3, 250, (size,)))})
 
 
 def prompt(kind: str, seed: int, length: int, images: int = 0) -> tuple[int, ...]:
     """A prompt for the decoder, with the tokens of some images in it."""
-    chance = random.Random(seed)
-    tokens = [START, *(chance.randrange(3, 250) for _ in range(length - 1))]
+    generator = random.Random(seed)
+    tokens = [START, *(generator.randrange(3, 250) for _ in range(length - 1))]
     for _ in range(images if kind == "mllama" else 0):
-        tokens.insert(chance.randrange(1, len(tokens) + 1), IMAGE)
+        tokens.insert(generator.randrange(1, len(tokens) + 1), IMAGE)
     return tuple(tokens)
 
 
 class Alone:
-    """transformers alone: one sequence, its own encoder run, its own caches."""
+    """transformers alone: one sequence, its own encoder run and caches."""
 
     def __init__(self, kind: str, folder: Path, dtype: torch.dtype = torch.float64) -> None:
         self.model = getattr(transformers, KINDS[kind][1]).from_pretrained(folder, dtype=dtype).eval()
-        self.twofold = bool(self.model.config.is_encoder_decoder)
+        self.encoder_decoder = bool(self.model.config.is_encoder_decoder)
         self.greedy = cache(self._greedy)
 
     def _greedy(self, prompt: tuple[int, ...], media: Media | None, count: int) -> tuple[int, ...]:
-        """What `generate` says to a prompt and media, without the end token that it shows and we do not."""
+        """The tokens that `generate` appends to a prompt with media, without the end token."""
         tokens = torch.tensor([prompt])
         inputs: dict[str, Tensor] = {} if media is None else self._inputs(media, prompt)
-        if self.twofold:
+        if self.encoder_decoder:
             inputs["decoder_input_ids"] = tokens
         else:
             inputs |= {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         with torch.inference_mode():
-            # Whisper's own `generate` cuts long audio; the one below it is what all models share.
+            # Whisper's own `generate` splits long audio; this one is common to all models.
             answer = GenerationMixin.generate(self.model, **inputs, max_new_tokens=count, do_sample=False, num_beams=1)
-        said = tuple(answer[0, len(prompt) :].tolist())
-        return said[: said.index(END)] if END in said else said
+        generated = tuple(answer[0, len(prompt) :].tolist())
+        return generated[: generated.index(END)] if END in generated else generated
 
     def logits(self, prompt: tuple[int, ...], media: Media) -> Tensor:
-        """The logits after a prompt, computed in one go."""
+        """The logits after a prompt, computed in one forward."""
         inputs = self._inputs(media, prompt)
-        inputs["decoder_input_ids" if self.twofold else "input_ids"] = torch.tensor([prompt])
+        inputs["decoder_input_ids" if self.encoder_decoder else "input_ids"] = torch.tensor([prompt])
         with torch.inference_mode():
             logits: Tensor = self.model(**inputs, use_cache=False).logits
         return logits[0, -1]
@@ -176,7 +181,7 @@ class Alone:
         for name, one in media.arrays:
             numbers = torch.from_numpy(np.frombuffer(one.data, one.dtype).reshape(one.shape).copy())[None]
             inputs[name] = numbers.to(self.model.dtype) if numbers.is_floating_point() else numbers
-        if self.twofold:
+        if self.encoder_decoder:
             if "input_ids" in inputs:
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         else:
@@ -185,7 +190,7 @@ class Alone:
 
 
 def _cross_mask(tiles: Tensor, prompt: tuple[int, ...]) -> Tensor:
-    """What the model's processor hands over, made by the processor's own functions."""
+    """The cross-attention mask by the functions of the model's processor."""
     from transformers.models.mllama import processing_mllama as processing
 
     seen = processing.get_cross_attention_token_mask(list(prompt), IMAGE)

@@ -1,4 +1,4 @@
-"""One tiny random model a family, and what has to hold for it: rows of the table in docs/models.md.
+"""One tiny random model for each family, and the checks of the table in docs/models.md.
 
 `python -m tests.engine.families` runs every check on every family and prints the table (minutes).
 """
@@ -28,13 +28,13 @@ from kvcache.spec import Span
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
 LENGTH = 24
-# Where rotary factors change: behind the positions by which a model is planned.
+# The length at which rotary factors change: beyond the positions of the calibration.
 ORIGINAL = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A tiny model of one family, ready to run over cells, and the prompt that it is checked with."""
+    """A tiny model of one family with its runner, and the prompt of the checks."""
 
     name: str
     model: Any
@@ -43,44 +43,44 @@ class Family:
     prompt: tuple[int, ...]
 
     def cache(self, shelf: OffloadConfig | None = None) -> Cache:
-        """An empty cache for it, but for what the shelf holds."""
+        """A cache, empty but for the entries of the disk cache."""
         specs = [plan.spec for plan in self.runner.layers]
         state_bytes = 2**30 if self.recurrent else None
         return Cache(specs, slots=4, capacity=2 * LENGTH, cells=8 * LENGTH, state_bytes=state_bytes, offload=shelf)
 
     def feed(self, cache: Cache, *parts: tuple[int, tuple[int, ...]]) -> list[Tensor]:
-        """One forward that appends (slot, tokens) parts; the logits after each."""
+        """One forward that appends (slot, tokens) parts; the logits after each part."""
         spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
         tokens = [token for _, tokens in parts for token in tokens]
-        wanted = torch.tensor([span.length for span in spans]).cumsum(0) - 1
+        logit_rows = torch.tensor([span.length for span in spans]).cumsum(0) - 1
         with cache.forward(spans) as forward:
-            return list(self.runner.run(forward, tokens, wanted.tolist()))
+            return list(self.runner.run(forward, tokens, logit_rows.tolist()))
 
     def alone(self, tokens: tuple[int, ...]) -> Tensor:
-        """The logits after some tokens, by transformers without us; equal scores are selected in order."""
-        way = self.model.config._attn_implementation
+        """The logits after some tokens by transformers, with ties of a selection resolved in order."""
+        attention = self.model.config._attn_implementation
         self.model.set_attn_implementation("eager")
         with torch.inference_mode(), StableTopK():
             logits: Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        self.model.set_attn_implementation(way)
+        self.model.set_attn_implementation(attention)
         return logits
 
-    def goes_on(self, cache: Cache, length: int) -> bool:
-        """Whether a prompt that leaves the family's after `length` tokens gets the logits of a cold start."""
+    def extends(self, cache: Cache, length: int) -> bool:
+        """Whether a prompt that leaves the family's after `length` tokens gets the logits of an empty cache."""
         prompt = (*self.prompt[:length], 258, 259)
-        standing = cache.reuse_prefix(1, prompt[:-1])
-        right = self.agrees(self.alone(prompt), self.feed(cache, (1, prompt[standing:]))[0])
+        cached_length = cache.reuse_prefix(1, prompt[:-1])
+        right = self.agrees(self.alone(prompt), self.feed(cache, (1, prompt[cached_length:]))[0])
         cache.clear(1)
         return right
 
     def agrees(self, expected: Tensor, actual: Tensor) -> bool:
-        """Whether two rows of logits are the same but for rounding."""
+        """Whether two rows of logits are equal but for rounding."""
         return float((expected - actual).abs().max()) <= 1e-3 * max(1.0, float(expected.abs().max()))
 
 
 def build(name: str, **own: Any) -> Family:
-    """The model of a family, some settings changed. Raises what transformers raises where it cannot be run packed."""
-    # Tiny layers: a second thread would only be waited for (measured 10 times slower on busy cores).
+    """The model of a family with some settings changed. Raises the errors of transformers if it cannot run packed."""
+    # One thread: a second one slows tiny layers down (measured 10 times on busy cores).
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**settings(name), **own})
@@ -90,19 +90,21 @@ def build(name: str, **own: Any) -> Family:
     hooks.install_latent(model)
     generator = torch.Generator().manual_seed(1)
     prompt = tuple(torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist())
-    facts = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, switch=switch)
-    return Family(name, model, find_runner(name, model, facts), recurrent, prompt)
+    traits = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, switch=switch)
+    return Family(name, model, find_runner(name, model, traits), recurrent, prompt)
 
 
 def plant(model: Any) -> None:
-    """Let what scales a dynamic mask (Doge) tell positions apart: it begins as zeros, where all are equally likely."""
+    """Randomise the scale of a dynamic mask (Doge), which is initialised to zeros: all positions would have equal
+    scores.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.A"):
             torch.nn.init.normal_(parameter)
 
 
 def batched(family: Family) -> bool:
-    """Three sequences in one forward get the logits that each gets alone."""
+    """Three sequences in one forward get the logits of each alone."""
     cache, prompt = family.cache(), family.prompt
     parts = ((0, prompt), (1, prompt[3:]), (2, prompt[9:12]))
     packed = family.feed(cache, *parts)
@@ -110,7 +112,7 @@ def batched(family: Family) -> bool:
 
 
 def chunked(family: Family) -> bool:
-    """A prompt in chunks of 1 and 5, beside a neighbour, gets the logits of one forward."""
+    """A prompt in chunks of 1 and 5, in a batch with another sequence, gets the logits of one forward."""
     expected = family.alone(family.prompt)
     for size in (1, 5):
         cache, row = family.cache(), expected
@@ -122,30 +124,32 @@ def chunked(family: Family) -> bool:
 
 
 def copied(family: Family) -> bool:
-    """copy_prefix from a running slot, at every length: the rest computed gives the logits of a cold start."""
+    """After copy_prefix from a running slot, at every length, the remaining tokens get the logits of an empty cache."""
     expected = family.alone(family.prompt)
     cache = family.cache()
     for at in range(0, LENGTH, 6):
         family.feed(cache, (0, family.prompt[at : at + 6]))
     for length in range(LENGTH):
-        standing = cache.copy_prefix(0, 1, length)
-        if standing > length or not family.agrees(expected, family.feed(cache, (1, family.prompt[standing:]))[0]):
+        cached_length = cache.copy_prefix(0, 1, length)
+        if cached_length > length or not family.agrees(
+            expected, family.feed(cache, (1, family.prompt[cached_length:]))[0]
+        ):
             return False
     return True
 
 
 def resumed(family: Family) -> bool:
-    """A prompt that leaves a remembered one at any position gets the logits of a cold start."""
+    """A prompt that leaves a cached one at any position gets the logits of an empty cache."""
     cache = family.cache()
     for at in range(0, LENGTH, 6):
         family.feed(cache, (0, family.prompt[at : at + 6]))
         cache.insert_prefix(0, family.prompt[: at + 6])
     cache.clear(0)
-    return all(family.goes_on(cache, length) for length in range(1, LENGTH))
+    return all(family.extends(cache, length) for length in range(1, LENGTH))
 
 
 def thinned(family: Family) -> bool:
-    """As above when memory is short: what going on at the end of a prompt does not need is gone."""
+    """As `resumed`, after eviction of all but the cells that extend a cached prompt."""
     cache = family.cache()
     family.feed(cache, (0, family.prompt[:8]))
     cache.insert_prefix(0, family.prompt[:8], checkpoint=True)
@@ -153,11 +157,11 @@ def thinned(family: Family) -> bool:
     cache.insert_prefix(0, family.prompt)
     cache.clear(0)
     cache.evict(LENGTH // 2)
-    return all(family.goes_on(cache, length) for length in range(1, LENGTH))
+    return all(family.extends(cache, length) for length in range(1, LENGTH))
 
 
 def restarted(family: Family) -> bool:
-    """As above in the next process, with what the last one wrote to files."""
+    """As `resumed`, in a new cache with the files of the first one."""
     with tempfile.TemporaryDirectory() as folder:
         shelf = OffloadConfig(folder=Path(folder), disk_bytes=2**30, identity=family.name)
         cache = family.cache(shelf)
@@ -168,47 +172,49 @@ def restarted(family: Family) -> bool:
             pass
         again = family.cache(shelf)
         found = again.match_prefix(family.prompt).length
-        return found == LENGTH and all(family.goes_on(again, length) for length in range(1, LENGTH))
+        return found == LENGTH and all(family.extends(again, length) for length in range(1, LENGTH))
 
 
 def speculated(family: Family) -> bool:
-    """Of three guesses the first ones are right: their logits are those of a cold start, and so is what follows."""
+    """Of three draft tokens the first ones are accepted: their logits, and the following ones, are those of an empty
+    cache.
+    """
     start, known = 10, 12
     for right in range(4):
         cache = family.cache()
         family.feed(cache, (0, family.prompt[:start]))
-        guesses = (*family.prompt[known : known + right], 258, 258, 258)[:3]
+        draft = (*family.prompt[known : known + right], 258, 258, 258)[:3]
         with cache.forward([Span(0, start, known - start + 3, draft_tokens=3)]) as forward:
-            rows = family.runner.run(forward, (*family.prompt[start:known], *guesses), [1, 2, 3, 4])
+            rows = family.runner.run(forward, (*family.prompt[start:known], *draft), [1, 2, 3, 4])
             forward.keep(0, known + right)
         verified = (
             family.agrees(family.alone(family.prompt[: known + at]), row) for at, row in enumerate(rows[: right + 1])
         )
-        rest = family.feed(cache, (0, family.prompt[cache.cached_length(0) :]))[0]
-        if not (all(verified) and family.agrees(family.alone(family.prompt), rest)):
+        remaining = family.feed(cache, (0, family.prompt[cache.cached_length(0) :]))[0]
+        if not (all(verified) and family.agrees(family.alone(family.prompt), remaining)):
             return False
     return True
 
 
 def shifted(family: Family) -> str:
-    """How the context shifts: keys turned, or computed anew; either way the slot stands at most where it was asked."""
+    """Whether a context shift rotates keys or recomputes tokens; the cached length is at most the requested one."""
     cache = family.cache()
     family.feed(cache, (0, family.prompt))
-    standing = cache.shift(0, 4, 8)
-    rest = (*family.prompt[:4], *family.prompt[12:])[standing:]
-    row = family.feed(cache, (0, (*rest, 7)))[0]
+    cached_length = cache.shift(0, 4, 8)
+    remaining = (*family.prompt[:4], *family.prompt[12:])[cached_length:]
+    row = family.feed(cache, (0, (*remaining, 7)))[0]
     if not bool(torch.isfinite(row).all()):
         return "FAIL"
-    if standing == LENGTH - 8:
+    if cached_length == LENGTH - 8:
         return "turned"
     cold = family.alone((*family.prompt[:4], *family.prompt[12:], 7))
     return "recomputed" if family.agrees(cold, row) else "FAIL"
 
 
 def rotated(name: str) -> str:
-    """Whether texts that begin beyond the original length, or cross it, get the logits that `generate` alone computes.
+    """Whether texts beyond the original length, or across it, get the logits of `generate` alone.
 
-    n/a: the family knows no factors that depend on the length.
+    n/a: the family has no factors that depend on the length.
     """
     own = build_longrope(name)
     if own is None:
@@ -217,7 +223,7 @@ def rotated(name: str) -> str:
 
 
 def build_longrope(name: str) -> Family | None:
-    """The model of a family with LongRoPE in all layers that rotate; None: it has no such kind."""
+    """The model of a family with LongRoPE in all rotary layers; None: it does not support LongRoPE."""
     config = AutoConfig.for_model(name, **settings(name))
     known = getattr(config, "rope_parameters", None)
     if not known:
@@ -258,10 +264,10 @@ def _longrope(known: dict[str, Any], frequencies: Tensor) -> dict[str, Any]:
 def _generates(family: Family, start: int) -> bool:
     """Whether the tokens that `generate` appends to a prompt of `start` tokens get the same logits here."""
     prompt = torch.tensor([(*family.prompt, *family.prompt)[:start]])
-    way = family.model.config._attn_implementation
+    attention = family.model.config._attn_implementation
     family.model.set_attn_implementation("eager")
     with torch.inference_mode(), StableTopK():
-        said = family.model.generate(
+        generated = family.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             past_key_values=DynamicCache() if _has_idle_window(family) else None,
@@ -271,19 +277,21 @@ def _generates(family: Family, start: int) -> bool:
             output_logits=True,
             return_dict_in_generate=True,
         )
-    family.model.set_attn_implementation(way)
-    rows = _replayed(family, said.sequences[0].tolist(), start)
-    return all(family.agrees(expected[0], row) for expected, row in zip(said.logits, rows, strict=True))
+    family.model.set_attn_implementation(attention)
+    rows = _replayed(family, generated.sequences[0].tolist(), start)
+    return all(family.agrees(expected[0], row) for expected, row in zip(generated.logits, rows, strict=True))
 
 
 def _has_idle_window(family: Family) -> bool:
-    """Whether the configuration names a window that no layer has: transformers' cache would drop keys all the same."""
+    """Whether the configuration has a window that no layer uses: transformers' cache would drop keys anyway."""
     named = getattr(family.model.config.get_text_config(), "sliding_window", None) is not None
     return named and all(plan.spec.attention_range.kind == "full" for plan in family.runner.layers)
 
 
 def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]:
-    """The logits after each token from `start` on, beside a short neighbour; a restarted sequence is computed anew."""
+    """The logits after each token from `start` on, in a batch with a short sequence; recomputed if the factors require
+    it.
+    """
     cache, switch = family.cache(), family.runner.switch
     assert switch is not None
     extended = start > switch.original_length
@@ -319,12 +327,12 @@ def row(name: str) -> list[str]:
     )
     kinds |= {"latent"} if any(plan.spec.value_width == 0 for plan in family.runner.layers) else set()
     results = ["PASS" if check(family) else "FAIL" for check in CHECKS.values()]
-    way = "packed" if isinstance(family.runner, PackedRunner) else "one by one"
-    return [name, ", ".join(sorted(kinds)), way, *results, shifted(family), rotated(name)]
+    attention = "packed" if isinstance(family.runner, PackedRunner) else "one by one"
+    return [name, ", ".join(sorted(kinds)), attention, *results, shifted(family), rotated(name)]
 
 
 def table() -> Iterator[str]:
-    """The table, line by line."""
+    """The lines of the table."""
     heads = ["family", "memory", "sequences", *CHECKS, "shift", "rotation beyond the original length"]
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"

@@ -1,4 +1,4 @@
-"""Whether a quantised model gives a sequence the same logits, bit for bit, whatever the batch is.
+"""Whether the logits of a sequence in a quantised model are bit for bit independent of the batch.
 
 `python -W ignore -m tests.engine.invariance` prints the second table of docs/models.md (minutes). Arguments: names of
 families; `int4`; `torch`: no C++ library; `variant`: no row-invariant products; `texts`: compare greedy texts.
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.kernels import dispatch, linear, reference
 from engine.kernels.packing import Bits
 from engine.kernels.products import TiledProduct
-from engine.load import selection as choosing
+from engine.load import selection as selection
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.runner import PackedRunner
@@ -39,27 +39,27 @@ ANSWER = 20
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A tiny quantised model of one family, ready to run over cells."""
+    """A tiny quantised model of one family with its runner."""
 
     name: str
     runner: PackedRunner | SequentialRunner
-    facts: ModelTraits
+    traits: ModelTraits
 
     @property
     def path(self) -> str:
-        """What computes its forwards."""
+        """The kind of its runner."""
         if isinstance(self.runner, NativeRunner):
             return "native"
         return "packed" if isinstance(self.runner, PackedRunner) else "one by one"
 
     def cache(self) -> Cache:
-        """An empty one."""
+        """An empty cache."""
         specs = [plan.spec for plan in self.runner.layers]
-        state_bytes = 2**30 if self.facts.recurrent else None
+        state_bytes = 2**30 if self.traits.recurrent else None
         return Cache(specs, slots=SLOTS, capacity=CONTEXT, cells=SLOTS * CONTEXT, state_bytes=state_bytes)
 
     def feed(self, cache: Cache, *parts: tuple[int, Sequence[int]]) -> list[Tensor]:
-        """One forward that appends (slot, tokens) parts; the logits of all rows, by part."""
+        """One forward that appends (slot, tokens) parts; the logits of all tokens, by part."""
         spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
         tokens = [token for _, tokens in parts for token in tokens]
         with cache.forward(spans) as forward:
@@ -68,9 +68,9 @@ class Quantised:
 
 
 def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = True, **own: Any) -> Quantised:
-    """The quantised model of a family; without `native` no C++ library computes anything.
+    """The quantised model of a family; without `native` no C++ library is used.
 
-    invariant  whether what runs by modules is made so
+    invariant  whether modules are made batch invariant
     own        settings of the model in place of the family's
     """
     torch.set_num_threads(1)
@@ -82,15 +82,15 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
     hooks.install_latent(model)
     hooks.install_bias(model)
     attend = dispatch.attention_kernel(torch.float32, torch.float32) if native else reference.attend
-    facts = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
+    traits = ModelTraits(vocabulary=VOCABULARY, recurrent=recurrent, dtype=torch.float32, attend=attend)
     survey = LayerSurvey(model)
-    runner = find_runner(name, model, facts)
+    runner = find_runner(name, model, traits)
     quantize(model, survey.close(), WeightStore(name, bits), dispatch.best_linear() if native else linear.prepare)
     if native:
-        runner = choosing.select(model, runner, facts, context=CONTEXT).runner
+        runner = selection.select(model, runner, traits, context=CONTEXT).runner
     if invariant:
         runner.make_invariant(dispatch.best_row_invariant() if native else TiledProduct())
-    return Quantised(name, runner, facts)
+    return Quantised(name, runner, traits)
 
 
 def prompt(seed: int, length: int = LENGTH) -> list[int]:
@@ -105,7 +105,7 @@ def equal(expected: Tensor, actual: Tensor) -> bool:
 
 
 def batched(model: Quantised) -> bool:
-    """Sequences in one forward get the logits that each gets alone, and so do single rows behind them."""
+    """Sequences in one forward, and single tokens behind them, get the logits of each alone."""
     texts = [prompt(seed, length) for seed, length in ((0, LENGTH), (1, 3), (2, 23), (3, 16))]
     together, neighbours = model.cache(), [(slot, text[:-1]) for slot, text in enumerate(texts)]
     rows = model.feed(together, *neighbours)
@@ -118,7 +118,7 @@ def batched(model: Quantised) -> bool:
 
 
 def chunked(model: Quantised) -> bool:
-    """A prompt in chunks of 1, 7 and 16, beside a neighbour, gets the logits of one forward."""
+    """A prompt in chunks of 1, 7 and 16, in a batch with another sequence, gets the logits of one forward."""
     text, expected = prompt(0), model.feed(model.cache(), (0, prompt(0)))[0]
     for size in CHUNKS:
         cache, rows = model.cache(), []
@@ -130,7 +130,7 @@ def chunked(model: Quantised) -> bool:
 
 
 def resumed(model: Quantised) -> bool:
-    """What follows a prefix found in the cache gets the logits of a cold start."""
+    """Tokens behind a prefix of the cache get the logits of an empty cache."""
     text, cache = prompt(0), model.cache()
     expected = model.feed(model.cache(), (0, text))[0]
     for at in range(0, LENGTH, 10):
@@ -150,21 +150,21 @@ CHECKS: dict[str, Callable[[Quantised], bool]] = {
 
 
 def greedy(model: Quantised, text: Sequence[int], size: int = LENGTH, *others: Sequence[int]) -> list[int]:
-    """The greedy answer to a prompt computed in chunks of a size, beside other prompts."""
+    """The greedy completion of a prompt in chunks of `size`, in a batch with other prompts."""
     cache, answer = model.cache(), list[int]()
-    waiting = [(slot + 1, list(other)) for slot, other in enumerate(others)]
+    neighbours = [(slot + 1, list(other)) for slot, other in enumerate(others)]
     for at in range(0, len(text), size):
-        parts = [(0, text[at : at + size]), *waiting] if at == 0 else [(0, text[at : at + size])]
+        parts = [(0, text[at : at + size]), *neighbours] if at == 0 else [(0, text[at : at + size])]
         row = model.feed(cache, *parts)[0][-1]
     for _ in range(ANSWER):
         answer.append(int(row.argmax()))
-        rows = model.feed(cache, (0, answer[-1:]), *((slot, [7]) for slot, _ in waiting))
+        rows = model.feed(cache, (0, answer[-1:]), *((slot, [7]) for slot, _ in neighbours))
         row = rows[0][-1]
     return answer
 
 
 def texts(model: Quantised, count: int = 10) -> dict[str, int]:
-    """Of so many prompts, how many get the same greedy text as alone in one chunk."""
+    """The number of `count` prompts with the same greedy text as alone in one chunk."""
     same = {"beside neighbours": 0, "chunks of 7": 0, "chunks of 16": 0}
     for seed in range(count):
         text, others = prompt(seed), [prompt(100 + seed, 5), prompt(200 + seed, 17)]
@@ -176,13 +176,13 @@ def texts(model: Quantised, count: int = 10) -> dict[str, int]:
 
 
 def table(names: Sequence[str], bits: Bits, **choices: Any) -> Iterator[str]:
-    """The table of docs/models.md, line by line."""
+    """The lines of the table of docs/models.md."""
     yield f"| family | int{bits}, computed | {' | '.join(f'int{bits}, {check}' for check in CHECKS)} |"
     yield f"|{'---|' * (2 + len(CHECKS))}"
     for name in names:
         model = build(name, bits, **choices)
-        held = ("PASS" if holds(model) else "FAIL" for holds in CHECKS.values())
-        yield f"| {name} | {model.path} | {' | '.join(held)} |"
+        results = ("PASS" if holds(model) else "FAIL" for holds in CHECKS.values())
+        yield f"| {name} | {model.path} | {' | '.join(results)} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, saved as a user's folder would be, so that the real loader reads them."""
+"""Tiny random models of many families in folders, as the loader reads them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_model(family: str, folder: Path) -> Path:
-    """Write a tiny model of a family, the same every time, with a tokenizer."""
+    """Write a tiny model of a family, the same at every call, with a tokenizer."""
     name, own = FAMILIES[family]
     settings = {**_COMMON, **own}
     if family == "gpt2":
@@ -127,7 +127,7 @@ def save_model(family: str, folder: Path) -> Path:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer: a token a byte, a start, an end, and a few merged pieces."""
+    """Write a byte-level tokenizer: a token for each byte, a start, an end, and a few merges."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(letters)}
     pieces = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("i", "n")]
@@ -148,7 +148,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def load_model(folder: Path, dtype: str = "float64", **settings: Any) -> LoadedModel:
-    """The folder as the engine loads it."""
+    """The model of a folder, loaded by the engine's loader."""
     return load(EngineConfig(model=str(folder), dtype=dtype, **{"context": CONTEXT, **settings}), lambda phase: None)
 
 
@@ -162,9 +162,9 @@ def core(
     itl_target_ms: float | None = 0.0,
     **settings: Any,
 ) -> Core:
-    """An engine to be stepped by hand, over a model that many tests share.
+    """An engine core without a thread, over a model shared by many tests.
 
-    Without a target its chunks do not depend on how fast this machine is, so steps can be counted.
+    Without a latency target its chunks do not depend on the speed of this machine, so steps can be counted.
     """
     cells = slots * context if cells is None else cells
     info = dataclasses.replace(loaded.info, slots=slots, context=context)
@@ -176,7 +176,7 @@ def core(
 
 
 class Reference:
-    """transformers alone: one sequence, its own cache, its own attention."""
+    """transformers alone: one sequence, its own cache and attention."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -185,7 +185,7 @@ class Reference:
         self.greedy = cache(self._greedy)
 
     def _greedy(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """What `generate` says to a prompt."""
+        """The tokens that `generate` appends to a prompt."""
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             answer = self.model.generate(
@@ -194,7 +194,7 @@ class Reference:
         return tuple(answer[0, len(prompt) :].tolist())
 
     def logits(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        """The logits after some tokens, computed in one go."""
+        """The logits after some tokens, computed in one forward."""
         with torch.inference_mode():
             logits: torch.Tensor = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
         return logits[0, -1]

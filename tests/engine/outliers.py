@@ -1,7 +1,7 @@
-"""Outliers as trained models have them, planted in tiny random ones: key columns, norms, embeddings, attention sinks.
+"""Outliers of trained models, planted in tiny random ones: in key columns, norms, embeddings and attention sinks.
 
-`python -W ignore -m tests.engine.outliers [NAME ...]` plans every family with outliers, in bfloat16 and in float32, and
-prints the narrowest margins (minutes).
+`python -W ignore -m tests.engine.outliers [NAME ...]` calibrates every family with outliers, in bfloat16 and in
+float32, and prints the narrowest margins (minutes).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from engine.native.float32_mode import Float32Mode
 from tests.engine.native.decoders import CONTEXT
 from tests.engine.tiny import FAMILIES, VOCABULARY, settings
 
-# How many times as large an outlier is; Gemma 3 270M has key columns 60 times as large as the median.
+# Factor of an outlier; Gemma 3 270M has key columns 60 times as large as the median.
 TIMES = 32.0
 _KEYS = re.compile(r"k_proj|key|qkv|c_attn|kv_b|kv_a")
 
 
 def plant(model: Any, head: int = 16) -> None:
-    """Multiply a few columns of keys, norms and embeddings, and all attention sinks.
+    """Scale a few columns of keys, norms and embeddings, and all attention sinks.
 
-    head  width of a key head; the last column of each half of one rotates most slowly in either layout
+    head  width of a key head; the last column of each half of a head rotates slowest in either layout
     """
     slow = slice(head // 2 - 1, None, head // 2)
     table = model.get_input_embeddings().weight
@@ -43,19 +43,19 @@ def plant(model: Any, head: int = 16) -> None:
                 parameter *= TIMES
             elif parameter.dim() == 1 and "norm" in kind or parameter.dim() == 2 and _KEYS.search(kind):
                 parameter[slow] *= TIMES
-        # Few, for each of them makes outliers of all logits where the output layer has the same weights.
+        # Few: with tied weights each of them makes outliers of all logits.
         table[:, :1] *= TIMES
 
 
 def model_of(name: str, dtype: torch.dtype, *, outliers: bool = True) -> Any:
-    """The tiny model of a family, ready to be planned; the weights of each type are the same."""
+    """The tiny model of a family with hooks installed; weights of both dtypes are equal."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **settings(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     if outliers:
         plant(model)
     for parameter in model.requires_grad_(False).parameters():
-        # Twice: the weights of both types are numbers that bfloat16 has. Tables of frequencies stay float32.
+        # Cast twice: weights of both dtypes are bfloat16 numbers. Frequency tables stay float32.
         parameter.data = parameter.to(torch.bfloat16).to(dtype)
     hooks.install_latent(model)
     hooks.install_bias(model)
@@ -67,14 +67,14 @@ def model_of(name: str, dtype: torch.dtype, *, outliers: bool = True) -> Any:
 def planned(
     name: str, dtype: torch.dtype, *, outliers: bool = True
 ) -> tuple[tuple[CachedLayer, ...], tuple[Margin, ...]]:
-    """The plan of a family's model, and the margins of what was decided."""
+    """The cached layers of a family's model, and the margins of the decisions."""
     with recording() as margins:
         layers = find_cached_layers(model_of(name, dtype, outliers=outliers), vocabulary=VOCABULARY)
     return layers, margins.narrowest
 
 
 def native_reason(name: str) -> str | None:
-    """Why the native step cannot run a family's model with outliers, in bfloat16; None: it can."""
+    """Why the native step cannot run a family's model with outliers in bfloat16; None: it can."""
     model = model_of(name, torch.bfloat16)
     layers = find_cached_layers(model, vocabulary=VOCABULARY)
     try:
@@ -86,7 +86,7 @@ def native_reason(name: str) -> str | None:
 
 
 def main(names: Sequence[str]) -> None:
-    """Print whether both types have one plan, and the margins in bfloat16."""
+    """Print whether both dtypes have equal layers, and the margins in bfloat16."""
     for name in names:
         try:
             (wide, _), (narrow, margins) = (planned(name, dtype) for dtype in (torch.float32, torch.bfloat16))

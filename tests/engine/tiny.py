@@ -1,11 +1,11 @@
-"""The settings of one tiny random model a family: what is checked for docs/models.md (tests/engine/families.py)."""
+"""Settings of one tiny random model for each family of docs/models.md (tests/engine/families.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 VOCABULARY = 260
-# Windows and chunks of attention shorter than the prompts, so that they matter.
+# Windows and chunks of attention are shorter than the prompts.
 SHORT = 6
 
 _BASE: dict[str, Any] = {
@@ -50,12 +50,12 @@ _DELTA = {
 }
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 _WINDOW = {"sliding_window": SHORT}
-# The last two layers read the cells of the layers before that are of their type.
+# The last two layers attend to the cells of earlier layers of their type.
 _SHARING = ["sliding_attention", "full_attention"] * 3
 _INDEXED = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": SHORT}
 _SCALED = {"query_pre_attn_scalar": 16}
 
-# What a family is called and made of; a setting that is None is one that the family does not know.
+# By family, the settings that differ from _BASE; None removes a setting.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{
         name: {}

@@ -1,4 +1,4 @@
-"""A checkpoint with fine-grained FP8 weights (DeepSeek-V3, Qwen3 FP8) is read as the numbers that it stands for."""
+"""Checkpoints with fine-grained FP8 weights (DeepSeek-V3, Qwen3 FP8) are dequantised at load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 def save(folder: Path) -> dict[str, Tensor]:
-    """Write a tiny model whose projections are in FP8 with a scale for each block; what these are as numbers."""
+    """Write a tiny model with projections in FP8 and a scale for each block; the dequantised weights."""
     save_model("llama", folder)
     file, expected = folder / "model.safetensors", dict[str, Tensor]()
     tensors = load_file(file)
@@ -38,15 +38,15 @@ def save(folder: Path) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path, dtype: str = "float32", quantize: str = "none") -> LoadedModel:
-    """The folder as the engine loads it."""
+    """The model of a folder, loaded by the engine's loader."""
     settings = {"model": str(folder), "context": CONTEXT, "slots": 1, "dtype": dtype, "quantize": quantize}
     return load(EngineConfig(**settings), lambda phase: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers says that it does the same
 @pytest.mark.usefixtures("one_thread")
-def test_weights_are_read_as_numbers_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Exactly those that codes and scales stand for; text comes of them, quantised to another format too."""
+def test_fp8_weights_are_dequantised_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Quantisation to int8 works on top."""
     expected = save(tmp_path)
 
     plain = loaded(tmp_path)

@@ -1,4 +1,4 @@
-"""From a name to a model: what is found, what is refused, and in which words. The hub is a server on this machine."""
+"""Loading by name: folders, hub repositories, refusals and their messages. The hub is a server on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Folder = Callable[[str], Path]
 
 @pytest.fixture
 def copy(folder: Folder, tmp_path: Path) -> Path:
-    """A tiny llama to be spoilt."""
+    """A folder with a tiny llama to modify."""
     return Path(shutil.copytree(folder("llama"), tmp_path / "model"))
 
 
@@ -46,23 +46,21 @@ def change(file: Path, **entries: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
-def test_the_phases_are_told_in_order(folder: Folder) -> None:
-    """Whoever waits can see what is going on."""
+def test_load_reports_its_phases_in_order(folder: Folder) -> None:
     phases: list[str] = []
     load(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=1), phases.append)
 
     assert ["resolve", "weights", "calibrate", "kernels", "self-test", "native step"] == phases
 
 
-def test_a_local_folder_is_itself(folder: Folder) -> None:
-    """A folder needs no network, with or without a slash at its end."""
+def test_local_folder_is_loaded(folder: Folder) -> None:
+    """With or without a trailing slash."""
     assert folder("llama") == resolve(str(folder("llama")))
     assert folder("llama") == resolve(f"{folder('llama')}/")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "nothing", "a/b/c", ""])
-def test_a_missing_folder_is_told_in_one_sentence(name: str) -> None:
-    """What is neither a folder nor a name on the hub is refused at once, with the name and the reason."""
+def test_missing_folder_is_one_error_line(name: str) -> None:
     with pytest.raises(ModelMissing) as refusal:
         resolve(name)
 
@@ -70,8 +68,7 @@ def test_a_missing_folder_is_told_in_one_sentence(name: str) -> None:
     assert 1 == len(str(refusal.value).splitlines())
 
 
-def test_a_folder_without_a_model_is_told_so(tmp_path: Path) -> None:
-    """An empty folder is no model."""
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelMissing, match=r"has no config\.json"):
         resolve(str(tmp_path))
 
@@ -83,16 +80,15 @@ def test_a_folder_without_a_model_is_told_so(tmp_path: Path) -> None:
         (["Model.GGUF"], "Model.GGUF", "GGUF files are not read yet"),
         (["model-q4.gguf"], "", "the folder holds GGUF files, which are not read yet"),
         ([], "models/model.gguf", "there is no such file"),
-        (["config.json", "model.safetensors"], "model.safetensors", "name the folder that it is in, .*"),
-        (["config.json"], "config.json", "name the folder that it is in, .*"),
+        (["config.json", "model.safetensors"], "model.safetensors", "pass its folder, .*"),
+        (["config.json"], "config.json", "pass its folder, .*"),
         (["README"], "README", "it is a file"),
         (["consolidated.safetensors", "params.json"], "", r"has no config\.json"),
     ],
 )
-def test_what_is_here_in_another_format_is_told_so(
+def test_local_file_of_another_format_is_refused_without_the_hub(
     files: list[str], name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file, or a folder of another format, is refused for what it is; the hub is never asked."""
     monkeypatch.setattr("engine.load.checkpoint.snapshot_download", None)
     for file in files:
         (tmp_path / file).write_bytes(b"GGUF")
@@ -108,15 +104,14 @@ def test_what_is_here_in_another_format_is_told_so(
     "file", ["pytorch_model.bin", "model.gguf", "consolidated.safetensors", "model.onnx", "tf_model.h5"]
 )
 def test_weights_of_another_format_are_named(copy: Path, file: str) -> None:
-    """A folder with the settings of a model and no weights that are read says which are there instead."""
     (copy / "model.safetensors").rename(copy / file)
 
     with pytest.raises(ModelUnsupported, match=f"no safetensors weights in the layout of transformers.*{file}"):
         load_folder(copy)
 
 
-def test_a_copy_of_the_weights_counts_once(copy: Path) -> None:
-    """Mistral's checkpoints hold all weights twice; the fingerprint is that of the files that are read."""
+def test_consolidated_copy_of_the_weights_is_ignored(copy: Path) -> None:
+    """Mistral's checkpoints contain all weights twice."""
     before = fingerprint(copy)
     (copy / "consolidated.safetensors").write_bytes((copy / "model.safetensors").read_bytes())
 
@@ -125,7 +120,7 @@ def test_a_copy_of_the_weights_counts_once(copy: Path) -> None:
 
 
 def test_pickled_weights_are_never_read(copy: Path) -> None:
-    """A folder that holds only pytorch_model.bin is refused, and the file stays unopened: its code would have run."""
+    """A folder with pytorch_model.bin only is refused without opening it."""
     for file in copy.glob("*.safetensors"):
         file.unlink()
     ran = copy / "ran"
@@ -139,7 +134,7 @@ def test_pickled_weights_are_never_read(copy: Path) -> None:
 
 
 def test_code_of_a_checkpoint_is_never_run(copy: Path) -> None:
-    """A configuration that points to its own Python files is refused or served without them; they never run."""
+    """A configuration with Python files of its own is refused or served without them."""
     ran = copy / "ran"
     code = f"open({str(ran)!r}, 'w').write('x')\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
     code += "class Config(LlamaConfig):\n    model_type = 'evil'\n"
@@ -155,7 +150,6 @@ def test_code_of_a_checkpoint_is_never_run(copy: Path) -> None:
 
 
 def test_code_beside_a_known_model_is_ignored(copy: Path) -> None:
-    """A known model that also brings code is served by transformers' own."""
     ran = copy / "ran"
     (copy / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('x')\n")
     change(copy / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
@@ -180,8 +174,7 @@ def test_code_beside_a_known_model_is_ignored(copy: Path) -> None:
     ],
     ids=lambda part: part[:20],
 )
-def test_a_spoilt_file_is_told_in_one_sentence(copy: Path, file: str, content: bytes) -> None:
-    """Broken or absurd files end in words, not in a traceback."""
+def test_damaged_file_is_one_error_line(copy: Path, file: str, content: bytes) -> None:
     (copy / file).write_bytes(content)
 
     with pytest.raises(ModelUnsupported) as refusal:
@@ -190,8 +183,7 @@ def test_a_spoilt_file_is_told_in_one_sentence(copy: Path, file: str, content: b
     assert 1 == len(str(refusal.value).splitlines())
 
 
-def test_half_a_safetensors_file_is_refused(copy: Path) -> None:
-    """A download that was cut off is noticed."""
+def test_truncated_safetensors_file_is_refused(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
@@ -200,15 +192,14 @@ def test_half_a_safetensors_file_is_refused(copy: Path) -> None:
 
 
 def test_missing_weights_are_named(copy: Path) -> None:
-    """A checkpoint of fewer layers than its configuration says would answer nonsense; it is refused."""
+    """A checkpoint with fewer layers than its configuration is refused."""
     change(copy / "config.json", num_hidden_layers=3)
 
     with pytest.raises(ModelUnsupported, match=r"lack weights, 9 in all, such as model\.layers\.2"):
         load_folder(copy)
 
 
-def test_a_model_that_is_no_text_generator_is_refused(tmp_path: Path) -> None:
-    """An encoder cannot continue a text."""
+def test_model_without_text_generation_is_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertModel
 
     config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -220,7 +211,7 @@ def test_a_model_that_is_no_text_generator_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that nobody may read."""
+    """Fail if weights are read."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the weights were read")
@@ -229,8 +220,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unread")
-def test_a_missing_tokenizer_is_told_before_the_weights_are_read(copy: Path) -> None:
-    """Reading gigabytes first would help nobody."""
+def test_missing_tokenizer_is_refused_before_reading_weights(copy: Path) -> None:
     for file in copy.glob("tokenizer*"):
         file.unlink()
 
@@ -240,8 +230,7 @@ def test_a_missing_tokenizer_is_told_before_the_weights_are_read(copy: Path) -> 
 
 @pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
-def test_a_model_that_needs_media_is_refused_where_no_request_can_bring_them(tmp_path: Path, family: str) -> None:
-    """A server without a route for media says so at its start, in place of a refusal for every request."""
+def test_model_that_requires_media_is_refused_without_media_route(tmp_path: Path, family: str) -> None:
     encoders.save_encoder_model(family, tmp_path)
 
     with pytest.raises(ModelUnsupported, match="its decoder needs audio or a text for its encoder, and no request can"):
@@ -249,40 +238,36 @@ def test_a_model_that_needs_media_is_refused_where_no_request_can_bring_them(tmp
 
 
 @pytest.mark.usefixtures("unread")
-def test_a_context_beyond_the_models_own_is_told_before_the_weights_are_read(copy: Path) -> None:
-    """The number that it knows is in the message."""
-    with pytest.raises(ModelUnsupported, match=f"knows contexts of up to {CONTEXT} tokens; lower --context"):
+def test_context_beyond_the_model_is_refused_before_reading_weights(copy: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=f"context is at most {CONTEXT} tokens; lower --context"):
         load_folder(copy, context=CONTEXT + 1)
 
 
-def test_no_limit_is_no_negative_context() -> None:
-    """XLNet writes -1 where there is no limit."""
+def test_negative_max_position_means_no_limit() -> None:
+    """XLNet's configuration has -1."""
     assert 8192 == max_context(XLNetConfig())
     assert 128 == max_context(LlamaConfig(max_position_embeddings=128))
 
 
-def test_more_than_the_memory_is_refused_in_numbers(folder: Folder) -> None:
-    """A cache that cannot fit is refused before it is allocated, with what would help."""
+def test_cache_beyond_the_memory_is_refused_with_sizes(folder: Folder) -> None:
     with pytest.raises(PlanTooLarge, match=r"GiB of .* GiB available: lower --context"):
         load_folder(folder("llama"), cells=10**13)
 
 
-def test_a_context_beyond_the_models_is_refused(folder: Folder) -> None:
-    """Positions that the model was never trained for are not served."""
-    with pytest.raises(ModelUnsupported, match=f"contexts of up to {CONTEXT} tokens"):
+def test_context_beyond_the_trained_one_is_refused(folder: Folder) -> None:
+    with pytest.raises(ModelUnsupported, match=f"context is at most {CONTEXT} tokens"):
         load_folder(folder("llama"), context=CONTEXT + 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_the_cache_has_the_models_type(folder: Folder, dtype: str) -> None:
-    """Weights and cells are of the type that was asked for."""
+def test_weights_and_cells_have_the_dtype_of_the_setting(folder: Folder, dtype: str) -> None:
     engine = load_folder(folder("llama"), dtype=dtype)
 
     assert getattr(torch, dtype) == engine.cache.groups[0].pool.dtype
     assert 3 == len(play(engine, [Job(ask("one", (1, 2, 3), 3))])["one"].tokens)
 
 
-# What repositories hold besides: other formats, code, and the weights again for other libraries.
+# Other files of repositories: other formats, code, and copies of the weights for other libraries.
 UNWANTED = (
     *("pytorch_model.bin", "evil.py", "model-q4.gguf", "consolidated.safetensors"),
     *("consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"),
@@ -293,7 +278,7 @@ UNWANTED = (
 
 
 class Hub:
-    """What huggingface_hub asks a hub: the files of a revision, and each of them."""
+    """The HTTP API of a hub: the files of a revision, and each file."""
 
     def __init__(self, files: Path) -> None:
         self.files, self.asked = files, []
@@ -316,7 +301,7 @@ class Hub:
         return JSONResponse([{"type": "file", "path": file, "size": 9, "oid": "b" * 40} for file in self.names()])
 
     def names(self) -> list[str]:
-        """The files, and those that nobody should want."""
+        """The files of the model, and files that must not be downloaded."""
         return [*(file.name for file in self.files.iterdir()), *UNWANTED]
 
     async def file(self, owner: str, name: str, revision: str, file: str) -> Response:
@@ -342,8 +327,8 @@ def hub(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     thread.join()
 
 
-def test_a_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
-    """A name on the hub becomes a folder with safetensors and settings only, and the model in it answers."""
+def test_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
+    """Only safetensors and settings are downloaded."""
     folder = resolve("someone/tiny")
     answer = play(load_folder(folder), [Job(ask("one", (1, 2, 3), 4))])["one"]
 
@@ -352,10 +337,9 @@ def test_a_model_of_the_hub_is_downloaded_and_served(hub: Hub) -> None:
     assert not set(UNWANTED) & set(hub.asked)
 
 
-def test_the_modules_of_an_embedding_model_are_downloaded(
+def test_module_folders_of_an_embedding_model_are_downloaded(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbered folders in the layout of sentence-transformers are a part of the model."""
     modules = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
     hub.files = Path(shutil.copytree(hub.files, tmp_path / "files"))
     for module in modules:
@@ -368,16 +352,14 @@ def test_the_modules_of_an_embedding_model_are_downloaded(
     assert {"config.json", *modules} == {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_repository_of_another_format_is_told_so(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that holds GGUF files alone has no settings of a model."""
+def test_repository_of_another_format_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "names", lambda: ["README.md", "model-q4.gguf"])
 
     with pytest.raises(ModelMissing, match=r"its repository has no config\.json"):
         resolve("someone/tiny")
 
 
-def test_a_downloaded_model_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time the local cache serves, even when the hub is gone."""
+def test_downloaded_model_loads_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = resolve("someone/tiny")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
@@ -392,19 +374,17 @@ def test_a_downloaded_model_needs_no_hub(hub: Hub, monkeypatch: pytest.MonkeyPat
         ("someone/tiny:Q4_K_M", "organisation/model"),
     ],
 )
-def test_what_the_hub_does_not_give_is_told_in_one_sentence(hub: Hub, name: str, reason: str) -> None:
-    """A wrong name and a closed model have sentences of their own."""
+def test_hub_refusal_is_one_error_line(hub: Hub, name: str, reason: str) -> None:
     with pytest.raises(ModelMissing, match=reason) as refusal:
         resolve(name)
 
     assert 1 == len(str(refusal.value).splitlines())
 
 
-def test_a_hub_out_of_reach_is_told_in_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network and without a local copy there is no model."""
+def test_unreachable_hub_is_one_error_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
-    with pytest.raises(ModelMissing, match="out of reach") as refusal:
+    with pytest.raises(ModelMissing, match="unreachable") as refusal:
         resolve("someone/tiny")
 
     assert 1 == len(str(refusal.value).splitlines())

@@ -1,4 +1,4 @@
-"""The memory plan: what layers of each reach take, and what is refused in which words."""
+"""The memory plan: sizes of layers of each attention range, defaults, and refusals."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def sizes(*layers: LayerSpec, longest: int = 32768) -> ModelSizes:
     )
 
 
-def test_the_plan_is_what_the_cache_takes() -> None:
-    """Bytes are those of the pools, group by group, for the same slots and rows."""
+def test_memory_plan_equals_the_pools_of_the_cache() -> None:
     config = EngineConfig(context=4096, slots=4, chunk=100)
     layers = (FULL, WINDOW, WINDOW, LayerSpec(1, 8, 8, AttentionRange("chunk", 1024)))
     plan, context, slots = plan_memory(config, sizes(*layers), 2**40)
@@ -37,8 +36,8 @@ def test_the_plan_is_what_the_cache_takes() -> None:
     assert plan.cache_bytes == plan.cells * plan.cell_bytes + plan.window_bytes
 
 
-def test_layers_that_see_a_window_take_memory_for_the_window() -> None:
-    """Twice what the slots see and a step brings, however long the context is; all, where the window is as long."""
+def test_window_layers_are_planned_by_their_window() -> None:
+    """Twice the window of each slot and the tokens of a step, whatever the context is."""
     plans = [
         plan_memory(EngineConfig(context=n, slots=4, chunk=96), sizes(WINDOW), 2**40)[0] for n in (512, 4096, 8192)
     ]
@@ -49,8 +48,7 @@ def test_layers_that_see_a_window_take_memory_for_the_window() -> None:
     assert [CELL, 0, 0] == [plan.cell_bytes for plan in plans]
 
 
-def test_windows_leave_memory_for_longer_contexts() -> None:
-    """Five layers of six with a window: the same memory holds a context, or slots, that full layers would not."""
+def test_window_layers_leave_memory_for_longer_contexts() -> None:
     config = EngineConfig(chunk=256)
     available = 200 * 2**20
     _, full_context, full_slots = plan_memory(config, sizes(*[FULL] * 6, longest=8192), available)
@@ -60,18 +58,18 @@ def test_windows_leave_memory_for_longer_contexts() -> None:
     assert (8192, 8) == (context, slots)
 
 
-def test_what_does_not_fit_is_refused_with_what_takes_the_memory() -> None:
+def test_plan_beyond_the_memory_is_refused_with_its_parts() -> None:
     """The error names the settings to lower and every part of the sum."""
     config = EngineConfig(context=2**20, slots=8)
     with pytest.raises(PlanTooLarge) as refusal:
         plan_memory(config, sizes(FULL, WINDOW, longest=2**20), 2**30)
 
     assert "lower --context (1048576) or --slots (8)" in str(refusal.value)
-    assert "4.0 GiB for 8388608 tokens, 0.0 GiB for the windows of 8 slots" in str(refusal.value)
+    assert "4.0 GiB for 8388608 tokens, 0.0 GiB for windows of 8 slots" in str(refusal.value)
     assert refusal.value.needed_bytes > refusal.value.available_bytes == 2**30 + 1000
 
 
-# What the cache may take by default, in tokens, and the context and slots that follow.
+# Tokens that fit the default share, and the resulting context, slots and cells.
 DEFAULTS = [
     (2**30, 131072, 8, 131072),
     (131072, 131072, 8, 131072),
@@ -87,8 +85,8 @@ DEFAULTS = [
 
 
 @pytest.mark.parametrize(("fits", "context", "slots", "cells"), DEFAULTS)
-def test_the_context_is_what_fits_up_to_the_models_length(fits: int, context: int, slots: int, cells: int) -> None:
-    """Slots share the cells: eight, four or two of 8192 tokens, and one sequence may have what all have together."""
+def test_default_context_fits_the_memory_and_the_model(fits: int, context: int, slots: int, cells: int) -> None:
+    """Slots share the cells: eight, four or two of 8192 tokens; one sequence may use all of them."""
     plan, *found = plan_memory(EngineConfig(chunk=1), sizes(FULL, longest=131072), available=int(fits * CELL / 0.6) + 2)
 
     assert [context, slots] == found
@@ -96,24 +94,22 @@ def test_the_context_is_what_fits_up_to_the_models_length(fits: int, context: in
 
 
 @pytest.mark.parametrize("longest", [100, 1024, 2048, 5000, 8192, 20000])
-def test_a_short_model_has_all_of_its_context(longest: int) -> None:
-    """In every slot, up to 8192 tokens each: no more cells than eight contexts could use."""
+def test_every_slot_of_a_short_model_has_its_whole_context(longest: int) -> None:
     plan, context, slots = plan_memory(EngineConfig(), sizes(FULL, longest=longest), 2**40)
 
     assert (longest, 8, max(longest, 8 * min(longest, 8192))) == (context, slots, plan.cells)
 
 
-def test_what_is_asked_for_is_kept() -> None:
-    """A context that was asked for is there for every slot; slots that were asked for shorten the context alone."""
-    asked, *rest = plan_memory(EngineConfig(context=20_000), sizes(FULL), 2**40)
+def test_given_context_and_slots_are_kept() -> None:
+    """A given context holds for every slot; given slots shorten the default context only."""
+    plan, *others = plan_memory(EngineConfig(context=20_000), sizes(FULL), 2**40)
     _, context, slots = plan_memory(EngineConfig(slots=8, chunk=1), sizes(FULL), int(8 * 3000 * CELL / 0.6))
 
-    assert (160_000, [20_000, 8]) == (asked.cells, rest)
+    assert (160_000, [20_000, 8]) == (plan.cells, others)
     assert (2048, 8) == (context, slots)
 
 
-def test_a_draft_model_finds_room_beside_a_long_context() -> None:
-    """It needs as many cells of its own, so half of the share stays free; what every slot has is not halved."""
+def test_default_context_leaves_memory_for_a_draft_model() -> None:
     long, plans = sizes(FULL, longest=131072), []
     for fits in (100_000, 200_000, 300_000):
         available = int(fits * CELL / 0.6)
@@ -122,8 +118,7 @@ def test_a_draft_model_finds_room_beside_a_long_context() -> None:
     assert [(99_328, 8), (65_536, 8), (131_072, 8), (99_328, 8), (131_072, 8), (131_072, 8)] == plans
 
 
-def test_the_longest_context_counts_the_whole_memory() -> None:
-    """What could be had with --context, with all that is free and one slot."""
+def test_max_fitting_context_uses_all_memory_for_one_slot() -> None:
     long = sizes(FULL, longest=131072)
 
     assert 2**20 // CELL // 1024 * 1024 == max_fitting_context(

@@ -1,4 +1,4 @@
-"""A start takes over what an earlier one checked, and only where nothing that matters has changed."""
+"""A start reuses the outcome of an earlier one unless a dependency has changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OUTCOME = Outcome(
         CachedLayer(0, SPEC),
         CachedLayer(1, replace(SPEC, attention_range=AttentionRange(), rotation=None), (2, 3)),
     ),
-    has_states=True,
+    has_hidden_states=True,
     quantised=QuantizationPlanNames((("a.q", "a.k"), ("b",)), {"not in use": 2}, ("experts",)),
     bits=8,
     native=True,
@@ -42,8 +42,8 @@ OUTCOME = Outcome(
 )
 
 
-def test_an_outcome_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Frequencies are the same bit for bit, and None stays None."""
+def test_outcome_survives_a_round_trip(tmp_path: Path) -> None:
+    """Frequencies are equal bit for bit."""
     file = OutcomeFile("model", tmp_path)
     for outcome in (OUTCOME, replace(OUTCOME, quantised=None, bits=None, native=False)):
         file.write(outcome)
@@ -52,8 +52,7 @@ def test_an_outcome_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[]", "no JSON", '{"layers": [{"layer": 0}]}'])
-def test_a_file_that_cannot_be_read_is_no_outcome(tmp_path: Path, damage: str) -> None:
-    """Whatever is in it, the model is checked."""
+def test_damaged_outcome_is_ignored(tmp_path: Path, damage: str) -> None:
     file = OutcomeFile("model", tmp_path)
     file.write(OUTCOME)
     file.file.write_text(damage)
@@ -61,8 +60,7 @@ def test_a_file_that_cannot_be_read_is_no_outcome(tmp_path: Path, damage: str) -
     assert file.read() is None
 
 
-def test_another_identity_code_or_machine_has_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of a file holds all that its outcome depends on."""
+def test_outcome_file_is_named_by_identity_code_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {OutcomeFile("model", tmp_path).file, OutcomeFile("other", tmp_path).file}
     for name in ("_software", "_processor"):
         with monkeypatch.context() as patch:
@@ -77,21 +75,21 @@ def test_another_identity_code_or_machine_has_another_file(tmp_path: Path, monke
 def start(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[LoadedModel, list[str]]]:
-    """Loads a tiny model as if it were large; with the checks that were made."""
+    """Loads a tiny model as if it were large; returns the checks that ran."""
     monkeypatch.setattr(outcomes, "cache_folder", lambda kind: tmp_path / kind)
     monkeypatch.setattr(checking, "is_small", lambda folder: False)
-    made: list[str] = []
+    ran: list[str] = []
 
     def noted(module: Any, name: str) -> None:
         own = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, **more: (made.append(name), own(*given, **more))[1])
+        monkeypatch.setattr(module, name, lambda *given, **more: (ran.append(name), own(*given, **more))[1])
 
     noted(checking, "find_runner")
     noted(checking, "is_batch_invariant")
 
     def start(family: str = "gemma3", **settings: Any) -> tuple[LoadedModel, list[str]]:
-        made.clear()
-        return load_model(folder(family), "float32", **settings), list(made)
+        ran.clear()
+        return load_model(folder(family), "float32", **settings), list(ran)
 
     return start
 
@@ -99,7 +97,7 @@ def start(
 Start = Callable[..., tuple[LoadedModel, list[str]]]
 
 
-def kept(tmp_path: Path) -> list[Path]:
+def outcome_files(tmp_path: Path) -> list[Path]:
     """The files of outcomes."""
     return sorted((tmp_path / "checks").glob("*.json"))
 
@@ -107,38 +105,35 @@ def kept(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("quantize", "checks"), [("none", ["find_runner"]), ("int8", ["find_runner", "is_batch_invariant"])]
 )
-def test_the_second_start_checks_nothing(start: Start, tmp_path: Path, quantize: str, checks: list[str]) -> None:
-    """The first start checks and keeps the outcome; the second one runs the same layers the same way."""
+def test_second_start_reuses_the_outcome(start: Start, tmp_path: Path, quantize: str, checks: list[str]) -> None:
     built("step")
-    first, made = start(quantize=quantize)
-    assert checks == made
-    second, made = start(quantize=quantize)
+    first, ran = start(quantize=quantize)
+    assert checks == ran
+    second, ran = start(quantize=quantize)
 
-    assert [] == made
+    assert [] == ran
     assert first.layers == second.layers
     assert type(first.runner) is type(second.runner)
     assert (first.info.dtype, first.info.batch_invariant) == (second.info.dtype, second.info.batch_invariant)
-    assert 1 == len(kept(tmp_path))
+    assert 1 == len(outcome_files(tmp_path))
 
 
-def test_what_changes_an_outcome_is_checked_anew(start: Start, tmp_path: Path) -> None:
-    """Other settings, a damaged file, and no file."""
+def test_other_settings_or_a_lost_outcome_repeat_the_checks(start: Start, tmp_path: Path) -> None:
     start()
     assert ["find_runner"] == start(context=64)[1]
-    for file in kept(tmp_path):
+    for file in outcome_files(tmp_path):
         file.write_text(json.dumps({"layers": []}))
     assert ["find_runner"] == start()[1]
 
     assert [] == start()[1]
-    for file in kept(tmp_path):
+    for file in outcome_files(tmp_path):
         file.unlink()
     assert ["find_runner"] == start()[1]
 
 
-def test_names_that_the_model_does_not_have_are_no_outcome(start: Start, tmp_path: Path) -> None:
-    """Layers to quantise are taken over only if all of them are there."""
+def test_outcome_with_unknown_layer_names_is_ignored(start: Start, tmp_path: Path) -> None:
     start(quantize="int8")
-    (file,) = kept(tmp_path)
+    (file,) = outcome_files(tmp_path)
     content = json.loads(file.read_text())
     content["quantised"]["groups"][0][0] = "nowhere"
     file.write_text(json.dumps(content))
@@ -146,16 +141,18 @@ def test_names_that_the_model_does_not_have_are_no_outcome(start: Start, tmp_pat
     assert ["find_runner", "is_batch_invariant"] == start(quantize="int8")[1]
 
 
-def test_a_slower_way_is_not_kept(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel changes logits the reason may be the machine: it is checked at every start."""
+def test_outcome_of_a_slower_runner_is_not_stored(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason may be the machine, so it is checked at every start."""
     start()
-    for file in kept(tmp_path):
+    for file in outcome_files(tmp_path):
         file.write_text("")
     own = checking.find_runner
     monkeypatch.setattr(checking, "find_runner", lambda *given: _slower(own(*given)))
     start()
 
-    assert [] == kept(tmp_path)
+    assert [] == outcome_files(tmp_path)
 
 
 def _slower(runner: Any) -> Any:

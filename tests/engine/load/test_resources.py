@@ -1,4 +1,4 @@
-"""What a process may use: its affinity, and the limits of its control groups in both versions of their files."""
+"""Processor affinity and the limits of control groups, in both versions of their files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_LIMIT = "9223372036854771712"
 
 @pytest.fixture
 def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 64 processors, of which 16 are open to this process."""
+    """A machine of 64 processors with an affinity to 16."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
 
 
 def system(root: Path, files: dict[str, str]) -> Path:
-    """A root folder with these files."""
+    """A file system root with these files."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def system(root: Path, files: dict[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "6400000 100000"}, 16),
-        # A quota of a group above counts too; so does one below it.
+        # A quota of a parent group counts too.
         (
             {
                 "proc/self/cgroup": "0::/system.slice/cellar.service",
@@ -77,14 +77,13 @@ def system(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 @pytest.mark.usefixtures("sixteen")
-def test_threads_follow_affinity_and_quotas(files: dict[str, str], expected: int, tmp_path: Path) -> None:
-    """The tightest of all of them, at least one."""
+def test_processor_count_follows_affinity_and_quotas(files: dict[str, str], expected: int, tmp_path: Path) -> None:
     assert expected == processor_count(system(tmp_path, files))
 
 
 @pytest.mark.usefixtures("sixteen")
-def test_a_system_without_affinity_has_all_its_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As macOS."""
+def test_processor_count_without_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
     monkeypatch.delattr(os, "sched_getaffinity")
 
     assert 64 == processor_count(tmp_path)
@@ -124,15 +123,16 @@ def test_a_system_without_affinity_has_all_its_processors(tmp_path: Path, monkey
         ),
     ],
 )
-def test_memory_follows_the_limits_of_containers(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
-    """What is left until the tightest limit; pages of files that nobody used lately are given back when needed."""
+def test_free_memory_follows_the_limits_of_containers(
+    files: dict[str, str], expected: int | None, tmp_path: Path
+) -> None:
+    """Inactive file pages are reclaimable."""
     groups = "3:memory:/docker/abc\n0::/"
 
     assert expected == free_memory_bytes(system(tmp_path, {"proc/self/cgroup": groups, **files}))
 
 
-def test_the_plan_counts_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more is planned than the container may take."""
+def test_available_bytes_are_within_the_container_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory_bytes", lambda: 12345)
     assert 12345 == memory.available_bytes()
 

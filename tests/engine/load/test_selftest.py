@@ -1,4 +1,4 @@
-"""The check at load refuses what is wrong, also where it is wrong only far into a prompt."""
+"""The check at load refuses wrong logits, also if only late tokens of a prompt are wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = ModelTraits(vocabulary=VOCABULARY, recurrent=False, dtype=torch.float64)
 
 
 def plan_with(change: Callable[[AttentionRange], AttentionRange]) -> Callable[..., tuple[CachedLayer, ...]]:
-    """The plan of a model whose layers see something else than they should."""
+    """Calibration with a changed attention range of all layers."""
 
     def plan(model: Any, *, vocabulary: int) -> tuple[CachedLayer, ...]:
         plans = find_cached_layers(model, vocabulary=vocabulary)
@@ -41,25 +41,25 @@ def plan_with(change: Callable[[AttentionRange], AttentionRange]) -> Callable[..
 
 
 WRONG = {
-    "a cell more": ("mistral", lambda reach: AttentionRange("window", reach.size + 1)),
-    "a cell less": ("mistral", lambda reach: AttentionRange("window", reach.size - 1)),
-    "no window": ("gemma3", lambda reach: AttentionRange()),
-    "no chunks": ("llama4", lambda reach: AttentionRange()),
-    "a window for a chunk": ("llama4", lambda reach: AttentionRange("window", 8)),
+    "a cell more": ("mistral", lambda attention_range: AttentionRange("window", attention_range.size + 1)),
+    "a cell less": ("mistral", lambda attention_range: AttentionRange("window", attention_range.size - 1)),
+    "no window": ("gemma3", lambda attention_range: AttentionRange()),
+    "no chunks": ("llama4", lambda attention_range: AttentionRange()),
+    "a window for a chunk": ("llama4", lambda attention_range: AttentionRange("window", 8)),
 }
 
 
 @pytest.fixture
 def own(folder: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A family's tiny model for one test: the check leaves a model as it is to be run, right or wrong."""
+    """A family's tiny model for one test, as the check modifies the model."""
     return lambda family: load_model(folder(family)).model
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_mask_is_not_served(
+def test_packed_runner_with_a_wrong_mask_is_replaced(
     own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
-    """A window that is off by one is seen, though it is far longer than a few tokens; the right way is taken, aloud."""
+    """A window that is off by one is detected; the sequential runner serves, with a warning."""
     family, change = WRONG[wrong]
     monkeypatch.setattr(selftest, "find_cached_layers", plan_with(change))
 
@@ -70,27 +70,26 @@ def test_a_wrong_mask_is_not_served(
     assert "its logits differ" in caplog.text
 
 
-def test_a_wrong_mask_without_another_way_is_refused(
-    own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no way is right the model is refused, with what differs."""
+def test_model_without_a_correct_runner_is_refused(own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        selftest, "find_cached_layers", plan_with(lambda reach: AttentionRange("window", reach.size + 1))
+        selftest,
+        "find_cached_layers",
+        plan_with(lambda attention_range: AttentionRange("window", attention_range.size + 1)),
     )
     run = SequentialRunner.run
     monkeypatch.setattr(SequentialRunner, "run", lambda *args: 1.1 * run(*args))
 
     with pytest.raises(
-        ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time \(_Differs: its logits"
+        ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time \(LogitsDiffer: its logits"
     ):
         find_runner("mistral", own("mistral"), FACTS)
 
 
 @pytest.mark.parametrize("error", [1e-5, 1e-2])
-def test_what_transformers_computes_in_float32_is_compared_so(
+def test_parts_in_float32_are_compared_with_float32_tolerance(
     own: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, error: float
 ) -> None:
-    """Roundings of float32 are no reason to refuse a model in float64; a wrong mask changes far more."""
+    """A wrong mask changes far more."""
     run = PackedRunner.run
     monkeypatch.setattr(PackedRunner, "run", lambda *args: (1 + error) * run(*args))
 
@@ -99,8 +98,7 @@ def test_what_transformers_computes_in_float32_is_compared_so(
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"])
-def test_recurrences_in_float32_are_served_in_float64(name: str) -> None:
-    """Of such families one in three was refused for the roundings of another seed."""
+def test_recurrence_in_float32_is_served_in_a_float64_model(name: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(name, **tiny.settings(name))
@@ -108,16 +106,20 @@ def test_recurrences_in_float32_are_served_in_float64(name: str) -> None:
         model.set_experts_implementation("eager")
         recurrent = recurrence.install(model)
         hooks.install_latent(model)
-        facts = ModelTraits(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
+        traits = ModelTraits(vocabulary=tiny.VOCABULARY, recurrent=recurrent, dtype=torch.float64)
 
-        assert isinstance(find_runner(name, model, facts), PackedRunner)
+        assert isinstance(find_runner(name, model, traits), PackedRunner)
 
 
-def test_a_wrong_kernel_is_not_used(own: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A kernel that sees no more than a dozen cells gives way to the one that does not."""
+def test_wrong_attention_kernel_is_replaced_by_the_reference(
+    own: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that attends to at most a dozen cells."""
 
-    def forgetful(query: Tensor, keys: Any, values: Any, segments: Any, reach: AttentionRange, **others: Any) -> Tensor:
-        shorter = AttentionRange("window", 12) if reach.kind == "full" else reach
+    def forgetful(
+        query: Tensor, keys: Any, values: Any, segments: Any, attention_range: AttentionRange, **others: Any
+    ) -> Tensor:
+        shorter = AttentionRange("window", 12) if attention_range.kind == "full" else attention_range
         return reference.attend(query, keys, values, segments, shorter, **others)
 
     with caplog.at_level(logging.WARNING):
@@ -128,14 +130,14 @@ def test_a_wrong_kernel_is_not_used(own: Callable[[str], Any], caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(("weights", "length"), [(10**6, 2 * 128 + 9), (10**8, 2 * 128 + 9), (10**9, 9)])
-def test_the_prompt_is_as_long_as_is_cheap(weights: int, length: int) -> None:
-    """Twice a window where the model is small, a few tokens where it is large."""
+def test_self_test_prompt_is_as_long_as_is_affordable(weights: int, length: int) -> None:
+    """Twice a window for a small model, a few tokens for a large one."""
 
     class Model:
-        """A model by its size and its settings alone."""
+        """A model with a size and settings only."""
 
         class config:
-            """A window of 128, and a selection that is too long for any check."""
+            """A window of 128, and a selection beyond the longest prompt."""
 
             sliding_window, index_topk, max_position_embeddings = 128, 2048, 4096
 
@@ -146,7 +148,7 @@ def test_the_prompt_is_as_long_as_is_cheap(weights: int, length: int) -> None:
 
         @staticmethod
         def parameters() -> list[Tensor]:
-            """Weights that take no memory."""
+            """Weights without memory."""
             return [torch.empty(weights, device="meta")]
 
     assert length == selftest._prompt_length(Model)

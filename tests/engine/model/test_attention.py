@@ -1,4 +1,4 @@
-"""The C++ attention kernel in service: chosen, checked at load, given up where it is wrong, and as right as torch."""
+"""The C++ attention kernel: its selection, the check at load, the fallback to torch, and agreement with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.models import END, VOCABULARY, Reference, core, load_model, sa
 from tests.engine.play import Job, ask, play
 from tests.engine.test_oracle import run
 
-REACHES = (AttentionRange(), AttentionRange("window", 9), AttentionRange("chunk", 12))
+RANGES = (AttentionRange(), AttentionRange("window", 9), AttentionRange("chunk", 12))
 Folder = Callable[[str], Path]
 
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nobody has chosen a kernel yet, and nobody will remember this choice."""
+    """No kernel is selected before or after the test."""
     dispatch.best_attention.cache_clear()
     yield
     dispatch.best_attention.cache_clear()
@@ -51,7 +51,7 @@ def native() -> AttentionFunction:
 
 @pytest.fixture(scope="session")
 def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a sink a head, and every other layer with a window."""
+    """A tiny model with an attention sink for each head, and a window in every other layer."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     config = transformers.GptOssConfig(
         vocab_size=VOCABULARY,
@@ -82,16 +82,16 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attending(loaded: LoadedModel) -> AttentionFunction:
-    """What a model's layers attend with."""
+    """The attention kernel of a model."""
     assert isinstance(loaded.runner, PackedRunner)
     return loaded.runner._attend
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt_oss"])
-def test_any_mix_says_what_generate_says_alone(
+def test_cpp_attention_text_equals_generate_in_any_batch(
     family: str, folder: Folder, sinks: Path, native: AttentionFunction
 ) -> None:
-    """Windows, softcaps and sinks too: in float32, tokens differ from transformers' own at ties only."""
+    """Windows, softcaps and sinks too: in float32 tokens differ from transformers' at ties only."""
     place = sinks if family == "gpt_oss" else folder(family)
     models = cache(lambda _, dtype: load_model(place, dtype))
     references = cache(lambda _, dtype: Reference(place, getattr(torch, dtype)))
@@ -103,35 +103,41 @@ def test_any_mix_says_what_generate_says_alone(
 
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_other_formats_say_what_torch_says(family: str, stored: str, folder: Folder, native: AttentionFunction) -> None:
-    """Over cells in int8 or bfloat16 each answer is torch's, up to the first place where two tokens are near a tie."""
+def test_cpp_attention_equals_torch_over_int8_and_bfloat16_cells(
+    family: str, stored: str, folder: Folder, native: AttentionFunction
+) -> None:
+    """Equal up to the first near tie of two tokens."""
     settings = {"dtype": "float32", "kv_dtype": stored}
-    ours, torchs = (load_model(folder(family), **settings, kernels=kernels) for kernels in ("auto", "torch"))
+    native_model, torch_model = (
+        load_model(folder(family), **settings, kernels=kernels) for kernels in ("auto", "torch")
+    )
     some = mix(1, prompts(5))
     jobs = [Job(job.request, job.arrives) for job in some.jobs]
 
-    said, expected = play(some.core(ours), jobs), play(some.core(torchs), jobs)
+    actual, expected = play(some.core(native_model), jobs), play(some.core(torch_model), jobs)
 
-    assert attending(torchs) is reference.attend is not attending(ours)
-    equal = [said[name].tokens == expected[name].tokens for name in said]
+    assert attending(torch_model) is reference.attend is not attending(native_model)
+    equal = [actual[name].tokens == expected[name].tokens for name in actual]
     assert len(equal) - 1 <= sum(equal)
 
 
 class Rows:
-    """One layer's rows of a text, and what they make when they are computed through a cache in some way."""
+    """One layer's queries, keys and values of a text, and its outputs over a cache."""
 
-    def __init__(self, attend: AttentionFunction, reach: AttentionRange, stored: torch.dtype, length: int) -> None:
+    def __init__(
+        self, attend: AttentionFunction, attention_range: AttentionRange, stored: torch.dtype, length: int
+    ) -> None:
         generator = torch.Generator().manual_seed(length)
         self.query, self.key, self.value = (torch.randn(heads, length, 16, generator=generator) for heads in (6, 2, 2))
-        self.length, self._attend, self._reach, self._stored = length, attend, reach, stored
+        self.length, self._attend, self._attention_range, self._stored = length, attend, attention_range, stored
 
     def cache(self) -> Cache:
-        """An empty one."""
-        spec = LayerSpec(2, 16, 16, self._reach)
+        """An empty cache."""
+        spec = LayerSpec(2, 16, 16, self._attention_range)
         return Cache([spec], slots=3, capacity=self.length, cells=4 * self.length, dtype=self._stored)
 
     def compute(self, cache: Cache, *ends: tuple[int, int]) -> list[Tensor]:
-        """In one forward, continue each slot up to an end: the outputs, [rows, heads, width] a slot."""
+        """In one forward, extend each slot to a length: the outputs [tokens, heads, width] of each slot."""
         spans = [Span(slot, cache.cached_length(slot), end - cache.cached_length(slot)) for slot, end in ends]
         query, key, value = (
             torch.cat([whole[:, span.start : span.stop] for span in spans], 1)
@@ -139,36 +145,36 @@ class Rows:
         )
         with cache.forward(spans) as forward:
             forward.store_kv(0, key, value)
-            made = self._attend(
+            output = self._attend(
                 query, *forward.layer_kv(0), forward.segments(0), forward.attention_range(0), scale=0.25
             )
-        return list(made.split([span.length for span in spans]))
+        return list(output.split([span.length for span in spans]))
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.kind)
-def test_a_row_is_the_same_bit_for_bit(reach: AttentionRange, stored: torch.dtype, native: AttentionFunction) -> None:
-    """Computed at once, in chunks, beside others in cells all over the pool, or behind a prefix that another made."""
-    rows = Rows(native, reach, stored, 90)
+@pytest.mark.parametrize("attention_range", RANGES, ids=lambda attention_range: attention_range.kind)
+def test_attention_of_a_row_is_batch_invariant(
+    attention_range: AttentionRange, stored: torch.dtype, native: AttentionFunction
+) -> None:
+    """In one forward, in chunks, beside other sequences, in scattered cells, or behind a copied prefix."""
+    rows = Rows(native, attention_range, stored, 90)
     (whole,) = rows.compute(rows.cache(), (0, 90))
 
     crowded = rows.cache()
     parts = [rows.compute(crowded, (0, end), (1, end + 1)) for end in (1, 2, 30, 31, 64)]
-    standing = crowded.copy_prefix(0, 2, 64)
+    cached_length = crowded.copy_prefix(0, 2, 64)
     parts += [rows.compute(crowded, (0, end), (1, end + 1)) for end in (70, 89)]
     (behind,) = rows.compute(crowded, (2, 90))
 
-    assert 64 == standing
+    assert 64 == cached_length
     assert torch.equal(whole[:89], torch.cat([first for first, _ in parts]))
     assert torch.equal(whole, torch.cat([second for _, second in parts]))
     assert torch.equal(whole[64:], behind)
 
 
-def test_a_wrong_kernel_is_given_up(
+def test_kernel_that_fails_the_self_test_is_replaced_by_torch(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the self-test finds wrong does not serve: torch does, in batches, and the log says so."""
-
     def wrong(*inputs: object, **bend: object) -> Tensor:
         return reference.attend(*inputs, **bend) * 1.1  # type: ignore[arg-type]
 
@@ -177,14 +183,16 @@ def test_a_wrong_kernel_is_given_up(
         loaded = load_model(folder("llama"), "float32")
 
     assert attending(loaded) is reference.attend
-    assert ["attends in torch operations, for the C++ kernel changes it" in line for line in caplog.messages] == [True]
+    assert [
+        "attends in torch operations, because the C++ kernel changes its logits" in line for line in caplog.messages
+    ] == [True]
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_torch_serves(
+def test_torch_serves_without_a_compiler(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bare machine answers all the same, and one line tells why it is slower, however many models are loaded."""
+    """One log line gives the reason, however many models are loaded."""
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "variants", lambda kernel: ("avx2", "generic"))
@@ -204,10 +212,10 @@ def test_without_a_compiler_torch_serves(
         (("avx2", "generic"), b"no library", "cannot be loaded"),
     ],
 )
-def test_a_kernel_that_does_not_fit_is_not_used(
+def test_kernel_library_that_cannot_load_is_not_used(
     variants: tuple[str, ...], library: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor without wide vectors, and a file that the system refuses."""
+    """A processor without wide vectors, and a file refused by the system."""
     file = tmp_path / "library.so"
     file.write_bytes(library)
     monkeypatch.setattr(build, "variants", lambda kernel: variants)
@@ -219,8 +227,7 @@ def test_a_kernel_that_does_not_fit_is_not_used(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_what_the_kernel_does_not_know_needs_no_library(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is built for a model whose every call would be torch's."""
+def test_dtype_without_a_kernel_builds_no_library(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "best_attention", lambda: pytest.fail("nobody needs it"))
 
     assert dispatch.attention_kernel(dtype, dtype) is reference.attend

@@ -1,4 +1,4 @@
-"""Row-invariant products and functions: quantised models give a sequence the same bits in any batch."""
+"""Row-invariant products and functions: the logits of quantised models are bit for bit independent of the batch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.libraries import built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Latent attention, layers that share cells, one by one, attention beside a state space, a scan of its own, experts that
-# are routed by groups.
+# Latent attention, layers that share cells, the sequential runner, attention beside a state space, a scan of its own,
+# experts routed in groups.
 ALWAYS = ("deepseek_v3", "gemma4_text", "opt", "falcon_h1", "falcon_mamba", "mpt")
-# Its bias on scores counts from the end of a chunk.
+# Its position bias counts from the end of a chunk.
 EXCEPTIONS = {"mpt": {"batched = alone": True, "chunks": False, "prefix hit": False}}
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 VECTORS = [name for name in build.variants("linear") if name != "generic"]
@@ -46,21 +46,20 @@ ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 
 @pytest.fixture(params=["torch", *VECTORS])
 def product(request: pytest.FixtureRequest) -> RowInvariantProduct:
-    """Every way to row-invariant products."""
+    """Every implementation of row-invariant products."""
     return TiledProduct() if request.param == "torch" else NativeProduct(built("linear", request.param))
 
 
 def random(*shape: int) -> Tensor:
-    """Random numbers, other ones for each shape."""
+    """Random numbers, seeded by the shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("columns", "outputs"), [(33, 17), (64, 64), (576, 130), (1000, 5), (7, 1)])
-def test_a_row_times_a_weight_is_what_it_is_alone(
+def test_product_of_a_row_does_not_depend_on_other_rows(
     product: RowInvariantProduct, columns: int, outputs: int, threads: int
 ) -> None:
-    """Whatever rows stand before and behind it, and right to rounding."""
     torch.set_num_threads(threads)
     rows, weight = random(70, columns), random(outputs, columns)
     whole = product.linear(rows, weight)
@@ -71,10 +70,10 @@ def test_a_row_times_a_weight_is_what_it_is_alone(
 
 
 @pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 40, 64, 90), (6, 33, 20, 70), (3, 20, 100, 33)])
-def test_products_of_batches_do_not_depend_on_shapes(
+def test_batched_products_do_not_depend_on_shapes(
     product: RowInvariantProduct, batch: int, rows: int, inner: int, columns: int
 ) -> None:
-    """Neither rows, nor columns, nor matrices, nor zeros behind the inner columns change a bit."""
+    """Rows, columns, matrices and zeros behind the inner columns change no bit."""
     left, right = random(batch, rows, inner), random(batch, inner, columns)
     whole = product.batch(left, right)
 
@@ -108,8 +107,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_rows_is_the_same_of_some(name: str, dtype: torch.dtype) -> None:
-    """Torch's own differ with the place in a tensor and its strides; ours are the same function, and do not."""
+def test_replaced_functions_are_row_invariant(name: str, dtype: torch.dtype) -> None:
+    """Torch's own differ by offset and strides."""
     function, invariant = FUNCTIONS[name], RowInvariant(TiledProduct())
     for width in (7, 48, 100):
         rows = (4 * random(23, width)).to(dtype)
@@ -129,8 +128,8 @@ def test_a_function_of_rows_is_the_same_of_some(name: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_of_modules_is_what_torch_computes(causal: bool) -> None:
-    """Groups of heads, masks of both kinds and rows that see nothing."""
+def test_invariant_attention_agrees_with_torch(causal: bool) -> None:
+    """Grouped heads, boolean and additive masks, and fully masked rows."""
     query, key, value = random(1, 4, 9, 16), random(1, 2, 9, 16), random(1, 2, 9, 12)
     some = torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) < 0.4
     some[3] = False
@@ -144,16 +143,18 @@ def test_attention_of_modules_is_what_torch_computes(causal: bool) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reach", [AttentionRange(), AttentionRange("window", 20), AttentionRange("chunk", 32)])
-def test_aligned_attention_is_the_reference(reach: AttentionRange) -> None:
-    """The same attention, from sums that begin at multiples of POSITIONS: no chunk changes a bit."""
+@pytest.mark.parametrize(
+    "attention_range", [AttentionRange(), AttentionRange("window", 20), AttentionRange("chunk", 32)]
+)
+def test_aligned_attention_agrees_with_the_reference(attention_range: AttentionRange) -> None:
+    """Its sums start at multiples of POSITIONS, so no chunk changes a bit."""
     keys, values = (LayerKV(FloatKVBuffer(random(1, 2, 200, 8 + width)), 0) for width in (0, 1))
     keys, query = LayerKV(FloatKVBuffer(random(1, 2, 200, 8)), 0), random(4, 200, 8)
 
     def attend(start: int, stop: int, form: reference.AttentionFunction) -> Tensor:
-        first = reach.oldest_visible(start)
+        first = attention_range.oldest_visible(start)
         segment = Segment(slice(0, stop - start), start, slice(first, stop), first)
-        return form(query[:, start:stop], keys, values, [segment], reach, scale=0.4)
+        return form(query[:, start:stop], keys, values, [segment], attention_range, scale=0.4)
 
     with RowInvariant(TiledProduct()):
         whole = attend(0, 200, reference.attend_aligned)
@@ -166,12 +167,12 @@ def test_aligned_attention_is_the_reference(reach: AttentionRange) -> None:
 
 @cache
 def quantised(name: str, bits: Bits = 8, native: bool = True) -> invariance.Quantised:
-    """A family's quantised model."""
+    """The quantised model of a family."""
     return invariance.build(name, bits, native=native)
 
 
 def holds(model: invariance.Quantised) -> dict[str, bool]:
-    """What holds for it."""
+    """The batch invariance checks of a family."""
     return {name: check(model) for name, check in CHECKS.items()}
 
 
@@ -179,17 +180,17 @@ def holds(model: invariance.Quantised) -> dict[str, bool]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.slow]) for name in sorted(FAMILIES)]
 )
-def test_a_quantised_family_has_the_bits_it_has_alone(name: str) -> None:
-    """Beside neighbours, in chunks and behind prefix hits, as docs/models.md has it; the check at load agrees."""
+def test_quantised_family_is_batch_invariant(name: str) -> None:
+    """In batches, in chunks and behind prefix hits, as docs/models.md says; the check at load agrees."""
     model = quantised(name)
     expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
 
     assert expected == holds(model)
-    assert all(expected.values()) == is_batch_invariant(model.runner, model.runner._model, model.facts)
+    assert all(expected.values()) == is_batch_invariant(model.runner, model.runner._model, model.traits)
 
 
-def test_the_page_has_every_family() -> None:
-    """docs/models.md has a row for each family, and what does not hold is an exception that it explains."""
+def test_models_page_has_every_family() -> None:
+    """Exceptions in docs/models.md are explained there."""
     table = PAGE.read_text().split("| family | int8, computed |")[1].split("\n\n")[0]
     rows = {cells[0]: cells[2:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
 
@@ -202,14 +203,12 @@ def test_the_page_has_every_family() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ALWAYS)
-def test_so_has_one_in_int4(name: str) -> None:
-    """The same with int4 weights."""
+def test_int4_family_is_batch_invariant(name: str) -> None:
     assert {check: True for check in CHECKS} == holds(quantised(name, 4))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_no_library_is_needed(name: str) -> None:
-    """In torch alone: products, attention and quantised products."""
+def test_torch_alone_is_batch_invariant(name: str) -> None:
     assert {check: True for check in CHECKS} == holds(quantised(name, native=False))
 
 
@@ -229,30 +228,29 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_products_of_modules_have_the_shapes_of_torch(name: str, product: RowInvariantProduct) -> None:
-    """Whatever is spread over whatever, and from tensors with any strides."""
+def test_invariant_products_broadcast_like_torch(name: str, product: RowInvariantProduct) -> None:
+    """Tensors have any strides."""
     left, right = (random(*shape) for shape in SHAPES[name])
     for other in (right, right.mT.contiguous().mT if right.dim() > 1 else right):
         with RowInvariant(product):
-            made = left @ other
+            actual = left @ other
 
-        torch.testing.assert_close(made, left @ right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, left @ right, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sum_and_a_product_at_once_is_that_of_torch(product: RowInvariantProduct) -> None:
-    """addmm and baddbmm, with their factors."""
+def test_addmm_and_baddbmm_agree_with_torch(product: RowInvariantProduct) -> None:
     bias, left, right = random(7), random(9, 20), random(20, 7)
     scores, many, others = random(3, 9, 7), random(3, 9, 20), random(3, 20, 7)
     with RowInvariant(product):
-        made = torch.addmm(bias, left, right), scores.baddbmm(batch1=many, batch2=others, beta=0.5, alpha=2.0)
+        actual = torch.addmm(bias, left, right), scores.baddbmm(batch1=many, batch2=others, beta=0.5, alpha=2.0)
 
-    torch.testing.assert_close(made[0], bias + left @ right, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(made[1], 0.5 * scores + 2 * many @ others, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[0], bias + left @ right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[1], 0.5 * scores + 2 * many @ others, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("inner", [100, 300, 700])
-def test_zeros_behind_what_heads_share_change_no_bit(product: RowInvariantProduct, inner: int) -> None:
-    """Where all heads share values, their sums over positions do not depend on the number of these."""
+def test_shared_values_of_heads_ignore_trailing_zeros(product: RowInvariantProduct, inner: int) -> None:
+    """Sums over positions of values shared by all heads do not depend on the number of positions."""
     weights, values = random(1, 4, 9, inner), random(1, 1, inner, 12)
     with RowInvariant(product):
         whole = weights @ values
@@ -264,8 +262,8 @@ def test_zeros_behind_what_heads_share_change_no_bit(product: RowInvariantProduc
 
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int8", "kernels": "torch"}, {}])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_the_load_says_what_it_found(family: str, settings: dict[str, str], folder: Callable[[str], Path]) -> None:
-    """Bits are the same in any batch by the native step and for whatever is quantised; other modules round."""
+def test_load_reports_batch_invariance(family: str, settings: dict[str, str], folder: Callable[[str], Path]) -> None:
+    """The native step and quantised models are batch invariant; other modules round."""
     loaded = load_model(folder(family), "float32", **settings)
 
     assert loaded.info.batch_invariant == (bool(settings) or isinstance(loaded.runner, NativeRunner))
@@ -277,26 +275,25 @@ def _replace_nothing(mode: RowInvariant, product: RowInvariantProduct) -> None:
     mode._functions = {}
 
 
-def test_a_model_that_cannot_be_made_invariant_is_named(
+def test_model_that_is_not_batch_invariant_is_logged(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The check at load sees products that depend on the batch: one line in the log, and what capabilities tell."""
+    """The capabilities report it too."""
     monkeypatch.setattr(RowInvariant, "__init__", _replace_nothing)
     with caplog.at_level(logging.WARNING, "cellar.engine"):
         loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels="torch")
 
     assert not loaded.info.batch_invariant
-    assert 1 == sum("rounds differently in another batch" in line for line in caplog.messages)
+    assert 1 == sum("is not batch invariant" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_mix_without_the_native_step_says_what_each_says_alone(kernels: str, folder: Callable[[str], Path]) -> None:
-    """Greedy texts of int8 models that run by modules, through the whole engine."""
+def test_int8_text_without_native_step_is_batch_invariant(kernels: str, folder: Callable[[str], Path]) -> None:
     loaded = load_model(folder("deepseek_v3"), "float32", quantize="int8", kernels=kernels)
     some = mix(1, prompts(5))
     answers = play(some.core(loaded), some.jobs)
 
     for job in some.jobs:
         alone = play(core(loaded, slots=1, chunk=256), [Job(job.request)])[job.request.id].tokens
-        said = answers[job.request.id].tokens
-        assert said == (alone if job.leaves is None else alone[: len(said)])
+        tokens = answers[job.request.id].tokens
+        assert tokens == (alone if job.leaves is None else alone[: len(tokens)])

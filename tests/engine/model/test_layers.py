@@ -1,4 +1,4 @@
-"""Calibration: how each layer's keys turn and what its queries see, found by watching tiny models of many families."""
+"""Calibration: the rotation and attention range of each layer, found in tiny models of many families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.models import CONTEXT
 Models = Callable[..., LoadedModel]
 
 FULL, SLIDING = AttentionRange(), AttentionRange("window", 8)
-# Of each layer: layout, first turned column, number of pairs; and the reach. None: positions are not in the keys' turn.
+# Of each layer: layout, first rotated column, number of pairs, and attention range. None: keys are not rotated.
 EXPECTED = {
     "llama": [(("half", 0, 4), FULL)] * 2,
     "qwen3": [(("half", 0, 4), FULL)] * 2,
@@ -33,50 +33,49 @@ EXPECTED = {
 
 
 def shape(rotation: Rotation | None) -> tuple[str, int, int] | None:
-    """A rotation without its numbers."""
+    """A rotation without its frequencies."""
     return rotation and (rotation.layout, rotation.offset, len(rotation.inverse_frequency))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("family", EXPECTED)
-def test_rotation_and_reach_of_every_layer_are_found(loaded: Models, family: str, dtype: str) -> None:
-    """Half, interleaved, partial, none at all, learned positions, windows: each family as it is, in every type."""
+def test_rotation_and_range_of_every_layer_are_found(loaded: Models, family: str, dtype: str) -> None:
+    """Half, interleaved, partial and no rotation, learned positions and windows, in every dtype."""
     layers = loaded(family, dtype).layers
 
     assert EXPECTED[family] == [(shape(plan.spec.rotation), plan.spec.attention_range) for plan in layers]
-    assert list(range(len(layers))) == [plan.layer for plan in layers]
+    assert list(range(len(layers))) == [plan.index for plan in layers]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere"])
-def test_the_frequencies_are_the_models_own(loaded: Models, family: str) -> None:
-    """A turn by the found rotation is the turn of transformers' table, layer by layer."""
+def test_found_frequencies_are_the_model_tables(loaded: Models, family: str) -> None:
     model, layers = loaded(family).model, loaded(family).layers
     tables = [buffer.double() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     key = torch.randn(1, 8, dtype=torch.float64)
     for plan in layers:
         assert plan.spec.rotation is not None
-        turns = [rotate(key, -5, Rotation(plan.spec.rotation.layout, 0, tuple(table.tolist()))) for table in tables]
+        rotated_keys = [
+            rotate(key, -5, Rotation(plan.spec.rotation.layout, 0, tuple(table.tolist()))) for table in tables
+        ]
         found = rotate(key, -5, plan.spec.rotation)
 
-        assert any(torch.allclose(turn, found, rtol=0, atol=1e-6) for turn in turns)
+        assert any(torch.allclose(rotated, found, rtol=0, atol=1e-6) for rotated in rotated_keys)
 
 
-def test_layers_of_one_model_may_turn_differently(loaded: Models) -> None:
-    """Gemma 3 turns its sliding layers by another base than its full ones."""
+def test_layers_of_one_model_may_rotate_differently(loaded: Models) -> None:
+    """Gemma 3 rotates its sliding layers by another base than its full ones."""
     sliding, full = (plan.spec.rotation for plan in loaded("gemma3").layers)
 
     assert sliding != full
 
 
-def test_the_geometry_is_that_of_the_heads(loaded: Models) -> None:
-    """Key heads and widths are those that are stored, not those of the queries."""
+def test_layer_spec_has_key_heads_and_widths(loaded: Models) -> None:
     assert [(2, 8, 8)] * 2 == [
         (plan.spec.heads, plan.spec.key_width, plan.spec.value_width) for plan in loaded("llama").layers
     ]
 
 
-def test_the_loader_tells_what_it_loaded(loaded: Models) -> None:
-    """Name, architecture, size and context come from the model itself."""
+def test_model_info_describes_the_loaded_model(loaded: Models) -> None:
     info = loaded("llama").info
 
     assert ("LlamaForCausalLM", "float64", 272, CONTEXT) == (

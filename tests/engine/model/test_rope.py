@@ -1,5 +1,5 @@
-"""Rotary factors that change with the length of a sequence: text equals `generate` alone on both sides of the original
-length and across it, in any company, and nothing computed by one kind of factors serves the other.
+"""Rotary factors that depend on the length of a sequence: text equals `generate` alone on both sides of the original
+length and across it, in any batch, and cells of one kind of factors do not serve the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LONG = tuple(range(60, 60 + ORIGINAL + 10))
 def answers(
     loaded: LoadedModel, prompts: dict[str, tuple[int, ...]], count: int = 24, **settings: object
 ) -> dict[str, list[int]]:
-    """What an engine says to prompts that arrive together."""
+    """The completions of prompts that arrive together."""
     engine = core(loaded, **settings)
     played = play(engine, [Job(ask(name, prompt, count, ignore_eos=True)) for name, prompt in prompts.items()])
     assert all(isinstance(answer.end, Finished) for answer in played.values())
@@ -49,7 +49,7 @@ def answers(
 
 @pytest.fixture
 def alone(folder: Callable[[str], Path]) -> Callable[[str, tuple[int, ...], int], list[int]]:
-    """What a new model in transformers says, which no earlier text has left in any state."""
+    """The completion of a newly loaded model in transformers, without state of earlier texts."""
 
     @cache
     def generate(family: str, prompt: tuple[int, ...], count: int) -> list[int]:
@@ -57,23 +57,23 @@ def alone(folder: Callable[[str], Path]) -> Callable[[str, tuple[int, ...], int]
         ids = torch.tensor([prompt])
         settings = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.inference_mode():
-            said: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
-        return said[len(prompt) :]
+            tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+        return tokens[len(prompt) :]
 
     return generate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_short_text_beside_a_long_one_is_what_it_is_alone(loaded: Models, alone: Callable, family: str) -> None:
-    """A text within the original length, one that crosses it and one beyond it share all batches."""
+def test_longrope_sequences_of_all_lengths_share_a_batch(loaded: Models, alone: Callable, family: str) -> None:
+    """A text within the original length, one that crosses it and one beyond it have the logits of each alone."""
     prompts = {"within": SHORT[:9], "across": SHORT, "beyond": LONG}
 
     assert {name: alone(family, prompt, 24) for name, prompt in prompts.items()} == answers(loaded(family), prompts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_factors_change_what_is_said(loaded: Models, alone: Callable, family: str) -> None:
-    """Long factors from the start would say something else: what the tests above tell apart is there."""
+def test_long_factors_change_the_text(loaded: Models, alone: Callable, family: str) -> None:
+    """The models of these tests are sensitive to the factors."""
     says = alone(family, SHORT[:9], 24)
     switch = loaded(family).switch
     assert switch is not None
@@ -87,8 +87,8 @@ def test_the_factors_change_what_is_said(loaded: Models, alone: Callable, family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_mix_says_what_generate_says_alone(loaded: Models, reference: References, family: str) -> None:
-    """Chunks, shared beginnings, cancels and preemption, with prompts on both sides of the original length."""
+def test_longrope_text_equals_generate_in_any_batch(loaded: Models, reference: References, family: str) -> None:
+    """Chunks, shared prefixes, cancellation and preemption, with prompts on both sides of the original length."""
     judged = run(loaded, reference, family, range(3), "float64")
     judged += run(loaded, reference, family, range(2000, 2002), "float64", scarce=True)
 
@@ -96,7 +96,9 @@ def test_any_mix_says_what_generate_says_alone(loaded: Models, reference: Refere
 
 
 @pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
-def test_the_native_step_says_the_same(folder: Callable[[str], Path], reference: References, family: str) -> None:
+def test_native_step_text_equals_generate_with_longrope(
+    folder: Callable[[str], Path], reference: References, family: str
+) -> None:
     """In float32 tokens differ from transformers' at ties only."""
     built("step")
     native = load_model(folder(family), "float32", threads=1)
@@ -106,8 +108,9 @@ def test_the_native_step_says_the_same(folder: Callable[[str], Path], reference:
 
 
 @pytest.mark.parametrize("family", ["phi3_long", "llama_long"])
-def test_one_sequence_at_a_time_says_the_same(loaded: Models, reference: References, family: str) -> None:
-    """A model that cannot run packed chooses the factors of a chunk by its sequence too."""
+def test_sequential_runner_text_equals_generate_with_longrope(
+    loaded: Models, reference: References, family: str
+) -> None:
     gathering = SequentialRunner(loaded(family).model, loaded(family).runner.switch)
     model = loaded(family).model
     packed = model.config._attn_implementation
@@ -120,26 +123,24 @@ def test_one_sequence_at_a_time_says_the_same(loaded: Models, reference: Referen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_context_within_the_original_length_has_short_factors_only(
-    loaded: Models, alone: Callable, family: str
-) -> None:
-    """Served so, nothing switches, and a shift turns keys by the short factors."""
+def test_context_within_the_original_length_uses_short_factors(loaded: Models, alone: Callable, family: str) -> None:
+    """Nothing switches, and a shift rotates keys by the short factors."""
     short = replace(loaded(family), info=replace(loaded(family).info, context=ORIGINAL))
-    said = answers(short, {"one": SHORT[:9]}, slots=2, context=ORIGINAL)
+    tokens = answers(short, {"one": SHORT[:9]}, slots=2, context=ORIGINAL)
 
     assert short.switch is None
     assert short.layers == short.runner.layers
-    assert alone(family, SHORT[:9], 24) == said["one"]
+    assert alone(family, SHORT[:9], 24) == tokens["one"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_turn_that_crosses_the_length_takes_nothing_from_the_turn_before(
+def test_prefix_with_short_factors_is_not_reused_beyond_the_length(
     loaded: Models, alone: Callable, family: str
 ) -> None:
-    """Cells by short factors do not serve a prompt beyond the original length; those by long ones serve the next."""
+    """Cells with short factors do not serve a prompt beyond the original length; long ones serve the next."""
     engine = core(loaded(family), slots=2)
-    said = play(engine, [Job(ask("first", SHORT, 4, ignore_eos=True))])["first"].tokens
-    second = (*SHORT, *said, *range(200, 220))
+    tokens = play(engine, [Job(ask("first", SHORT, 4, ignore_eos=True))])["first"].tokens
+    second = (*SHORT, *tokens, *range(200, 220))
     later = play(engine, [Job(ask("second", second, 8, ignore_eos=True))])["second"]
     third = (*second, *later.tokens, 7, 8)
     last = play(engine, [Job(ask("third", third, 8, ignore_eos=True))])["third"]
@@ -164,10 +165,10 @@ def test_a_turn_that_crosses_the_length_takes_nothing_from_the_turn_before(
         ("partly", 3, 64, "shift"),
     ],
 )
-def test_drafts_company_and_shifts_change_no_token(
+def test_drafts_batches_and_shifts_change_no_token_with_longrope(
     loaded: Models, monkeypatch: pytest.MonkeyPatch, family: str, drafter: str, batch: int, chunk: int, event: str
 ) -> None:
-    """Texts cross the original length at all places of a draft, and behind it the context shifts."""
+    """Texts cross the original length at every position of a draft, and the context shifts beyond it."""
     monkeypatch.setitem(speculated.KINDS, family, family)
 
     assert [] == differences(Case(drafter, family, batch, chunk, event), loaded)
@@ -175,8 +176,8 @@ def test_drafts_company_and_shifts_change_no_token(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("extended", [False, True])
-def test_a_shift_turns_keys_by_the_factors_they_have(loaded: Models, family: str, extended: bool) -> None:
-    """The first layer's keys depend on tokens and positions alone: turned ones equal those computed anew."""
+def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, extended: bool) -> None:
+    """The first layer's keys depend on tokens and positions only: rotated keys equal recomputed ones."""
     model = loaded(family)
     layers = model.runner.extended_layers if extended else model.runner.layers
     tokens = [token % VOCABULARY for token in range(7, 7 + 30)]
@@ -199,11 +200,9 @@ def test_a_shift_turns_keys_by_the_factors_they_have(loaded: Models, family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("extended", [True, False])
-def test_the_self_test_compares_with_factors_that_transformers_chooses(
+def test_self_test_refuses_one_kind_of_factors_for_all_tokens(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, extended: bool
 ) -> None:
-    """A runner that rotates every row by one kind of factors, whichever it is, is refused."""
-
     def rows(_: RopeSwitch, spans: list[Span]) -> torch.Tensor:
         return torch.full((sum(span.length for span in spans),), extended)
 
@@ -213,8 +212,7 @@ def test_the_self_test_compares_with_factors_that_transformers_chooses(
         load_model(folder(family))
 
 
-def test_layers_that_change_at_different_lengths_are_refused() -> None:
-    """A sequence is on one side of one length."""
+def test_layers_with_different_original_lengths_are_refused() -> None:
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     model = torch.nn.Module()
     for at, length in enumerate((4, 8)):

@@ -1,4 +1,4 @@
-"""Models that run by themselves over our cells, layers that share cells, and layers that would mask by themselves."""
+"""The sequential runner, layers that share cells, and layers with masks of their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.families import CHECKS, VOCABULARY, build
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "doge"])
-def test_a_selection_among_equals_is_the_same_in_any_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_sparse_selection_among_ties_is_independent_of_chunks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Where many positions score the same, chunks and resumed prompts change nothing.
 
     Both heads of an indexer score nothing for many positions; a dynamic mask that was never trained tells none apart.
@@ -35,21 +35,21 @@ def test_a_selection_among_equals_is_the_same_in_any_chunks(monkeypatch: pytest.
 
 
 def alone(model: Any, tokens: list[int]) -> Tensor:
-    """The logits [positions, vocabulary] of a model by itself."""
+    """The logits [tokens, vocabulary] of the unmodified model."""
     with torch.inference_mode():
         logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
 
 
 def cache(runner: SequentialRunner | PackedRunner) -> Cache:
-    """Room for three sequences of twenty tokens."""
+    """A cache for three sequences of twenty tokens."""
     return Cache([plan.spec for plan in runner.layers], slots=3, capacity=20, cells=60)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["mpt", "glm_moe_dsa", "gpt_neo"])
-def test_rows_come_in_the_order_of_the_batch(name: str) -> None:
-    """The wanted rows of several spans, none of one and two of another, are those of each sequence alone."""
+def test_logit_rows_are_in_batch_order(name: str) -> None:
+    """Several spans, with no row of one and two of another."""
     family = build(name)
     prompts = [list(family.prompt[at : at + 12]) for at in (0, 3, 6)]
     memory = cache(family.runner)
@@ -64,8 +64,7 @@ def test_rows_come_in_the_order_of_the_batch(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_indexer_keeps_its_keys_in_the_cells() -> None:
-    """A layer that selects stores the keys to select by as further columns of its values."""
+def test_indexer_keys_are_stored_in_value_columns() -> None:
     model = build("glm_moe_dsa").model
     model.set_attn_implementation("eager")
     memory = DynamicCache(config=model.config)
@@ -77,14 +76,14 @@ def test_an_indexer_keeps_its_keys_in_the_cells() -> None:
 
 
 class Keeping(nn.Module):
-    """A model that keeps something else than keys and values, or nothing."""
+    """A model with something other than keys and values in its cache, or nothing."""
 
     def __init__(self, kind: type | None) -> None:
         super().__init__()
         self.weight, self._kind, self.config, self.dtype = nn.Parameter(torch.zeros(1)), kind, None, torch.float32
 
     def forward(self, input_ids: Tensor, past_key_values: Any, logits_to_keep: Tensor) -> Any:
-        """No logits to speak of."""
+        """Placeholder logits."""
         if self._kind is not None:
             past_key_values.layers = [self._kind()]
             past_key_values.layers[0].update_conv_state(torch.zeros(1, 4, 4))
@@ -93,31 +92,30 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [None, LinearAttentionLayer])
-def test_a_model_that_keeps_something_else_is_not_gathered(kind: type | None) -> None:
-    """A state, or nothing at all, is no memory that cells could hold."""
+def test_model_without_key_value_cache_is_refused(kind: type | None) -> None:
     with pytest.raises(UnsupportedCache):
         SequentialRunner(Keeping(kind))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
-def test_layers_that_share_cells_store_nothing(name: str) -> None:
-    """The last layer of each type is read by those that follow it without keys of their own; every layer is there."""
+def test_kv_sharing_layers_store_nothing(name: str) -> None:
+    """The last layer of each type has the cells of the layers behind it that compute no keys."""
     family = build(name)
     types = family.model.config.get_text_config().layer_types
-    readers = {plan.layer: plan.readers for plan in family.runner.layers}
+    readers = {plan.index: plan.sharing_layers for plan in family.runner.layers}
 
     assert {0: (), 1: (), 2: (4,), 3: (5,)} == readers
     assert all(types[layer] == types[reader] for layer, own in readers.items() for reader in own)
 
 
 def call(layer: int, key: Tensor, value: Tensor, window: int | None = None) -> hooks.AttentionCall:
-    """One layer's call."""
+    """One layer's attention call."""
     return hooks.AttentionCall(layer, key, key, value, 1.0, window, None, None)
 
 
-def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes with the very same keys and values reads them; equal ones, or another window, are stored anew."""
+def test_shared_tensors_are_stored_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tensors at other addresses, or with another window, are stored again."""
     key, value = torch.ones(1, 2, 4), torch.ones(1, 2, 4)
     calls = [
         call(0, key, value),
@@ -137,8 +135,6 @@ def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.Mon
         """A model without layers."""
 
         class config:
-            """Nothing set."""
-
             @classmethod
             def get_text_config(cls) -> type:
                 """Itself."""
@@ -146,7 +142,7 @@ def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.Mon
 
     plans = find_cached_layers(Bare(1, 1), vocabulary=VOCABULARY)
 
-    assert {0: (3,), 1: (), 2: (4,)} == {plan.layer: plan.readers for plan in plans}
+    assert {0: (3,), 1: (), 2: (4,)} == {plan.index: plan.sharing_layers for plan in plans}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +154,7 @@ def test_the_same_tensors_are_stored_once_for_one_window(monkeypatch: pytest.Mon
     ],
     ids=lambda own: next(iter(own)),
 )
-def test_a_layer_that_chooses_what_it_sees_is_not_run_packed(own: dict[str, Tensor]) -> None:
-    """A mask or a selection of a layer's own would be ignored by our cells, so that it is refused while one listens."""
+def test_layer_with_its_own_mask_or_selection_is_not_packed(own: dict[str, Tensor]) -> None:
     module = nn.Module()
     module.layer_idx, module.is_causal, module.training = 0, True, False  # type: ignore[assignment]
     rows = torch.ones(1, 1, 2, 4)
@@ -173,8 +168,7 @@ def test_a_layer_that_chooses_what_it_sees_is_not_run_packed(own: dict[str, Tens
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_family_with_a_selection_of_its_own_runs_by_itself() -> None:
-    """An indexer picks what its layers see: packed, that would be lost."""
+def test_family_with_an_indexer_uses_the_sequential_runner() -> None:
     model = build("glm_moe_dsa").model
     model.set_attn_implementation(hooks.ATTENTION_NAME)
     with pytest.raises(TypeError):  # it adds its selection to the mask that it would get from others

@@ -1,4 +1,4 @@
-"""Quantised experts: which are found, that they compute what they did, what is lost, and what memory it takes."""
+"""Quantised experts: the survey, agreement with the original, quantisation error and memory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.engine.models import load_model
 
 Folder = Callable[[str], Path]
 EXPERTS, WIDTH, COLUMNS = 5, 48, 64
-# Of transformers' interface: matrices to the right of rows, biases, gates, norms.
+# Flags of transformers' interface: matrices to the right of rows, biases, gates, norms.
 KINDS = ((False, False, True, False), (True, True, True, False), (False, False, False, True), (True, False, True, True))
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def experts(kind: tuple[bool, bool, bool, bool], width: int = WIDTH, columns: int = COLUMNS) -> nn.Module:
-    """Random ones of some kind, as a model has them."""
-    turned, has_bias, gated, normed = kind
+    """Random experts of transformers' interface."""
+    transposed, has_bias, gated, normed = kind
     inner, outputs = "gate_up_proj" if gated else "up_proj", (1 + gated) * width
 
     class Own(nn.Module):
@@ -41,21 +41,21 @@ def experts(kind: tuple[bool, bool, bool, bool], width: int = WIDTH, columns: in
             super().__init__()
             self.act_fn, self.post_expert_norm = nn.SiLU(), nn.RMSNorm(columns)
             for name, rows, row in ((inner, outputs, columns), ("down_proj", columns, width)):
-                shape = (row, rows) if turned else (rows, row)
+                shape = (row, rows) if transposed else (rows, row)
                 setattr(self, name, nn.Parameter(torch.randn(EXPERTS, *shape) / row**0.5, requires_grad=False))
                 if has_bias:
                     setattr(self, f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, rows), requires_grad=False))
 
     torch.manual_seed(0)
     decorate = use_experts_implementation(
-        is_transposed=turned, has_bias=has_bias, has_gate=gated, has_post_expert_norm=normed
+        is_transposed=transposed, has_bias=has_bias, has_gate=gated, has_post_expert_norm=normed
     )
-    made: nn.Module = decorate(Own)(SimpleNamespace(_experts_implementation="batched_mm"))
-    return made.requires_grad_(False)
+    quantised: nn.Module = decorate(Own)(SimpleNamespace(_experts_implementation="batched_mm"))
+    return quantised.requires_grad_(False)
 
 
 class Model(nn.Module):
-    """Two layers with experts, of which one is not used, and a router."""
+    """Two layers with experts, one of them unused, and a router."""
 
     def __init__(self, kind: tuple[bool, bool, bool, bool] = KINDS[0]) -> None:
         super().__init__()
@@ -64,32 +64,32 @@ class Model(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Rows [count, COLUMNS]."""
         weights, chosen = self.router(rows).softmax(-1).topk(2)
-        made: Tensor = self.first(rows, chosen, weights)
-        return made
+        quantised: Tensor = self.first(rows, chosen, weights)
+        return quantised
 
 
 def surveyed(model: nn.Module) -> QuantizationPlan:
-    """What a survey finds that sees a model run."""
+    """The plan of a survey during a run of the model."""
     survey = LayerSurvey(model)
     model(torch.randn(3, COLUMNS))
     return survey.close()
 
 
 def lost(expected: Tensor, actual: Tensor) -> float:
-    """How large the difference is, to what is expected."""
+    """The relative error."""
     return float((actual - expected).norm() / expected.norm())
 
 
 def quantized(module: nn.Module, bits: Bits, prepare: PrepareMatrices = linear.prepare) -> QuantizedExperts:
-    """What replaces some experts."""
+    """The quantised replacement of experts."""
     model = nn.Sequential(module)
     survey = LayerSurvey(model)
     columns = one.down.weight.shape[1] if (one := experts_of(module)) is not None else 0
     module(torch.zeros(1, columns), *_chosen(1))
     quantize.quantize(model, survey.close(), WeightStore("a", bits), prepare)
-    made = model[0]
-    assert isinstance(made, QuantizedExperts)
-    return made
+    quantised = model[0]
+    assert isinstance(quantised, QuantizedExperts)
+    return quantised
 
 
 def _chosen(rows: int) -> tuple[Tensor, Tensor]:
@@ -100,44 +100,44 @@ def _chosen(rows: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize(("bits", "allowed"), [(8, 0.025), (4, 0.18)])
-def test_replaced_experts_compute_what_they_did(
+def test_quantised_experts_approximate_the_original(
     kind: tuple[bool, bool, bool, bool], bits: Bits, allowed: float
 ) -> None:
-    """Nearly, and without rows too, in whatever way they are stored, as transformers' own code computes them."""
+    """In every layout of transformers, also without rows."""
     module, rows, chosen = experts(kind), torch.randn(40, COLUMNS), _chosen(40)
     expected = module(rows, *chosen)
 
-    made = quantized(module, bits)
+    quantised = quantized(module, bits)
 
-    assert lost(expected, made(rows, *chosen)) < allowed
-    assert (0, COLUMNS) == made(rows[:0], *(one[:0] for one in chosen)).shape
-    assert [] == [parameter for parameter in made.parameters() if parameter.dim() == 3]
+    assert lost(expected, quantised(rows, *chosen)) < allowed
+    assert (0, COLUMNS) == quantised(rows[:0], *(one[:0] for one in chosen)).shape
+    assert [] == [parameter for parameter in quantised.parameters() if parameter.dim() == 3]
 
 
-def test_a_number_beyond_all_experts_makes_nothing() -> None:
-    """So routers say that a row goes through fewer."""
-    made, rows, (chosen, weights) = quantized(experts(KINDS[0]), 8), torch.randn(6, COLUMNS), _chosen(6)
-    expected = made(rows, chosen[:, :1], weights[:, :1])
+def test_expert_index_beyond_all_experts_adds_nothing() -> None:
+    """Routers mark unused ranks this way."""
+    quantised, rows, (chosen, weights) = quantized(experts(KINDS[0]), 8), torch.randn(6, COLUMNS), _chosen(6)
+    expected = quantised(rows, chosen[:, :1], weights[:, :1])
     chosen[:, 1] = EXPERTS
 
-    assert torch.equal(expected, made(rows, chosen, weights))
+    assert torch.equal(expected, quantised(rows, chosen, weights))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_those_beside_it(bits: Bits) -> None:
-    """With the C++ kernel the same to the last bit, wherever it stands."""
-    made = quantized(experts(KINDS[0]), bits, dispatch.best_linear())
+def test_expert_output_of_a_row_is_batch_invariant(bits: Bits) -> None:
+    """Bit for bit with the C++ kernel."""
+    quantised = quantized(experts(KINDS[0]), bits, dispatch.best_linear())
     rows, (chosen, weights) = torch.randn(30, COLUMNS), _chosen(30)
-    expected = made(rows, chosen, weights)
+    expected = quantised(rows, chosen, weights)
 
     for start, stop in ((0, 1), (7, 8), (3, 20), (29, 30)):
-        assert torch.equal(expected[start:stop], made(rows[start:stop], chosen[start:stop], weights[start:stop]))
+        assert torch.equal(expected[start:stop], quantised(rows[start:stop], chosen[start:stop], weights[start:stop]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("share", [0.0, 0.02])
-def test_no_more_is_lost_than_in_dense_layers(bits: Bits, share: float) -> None:
-    """With and without columns of rows that are 50 times as large: what two dense layers of the same numbers lose."""
+def test_expert_quantisation_error_is_that_of_dense_layers(bits: Bits, share: float) -> None:
+    """With and without outlier columns, 50 times as large."""
     module = experts(KINDS[0], width=256, columns=256)
     inner, down = (getattr(module, name)[0].clone() for name in ("gate_up_proj", "down_proj"))
     large = torch.rand(256, generator=torch.Generator().manual_seed(1)) < share
@@ -151,8 +151,8 @@ def test_no_more_is_lost_than_in_dense_layers(bits: Bits, share: float) -> None:
     assert lost(expected, dense) < (0.06 if bits == 8 else 0.25)
 
 
-def test_experts_in_use_are_found() -> None:
-    """By transformers' interface; what is not called stays."""
+def test_survey_finds_called_experts() -> None:
+    """Experts that are not called are not quantised."""
     found = surveyed(model := Model())
 
     assert ["first"] == list(found.experts)
@@ -162,11 +162,10 @@ def test_experts_in_use_are_found() -> None:
     assert not isinstance(model.unused, QuantizedExperts)
 
 
-def test_auto_counts_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are most of a model's weights."""
+def test_auto_quantisation_counts_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "best_linear", lambda: lambda matrices: None)
     found = surveyed(Model())
-    many = QuantizationPlan((), found.stay, {str(at): found.experts["first"] for at in range(2**11)})
+    many = QuantizationPlan((), found.skipped, {str(at): found.experts["first"] for at in range(2**11)})
 
     assert 2**25 < many.weights
     assert [None, 8, 4] == [
@@ -174,37 +173,36 @@ def test_auto_counts_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_weights_leave_the_memory_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the second matrices of experts are packed, the first ones of all of them are gone."""
-    model, held = Model(), list[bool]()
+def test_expert_weights_are_freed_one_parameter_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the down projections are packed, all up projections are freed."""
+    model, has_up_projection = Model(), list[bool]()
 
     def packed(weight: Tensor, *others: object) -> PackedMatrix:
-        held.append(getattr(model.first, "gate_up_proj", None) is not None)
+        has_up_projection.append(getattr(model.first, "gate_up_proj", None) is not None)
         return pack(weight, *others)  # type: ignore[arg-type]
 
     found = surveyed(model)
     monkeypatch.setattr(quantize, "pack", packed)
     own = model.first
-    quantize.quantize(model, QuantizationPlan((), found.stay, found.experts), WeightStore("a", 8), linear.prepare)
+    quantize.quantize(model, QuantizationPlan((), found.skipped, found.experts), WeightStore("a", 8), linear.prepare)
 
-    assert [True] * EXPERTS + [False] * EXPERTS == held
+    assert [True] * EXPERTS + [False] * EXPERTS == has_up_projection
     assert {} == dict(own.named_parameters(recurse=False))
 
 
-def test_the_plan_counts_what_they_take_now() -> None:
-    """Codes and scales, and what stays: biases, routers, other weights."""
+def test_bytes_of_counts_quantised_experts() -> None:
+    """Codes, scales, biases, routers and other weights."""
     model = Model(KINDS[1])
     found = surveyed(model)
-    quantize.quantize(model, QuantizationPlan((), found.stay, found.experts), WeightStore("a", 4), linear.prepare)
-    packed = [*model.first.inner, *model.first.down]  # type: ignore[misc]
+    quantize.quantize(model, QuantizationPlan((), found.skipped, found.experts), WeightStore("a", 4), linear.prepare)
+    packed = [*model.first.up, *model.first.down]  # type: ignore[misc]
 
     assert 2 * EXPERTS == len(packed)
-    taken = sum(one.codes.nbytes + one.scales.nbytes for one in packed)
-    assert sum(one.nbytes for one in model.parameters()) + taken == quantize.bytes_of(model)
+    packed_bytes = sum(one.codes.nbytes + one.scales.nbytes for one in packed)
+    assert sum(one.nbytes for one in model.parameters()) + packed_bytes == quantize.bytes_of(model)
 
 
-def test_experts_are_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second start reads what the first made, and computes the same, bit for bit."""
+def test_quantised_experts_are_reused_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MIN_BYTES", 0)
     first, second = Model(), Model()
     second.load_state_dict(first.state_dict())
@@ -218,12 +216,14 @@ def test_experts_are_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("family", "told"), [("qwen3_next", "the experts of 4 layers"), ("llama4", "weights of experts")]
+    ("family", "summary"), [("qwen3_next", "the experts of 4 layers"), ("llama4", "weights of experts")]
 )
-def test_the_log_tells_of_experts(folder: Folder, caplog: pytest.LogCaptureFixture, family: str, told: str) -> None:
-    """Of those that are quantised, and of those that are stored in a way of their own."""
+def test_log_summary_counts_experts(
+    folder: Folder, caplog: pytest.LogCaptureFixture, family: str, summary: str
+) -> None:
+    """Quantised ones, and experts in an unsupported layout."""
     with caplog.at_level(logging.INFO, "cellar.engine"):
         loaded = load_model(folder(family), "float32", quantize="int8")
 
-    assert told in caplog.text
+    assert summary in caplog.text
     assert (family == "qwen3_next") == any(isinstance(one, QuantizedExperts) for one in loaded.model.modules())

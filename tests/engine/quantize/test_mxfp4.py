@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are in MXFP4: they are read as numbers, and the start-up log says what that takes."""
+"""Checkpoints with experts in MXFP4 are dequantised at load, and the log reports their size."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.load.load import load
 from engine.quantize.experts import QuantizedExperts
 from tests.engine.models import CONTEXT, VOCABULARY, save_tokenizer
 
-# What codes of 4 bits stand for (OCP Microscaling Formats, E2M1).
+# Values of the 4-bit codes (OCP Microscaling Formats, E2M1).
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def save(folder: Path) -> dict[str, Tensor]:
-    """Write a tiny model whose experts are in MXFP4; what these are as numbers."""
+    """Write a tiny model with experts in MXFP4; the dequantised weights."""
     torch.manual_seed(0)
     config = GptOssConfig(
         **SIZES,
@@ -55,8 +55,7 @@ def save(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore")  # transformers says that it does the same
 @pytest.mark.usefixtures("one_thread")
-def test_experts_are_read_as_numbers_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Exactly those that the codes stand for; then they are quantised as any others."""
+def test_mxfp4_experts_are_dequantised_and_quantised_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = save(tmp_path)
     settings = {"model": str(tmp_path), "context": CONTEXT, "slots": 1, "dtype": "float32"}
 

@@ -1,4 +1,4 @@
-"""Models with quantised weights: which layers are replaced, that texts stay functions of the request, what is lost."""
+"""Models with quantised weights: the choice of layers, batch invariance, storage and quantisation error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.engine.play import Job, play
 from tests.engine.test_oracle import run
 
 Folder = Callable[[str], Path]
-# What perplexity may rise by.
+# Largest increase of the perplexity.
 ALLOWED = {"int8": 1.005, "int4": 1.05}
 
 
@@ -42,7 +42,7 @@ def _one_thread() -> None:
 
 
 def quantized(loaded: LoadedModel) -> dict[str, QuantizedLinear]:
-    """The layers that were replaced."""
+    """The replaced layers."""
     return {name: one for name, one in loaded.model.named_modules() if isinstance(one, QuantizedLinear)}
 
 
@@ -56,8 +56,8 @@ class QuantizedReference(Reference):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "deepseek_v3", "qwen3_next", "mamba"])
-def test_any_mix_says_what_generate_says_alone(folder: Folder, family: str) -> None:
-    """With int8 weights, in float64, not one token differs from the same quantised model in transformers."""
+def test_int8_text_equals_quantised_transformers_in_any_batch(folder: Folder, family: str) -> None:
+    """In float64 no token differs from the same quantised model in transformers."""
     models = cache(lambda _, dtype: load_model(folder(family), dtype, quantize="int8"))
     references = cache(lambda _, dtype: QuantizedReference(folder(family), dtype, "int8"))
 
@@ -68,8 +68,8 @@ def test_any_mix_says_what_generate_says_alone(folder: Folder, family: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "mistral", "gemma3", "jamba", "llama4"])
-def test_many_mixes_say_what_generate_says_alone(folder: Folder, family: str, quantize: str) -> None:
-    """The same law over more families and mixes, and with too few cells."""
+def test_quantised_text_equals_transformers_in_many_batches(folder: Folder, family: str, quantize: str) -> None:
+    """More families and batches, also with few cells."""
     models = cache(lambda _, dtype: load_model(folder(family), dtype, quantize=quantize))
     references = cache(lambda _, dtype: QuantizedReference(folder(family), dtype, quantize))
     judged = run(models, references, family, range(40), "float64")
@@ -80,29 +80,29 @@ def test_many_mixes_say_what_generate_says_alone(folder: Folder, family: str, qu
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_in_float32_a_mix_says_what_each_says_alone(folder: Folder, family: str, quantize: str) -> None:
-    """Rounded rows make small differences large, so there must be none: chunks and neighbours leave every bit alone."""
+def test_quantised_float32_text_is_batch_invariant(folder: Folder, family: str, quantize: str) -> None:
+    """Rounded rows amplify small differences, so there must be none."""
     loaded = load_model(folder(family), "float32", quantize=quantize)
     for seed in range(2):
         some = mix(seed, prompts(5))
         answers = play(some.core(loaded), some.jobs)
         for job in some.jobs:
             alone = play(core(loaded, slots=1, chunk=256), [Job(job.request)])[job.request.id].tokens
-            said = answers[job.request.id].tokens
+            tokens = answers[job.request.id].tokens
 
-            assert said == (alone if job.leaves is None else alone[: len(said)])
+            assert tokens == (alone if job.leaves is None else alone[: len(tokens)])
 
 
 def surveyed(model: nn.Module, *batches: Tensor) -> QuantizationPlan:
-    """What a survey finds that sees a model run."""
+    """The plan of a survey during a run of the model."""
     survey = LayerSurvey(model)
     for rows in batches or (torch.randn(3, 64),):
         model(rows)
     return survey.close()
 
 
-def test_torch_computes_the_same_weights(folder: Folder) -> None:
-    """Without a kernel the model says nearly the same: roundings differ, and codes of rows with them."""
+def test_torch_products_agree_with_the_kernel(folder: Folder) -> None:
+    """Only rounding, and codes of rows with it, may differ."""
     rows = torch.tensor([[5, 6, 7, 8, 200, 3, 9]])
     with torch.inference_mode():
         plain, kernel, others = (
@@ -116,7 +116,7 @@ def test_torch_computes_the_same_weights(folder: Folder) -> None:
 
 
 class Block(nn.Module):
-    """A layer as models have them, and some that must stay."""
+    """A layer of a decoder, with layers that must not be quantised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,25 +125,23 @@ class Block(nn.Module):
         self.unused, self.convolution = nn.Linear(64, 64), nn.Conv1d(64, 64, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Rows [count, 64]; one layer's weight is read here, another's type."""
+        """Rows [count, 64]; reads one layer's weight, and another's dtype."""
         mean = (self.query(rows).mean() + self.key(rows).mean()) * self.value(rows)
-        made = self.out(mean.to(self.out.weight.dtype))
-        return self.router(made).sum() + made @ self.mixed.weight.T
+        hidden = self.out(mean.to(self.out.weight.dtype))
+        return self.router(hidden).sum() + hidden @ self.mixed.weight.T
 
 
-def test_layers_that_get_the_same_rows_are_found_together() -> None:
-    """Query, key and value are siblings; what is small, unused, or read by the model itself stays."""
-    choice = surveyed(block := Block())
+def test_layers_with_a_shared_input_are_grouped() -> None:
+    """Small and unused layers, and layers with directly read weights, are not quantised."""
+    plan = surveyed(block := Block())
 
-    assert [["query", "key", "value"], ["out"]] == [[layer.name for layer in group] for group in choice.groups]
-    assert {"not in use": 1, "small, or routers": 1, "the model reads their weights itself": 1} == choice.stay
+    assert [["query", "key", "value"], ["out"]] == [[layer.name for layer in group] for group in plan.groups]
+    assert {"not called": 1, "small, or routers": 1, "the model reads their weights directly": 1} == plan.skipped
     assert isinstance(block.query, nn.Linear)
     assert isinstance(block.mixed, nn.Linear)
 
 
-def test_rows_that_are_changed_between_two_calls_are_not_the_same() -> None:
-    """The very tensor with other numbers in it makes no siblings."""
-
+def test_input_changed_in_place_is_another_input() -> None:
     class Changing(Block):
         def forward(self, rows: Tensor) -> Tensor:
             first = self.query(rows)
@@ -155,9 +153,7 @@ def test_rows_that_are_changed_between_two_calls_are_not_the_same() -> None:
     assert [["query"], ["key", "value"]] == [[layer.name for layer in group] for group in groups]
 
 
-def test_who_came_together_once_must_do_so_always() -> None:
-    """Layers that are called with different companions are on their own."""
-
+def test_layers_that_share_an_input_only_once_are_not_grouped() -> None:
     class Choosing(Block):
         def forward(self, rows: Tensor) -> Tensor:
             second = self.key if rows.shape[0] > 3 else self.value
@@ -168,9 +164,7 @@ def test_who_came_together_once_must_do_so_always() -> None:
     assert [["query"], ["key"], ["value"]] == [[layer.name for layer in group] for group in groups]
 
 
-def test_a_layer_in_two_places_is_replaced_in_both(tmp_path: Path) -> None:
-    """Shared layers stay shared."""
-
+def test_shared_layer_is_replaced_everywhere(tmp_path: Path) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -187,8 +181,8 @@ def test_a_layer_in_two_places_is_replaced_in_both(tmp_path: Path) -> None:
     assert model.second is model.first.query
 
 
-def test_a_replaced_layer_computes_what_it_did() -> None:
-    """Nearly: with its bias, for rows of any dimensions, for no rows too."""
+def test_quantised_linear_approximates_the_original() -> None:
+    """With bias, for inputs of any dimensions, also without rows."""
     torch.manual_seed(0)
     layer, rows = nn.Linear(64, 48), torch.randn(2, 3, 64)
     model = nn.Sequential(layer)
@@ -201,8 +195,8 @@ def test_a_replaced_layer_computes_what_it_did() -> None:
     assert (0, 48) == model(rows[:0, 0]).shape
 
 
-def test_siblings_compute_once_for_the_same_rows() -> None:
-    """And anew for others, also for some whose siblings were never asked: nothing of theirs is given away."""
+def test_shared_input_group_computes_once_for_each_input() -> None:
+    """A new input discards unread products."""
     calls: list[Tensor] = []
 
     def multiply(rows: Tensor) -> list[Tensor]:
@@ -222,8 +216,8 @@ def test_siblings_compute_once_for_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", True), ("llama", False)])
-def test_the_head_is_quantised_and_the_embedding_is_not(folder: Folder, family: str, tied: bool) -> None:
-    """Where both are one matrix, the embedding keeps it, and the count of parameters counts it once."""
+def test_head_is_quantised_and_embedding_is_not(folder: Folder, family: str, tied: bool) -> None:
+    """With tied weights the embedding keeps the matrix, and parameters are counted once."""
     plain, loaded = load_model(folder(family), "float32"), load_model(folder(family), "float32", quantize="int8")
 
     assert tied == plain.model.config.tie_word_embeddings
@@ -233,8 +227,7 @@ def test_the_head_is_quantised_and_the_embedding_is_not(folder: Folder, family: 
     assert ("float32", "float32, int8 weights") == (plain.info.dtype, loaded.info.dtype)
 
 
-def test_the_plan_counts_what_weights_take_now(folder: Folder) -> None:
-    """And what lies on the shelf of the plain model is not read."""
+def test_memory_plan_counts_quantised_weights(folder: Folder) -> None:
     plain, loaded = (load_model(folder("llama"), "float32", quantize=kind) for kind in ("none", "int8"))
     model = loaded.model
     expected = sum(one.nbytes for one in model.parameters())
@@ -245,8 +238,8 @@ def test_the_plan_counts_what_weights_take_now(folder: Folder) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_file_of_the_model_stays_mapped(folder: Folder, tmp_path: Path) -> None:
-    """What is quantised does not need the checkpoint, which would count as memory of the process."""
+def test_checkpoint_files_are_unmapped_after_quantisation(folder: Folder, tmp_path: Path) -> None:
+    """Mapped files would count as memory of the process."""
     own = Path(shutil.copytree(folder("llama"), tmp_path / "own"))
     plain = load_model(own, "float32")
 
@@ -259,8 +252,7 @@ def test_no_file_of_the_model_stays_mapped(folder: Folder, tmp_path: Path) -> No
     assert str(own) not in Path("/proc/self/maps").read_text()
 
 
-def test_routers_stay(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
-    """The start-up log says so."""
+def test_routers_are_not_quantised(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cellar.engine"):
         loaded = load_model(folder("qwen3_next"), "float32", quantize="int8")
 
@@ -269,10 +261,7 @@ def test_routers_stay(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_weights_that_are_no_numbers_are_refused_in_words(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: float
-) -> None:
-    """Should one hide where the self-test does not look."""
+def test_weights_that_are_not_finite_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     spoilt = quantize.pack
     monkeypatch.setattr(quantize, "pack", lambda weight, *others: spoilt(weight.clone().fill_(wrong), *others))
 
@@ -280,21 +269,20 @@ def test_weights_that_are_no_numbers_are_refused_in_words(
         load_model(folder("llama"), "float32", quantize="int4")
 
 
-def test_quantised_weights_are_for_a_cpu() -> None:
-    """A setting that would do nothing is refused."""
+def test_quantisation_is_refused_for_other_devices() -> None:
     with pytest.raises(ValueError, match="quantize int8 is for the device cpu"):
         EngineConfig(quantize="int8", device="cuda")
 
 
-def test_auto_leaves_small_models_alone_and_counts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 bits where that fits well, else 4; none where there is little to gain, or no kernel."""
+def test_auto_quantisation_depends_on_size_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits if they fit well, else 4; none for small models or without a kernel."""
     monkeypatch.setattr(quantize, "best_linear", lambda: lambda matrices: None)
     small = surveyed(nn.Sequential(nn.Linear(64, 64)))
-    big = QuantizationPlan(small.groups * 2**14, small.stay)
+    big = QuantizationPlan(small.groups * 2**14, small.skipped)
 
     assert 2**26 == sum(layer.weight.numel() for layer in big.layers)
     assert [None, 8, 4] == [
-        quantize.bits_for("auto", choice, room) for choice, room in ((small, 2**30), (big, 2**30), (big, 2**26))
+        quantize.bits_for("auto", plan, room) for plan, room in ((small, 2**30), (big, 2**30), (big, 2**26))
     ]
     assert [None, 8, 4] == [quantize.bits_for(kind, small, 2**30) for kind in ("none", "int8", "int4")]
     monkeypatch.setattr(quantize, "best_linear", lambda: linear.prepare)
@@ -304,14 +292,15 @@ def test_auto_leaves_small_models_alone_and_counts_the_memory(monkeypatch: pytes
 
 @pytest.fixture
 def tiny_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are worth their while however small."""
+    """Store files of any size."""
     monkeypatch.setattr(store, "MIN_BYTES", 0)
 
 
 @pytest.mark.usefixtures("tiny_files")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_model_is_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    """The second start reads what the first made, and computes the same, bit for bit."""
+def test_quantised_weights_are_reused_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
     torch.manual_seed(0)
     first, second, rows = Block(), Block(), torch.randn(5, 64)
     second.load_state_dict(first.state_dict())
@@ -328,8 +317,9 @@ def test_a_model_is_quantised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("tiny_files")
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, None], ids=["empty", "noise", "half"])
-def test_a_spoilt_file_is_made_anew(tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be read is as good as not there, but a line tells of it."""
+def test_damaged_weight_file_is_replaced_with_a_warning(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
     own, shapes = WeightStore("a", 8, tmp_path), {"layer": (40, 70)}
     packed = pack(torch.randn(40, 70), 8)
     own.write({"layer": packed})
@@ -345,8 +335,8 @@ def test_a_spoilt_file_is_made_anew(tmp_path: Path, content: bytes | None, caplo
 
 
 @pytest.mark.usefixtures("tiny_files")
-def test_files_of_other_models_and_formats_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other weights, other bits, other layers, another order of codes."""
+def test_weight_file_of_another_model_or_format_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights, bits, layers or order of codes."""
     WeightStore("a", 8, tmp_path).write({"layer": pack(torch.randn(40, 70), 8)})
     shapes = {"layer": (40, 70)}
 
@@ -360,17 +350,15 @@ def test_files_of_other_models_and_formats_are_not_read(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("tiny_files")
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The model serves all the same, and small ones are not kept at all."""
+def test_unwritable_weight_folder_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
 
     WeightStore("a", 8, tmp_path / "file").write({"layer": pack(torch.randn(40, 70), 8)})
 
-    assert "not kept for the next start" in caplog.text
+    assert "not stored for the next start" in caplog.text
 
 
-def test_small_models_leave_no_files(tmp_path: Path) -> None:
-    """They are made as fast as they are read."""
+def test_small_models_are_not_stored(tmp_path: Path) -> None:
     WeightStore("a", 8, tmp_path).write({"layer": pack(torch.randn(40, 70), 8)})
 
     assert [] == list(tmp_path.iterdir())
@@ -383,7 +371,7 @@ def bundled(quantize: str) -> LoadedModel:
 
 
 def perplexity(loaded: LoadedModel, texts: list[list[int]]) -> float:
-    """Of texts, by the model's own forward."""
+    """The perplexity of texts, by the model's own forward."""
     loss, count = 0.0, 0
     with torch.inference_mode():
         for text in texts:
@@ -394,8 +382,8 @@ def perplexity(loaded: LoadedModel, texts: list[list[int]]) -> float:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_the_bundled_model_loses_little(quantize: str) -> None:
-    """Perplexity over 50 held-out conversations rises by at most half a per cent with 8 bits, by 5 with 4."""
+def test_perplexity_of_the_quantised_bundled_model(quantize: str) -> None:
+    """Over 50 held-out conversations it rises by at most 0.5 % with 8 bits, 5 % with 4."""
     some = held_out_texts(50)
 
     assert perplexity(bundled(quantize), some) <= ALLOWED[quantize] * perplexity(bundled("none"), some)
@@ -403,15 +391,14 @@ def test_the_bundled_model_loses_little(quantize: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_the_bundled_model_loses_little_over_all_held_out_text(quantize: str) -> None:
-    """The same over all of it."""
+def test_perplexity_of_the_quantised_bundled_model_over_all_text(quantize: str) -> None:
     everything = held_out_texts(100_000)
 
     assert perplexity(bundled(quantize), everything) <= ALLOWED[quantize] * perplexity(bundled("none"), everything)
 
 
-def test_what_quantising_would_bring_is_told(folder: Callable[[str], Path]) -> None:
-    """Linear layers of float32 weights would be read as 8.5 or 4.5 bits; a quantised model has no such offer."""
+def test_estimate_of_weight_reads_after_quantisation(folder: Callable[[str], Path]) -> None:
+    """Linear layers of float32 weights would be read as 8.5 or 4.5 bits; a quantised model has no estimate."""
     plain, quantised = (load_model(folder("llama"), "float32", quantize=kind).info for kind in ("none", "int8"))
 
     assert plain.quantization_estimate is not None
