@@ -276,7 +276,7 @@ def _default_attention(model: Any) -> str:
 
 
 def _prompt_length(model: Any, switch: RopeSwitch | None = None) -> int:
-    """Tokens of the longer prompt: beyond twice the longest attention range that is affordable, within the original length."""
+    """Tokens of the longer prompt: beyond twice the longest affordable range, within the original length."""
     config = model.config.get_text_config()
     weights = sum(parameter.numel() for parameter in model.parameters())
     limit = min(

@@ -1,4 +1,4 @@
-"""Finds what each attention layer stores, its attention range and its rotation, by calibration runs instead of model names.
+"""Finds what each attention layer stores, its attention range and its rotation, by calibration runs of the model.
 
 A token that attends only to itself has the same inputs in every layer at every position; only its key is rotated.
 Running a few tokens at two positions therefore shows each layer's rotation, or that no known rotation explains it.
