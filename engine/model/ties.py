@@ -1,4 +1,4 @@
-"""-"""
+"""Selections with ties resolved in favour of the first positions."""
 
 from __future__ import annotations
 

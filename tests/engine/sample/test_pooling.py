@@ -183,7 +183,7 @@ def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
     layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
     model = SimpleNamespace(get_output_embeddings=lambda: layer)
     with hooks.capture_hidden_states(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
-        logits = layer((rows[tap.kept] if kept else rows)[None])
+        logits = layer((rows[tap.output_rows] if kept else rows)[None])
 
     assert torch.equal(layer(rows)[[2, 3]], logits[0])
     assert torch.equal(rows[[0, 3, 5]], tap.hidden_states)
