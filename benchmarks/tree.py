@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import write_json
-from kvcache.components import CacheComponents
+from kvcache.component import CacheComponents
 from kvcache.node import TokenArray
 from kvcache.offload import OffloadConfig
 from kvcache.prefix import PrefixTree

@@ -1,1 +1,1 @@
-"""The shared cache of keys and values: torch, numpy and the standard library; knows no request, text or model code."""
+"""The KV cache: torch, numpy and the standard library. It has no requests, no text and no model code."""

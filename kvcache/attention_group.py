@@ -1,8 +1,8 @@
-"""The cells of the slots in one group of attention layers.
+"""Cell tables of the slots in one group of attention layers.
 
-Owns the pool of the group and, for each slot, a table of cells in position order: the cell at position p is table[p].
-Attention therefore reads exactly the sequence's own cells; no mask ever covers a neighbour. Where layers do not look
-any more (window, chunk), a slot that grows releases its cells, and its table has holes there (kvcache/holes.py).
+A group owns its cell pool and, for each slot, a table of cells in position order: the cell of position p is table[p].
+Attention reads exactly the sequence's own cells, without a mask over other sequences. Cells out of the attention range
+(window, chunk) are released as a slot grows; their table entries are holes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from kvcache.cell_pool import CellArray, CellPool, last_run_start
 from kvcache.component import SavedTensors
 from kvcache.errors import OutOfCells
-from kvcache.holes import HOLE, resume_position
 from kvcache.kv_buffer import CellIndex, copy_cells
 from kvcache.rotary import rotate
-from kvcache.spec import GroupSpec, Span
+from kvcache.spec import AttentionRange, GroupSpec, Span
+
+HOLE = -1
 
 
 class AttentionGroup:
-    """A component (kvcache/component.py): keys and values of layers that share geometry and reach.
+    """CacheComponent of the layers with one geometry and one attention range.
 
     capacity  tokens of a slot, at most
-    cells_from     of the pool
-    dtype     how they are stored (kvcache/kv_buffer.py)
+    cells     size of the pool
+    dtype     storage format (kvcache/kv_buffer.py)
     """
 
     def __init__(
@@ -37,31 +38,31 @@ class AttentionGroup:
         self.pool = CellPool(spec, cells, dtype, device)
         self._tables = np.zeros((slots, capacity), dtype=np.int64)
         self._lengths = [0] * slots
-        # By slot: before the first position its table has nothing but holes; from the second on its cells are one run.
+        # By slot: all table entries before `_first_held` are holes; the cells from `_run_starts` on are one run.
         self._first_held = [0] * slots
         self._run_starts = [0] * slots
 
     def length(self, slot: int) -> int:
-        """Tokens that the slot holds."""
+        """Tokens in the slot."""
         return self._lengths[slot]
 
     def table(self, slot: int) -> CellArray:
-        """The slot's cells in position order, with holes: a view that is valid until the slot changes."""
+        """The slot's cells in position order, with holes: a view, valid until the slot changes."""
         return self._tables[slot, : self._lengths[slot]]
 
     def cells_from(self, slot: int, first: int) -> CellIndex:
-        """The slot's cells from a position on, as the planes take them."""
+        """Index of the slot's cells from position `first` on."""
         if self._run_starts[slot] > first:
             return self.pool.index_tensor(self.table(slot)[first:])
         start = self._tables.item(slot, first)
         return slice(start, start + self._lengths[slot] - first)
 
     def used_by_slots(self) -> int:
-        """Cells that at least one slot's table names."""
+        """Cells in the table of at least one slot."""
         return int(np.count_nonzero(self._used_mask()))
 
     def resume_length(self, slot: int, length: int) -> int:
-        """The deepest length whose next row would see no hole."""
+        """The largest length, at most the one asked for, whose next token attends to no hole."""
         if self.spec.attention_range.kind == "full":
             return min(length, self._lengths[slot])
         return resume_position(self.table(slot)[:length], 0, self.spec.attention_range)
@@ -77,38 +78,37 @@ class AttentionGroup:
             self._run_starts[slot] = last_run_start(self.table(slot))
 
     def check_append(self, spans: Sequence[Span]) -> None:
-        """Raise OutOfCells if there are too few free cells for all rows together, counting those that they free."""
+        """Raise OutOfCells if the tokens of all spans need more cells than are free after the releases of `append`."""
         needed = sum([span.length for span in spans])
         if needed > self.pool.free_cells:
-            unseen = np.concatenate([self._out_of_reach(span.slot, span.start) for span in spans])
-            free = self.pool.free_cells + self._freed_by(unseen)
+            released = np.concatenate([self._out_of_reach(span.slot, span.start) for span in spans])
+            free = self.pool.free_cells + self._freed_by(released)
             if needed > free:
                 raise OutOfCells(needed, free)
 
     def append(self, spans: Sequence[Span]) -> None:
-        """Give every row a cell of its own at the end of its slot's table; what the rows do not see is released."""
+        """Allocate a cell for each token of the spans; cells out of reach of the new tokens are released first."""
         for span in spans:
             self._release_slot_out_of_reach(span.slot, span.start)
         for span in spans:
             self._extend(span.slot, span.start, span.length)
 
     def release_out_of_reach(self) -> None:
-        """Release what no later row of any slot would see."""
+        """Release the cells of every slot that no later token attends to."""
         for slot, length in enumerate(self._lengths):
             self._release_slot_out_of_reach(slot, length)
 
     def can_shift(self, slot: int, keep: int, drop: int) -> bool:
-        """Whether every layer's keys can be turned, and what moves is all that the slot sees from its new end.
+        """Whether the keys of every layer can be rotated and the moved tokens are all that the new end attends to.
 
-        The answer depends on positions alone: which of the kept cells are released by then depends on how rows came.
+        The answer depends on positions alone, not on the cells released so far, which depend on the chunk sizes.
         """
-        reach, length = self.spec.attention_range, self._lengths[slot]
-        return self.spec.shiftable and (
-            reach.oldest_visible(length) == 0 or reach.oldest_visible(length - drop) >= keep
-        )
+        attention_range, length = self.spec.attention_range, self._lengths[slot]
+        visible = attention_range.oldest_visible(length) == 0 or attention_range.oldest_visible(length - drop) >= keep
+        return self.spec.shiftable and visible
 
     def check_shift(self, slot: int, keep: int, drop: int) -> None:
-        """Raise OutOfCells if the private copies of shared cells do not fit, counting what the shift frees."""
+        """Raise OutOfCells if the private copies of shared cells need more cells than are free after the releases."""
         moved = self.table(slot)[self._first_moved(slot, keep + drop) :]
         needed = int(np.count_nonzero(self.pool.shared(moved)))
         free = self.pool.free_cells + self._freed_by(self._cells_released_by_shift(slot, keep, drop))
@@ -116,96 +116,97 @@ class AttentionGroup:
             raise OutOfCells(needed, free)
 
     def shift(self, slot: int, keep: int, drop: int) -> None:
-        """Release [keep, keep + drop) and turn the keys behind it, in private copies where cells are shared.
+        """Release [keep, keep + drop) and rotate the keys behind it, in private copies of shared cells.
 
-        What the slot does not see from its end is released as well, and turned for nobody.
+        Cells out of reach from the end of the slot are released as well, without rotation.
         """
         self.pool.release(self._cells_released_by_shift(slot, keep, drop))
-        table, begin = self.table(slot).copy(), self._first_moved(slot, keep + drop)
+        table, first = self.table(slot).copy(), self._first_moved(slot, keep + drop)
         table[: self.spec.attention_range.oldest_visible(len(table))] = HOLE
-        old = table[begin:]
+        old = table[first:]
         new = self._private_copies(old)
         self._rotate_keys(old, new, -drop)
         self.pool.release(old[new != old])
-        self._set_cells(slot, 0, np.concatenate((table[:keep], table[keep + drop : begin], new)))
+        self._set_cells(slot, 0, np.concatenate((table[:keep], table[keep + drop : first], new)))
         self._first_held[slot] = min(self._first_held[slot], keep)
 
     def acquire(self, slot: int, start: int, stop: int) -> CellArray:
-        """Reference the slot's cells of [start, stop) once more."""
+        """Add a reference to the slot's cells of [start, stop)."""
         cells = self.table(slot)[start:stop].copy()
         self.pool.share(self._without_holes(cells))
         return cells
 
     def release(self, references: CellArray) -> None:
-        """Drop a held reference of each cell."""
+        """Drop an acquired reference of each cell."""
         self.pool.release(self._without_holes(references))
 
     def trim(self, references: CellArray, start: int) -> CellArray:
-        """Release the cells that a row behind the stretch would not see."""
+        """Release the cells that a token behind the range does not attend to."""
         unseen = self._visible_from(references, start)
         self.pool.release(self._without_holes(references[:unseen]))
         return np.concatenate((np.full(unseen, HOLE, dtype=np.int64), references[unseen:]))
 
     def can_trim(self, references: CellArray, start: int) -> bool:
-        """Whether there are such cells."""
+        """Whether the range has cells that a token behind it does not attend to."""
         return bool(np.any(references[: self._visible_from(references, start)] != HOLE))
 
     def slice(self, references: CellArray, start: int, stop: int) -> CellArray:
-        """Some of the cells."""
+        """The cells of tokens [start, stop)."""
         return references[start:stop]
 
     def concat(self, first: CellArray, second: CellArray) -> CellArray:
-        """All of the cells."""
+        """The cells of two adjacent ranges."""
         return np.concatenate((first, second))
 
     def resume_depth(self, ranges: Sequence[tuple[int, CellArray]], cached_length: int, length: int) -> int:
-        """The deepest position whose next row would see no hole; what it sees of the slot itself is there."""
+        """The largest position up to `length` whose next token attends to no hole; the slot's own cells have none."""
         if self.spec.attention_range.kind == "full":
             return length
-        parts = [held[max(cached_length - begin, 0) : max(length - begin, 0)] for begin, held in ranges]
-        return (
-            resume_position(np.concatenate(parts), cached_length, self.spec.attention_range) if parts else cached_length
-        )
+        parts = [cells[max(cached_length - begin, 0) : max(length - begin, 0)] for begin, cells in ranges]
+        if not parts:
+            return cached_length
+        return resume_position(np.concatenate(parts), cached_length, self.spec.attention_range)
 
     def attach(self, slot: int, references: CellArray) -> None:
-        """Append cells to the slot's table, sharing them."""
+        """Append shared cells to the slot's table."""
         self.pool.share(self._without_holes(references))
         self._set_cells(slot, self._lengths[slot], references)
 
     def freeable(self, references: CellArray) -> int:
-        """Cells that nobody else references."""
+        """Cells without another reference."""
         return int(np.count_nonzero(self.pool.reference_counts[self._without_holes(references)] == 1))
 
     def unused_by_slots(self, references: CellArray) -> int:
-        """Cells that no slot's table names."""
+        """Cells in no slot's table."""
         return int(np.count_nonzero(~self._used_mask()[self._without_holes(references)]))
 
     def save(self, references: CellArray) -> SavedTensors:
-        """The cells' content, and which tokens of the stretch have any."""
-        return {"present": torch.from_numpy(references != HOLE), **self.pool.save(self._without_holes(references))}
+        """The content of the cells, and a mask of the tokens that have one."""
+        present = torch.from_numpy(references != HOLE)
+        return {"present": present, **self.pool.save(self._without_holes(references))}
 
     def check_load(self, content: SavedTensors, start: int, stop: int) -> None:
-        """Raise OutOfCells if there are too few free cells for the tokens [start, stop) of a saved stretch."""
+        """Raise OutOfCells if the tokens [start, stop) of a saved range need more cells than are free."""
         needed = int(content["present"][start:stop].sum())
         if needed > self.pool.free_cells:
             raise OutOfCells(needed, self.pool.free_cells)
 
     def placeholder(self, content: SavedTensors, length: int) -> CellArray:
-        """Holes where nothing was saved, and 0 where something was: it names no cell."""
+        """A hole for each token without saved content, 0 for all others."""
         return np.where(content["present"].numpy(), 0, HOLE)
 
     def load(self, content: SavedTensors, start: int, stop: int) -> CellArray:
-        """The tokens [start, stop) of a saved stretch in fresh cells. Raises OutOfCells, and then takes none."""
+        """Copy the tokens [start, stop) of a saved range to new cells. Raises OutOfCells and then allocates none."""
         present = content["present"].numpy()
         before, count = int(present[:start].sum()), int(present[start:stop].sum())
         cells = self.pool.allocate(count)
         self.pool.load(cells, content, before, before + count)
-        held = np.full(stop - start, HOLE, dtype=np.int64)
-        held[present[start:stop]] = cells
-        return held
+        references = np.full(stop - start, HOLE, dtype=np.int64)
+        references[present[start:stop]] = cells
+        return references
 
     def over_budget(self) -> int:
-        """Cells are limited by the pool alone."""
+        """0: cells are limited by the pool alone."""
         return 0
 
     def _used_mask(self) -> NDArray[np.bool_]:
@@ -215,14 +216,12 @@ class AttentionGroup:
         return used
 
     def _without_holes(self, cells: CellArray) -> CellArray:
-        """The cells without the holes."""
         return cells if self.spec.attention_range.kind == "full" else cells[cells != HOLE]
 
     def _out_of_reach(self, slot: int, start: int) -> CellArray:
-        """The slot's cells that rows from `start` on do not see."""
-        return self._without_holes(
-            self._tables[slot, self._first_held[slot] : self.spec.attention_range.oldest_visible(start)]
-        )
+        """The slot's cells that tokens from `start` on do not attend to."""
+        oldest = self.spec.attention_range.oldest_visible(start)
+        return self._without_holes(self._tables[slot, self._first_held[slot] : oldest])
 
     def _release_slot_out_of_reach(self, slot: int, start: int) -> None:
         oldest = self.spec.attention_range.oldest_visible(start)
@@ -232,50 +231,51 @@ class AttentionGroup:
         self._tables[slot, self._first_held[slot] : oldest] = HOLE
         self._first_held[slot] = oldest
 
-    def _visible_from(self, held: CellArray, start: int) -> int:
-        """Where in a stretch the part begins that a row behind it sees."""
-        return min(max(self.spec.attention_range.oldest_visible(start + len(held)) - start, 0), len(held))
+    def _visible_from(self, references: CellArray, start: int) -> int:
+        """Index in a range of the first cell that a token behind the range attends to."""
+        oldest = self.spec.attention_range.oldest_visible(start + len(references))
+        return min(max(oldest - start, 0), len(references))
 
     def _freed_by(self, cells: CellArray) -> int:
-        """Cells that would come free if each of these references, of several slots, were dropped."""
-        different, owners = np.unique(cells, return_counts=True)
-        return int(np.count_nonzero(self.pool.reference_counts[different] == owners))
+        """Cells that would be free if each of these references, of several slots, were dropped."""
+        different, dropped = np.unique(cells, return_counts=True)
+        return int(np.count_nonzero(self.pool.reference_counts[different] == dropped))
 
     def _first_moved(self, slot: int, behind: int) -> int:
-        """The first position that a shift moves: behind what is dropped, and seen from the slot's end."""
+        """The first position that a shift moves: behind the dropped range and visible from the end of the slot."""
         return max(behind, self.spec.attention_range.oldest_visible(self._lengths[slot]))
 
     def _cells_released_by_shift(self, slot: int, keep: int, drop: int) -> CellArray:
-        """The cells that a shift releases: those not seen from the slot's end, and those of what is dropped."""
+        """The dropped cells, and the cells out of reach from the end of the slot."""
         table = self.table(slot)
         oldest = self.spec.attention_range.oldest_visible(len(table))
         return self._without_holes(np.concatenate((table[:oldest], table[max(keep, oldest) : keep + drop])))
 
     def _private_copies(self, cells: CellArray) -> CellArray:
-        """The cells, with a fresh one in place of each that somebody else references too."""
+        """The cells, with a new cell in place of each shared one."""
         shared = self.pool.shared(cells)
         private = cells.copy()
         private[shared] = self.pool.allocate(int(np.count_nonzero(shared)))
         return private
 
-    def _rotate_keys(self, old: CellArray, new: CellArray, by: int) -> None:
-        """Write the content of the old cells, moved by `by` positions, to the new ones; most are the same cells.
+    def _rotate_keys(self, old: CellArray, new: CellArray, distance: int) -> None:
+        """Write the content of the old cells, moved by `distance` positions, to the new cells; most are the same.
 
-        Every move rounds keys to the stored format once more. Measured, relative to the key, when written and after
-        1, 4 and 16 moves: int8 0.6, 0.9, 1.4 and 2.7 %; bfloat16 0.17, 0.23, 0.41 and 1.0 %; float16 0.02, 0.03, 0.05
-        and 0.1 %; float32 1e-7 at most. A shift that drops half of the context moves a token once or twice in its life.
+        Each move rounds the keys to the storage format once more. Measured error relative to the key when written and
+        after 1, 4 and 16 moves: int8 0.6, 0.9, 1.4 and 2.7 %; bfloat16 0.17, 0.23, 0.41 and 1.0 %; float16 0.02, 0.03,
+        0.05 and 0.1 %; float32 1e-7 at most. With shifts that drop half of the context a token moves once or twice.
         """
         sources, targets = self.pool.index_tensor(old), self.pool.index_tensor(new)
         copied = self.pool.index_tensor(np.flatnonzero(new != old))
         keys, precision = self.pool.keys, torch.promote_types(self.pool.dtype, torch.float32)
         for layer, rotation in enumerate(self.spec.rotations):
-            assert rotation is not None, "can_shift said no"
+            assert rotation is not None, "only shiftable groups are shifted"
             rows = keys.transform(keys.read(layer, sources, precision))
-            keys.write(layer, targets, rotate(rows, by, rotation))
+            keys.write(layer, targets, rotate(rows, distance, rotation))
         copy_cells(self.pool.values, sources[copied], targets[copied])
 
     def _extend(self, slot: int, start: int, length: int) -> None:
-        """Give a slot cells of its own at its end."""
+        """Allocate `length` cells at the end of a slot."""
         last = self._tables.item(slot, start - 1) if start else HOLE
         cell = self.pool.allocate_next(last) if length == 1 and last != HOLE else None
         if cell is None:
@@ -285,10 +285,27 @@ class AttentionGroup:
             self._lengths[slot] = start + 1
 
     def _set_cells(self, slot: int, start: int, cells: CellArray) -> None:
-        """Let a slot have these cells from `start` on, and nothing behind them."""
+        """Set a slot's table from `start` on to `cells`; the slot ends behind them."""
         stop = self._lengths[slot] = start + len(cells)
         self._tables[slot, start:stop] = cells
         before = max(start - 1, 0)
         run = last_run_start(self._tables[slot, before:stop])
         if run or not start:
             self._run_starts[slot] = before + run
+
+
+def resume_position(cells: CellArray, start: int, attention_range: AttentionRange) -> int:
+    """The largest position up to the end of `cells` whose next token attends to no hole; at least `start`.
+
+    cells  the cells of the positions from `start` on; a token at `start` attends to no hole
+    """
+    stop = start + len(cells)
+    if attention_range.kind == "full":
+        return stop
+    # Fast path: usually there is no hole in reach of the end.
+    if not np.any(cells[max(attention_range.oldest_visible(stop) - start, 0) :] == HOLE):
+        return stop
+    positions = np.arange(start, stop + 1, dtype=np.int64)
+    last_hole = np.full(len(positions), -1, dtype=np.int64)
+    np.maximum.accumulate(np.where(cells == HOLE, positions[:-1], -1), out=last_hole[1:])
+    return int(positions[last_hole < attention_range.oldest_visible(positions)].max(initial=start))

@@ -1,14 +1,14 @@
-"""The shared cache: slots over pools of cells. It keeps the first two of the six laws in ARCHITECTURE.md.
+"""The KV cache: slots over pools of reference-counted cells, and a prefix tree for reuse between slots.
 
-1. Whatever moves a slot leaves it standing at a length at most the one asked for, and returns that length. The caller
-   computes what is missing and never asks why.
+1. An operation on a slot (copy, rewind, shift, reuse) returns the cached length that it reached, which may be less than
+   the length asked for; the caller computes the missing tokens.
 2. Every forward is a transaction (kvcache/forward.py), and a refused operation has changed nothing.
 
-What a slot computed is passed on by reference. `copy_prefix` gives it to another slot; with the prefix tree in between
-these are two steps: `remember` puts it there under its tokens, `recall` gives it to any slot whose tokens begin alike,
-whether the one that computed it is still running or long gone.
+Reuse shares cells by reference. `copy_prefix` shares them between two slots. `insert_prefix` puts a slot's cells into
+the prefix tree under their tokens; `reuse_prefix` attaches them to any slot that begins with the same tokens, whether
+the slot that computed them still runs or has been cleared.
 
-One thread owns a cache. Between `begin` and `end` of a forward only that forward may use it.
+One thread owns a cache. While a forward is open, no other operation may run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from kvcache.attention_group import AttentionGroup
-from kvcache.component import CacheComponent
-from kvcache.components import CacheComponents, shortfall
+from kvcache.component import CacheComponent, CacheComponents, shortfall
 from kvcache.errors import BadSpan, CacheError
 from kvcache.forward import Forward
 from kvcache.offload import OffloadConfig
@@ -30,23 +29,23 @@ from kvcache.prefix import PrefixCounts, PrefixMatch, PrefixTree
 from kvcache.recurrent import RecurrentStates
 from kvcache.spec import LayerSpec, Span, group_layers
 
-# A long remembered text gives up cells in pieces of a 64th of all cells, 256 at most: so much less is remembered at
-# worst, and 8 running sequences look for cells every 32nd step instead of every step.
-_MAX_EVICTION_DIVISOR, _MAX_EVICTION_CELLS = 64, 256
+# Tokens evicted at once from a long leaf: a 64th of all cells, 256 at most. Eviction then runs every 32nd step of 8
+# decoding sequences instead of every step, and at most 256 cached tokens are lost early.
+_EVICTION_SHARE, _MAX_EVICTION_TOKENS = 64, 256
 
 
 class Cache:
-    """Memory for `slots` sequences of up to `capacity` tokens each, in `cells` shared cells.
+    """KV cache for `slots` sequences of up to `capacity` tokens each.
 
-    layers       one spec an attention layer of the model, in the model's order
-    cells        tokens that all sequences may hold together: a cell each, in groups that see everything; groups that
-                 see less need fewer cells (GroupSpec.pool_cells). slots x capacity is always enough
-    rows         of one forward at most; None: as many as a slot holds
-    state_bytes  of recurrent states that may be remembered; None: the model has no recurrent layers
-    shelf        where remembered content goes for which there are no cells; None: nowhere
-    dtype        how keys and values are stored: any floating type, or int8 (kvcache/kv_buffer.py)
+    layers            one spec for each attention layer of the model, in the model's order
+    cells             tokens of all sequences together, one cell each in groups with full attention; groups with a
+                      window need fewer (GroupSpec.pool_cells). slots x capacity is always enough
+    max_batch_tokens  tokens of one forward; None: capacity
+    state_bytes       of recurrent states in the prefix tree; None: the model has no recurrent layers
+    offload           host memory and disk for evicted prefixes; None: neither
+    dtype             storage of keys and values: any floating type, or int8 (kvcache/kv_buffer.py)
 
-    Errors besides those that a method names: IndexError, there is no such slot; CacheError, a forward is open.
+    Besides the errors named by a method: IndexError for a slot that does not exist, CacheError while a forward is open.
     """
 
     def __init__(
@@ -64,20 +63,14 @@ class Cache:
     ) -> None:
         self.slots, self.capacity, self.cells = slots, capacity, cells
         specs = group_layers([layer.limited_to(capacity) for layer in layers])
-        place = torch.device(device)
-        sizes = [
-            spec.pool_cells(
-                cells, slots=slots, max_batch_tokens=capacity if max_batch_tokens is None else max_batch_tokens
-            )
-            for spec in specs
-        ]
+        target, most = torch.device(device), capacity if max_batch_tokens is None else max_batch_tokens
+        sizes = [spec.pool_cells(cells, slots=slots, max_batch_tokens=most) for spec in specs]
         self._groups = tuple(
-            AttentionGroup(spec, slots=slots, capacity=capacity, cells=size, dtype=dtype, device=place)
+            AttentionGroup(spec, slots=slots, capacity=capacity, cells=size, dtype=dtype, device=target)
             for spec, size in zip(specs, sizes, strict=True)
         )
-        # Those whose need for cells grows as long as a sequence does.
         self._full_groups = [group for group in self._groups if group.spec.attention_range.kind == "full"]
-        self.recurrent_states = None if state_bytes is None else RecurrentStates(slots, state_bytes, place)
+        self.recurrent_states = None if state_bytes is None else RecurrentStates(slots, state_bytes, target)
         self._components = CacheComponents(
             self._groups if self.recurrent_states is None else (*self._groups, self.recurrent_states)
         )
@@ -85,23 +78,23 @@ class Cache:
             layer: (group, own) for group in self._groups for own, layer in enumerate(group.spec.layers)
         }
         token_bytes = sum(spec.cell_bytes(dtype) for spec in specs)
-        piece = max(min(cells // _MAX_EVICTION_DIVISOR, _MAX_EVICTION_CELLS), 1)
+        min_eviction = max(min(cells // _EVICTION_SHARE, _MAX_EVICTION_TOKENS), 1)
         self._tree = PrefixTree(
-            self._components, offload or OffloadConfig(), token_bytes=token_bytes, min_eviction=piece
+            self._components, offload or OffloadConfig(), token_bytes=token_bytes, min_eviction=min_eviction
         )
         self._open_forward: Forward | None = None
 
     @property
     def free_cells(self) -> int:
-        """Tokens by which sequences may grow, together; whether a forward's rows fit at once, `evict_for` says.
+        """Tokens by which all sequences together may grow.
 
-        Groups that do not see everything are no limit to that, for their sequences release what they do not see.
+        Groups with full attention alone count: in all others a growing sequence releases the cells out of its window.
         """
         return min((group.pool.free_cells for group in self._full_groups), default=self.cells)
 
     @property
     def appendable_tokens(self) -> int:
-        """Rows for which every group has free cells, whoever they belong to; more of them may need `evict_for`."""
+        """Tokens that fit the free cells of every group now, in any slot; a larger batch may need `evict_for`."""
         return min([group.pool.free_cells for group in self._groups], default=self.cells)
 
     @property
@@ -110,46 +103,48 @@ class Cache:
         return self._groups
 
     def cached_length(self, slot: int) -> int:
-        """Tokens that the slot holds: the next row goes to this position."""
+        """Tokens in the slot: the position of the next token."""
         self._check_slot(slot)
-        standing = self.capacity
+        length = self.capacity
         for component in self._components:
-            standing = min(standing, component.length(slot))
-        return standing
+            length = min(length, component.length(slot))
+        return length
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Let `target` hold the first tokens of `source`, which may be running; nothing is copied. Returns the length.
+        """Replace the content of `target` by the first tokens of `source`, sharing its cells. Returns the length.
 
-        What `target` held is forgotten. Who knows the tokens but not the slot asks `recall`.
+        The source may be running. `reuse_prefix` does the same by tokens instead of by slot.
         """
         self._check_idle()
         self._check_slot(target)
-        standing = self._resume_length(source, length)
-        held = self._components.acquire(source, 0, standing)
+        resumed = self._resume_length(source, length)
+        references = self._components.acquire(source, 0, resumed)
         self._components.truncate(target, 0)
-        self._components.attach(target, held)
-        self._components.release(held)
-        return standing
+        self._components.attach(target, references)
+        self._components.release(references)
+        return resumed
 
     def rewind(self, slot: int, length: int) -> int:
-        """Forget what lies behind `length`. Returns the length at which the slot stands then; ValueError: below 0."""
+        """Truncate the slot to at most `length` tokens. Returns its new length; ValueError if `length` is negative."""
         self._check_idle()
-        standing = self._resume_length(slot, length)
-        self._components.truncate(slot, standing)
-        return standing
+        resumed = self._resume_length(slot, length)
+        self._components.truncate(slot, resumed)
+        return resumed
 
     def clear(self, slot: int) -> None:
-        """Forget everything in the slot. Cannot fail."""
+        """Remove all tokens of the slot. Never fails."""
         self.rewind(slot, 0)
 
     def shift(self, slot: int, keep: int, drop: int, *, states: Literal["rebuild", "carry"] = "rebuild") -> int:
-        """Forget [keep, keep + drop) and move what follows to its place. Returns the length at which the slot stands.
+        """Remove the tokens [keep, keep + drop) and move the tokens behind them. Returns the slot's new length.
 
-        That is `length - drop`; where the model cannot be shifted, or a window at the new end would see what is
-        released, it is `keep` or less, and the rest must be computed anew.
-        Recurrent states cannot forget: they are rebuilt from the tokens that stay, or carried over as they are.
-        What is remembered makes room for private copies of shared cells; raises OutOfCells if they do not fit even so,
-        ValueError if there is nothing to drop.
+        The new length is `length - drop`. It is `keep` or less, and the rest must be recomputed, if the model cannot be
+        shifted, if a window at the new end would include released cells, or with `states="rebuild"` if the model has
+        recurrent layers: their states cannot drop tokens. `states="carry"` keeps the last state, which still contains
+        the dropped tokens.
+
+        Cached prefixes are evicted for private copies of shared cells. Raises OutOfCells if that is not enough,
+        ValueError if there are no tokens to drop.
         """
         self._check_idle()
         length = self.cached_length(slot)
@@ -166,20 +161,20 @@ class Cache:
         return length - drop
 
     def reuse_prefix(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> int:
-        """Extend the slot with what is remembered of `tokens`, of which it holds the first ones; its new length.
+        """Extend the slot, which holds the first of `tokens`, by cells of the prefix tree. Returns its new length.
 
-        As `copy_prefix`: cells are referenced once more, nothing is copied. Only what lies on the shelf alone is read
-        into fresh cells. What was remembered under another salt does not exist here.
+        Cells are shared by reference; offloaded content is loaded into new cells. Content inserted under another salt
+        is never found.
         """
         self._check_idle()
         return self._tree.extend_slot(slot, self.cached_length(slot), np.asarray(tokens, dtype=np.int64), salt)
 
     def insert_prefix(self, slot: int, tokens: Sequence[int], *, salt: bytes = b"", checkpoint: bool = False) -> None:
-        """Keep what the slot holds for its first `len(tokens)` tokens, which are these, beyond the slot's own life.
+        """Add the slot's first `len(tokens)` tokens, which are `tokens`, to the prefix tree.
 
-        seal  their end is a place worth resuming at: what it takes to go on there is the last to be given up
+        checkpoint  their end is a likely resume point (end of a message); trimming keeps the content needed there
 
-        Raises ValueError if the slot holds fewer.
+        Raises ValueError if the slot has fewer tokens.
         """
         self._check_idle()
         if len(tokens) > self.cached_length(slot):
@@ -187,60 +182,60 @@ class Cache:
         self._tree.insert(slot, np.asarray(tokens, dtype=np.int64), salt, checkpoint=checkpoint)
 
     def match_prefix(self, tokens: Sequence[int], *, salt: bytes = b"") -> PrefixMatch:
-        """How many of the tokens are remembered, though `recall` may not be able to go on that far."""
+        """The longest match in the prefix tree; `reuse_prefix` may reach less."""
         return self._tree.match(np.asarray(tokens, dtype=np.int64), salt)
 
     def evict_for(self, spans: Sequence[Span]) -> int:
-        """Forget what is remembered and wanted least until the spans fit; the cells still lacking (0: they fit)."""
+        """Evict cached prefixes, least recently used first, until the spans fit; the missing cells (0: they fit)."""
         self._check_idle()
         self._check_spans(spans)
         return self._evict_until(lambda component: component.check_append(spans))
 
     def evict(self, cells: int) -> int:
-        """Forget what was remembered and is wanted least, until `cells` more are free or no more can be; how many."""
+        """Evict cached prefixes, least recently used first, until `cells` more are free; the cells freed."""
         self._check_idle()
         free = self.free_cells
         self._tree.evict([cells if component in self._full_groups else 0 for component in self._components])
         return self.free_cells - free
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that was remembered: what slots hold is theirs alone then, but for what they share."""
+        """Evict all cached prefixes; slots keep their cells."""
         self._check_idle()
         self._tree.reset()
 
     def flush_to_disk(self, budget_bytes: int) -> int:
-        """Write so much of what is remembered to the shelf's files, most wanted first; the bytes, 0: nothing was left.
+        """Write up to about `budget_bytes` of cached prefixes to files, most recently used first; the bytes written.
 
-        No failure is raised: the shelf reports it, and goes on after a pause.
+        0: there was nothing to write. Failures are reported through OffloadConfig.report and retried after a pause.
         """
         self._check_idle()
         return self._tree.offload.flush(budget_bytes)
 
     @property
     def offloaded_bytes(self) -> tuple[int, int]:
-        """What the shelf takes in memory and on disk."""
+        """Offloaded bytes in host memory and on disk."""
         return self._tree.offload.memory_bytes, self._tree.offload.disk_bytes
 
     @property
     def prefix_counts(self) -> PrefixCounts:
-        """What became of remembered tokens, since the start."""
+        """Totals of evicted, trimmed, loaded and written tokens."""
         return self._tree.counts
 
     def evictable_cells(self) -> int:
-        """By how much `free_cells` would grow if all were forgotten that belongs to no slot."""
+        """Cells that `reset_prefix_cache` would free."""
         used = (group.pool.cells - group.pool.free_cells - group.used_by_slots() for group in self._full_groups)
         return min(used, default=0)
 
     def forward(self, spans: Sequence[Span]) -> Forward:
-        """A transaction that appends the rows of the spans, at most one span a slot, each starting where it stands."""
+        """A transaction that appends the tokens of the spans: at most one span a slot, at the slot's cached length."""
         return Forward(self, spans)
 
     def layer_group(self, layer: int) -> tuple[AttentionGroup, int]:
-        """The group that stores a layer of the model, and the layer's place in it."""
+        """The group of a model layer, and the layer's index in the group."""
         return self._layer_groups[layer]
 
     def begin_forward(self, forward: Forward) -> None:
-        """Make room for a forward's rows; called by its `with`. Raises BadSpan or OutOfCells, changing nothing."""
+        """Allocate cells for a forward; called by its `with`. Raises BadSpan or OutOfCells, changing nothing."""
         self._check_idle()
         self._check_spans(forward.spans)
         for component in self._components:
@@ -250,16 +245,16 @@ class Cache:
         self._open_forward = forward
 
     def end_forward(self, forward: Forward, kept: Mapping[int, int]) -> None:
-        """Let every slot of the forward stand at its kept length, or below; called at the end of its `with`."""
-        assert self._open_forward is forward, "a forward ends that is not open"
+        """Truncate each slot of the forward to its kept length or less; called at the end of its `with`."""
+        assert self._open_forward is forward, "the forward that ends is not open"
         self._open_forward = None
         for slot, length in kept.items():
             if self.recurrent_states is None and length == self.cached_length(slot):
-                continue  # all rows stay, and cells need nothing for that
+                continue  # all tokens stay, and there are no states to release
             self._components.truncate(slot, self._resume_length(slot, length))
 
     def _evict_until(self, check: Callable[[CacheComponent[Any]], None]) -> int:
-        """Forget what is wanted least until a check passes for all components; the cells still lacking."""
+        """Evict cached prefixes until a check passes for all components; the missing cells."""
         while any(missing := self._missing_cells(check)):
             for component in self._components:
                 component.release_out_of_reach()
@@ -268,14 +263,14 @@ class Cache:
         return 0
 
     def _missing_cells(self, check: Callable[[CacheComponent[Any]], None]) -> list[int]:
-        """By how many cells each component falls short of what a check asks for."""
+        """The missing cells of each component for a check."""
         return [shortfall(partial(check, component)) for component in self._components]
 
     def _resume_length(self, slot: int, length: int) -> int:
-        """The deepest length, at most the one asked for, at which the slot can stand."""
+        """The largest length, at most the one asked for, at which the slot can resume."""
         self._check_slot(slot)
         if length < 0:
-            raise ValueError(f"a slot cannot stand at {length}")
+            raise ValueError(f"a slot cannot be cut to {length} tokens")
         return self._components.resume_length(slot, length)
 
     def _check_slot(self, slot: int) -> None:
@@ -289,15 +284,15 @@ class Cache:
     def _check_spans(self, spans: Sequence[Span]) -> None:
         seen: set[int] = set()
         for span in spans:
-            standing = self.cached_length(span.slot)
-            if span.slot in seen or span.start != standing or span.stop > self.capacity:
-                raise BadSpan(f"{span} does not continue its slot, which stands at {standing} of {self.capacity}")
+            length = self.cached_length(span.slot)
+            if span.slot in seen or span.start != length or span.stop > self.capacity:
+                raise BadSpan(f"{span} does not continue its slot, which has {length} of {self.capacity} tokens")
             if not 0 <= span.draft_tokens < span.length:
-                raise BadSpan(f"{span} needs at least one row that is not guessed")
+                raise BadSpan(f"{span} needs at least one token that is no draft")
             if span.bidirectional and not all(
                 span.start <= start < stop <= span.stop for start, stop in span.bidirectional
             ):
-                raise BadSpan(f"{span} has a mutual range that is not wholly among its rows")
+                raise BadSpan(f"{span} has a bidirectional range that is not wholly inside")
             seen.add(span.slot)
         if not seen:
             raise BadSpan("a forward without spans")

@@ -1,6 +1,6 @@
-"""The pool of cells of one group: storage, reference counts, and the choice of free cells.
+"""The pool of cells of one group: KV buffers, reference counts and the free list.
 
-A cell is one token's key and value in every layer of the group. It is written only while referenced once.
+A cell holds one token's key and value in every layer of the group. It is written only while its reference count is 1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ CellArray: TypeAlias = NDArray[np.int64]
 
 
 class CellPool:
-    """Storage for `cells` tokens: a plane of keys and one of values, in the format that `dtype` stands for.
+    """Cells for `cells` tokens: a KV buffer for keys and one for values.
 
     Both are [layers, heads, cells, width]: head-major is 1.3-1.6x faster to read than token-major on a CPU.
 
-    reference_counts  int32 [cells]: how many slots and nodes of the prefix tree name a cell; 0: it is free
-    free_cells        cells that are
+    dtype             storage format: any floating type, or int8 (kvcache/kv_buffer.py)
+    reference_counts  int32 [cells]: references from slots and from nodes of the prefix tree; 0: the cell is free
+    free_cells        cells without a reference
     """
 
     def __init__(self, spec: GroupSpec, cells: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,10 +37,10 @@ class CellPool:
         self.cells = self.free_cells = cells
 
     def allocate(self, count: int, *, after: int = -1) -> CellArray:
-        """Take `count` free cells, each then referenced once.
+        """Allocate `count` cells with a reference count of 1. Raises OutOfCells and then allocates none.
 
-        They follow the cell `after` while those are free, so that a sequence tends to be one run that attention
-        reads without a gather. Raises OutOfCells, and then takes none.
+        Free cells directly behind the cell `after` come first: a sequence then tends to be one run of cells, which
+        attention reads without a gather.
         """
         if count > self.free_cells:
             raise OutOfCells(count, self.free_cells)
@@ -54,7 +55,7 @@ class CellPool:
         return cells
 
     def allocate_next(self, after: int) -> int | None:
-        """Take the cell behind one that is in use, if it is free: `allocate` for the one cell that most steps need."""
+        """Allocate the cell behind `after`; None if it is in use. Fast path of `allocate` for one decoded token."""
         cell = after + 1
         if cell == self.cells or self.reference_counts.item(cell):
             return None
@@ -63,61 +64,61 @@ class CellPool:
         return cell
 
     def share(self, cells: CellArray) -> None:
-        """Reference cells once more. They must be in use."""
+        """Add a reference to each cell; all of them must be in use."""
         self.reference_counts[cells] += 1
 
     def release(self, cells: CellArray) -> None:
-        """Drop one reference of each cell; those without any are free again."""
+        """Drop a reference of each cell; a cell without references is free."""
         if not len(cells):
             return
         self.reference_counts[cells] -= 1
         self.free_cells += int(np.count_nonzero(self.reference_counts[cells] == 0))
 
     def shared(self, cells: CellArray) -> NDArray[np.bool_]:
-        """Which of the cells somebody else references too."""
+        """Mask of the cells with more than one reference."""
         return self.reference_counts[cells] > 1
 
     def save(self, cells: CellArray) -> dict[str, Tensor]:
-        """Copies of cells on the CPU, by name, in the stored format: [layers, heads, len(cells), ...]."""
+        """Copies of the cells on the CPU, by buffer name, in the storage format: [layers, heads, len(cells), ...]."""
         index = self.index_tensor(cells)
         return {name: tensor[:, :, index].cpu() for name, tensor in self._named_tensors()}
 
     def load(self, cells: CellArray, content: Mapping[str, Tensor], start: int, stop: int) -> None:
-        """Write the share [start, stop) of saved cells into these, which nobody else references."""
+        """Write the saved cells [start, stop) into `cells`, which have a reference count of 1."""
         index = self.index_tensor(cells)
         for name, tensor in self._named_tensors():
             tensor[:, :, index] = content[name][:, :, start:stop].to(self.device)
 
     def index_tensor(self, cells: CellArray) -> Tensor:
-        """A copy of cells as the planes take them, whether or not they follow each other."""
+        """A copy of the cells as an index tensor on the device of the buffers."""
         return torch.tensor(cells, device=self.device)
 
     def cell_index(self, cells: CellArray) -> CellIndex:
-        """Cells as the planes take them."""
+        """The cells as an index of the KV buffers: a slice if they are one run."""
         return self.index_tensor(cells) if last_run_start(cells) else slice(int(cells[0]), int(cells[-1]) + 1)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for kind, plane in (("keys", self.keys), ("values", self.values)):
-            for name, tensor in plane.tensors.items():
+        for kind, buffer in (("keys", self.keys), ("values", self.values)):
+            for name, tensor in buffer.tensors.items():
                 yield f"{kind}.{name}", tensor
 
     def _free_run_after(self, after: int, count: int) -> int:
-        """How many of the `count` cells behind one are free, up to the first that is not."""
+        """Length of the run of free cells behind `after`, at most `count`."""
         behind = self.reference_counts[after + 1 : after + 1 + count]
-        taken = behind.nonzero()[0]
-        return int(taken[0]) if len(taken) else len(behind)
+        in_use = behind.nonzero()[0]
+        return int(in_use[0]) if len(in_use) else len(behind)
 
     def _from_largest_runs(self, count: int) -> CellArray:
-        """`count` free cells in as few runs as can be, found in one look at all cells (1 ms for a million of them)."""
+        """`count` free cells from the largest free runs, found in one pass over the pool (1 ms for a million cells)."""
         bounds = np.flatnonzero(np.diff(self.reference_counts == 0, prepend=False, append=False))
         starts, lengths = bounds[::2], bounds[1::2] - bounds[::2]
-        # No more runs than cells are needed; all of them need not be sorted.
+        # `count` cells need at most `count` runs: a partial sort is enough.
         most = min(count, len(lengths))
-        widest = np.argpartition(-lengths, most - 1)[:most]
+        largest = np.argpartition(-lengths, most - 1)[:most]
         runs = []
-        for run in widest[np.argsort(-lengths[widest], kind="stable")]:
+        for run in largest[np.argsort(-lengths[largest], kind="stable")]:
             start, length = int(starts[run]), int(lengths[run])
-            # The first half belongs to whoever may grow into it from the left: a new sequence starts in the middle.
+            # The sequence left of the run may grow into its first half: a new sequence starts in the middle.
             if start > 0 and count <= length // 2:
                 start += length // 2
             runs.append(np.arange(start, start + min(count, length), dtype=np.int64))
@@ -128,6 +129,6 @@ class CellPool:
 
 
 def last_run_start(cells: CellArray) -> int:
-    """Where the last run of consecutive cells begins."""
+    """Index at which the last run of consecutive cells begins."""
     breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
     return int(breaks[-1]) + 1 if len(breaks) else 0

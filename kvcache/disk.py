@@ -1,9 +1,9 @@
-"""Files of saved stretches, so that what was computed survives the process.
+"""Files of saved token ranges: the disk cache.
 
-A file is named by the digest of all its bytes, and written under another name first: one that was torn or changed is
-refused, and two processes that share a folder never write different things to one name. Files of another model, or of
-another way to store its cells, lie in another folder: `identity` says which. A file is a safetensors file; its header
-and its tokens are read at the start, the rest when it is wanted.
+A file is named by the SHA-256 of all its bytes and is written under a temporary name first: a torn or changed file is
+rejected, and processes that share a folder never write different content to one name. Each identity (model, dtypes,
+cache layout) has a folder of its own. Files are safetensors; header and tokens are read at the start, the tensors on
+demand.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from torch import Tensor
 from kvcache.component import SavedTensors
 from kvcache.node import TokenArray
 
-# Changes when the same bytes mean something else.
+# Changes with the meaning of a file's bytes.
 FORMAT = "cellar-shelf-1"
 _SUFFIX = ".safetensors"
-# The only key of the files' metadata: several would be written in any order, and equal content get different names.
+# The only metadata key: with several, their order would vary, and equal content would get different names.
 _METADATA_KEY = "cellar"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _MAX_HEADER_BYTES = 8 * 2**20
-# A temporary file that is older belongs to nobody who lives.
+# Older temporary files were left by a process that was killed.
 _STALE_TEMPORARY_SECONDS = 600.0
-# How exactly times of use are kept; each costs a system call.
+# Precision of a file's time of last use; each update costs a system call.
 _TOUCH_INTERVAL_SECONDS = 60.0
+# Pause after a failed write; doubled by each further failure.
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 600.0
 
 
 class InvalidFile(Exception):
-    """A file is not what its name says, or not for us."""
+    """A file was changed, is damaged, or belongs to another identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What a file says about itself: the stretch from `start` on of a path with these tokens, all from position 0.
+    """What a file contains: the content of `tokens` from position `start` on.
 
-    ends_edge  the tree's edge ended with the stretch
+    tokens     of the whole path, from position 0
+    ends_edge  the last token was the end of an edge of the prefix tree
     """
 
     salt: bytes
@@ -60,7 +62,7 @@ class FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file that was there at the start, and when it was used last (seconds since 1970)."""
+    """A file of an earlier process; `last_used` is in seconds since 1970."""
 
     name: str
     bytes: int
@@ -69,7 +71,7 @@ class FoundFile:
 
 
 class DiskFolder:
-    """The files of one identity in a folder. After a failed write comes a pause, longer with every further one."""
+    """The files of one identity. A failed write is followed by a pause with exponential backoff."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._identity = hashlib.sha256(identity.encode()).hexdigest()
@@ -79,11 +81,11 @@ class DiskFolder:
 
     @property
     def writable(self) -> bool:
-        """Whether writing is worth a try."""
+        """Whether no pause after a failed write is running."""
         return time.monotonic() >= self._retry_at
 
     def scan(self) -> list[FoundFile]:
-        """All files that may be of use. Those that cannot be are deleted; nothing is raised."""
+        """All files with a valid header; others are deleted. Never raises."""
         found: list[FoundFile] = []
         with suppress(OSError):
             for entry in sorted(os.scandir(self._folder), key=lambda entry: entry.name):
@@ -92,7 +94,7 @@ class DiskFolder:
         return found
 
     def limit_other_identities(self, budget_bytes: int) -> None:
-        """Delete files of other identities, those used longest ago first, until all of them fit a budget."""
+        """Delete files of other identities beyond a budget, least recently used first."""
         with suppress(OSError):
             others = [file for file in self._folder.parent.glob("*/*") if _NAME.fullmatch(file.name)]
             files = [(file.stat(), file) for file in others if file.parent != self._folder]
@@ -102,10 +104,10 @@ class DiskFolder:
                     file.unlink()
 
     def encode(self, header: FileHeader, content: Sequence[SavedTensors]) -> bytes:
-        """A file's bytes: what each component saved of a stretch."""
+        """The bytes of a file with the saved tensors of each component."""
         tensors = {f"{at}/{name}": tensor for at, part in enumerate(content) for name, tensor in part.items()}
         tensors["tokens"] = torch.from_numpy(header.tokens.astype(np.int32))
-        about = {
+        metadata = {
             "format": FORMAT,
             "identity": self._identity,
             "components": len(content),
@@ -113,11 +115,11 @@ class DiskFolder:
             "start": header.start,
             "ends": header.ends_edge,
         }
-        data: bytes = save(tensors, {_METADATA_KEY: json.dumps(about)})
+        data: bytes = save(tensors, {_METADATA_KEY: json.dumps(metadata)})
         return data
 
     def write(self, data: bytes) -> str:
-        """Write a file so that it is there whole or not at all; its name. Raises OSError."""
+        """Write a file atomically and durably; its name. Raises OSError."""
         name = hashlib.sha256(data).hexdigest() + _SUFFIX
         temporary = self._folder / f".{name}.{os.getpid()}"
         try:
@@ -138,7 +140,7 @@ class DiskFolder:
         return name
 
     def read(self, name: str) -> list[SavedTensors]:
-        """What each component saved, after every byte was checked. Raises Refused or OSError."""
+        """The saved tensors of each component, after the digest was verified. Raises InvalidFile or OSError."""
         with self._open(name) as file:
             data = file.read()
         if hashlib.sha256(data).hexdigest() + _SUFFIX != name:
@@ -146,13 +148,13 @@ class DiskFolder:
         return _decode(data)
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it is there and can be."""
+        """Delete a file. Never raises."""
         self._touched.pop(name, None)
         with suppress(OSError):
             (self._folder / name).unlink()
 
     def touch(self, name: str) -> None:
-        """Note in the file's times that it is wanted now."""
+        """Set a file's time of last use to now."""
         now = time.time()
         if now - self._touched.get(name, 0.0) >= _TOUCH_INTERVAL_SECONDS:
             self._touched[name] = now
@@ -160,7 +162,7 @@ class DiskFolder:
                 os.utime(self._folder / name)
 
     def _inspect(self, entry: os.DirEntry[str]) -> Iterator[FoundFile]:
-        """The file, if it may be of use."""
+        """The file, if its header is valid."""
         status = entry.stat(follow_symlinks=False)
         if entry.name.startswith(".") and time.time() - status.st_mtime > _STALE_TEMPORARY_SECONDS:
             self.delete(entry.name)
@@ -168,18 +170,18 @@ class DiskFolder:
             return
         try:
             with self._open(entry.name) as file:
-                stretch = _read_header(file, status.st_size, self._identity)
+                header = _read_header(file, status.st_size, self._identity)
         except InvalidFile:
             self.delete(entry.name)
             return
         self._touched[entry.name] = time.time()
-        yield FoundFile(entry.name, status.st_size, status.st_mtime, stretch)
+        yield FoundFile(entry.name, status.st_size, status.st_mtime, header)
 
     def _open(self, name: str) -> BinaryIO:
         return os.fdopen(os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
     def _sync_folder(self) -> None:
-        """Make a new name as lasting as the file that it names."""
+        """Make a new name durable."""
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -188,10 +190,10 @@ class DiskFolder:
 
 
 def _decode(data: bytes) -> list[SavedTensors]:
-    """The parts of a file whose bytes are those that were written."""
+    """The saved tensors of each component from verified bytes."""
     size = int.from_bytes(data[:8], "little")
-    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_METADATA_KEY])
-    content: list[SavedTensors] = [{} for _ in range(about["components"])]
+    metadata = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_METADATA_KEY])
+    content: list[SavedTensors] = [{} for _ in range(metadata["components"])]
     tensors: Mapping[str, Tensor] = load(data)
     for key, tensor in tensors.items():
         at, _, name = key.partition("/")
@@ -201,20 +203,21 @@ def _decode(data: bytes) -> list[SavedTensors]:
 
 
 def _read_header(file: BinaryIO, size: int, identity: str) -> FileHeader:
-    """What a file says about itself. Nothing of it is checked yet but that it could be ours; raises Refused."""
+    """The header of a file, whose digest is not verified yet. Raises InvalidFile."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size, _MAX_HEADER_BYTES):
             raise InvalidFile("its header is too long")
         header = json.loads(file.read(length))
-        about, (begin, end) = json.loads(header["__metadata__"][_METADATA_KEY]), header["tokens"]["data_offsets"]
-        if about["format"] != FORMAT or about["identity"] != identity:
+        metadata, (begin, end) = json.loads(header["__metadata__"][_METADATA_KEY]), header["tokens"]["data_offsets"]
+        if metadata["format"] != FORMAT or metadata["identity"] != identity:
             raise InvalidFile("it belongs to another model or version")
         file.seek(8 + length + begin)
         tokens = np.frombuffer(file.read(min(end - begin, size)), dtype=np.int32).astype(np.int64)
-        stretch = FileHeader(bytes.fromhex(about["salt"]), int(about["start"]), tokens, bool(about["ends"]))
+        salt, start = bytes.fromhex(metadata["salt"]), int(metadata["start"])
+        found = FileHeader(salt, start, tokens, bool(metadata["ends"]))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidFile("its header is damaged") from error
-    if not 0 <= stretch.start < len(tokens):
+    if not 0 <= found.start < len(tokens):
         raise InvalidFile("it holds no tokens")
-    return stretch
+    return found

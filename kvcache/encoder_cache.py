@@ -1,7 +1,7 @@
-"""What encoders computed: keys and values of cross attention, written once, found by the digest of what was encoded.
+"""The encoder cache: cross-attention keys and values by the digest of the encoder's input.
 
-A store beside the slots and no component in them: an entry has no length, so appending, rewinding, copying and shifting
-a slot leave it as it is. Whoever attends to an entry pins it; the others stay until their room is wanted.
+It is no component of the slots: an entry has no length, so append, rewind, copy and shift do not touch it. A sequence
+pins the entry that it attends to; unpinned entries are evicted when their memory is needed.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class EncoderEntry:
-    """One encoded thing: by cross layer its keys [heads, length, key_width] and values [heads, length, value_width]."""
+    """One encoder output: keys [heads, length, key_width] and values [heads, length, value_width] by layer."""
 
     digest: bytes
     layers: Mapping[int, tuple[Tensor, Tensor]]
 
     @property
     def bytes(self) -> int:
-        """What the entry takes."""
+        """Bytes of all keys and values."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
 
 
 class EncoderCache:
-    """Entries of at most `budget_bytes` together. Belongs to the thread that owns the cache."""
+    """Entries of at most `budget_bytes` in total. Owned by the thread that owns the cache."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        # In the order of their last use.
+        # Least recently used first.
         self._entries: dict[bytes, EncoderEntry] = {}
         self._pins: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Entries that are there, pinned or not."""
+        """Entries, pinned or not."""
         return len(self._entries)
 
     @property
     def pinned_bytes(self) -> int:
-        """What cannot be given up now."""
+        """Bytes of pinned entries."""
         return sum(self._entries[digest].bytes for digest in self._pins)
 
     def pin(self, digest: bytes) -> EncoderEntry | None:
-        """The entry of a digest, which stays until it is unpinned as often as it was pinned; None: it is not there."""
+        """Pin and return the entry of a digest; None if there is none. Each pin needs one `unpin`."""
         entry = self._entries.pop(digest, None)
         if entry is not None:
             self._entries[digest] = entry
@@ -54,20 +54,20 @@ class EncoderCache:
         return entry
 
     def unpin(self, digest: bytes) -> None:
-        """Take back one `pin` or `put`."""
-        assert self._pins[digest] > 0, "an entry is unpinned more often than it was pinned"
+        """Undo one `pin` or `put`."""
+        assert self._pins[digest] > 0, "more unpins than pins"
         self._pins[digest] -= 1
         if not self._pins[digest]:
             del self._pins[digest]
 
     def evict_for(self, size_bytes: int) -> int:
-        """Give up unpinned entries, least recently used first, until so much fits; the bytes still lacking.
+        """Evict unpinned entries, least recently used first, until `size_bytes` fit; the missing bytes (0: they fit).
 
-        Where something is lacking nothing was given up.
+        If bytes are missing, no entry was evicted.
         """
-        lacking = self.pinned_bytes + size_bytes - self.budget_bytes
-        if lacking > 0:
-            return lacking
+        missing = self.pinned_bytes + size_bytes - self.budget_bytes
+        if missing > 0:
+            return missing
         for digest in [digest for digest in self._entries if digest not in self._pins]:
             if self.used_bytes + size_bytes <= self.budget_bytes:
                 break
@@ -75,7 +75,7 @@ class EncoderCache:
         return 0
 
     def put(self, entry: EncoderEntry) -> None:
-        """Store an entry that is not there, pinned once; `evict_for` has made room for it."""
+        """Add a new entry, pinned once, after `evict_for`."""
         assert entry.digest not in self._entries, "an entry is written once"
         self._entries[entry.digest] = entry
         self._pins[entry.digest] += 1

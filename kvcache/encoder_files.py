@@ -1,7 +1,7 @@
-"""Files of encoder entries, so that media are not encoded anew by the next process.
+"""Files of encoder cache entries, so that the next process does not encode the same media again.
 
-They have a folder of their own beside those of the prefix tree, and are as safe: named by the digest of all their
-bytes, written under another name first, refused if a bit is wrong (kvcache/disk.py).
+They have a folder beside those of the prefix tree, with the same safety: names are digests of all bytes, writes are
+atomic, damaged files are rejected (kvcache/disk.py).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvcache.disk import DiskFolder, FileHeader, InvalidFile
 from kvcache.encoder_cache import EncoderEntry
 from kvcache.offload import OffloadConfig
 
-# Entries may take an eighth of the files' budget: they are large, and few are looked at again.
+# Share of the disk budget: entries are large, and few are used again.
 _BUDGET_DIVISOR = 8
-# Entries that wait to be written keep their tensors alive.
+# Entries in the write queue keep their tensors in memory.
 _MAX_UNWRITTEN = 4
-# Disk's files are about tokens; these are about none, and one must stand there.
+# The file format needs at least one token.
 _PLACEHOLDER_TOKENS = np.zeros(1, dtype=np.int64)
 
 
 class EncoderFiles:
-    """Entries by their digest, least recently used first. Belongs to the thread that owns the cache."""
+    """Encoder entries on disk by digest, least recently used first. Owned by the thread that owns the cache."""
 
     def __init__(self, config: OffloadConfig, device: torch.device) -> None:
         self._report, self._device = config.report, device
@@ -38,7 +38,7 @@ class EncoderFiles:
         self._enforce_budget()
 
     def read(self, digest: bytes) -> EncoderEntry | None:
-        """The entry of a digest, read and checked; None if there is none that can be trusted."""
+        """The entry of a digest; None if there is no valid file."""
         if self._disk is None or digest not in self._files:
             return None
         name, _ = self._files[digest]
@@ -48,19 +48,19 @@ class EncoderFiles:
             self._files.move_to_end(digest)
             return _entry(digest, {name: tensor.to(self._device) for name, tensor in content.items()})
         except (InvalidFile, OSError, ValueError) as error:
-            self._report(f"an encoder's file is refused and deleted: {error}")
+            self._report(f"a file of the encoder cache is invalid and was deleted: {error}")
             self._delete(digest)
             return None
 
     def enqueue(self, entry: EncoderEntry) -> None:
-        """Take an entry that is new; it is written when there is time."""
+        """Queue a new entry for `flush_one`."""
         if self._disk is not None and entry.digest not in self._files:
             self._unwritten[entry.digest] = entry
             while len(self._unwritten) > _MAX_UNWRITTEN:
                 self._unwritten.popitem(last=False)
 
     def flush_one(self) -> bool:
-        """Write one entry that waits; False: none does, or the folder cannot be written to."""
+        """Write one queued entry; False if the queue is empty or the folder not writable."""
         if self._disk is None or not self._disk.writable or not self._unwritten:
             return False
         digest, entry = self._unwritten.popitem()
@@ -70,7 +70,7 @@ class EncoderFiles:
         try:
             self._files[digest] = (self._disk.write(data), len(data))
         except OSError as error:
-            self._report(f"an encoder's entry cannot be written: {error}")
+            self._report(f"an entry of the encoder cache cannot be written: {error}")
             return False
         self._enforce_budget()
         return bool(self._unwritten)
@@ -80,7 +80,7 @@ class EncoderFiles:
             self._delete(next(iter(self._files)))
 
     def _delete(self, digest: bytes) -> None:
-        assert self._disk is not None, "there are files"
+        assert self._disk is not None, "without a folder there are no files"
         name, _ = self._files.pop(digest)
         self._disk.delete(name)
 

@@ -1,19 +1,19 @@
-"""What the cache refuses. A refused operation has changed nothing.
+"""Errors of the cache. An operation that raises one has changed nothing.
 
-CacheError        the root; itself, where the cache is used while a forward is open
+CacheError        base class; raised itself where the cache is used while a forward is open
 ├── OutOfCells    the pool has fewer free cells than the operation needs
-└── BadSpan       a forward was asked for rows that do not continue their slot
+└── BadSpan       a span does not continue its slot
 """
 
 from __future__ import annotations
 
 
 class CacheError(Exception):
-    """The root of all errors of this package."""
+    """Base class of the errors of this package."""
 
 
 class OutOfCells(CacheError):
-    """The pool has too few free cells; free some (clear or rewind a slot) and ask again."""
+    """The pool has too few free cells: clear or rewind a slot, or evict, and retry."""
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(f"{needed} cells needed, {free} free")
@@ -21,4 +21,4 @@ class OutOfCells(CacheError):
 
 
 class BadSpan(CacheError):
-    """A span does not start where its slot stands, is empty, too long, or names its slot a second time."""
+    """A span does not start at the cached length of its slot, is empty or too long, or repeats a slot."""

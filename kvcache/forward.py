@@ -1,10 +1,10 @@
 """One forward pass as a transaction over the cache.
 
     with cache.forward([Span(slot=0, start=4, length=3)]) as forward:
-        ...                       # layers write their rows and attend through `segments`
-        forward.keep(0, 5)        # of the rows 4, 5, 6 only row 4 stays; without this call all stay
+        ...                       # layers store keys and values and attend through `segments`
+        forward.keep(0, 5)        # of the tokens 4, 5, 6 only 4 stays; without this call all stay
 
-An exception inside the block keeps nothing.
+An exception inside the block keeps no token.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The rows of one slot in the packed batch, and what they may attend to.
+    """The tokens of one slot in the packed batch, and the cells that they attend to.
 
-    batch_slice    of the batch that belong to the slot
-    start   position of the first of them
-    cells   those of positions [first, start + rows), in order
-    oldest_visible   the oldest position that the rows see
-    bidirectional  see Span
+    batch_slice     of the packed batch
+    start           position of the first token
+    cells           of positions [oldest_visible, start + tokens), in order
+    oldest_visible  the first position that the tokens attend to
+    bidirectional   see Span
     """
 
     batch_slice: slice
@@ -44,9 +44,9 @@ class Segment:
 
 
 class Forward:
-    """An open forward: the new rows have cells, and nobody but this object knows whether they stay.
+    """An open forward: its tokens have cells; which of them stay is decided at the end of the block.
 
-    batch_tokens  of the packed batch
+    batch_tokens  length of the packed batch
     """
 
     def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
@@ -59,7 +59,7 @@ class Forward:
         self._new_cells_by_group: dict[AttentionGroup, CellIndex] = {}
 
     def __enter__(self) -> Forward:
-        """Make room for the rows. Raises BadSpan or OutOfCells, and then nothing has changed."""
+        """Allocate cells for the batch. Raises BadSpan or OutOfCells, changing nothing."""
         self._cache.begin_forward(self)
         self._open = True
         return self
@@ -67,79 +67,77 @@ class Forward:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep what was asked to be kept; after an exception, nothing."""
+        """Commit the kept lengths; after an exception, roll back."""
         kept = self._kept_lengths if kind is None else {span.slot: span.start for span in self.spans}
         self._cache.end_forward(self, kept)
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """Those of the cache: the same object in all its forwards."""
+        """The groups of the cache: the same object in all its forwards."""
         return self._cache.groups
 
     @property
     def capacity(self) -> int:
-        """Positions that there are."""
+        """Tokens of a slot, at most."""
         return self._cache.capacity
 
     def keep(self, slot: int, length: int) -> None:
-        """Let the slot stand at `length` after this forward; ValueError: not from its span's start to its stop."""
+        """Set the slot's length after this forward; ValueError outside its span's start to stop."""
         span = next((span for span in self.spans if span.slot == slot), None)
         if span is None or not span.start <= length <= span.stop:
             raise ValueError(f"slot {slot} cannot keep {length}: its span is {span}")
         self._kept_lengths[slot] = length
 
     def store_kv(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the batch's rows of one layer, of any floating type.
+        """Store keys and values of the batch in one layer, of any floating type.
 
-        keys    [heads, rows, key_width], turned to their positions
-        values  [heads, rows, value_width]
+        keys    [heads, batch tokens, key_width], rotated to their positions
+        values  [heads, batch tokens, value_width]
         """
         group, own = self._cache.layer_group(layer)
-        target = self._new_cells(group)
-        group.pool.keys.write(own, target, keys)
-        group.pool.values.write(own, target, values)
+        cells = self._new_cells(group)
+        group.pool.keys.write(own, cells, keys)
+        group.pool.values.write(own, cells, values)
 
     def layer_kv(self, layer: int) -> tuple[LayerKV, LayerKV]:
-        """One layer's keys and values in the whole pool, to be read through the cells of `segments`."""
+        """One layer's keys and values of the whole pool, to be read through the cells of `segments`."""
         group, own = self._cache.layer_group(layer)
         return LayerKV(group.pool.keys, own), LayerKV(group.pool.values, own)
 
     def attention_range(self, layer: int) -> AttentionRange:
-        """What a query of the layer sees."""
+        """The positions that a query of the layer attends to."""
         return self._cache.layer_group(layer)[0].spec.attention_range
 
     def segments(self, layer: int) -> tuple[Segment, ...]:
-        """The batch cut by slot, in the order of the spans: the same object for all layers of a group."""
+        """The batch by slot, in the order of the spans: the same object for all layers of a group."""
         group, _ = self._cache.layer_group(layer)
         if group not in self._segments:
             self._segments[group] = tuple(self._make_segments(group))
         return self._segments[group]
 
     def recurrent_state(self, slot: int, position: int, name: Hashable) -> Tensor | None:
-        """One tensor of the recurrent state before the row at a position, where a piece of a span begins.
-
-        None means zeros. It must not be written.
-        """
+        """One tensor of the recurrent state at the start of a state range of a span; None: zeros. Read only."""
         assert self._cache.recurrent_states is not None, "a cache without recurrent states"
         return self._cache.recurrent_states.get_tensor(slot, position, name)
 
     def store_recurrent_state(self, slot: int, position: int, name: Hashable, tensor: Tensor) -> None:
-        """Store one tensor of the recurrent state before a position, where a piece of a span stops; uncopied."""
+        """Store one tensor, without a copy, of the recurrent state at the end of a state range of a span."""
         assert self._cache.recurrent_states is not None, "a cache without recurrent states"
         self._cache.recurrent_states.put_tensor(slot, position, name, tensor)
 
     def _make_segments(self, group: AttentionGroup) -> list[Segment]:
-        assert self._open, "the rows have no cells before the forward is open"
-        cut, row = [], 0
+        assert self._open, "tokens have no cells before the forward is open"
+        segments, begin = [], 0
         for span in self.spans:
-            first = group.spec.attention_range.oldest_visible(span.start)
-            cells = group.cells_from(span.slot, first)
-            cut.append(Segment(slice(row, row + span.length), span.start, cells, first, span.bidirectional))
-            row += span.length
-        return cut
+            oldest = group.spec.attention_range.oldest_visible(span.start)
+            cells = group.cells_from(span.slot, oldest)
+            batch_slice = slice(begin, begin + span.length)
+            segments.append(Segment(batch_slice, span.start, cells, oldest, span.bidirectional))
+            begin += span.length
+        return segments
 
     def _new_cells(self, group: AttentionGroup) -> CellIndex:
-        """The cells of the new rows, in the order of the batch."""
+        """The cells of the batch's tokens, in the order of the batch."""
         if group not in self._new_cells_by_group:
             tails = [group.table(span.slot)[span.start :] for span in self.spans]
             self._new_cells_by_group[group] = group.pool.cell_index(np.concatenate(tails))

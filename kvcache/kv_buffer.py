@@ -1,10 +1,10 @@
-"""Storage of one pool's keys or values, in a format of its own: rows of numbers in, rows of numbers out.
+"""KV buffers: storage of the keys or values of one pool. A row is one cell's vector in one layer and head.
 
-float      a row as it is, in any floating type: reading a run of cells in that type is a view
-int8       a byte a column and a float32 scale a part of a row: a quarter of float32, and 4 bytes a head and part
-turned     int8 behind a Hadamard transform: keys, whose few large columns would set the scale of all the others
+float          rows in any floating type; reading a run of cells in that type is a view
+int8           one byte a column and one float32 scale for each part of a row
+Hadamard int8  int8 behind a Hadamard transform, for keys: a few large columns would set the scale of all others
 
-A row is quantised alone, whatever is written beside it, so that neither batch nor chunks show in what is stored.
+Each row is quantised alone: stored content depends neither on the batch nor on the chunk size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvcache.hadamard import hadamard_transform
 from kvcache.spec import GroupSpec
 
-# Cells as planes take them: a slice where they follow each other, so that reading is a view; else int64 [cells].
+# Index of cells: a slice for one run, so that a read is a view; else int64 [cells].
 CellIndex: TypeAlias = slice | Tensor
 
 
@@ -30,7 +29,7 @@ class KVBuffer(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """All that is stored, by name: [layers, heads, cells, ...] each."""
+        """The stored tensors by name: [layers, heads, cells, ...] each."""
         ...
 
     @property
@@ -43,13 +42,13 @@ class KVBuffer(Protocol):
         ...
 
     def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """One layer's rows [heads, len(cells), width] as they are stored: behind `spread`. Not to be written."""
+        """One layer's rows [heads, len(cells), width], still behind `transform`; read only."""
         ...
 
     def transform(self, rows: Tensor) -> Tensor:
-        """Rows as the plane stores them, or back: an orthonormal transform that is its own inverse.
+        """The orthonormal transform of stored rows, which is its own inverse.
 
-        Scores do not change if both sides are spread, so a query is, and keys are read without a transform.
+        Attention scores are unchanged if queries and keys are transformed alike, so keys are read without an inverse.
 
         rows  [..., width], or [..., width of the first part]
         """
@@ -58,7 +57,7 @@ class KVBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One layer of a plane: what attention reads."""
+    """One layer of a KV buffer, as attention kernels read it."""
 
     buffer: KVBuffer
     layer: int
@@ -69,16 +68,16 @@ class LayerKV:
         return self.buffer.width
 
     def read(self, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """Rows [heads, len(cells), width] behind `spread`; a view where the format and the cells allow one."""
+        """Rows [heads, len(cells), width] behind `transform`; a view where format and cells allow one."""
         return self.buffer.read(self.layer, cells, dtype)
 
     def transform(self, rows: Tensor) -> Tensor:
-        """Plane.transform, in the type of the rows."""
+        """KVBuffer.transform, in the type of the rows."""
         return self.buffer.transform(rows).to(rows.dtype)
 
 
 class FloatKVBuffer:
-    """Rows as they are, in one floating type: [layers, heads, cells, width]."""
+    """Rows in one floating type: [layers, heads, cells, width]."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -94,24 +93,24 @@ class FloatKVBuffer:
         return self.rows.shape[-1]
 
     def write(self, layer: int, cells: CellIndex, rows: Tensor) -> None:
-        """Store rows, rounded to the plane's type."""
+        """Store rows, rounded to the type of the buffer."""
         _scatter(self.rows[layer], cells, rows)
 
     def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """Rows; a view if the cells are a run and the type is the plane's."""
+        """Rows; a view if the cells are one run and `dtype` is the type of the buffer."""
         return _gather(self.rows[layer], cells).to(dtype)
 
     def transform(self, rows: Tensor) -> Tensor:
-        """Nothing is spread."""
+        """The identity."""
         return rows
 
 
 class Int8KVBuffer:
-    """A row part's columns as multiples of its scale, which is a 127th of its largest: off by half a scale at most.
+    """Rows as int8 codes with a scale for each part: part = codes * scale, scale = max |part| / 127.
 
     codes   [layers, heads, cells, width] int8
-    scales  [layers, heads, cells, parts] float32: as float16 they would save 1.5 % at width 128, and could overflow
-    parts   the widths of the parts of a row
+    scales  [layers, heads, cells, parts] float32: float16 would save 1.5 % at width 128, but could overflow
+    parts   widths of the parts of a row
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, parts: Sequence[int]) -> None:
@@ -128,11 +127,11 @@ class Int8KVBuffer:
         return self.codes.shape[-1]
 
     def write(self, layer: int, cells: CellIndex, rows: Tensor) -> None:
-        """Quantise rows, each part of each alone; a part with a value that is not finite reads back as NaN."""
-        spread = self.transform(rows).to(torch.promote_types(rows.dtype, torch.float32))
-        parts = torch.split(spread, self.parts, -1)
+        """Quantise rows; a part with a value that is not finite reads back as NaN."""
+        transformed = self.transform(rows).to(torch.promote_types(rows.dtype, torch.float32))
+        parts = torch.split(transformed, self.parts, -1)
         scales = [(part.abs().amax(-1, keepdim=True) / 127).float() for part in parts]
-        # A row of zeros reads back as zeros by any scale, but 0 / 0 is no code.
+        # Zeros read back as zeros with any scale, but 0 / 0 has no code.
         scales = [scale.clamp_min(torch.finfo(torch.float32).tiny) for scale in scales]
         codes = [(part / scale).round_() for part, scale in zip(parts, scales, strict=True)]
         if codes:
@@ -140,22 +139,22 @@ class Int8KVBuffer:
             _scatter(self.scales[layer], cells, torch.cat(scales, -1))
 
     def read(self, layer: int, cells: CellIndex, dtype: torch.dtype) -> Tensor:
-        """Rows, computed anew."""
+        """Dequantised rows."""
         rows, scales = _gather(self.codes[layer], cells).to(dtype), _gather(self.scales[layer], cells)
         for part, scale in zip(torch.split(rows, self.parts, -1), torch.split(scales, 1, -1), strict=True):
             part.mul_(scale)
         return rows
 
     def transform(self, rows: Tensor) -> Tensor:
-        """Nothing is spread."""
+        """The identity."""
         return rows
 
 
 class HadamardInt8KVBuffer(Int8KVBuffer):
-    """Int8 rows, each part behind a Hadamard transform (kvcache/hadamard.py)."""
+    """Int8 rows with each part behind a Hadamard transform."""
 
     def transform(self, rows: Tensor) -> Tensor:
-        """Transform every part of the rows, or the first alone if they have no more columns."""
+        """Transform every part of the rows, or the first part alone if `rows` has no more columns."""
         parts = self.parts if rows.shape[-1] == self.width else self.parts[:1]
         return torch.cat([hadamard_transform(part) for part in torch.split(rows, parts, -1)], -1)
 
@@ -163,27 +162,50 @@ class HadamardInt8KVBuffer(Int8KVBuffer):
 def allocate_kv_buffers(
     spec: GroupSpec, cells: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVBuffer, KVBuffer]:
-    """The keys and values of a group's cells, all zeros, in the format that a type stands for."""
+    """Zeroed buffers for the keys and the values of a group's cells."""
     shape = (len(spec.layers), spec.heads, cells)
     if dtype != torch.int8:
         keys, values = (_zeroed_memory((*shape, width), dtype, device) for width in (spec.key_width, spec.value_width))
         return FloatKVBuffer(keys), FloatKVBuffer(values)
-    codes, other_codes = (
+    key_codes, value_codes = (
         _zeroed_memory((*shape, width), dtype, device) for width in (spec.key_width, spec.value_width)
     )
-    scales, other_scales = (
+    key_scales, value_scales = (
         _zeroed_memory((*shape, len(parts)), torch.float32, device) for parts in (spec.key_parts, spec.value_parts)
     )
     return (
-        HadamardInt8KVBuffer(codes, scales, spec.key_parts),
-        Int8KVBuffer(other_codes, other_scales, spec.value_parts),
+        HadamardInt8KVBuffer(key_codes, key_scales, spec.key_parts),
+        Int8KVBuffer(value_codes, value_scales, spec.value_parts),
     )
 
 
 def copy_cells(buffer: KVBuffer, sources: Tensor, targets: Tensor) -> None:
-    """Copy cells in every layer, bit by bit."""
+    """Copy cells in every layer without requantising."""
     for tensor in buffer.tensors.values():
         tensor[:, :, targets] = tensor[:, :, sources]
+
+
+def hadamard_transform(rows: Tensor) -> Tensor:
+    """Rows times the orthonormal Hadamard matrix, which is its own inverse; in float32 or better.
+
+    rows  [..., width]; a width that is no power of two is split into equal blocks of its largest power-of-two divisor
+
+    It spreads outlier columns over the whole block before quantisation (QuaRot, arXiv 2404.00456, section 4.2).
+    Sums and differences of pairs only: the bits of a row do not depend on its neighbours, as they would in a matrix
+    product (for a single row of 8 heads of 128 columns that would take 6 us instead of 72).
+    """
+    # Columns first: each stage then reads and writes long contiguous runs, alternating between two buffers.
+    exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    columns = exact.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    other, width = torch.empty_like(columns), columns.shape[0]
+    block, half = width & -width, 1  # the lowest set bit
+    while half < block:
+        pairs = (width // (2 * half), 2, half, *columns.shape[1:])
+        (first, second), (total, difference) = columns.view(pairs).unbind(1), other.view(pairs).unbind(1)
+        torch.add(first, second, out=total)
+        torch.sub(first, second, out=difference)
+        columns, other, half = other, columns, 2 * half
+    return columns.div(math.sqrt(block)).movedim(0, -1)
 
 
 def _gather(stored: Tensor, cells: CellIndex) -> Tensor:
@@ -198,11 +220,11 @@ def _scatter(stored: Tensor, cells: CellIndex, rows: Tensor) -> None:
 
 
 def _zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not just memory: a cell that was never written must be finite, for it may stand under a mask.
+    """Zeros: a cell that was never written must be finite, because a masked read may include it.
 
-    On a CPU they are pages that the system hands out zeroed when they are first touched; torch would write all of them
-    (measured: 7 GiB resident, and seconds, for a cache that was still empty). In small pages: a sequence in a new place
-    of the pool touches a page a layer and head, and to zero 2 MiB for each took 0.8 s (30 layers of 3 heads).
+    On a CPU the pages are mapped and zeroed by the system on first use; torch.zeros would write all of them (measured:
+    7 GiB resident, and seconds, for an empty cache). Huge pages are off: a sequence at a new place of the pool touches
+    one page for each layer and head, and zeroing 2 MiB for each took 0.8 s (30 layers of 3 heads).
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:

@@ -1,36 +1,33 @@
-"""One node of the prefix tree: the tokens of its edge, what is held of them in cells, and what lies on the shelf.
+"""Nodes of the prefix tree, and the offloaded entries that cover their edges.
 
-What is saved of a path is an entry of the shelf. An edge may lie there in several pieces, and where an edge was split
-later, nodes share an entry: each has its own slice of it.
+An edge may be covered by several entries; after a split, several nodes share one entry, each with its own slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.component import SavedTensors
+from kvcache.component import ComponentReferences, SavedTensors
 
 TokenArray: TypeAlias = NDArray[np.int64]
-# What the components hold of one stretch of tokens, each in its own way.
-ComponentReferences: TypeAlias = list[Any]
 
 
 class OffloadEntry:
-    """A saved stretch of a path: `tokens` from position `start` on.
+    """Saved content of a token range of a path: `tokens` from position `start` on.
 
-    content  what each component saved, while it is in memory
-    placeholder  of what was saved (kvcache/component.py); None as long as nobody has looked into the file
-    file     the name of the file that holds it, besides the memory or alone
-    nodes    those whose edges it covers
-    last_used     when it was wanted last; larger is later
+    content      saved tensors of each component; None: in the file only
+    placeholder  of the content (kvcache/component.py); None: the file has not been read yet
+    file         name of the file; None: in memory only
+    nodes        nodes with a slice of the entry
+    last_used    logical time of the last use
     """
 
-    __slots__ = ("content", "file", "file_bytes", "nodes", "placeholder", "start", "tokens", "last_used")
+    __slots__ = ("content", "file", "file_bytes", "last_used", "nodes", "placeholder", "start", "tokens")
 
     def __init__(self, start: int, tokens: TokenArray) -> None:
         self.start, self.tokens = start, tokens
@@ -42,12 +39,12 @@ class OffloadEntry:
 
     @property
     def stop(self) -> int:
-        """The position behind the stretch."""
+        """The position behind the last token."""
         return self.start + len(self.tokens)
 
     @property
     def memory_bytes(self) -> int:
-        """What the content takes in memory."""
+        """Bytes of the content in host memory."""
         return sum(tensor.nbytes for part in self.content or () for tensor in part.values())
 
 
@@ -61,27 +58,27 @@ class EntrySlice:
 
 
 class Node:
-    """An edge that begins at position `start` below `parent`; the root of a tree has no parent and no tokens.
+    """A node with its edge: `tokens` from position `start` on, below `parent`. A root has no parent and no tokens.
 
-    resident  whether `references` has what each component holds of the edge; else it lies on the shelf alone
-    entry_slices    of entries that cover the edge's tokens from its start on: all of them, unless it is resident
-    fixed_end    the edge ends here for good: what follows becomes a child
-    resident_children      how many of the children are resident
-    last_used      when it was wanted last; larger is later
+    resident           `references` own the edge's content in cells; else the content is offloaded
+    entry_slices       offloaded content from the start of the edge on; the whole edge unless the node is resident
+    fixed_end          the edge is never extended: later tokens become a child
+    resident_children  number of children that are resident
+    last_used          logical time of the last use
     """
 
     __slots__ = (
         "children",
-        "references",
-        "parent",
         "entry_slices",
-        "resident",
-        "salt",
         "fixed_end",
+        "last_used",
+        "parent",
+        "references",
+        "resident",
+        "resident_children",
+        "salt",
         "start",
         "tokens",
-        "last_used",
-        "resident_children",
     )
 
     def __init__(self, tokens: TokenArray, parent: Node | None, start: int, salt: bytes) -> None:
@@ -99,22 +96,22 @@ class Node:
 
     @property
     def offloaded_tokens(self) -> int:
-        """Tokens of the edge that lie on the shelf."""
-        return sum(piece.stop - piece.start for piece in self.entry_slices)
+        """Leading tokens of the edge with offloaded content."""
+        return sum(part.stop - part.start for part in self.entry_slices)
 
     @property
     def start_and_references(self) -> tuple[int, ComponentReferences]:
-        """What a resident node holds, and where that begins."""
+        """The edge's start and the references of a resident node."""
         return self.start, self.references
 
     @property
     def written_slices(self) -> list[EntrySlice]:
-        """The first pieces of the edge, as far as they are in files."""
-        missing = (at for at, piece in enumerate(self.entry_slices) if piece.entry.file is None)
+        """The leading slices with a file."""
+        missing = (at for at, part in enumerate(self.entry_slices) if part.entry.file is None)
         return self.entry_slices[: next(missing, len(self.entry_slices))]
 
     def path(self) -> list[Node]:
-        """The nodes from the one below the root to this one."""
+        """The nodes from below the root to this one."""
         nodes: list[Node] = []
         node: Node = self
         while node.parent is not None:
@@ -122,23 +119,23 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def set_entry_slices(self, pieces: Sequence[EntrySlice]) -> None:
-        """Replace the pieces; entries that no node needs any more are the caller's to drop."""
-        for piece in self.entry_slices:
-            piece.entry.nodes.discard(self)
-        self.entry_slices = list(pieces)
-        for piece in self.entry_slices:
-            piece.entry.nodes.add(self)
+    def set_entry_slices(self, slices: Sequence[EntrySlice]) -> None:
+        """Replace the slices; the caller removes entries without nodes."""
+        for part in self.entry_slices:
+            part.entry.nodes.discard(self)
+        self.entry_slices = list(slices)
+        for part in self.entry_slices:
+            part.entry.nodes.add(self)
 
 
-def split_slices(pieces: Sequence[EntrySlice], at: int) -> tuple[list[EntrySlice], list[EntrySlice]]:
-    """The pieces of an edge's first `at` tokens, and the others."""
+def split_slices(slices: Sequence[EntrySlice], at: int) -> tuple[list[EntrySlice], list[EntrySlice]]:
+    """The slices of an edge's first `at` tokens, and of the rest."""
     upper, lower, begin = [], [], 0
-    for piece in pieces:
-        middle = min(max(at - begin, 0), piece.stop - piece.start)
+    for part in slices:
+        middle = min(max(at - begin, 0), part.stop - part.start)
         if middle:
-            upper.append(EntrySlice(piece.entry, piece.start, piece.start + middle))
-        if piece.start + middle < piece.stop:
-            lower.append(EntrySlice(piece.entry, piece.start + middle, piece.stop))
-        begin += piece.stop - piece.start
+            upper.append(EntrySlice(part.entry, part.start, part.start + middle))
+        if part.start + middle < part.stop:
+            lower.append(EntrySlice(part.entry, part.start + middle, part.stop))
+        begin += part.stop - part.start
     return upper, lower

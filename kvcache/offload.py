@@ -1,9 +1,9 @@
-"""The shelf: content of the prefix tree outside the cells, in host memory and in files.
+"""The offload tier of the prefix tree: evicted content in host memory and in files.
 
-What the tree gives up is saved in memory; what is wanted most is written to files when there is time for it, and found
-again by the next process. Both have a budget, and what was wanted longest ago goes first. Content that is on no shelf
-any more the tree must forget: `lose` tells it.
-A node's file is written before its children's: there is no file whose beginning is in none.
+Evicted content is saved in host memory. Recently used content is written to files when the engine is idle, and found
+again by the next process. Memory and files have a budget each; least recently used entries go first. `on_lost` reports
+entries without content to the tree. A node's file is written before the files of its children: the prefix of every file
+is in files too.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.component import SavedTensors
-from kvcache.components import CacheComponents
+from kvcache.component import CacheComponents, SavedTensors
 from kvcache.disk import DiskFolder, FileHeader, FoundFile, InvalidFile
 from kvcache.node import EntrySlice, Node, OffloadEntry
 
-# Long edges are saved in pieces, so that the engine is never busy with one for long: with this much, measured on one
-# core, for 80 ms to write it and 85 ms to load it, digests included.
+# Size of an entry, so that writing or loading one never blocks the engine for long: 80 ms to write and 85 ms to load,
+# digest included, on one core.
 MAX_ENTRY_BYTES = 16 * 2**20
-# What is evicted before it is in a file waits in memory, whatever the budget: up to this much.
+# Host memory for evicted content that is not written to a file yet, beside any memory budget.
 WRITE_BUFFER_BYTES = 64 * 2**20
 
 
 def _ignore(message: str) -> None:
-    """Report to nobody."""
+    """Drop a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Where content goes for which there are no cells.
+    """Where evicted content goes.
 
-    memory_bytes  of host memory; 0: what is evicted stays there only until it is written, if there is a folder
+    memory_bytes  budget in host memory; 0: with a folder, content stays there until it is written; else none is kept
     folder        of the files; None: nothing survives the process
-    disk_bytes    of all files together; what other identities left in the folder counts at the start only
-    identity      all that the content depends on besides tokens: weights, model configuration, types, cache layout
-    report        is told in a sentence what went wrong with a file; no request fails for it
+    disk_bytes    budget of all files; files of other identities count when the process starts
+    identity      what the content depends on beside the tokens: weights, model configuration, dtypes, cache layout
+    report        called with a sentence about each failed read or write; no request fails for it
     """
 
     memory_bytes: int = 0
@@ -50,10 +49,11 @@ class OffloadConfig:
 
 
 class OffloadTier:
-    """Entries by last use, in memory and in files. Belongs to the prefix tree.
+    """Entries in memory and in files, by last use. Owned by the radix tree.
 
-    token_bytes  that one token takes on the shelf, at most
-    lose         is called with an entry that is gone, while its nodes still name it
+    token_bytes     upper bound of one token's content
+    on_lost         called with an entry that has lost its content, while nodes still refer to it
+    written_tokens  total since the start
     """
 
     def __init__(
@@ -66,17 +66,16 @@ class OffloadTier:
     ) -> None:
         self._config, self._components, self._on_lost = config, components, on_lost
         self._disk = None if config.folder is None else DiskFolder(config.folder, config.identity)
-        waiting = 0 if self._disk is None else min(WRITE_BUFFER_BYTES, config.disk_bytes)
-        self.memory_budget = max(config.memory_bytes, waiting)
+        write_buffer = 0 if self._disk is None else min(WRITE_BUFFER_BYTES, config.disk_bytes)
+        self.memory_budget = max(config.memory_bytes, write_buffer)
         self.max_entry_tokens = max(MAX_ENTRY_BYTES // max(token_bytes, 1), 1)
         self._memory: OrderedDict[OffloadEntry, None] = OrderedDict()
         self._files: set[OffloadEntry] = set()
-        # Nodes that are not wholly in files, by last use.
+        # Nodes with content in no file yet, by last use.
         self._unwritten: OrderedDict[Node, None] = OrderedDict()
         self._clock = 0
-        # When there was no room for what is wanted most: until something else is wanted, there is none.
+        # Time of the last write that found no older file to delete: it cannot succeed before another use.
         self._disk_full_at = -1
-        # Tokens that were written to files, since the start.
         self.written_tokens = 0
         self.memory_bytes = self.disk_bytes = 0
 
@@ -86,12 +85,12 @@ class OffloadTier:
         return self.memory_budget > 0
 
     def scan(self) -> Iterator[tuple[FoundFile, OffloadEntry]]:
-        """What earlier processes left: beginnings first, to be linked to nodes or dropped."""
+        """The files of earlier processes, prefixes first; the caller gives each entry nodes or removes it."""
         if self._disk is None:
             return
         every = self._disk.scan()
         self._disk.limit_other_identities(self._config.disk_bytes - sum(found.bytes for found in every))
-        # Of two that begin together the shorter one is newer: an edge that was split, and its upper part healed.
+        # Of two files with one start the shorter is newer: an edge was split and its upper part computed again.
         for found in sorted(every, key=lambda found: (found.header.start, len(found.header.tokens))):
             entry = OffloadEntry(found.header.start, found.header.tokens[found.header.start :])
             entry.file, entry.file_bytes = found.name, found.bytes
@@ -100,65 +99,62 @@ class OffloadTier:
             yield found, entry
 
     def enforce_budgets(self) -> None:
-        """Give up what exceeds the budgets, longest unused first."""
+        """Drop least recently used entries beyond the budgets."""
         while self.memory_bytes > self.memory_budget:
             self._drop_from_memory(next(iter(self._memory)))
         if self.disk_bytes > self._config.disk_bytes:
             self._delete_oldest(self.disk_bytes - self._config.disk_bytes)
 
     def touch(self, node: Node) -> None:
-        """Note that a node is wanted; one must touch it after its children."""
+        """Mark a node as used; a parent is touched after its children."""
         self._clock += 1
         node.last_used = self._clock
-        for piece in reversed(node.entry_slices):
-            piece.entry.last_used = self._clock
-            if piece.entry in self._memory:
-                self._memory.move_to_end(piece.entry)
-            if piece.entry.file is not None and self._disk is not None:
-                self._disk.touch(piece.entry.file)
+        for part in reversed(node.entry_slices):
+            part.entry.last_used = self._clock
+            if part.entry in self._memory:
+                self._memory.move_to_end(part.entry)
+            if part.entry.file is not None and self._disk is not None:
+                self._disk.touch(part.entry.file)
         if node in self._unwritten:
             self._unwritten.move_to_end(node)
 
-    def set_entry_slices(self, node: Node, pieces: Sequence[EntrySlice]) -> None:
-        """Let these be the node's pieces, and drop entries that no node needs any more."""
-        before = [piece.entry for piece in node.entry_slices]
-        node.set_entry_slices(pieces)
+    def set_entry_slices(self, node: Node, slices: Sequence[EntrySlice]) -> None:
+        """Replace a node's slices, and remove entries that no node refers to any more."""
+        before = [part.entry for part in node.entry_slices]
+        node.set_entry_slices(slices)
         for entry in before:
             if not entry.nodes:
                 self.remove(entry)
         self.track_unwritten(node)
 
     def track_unwritten(self, node: Node) -> None:
-        """Take note of a node that is new, or has other tokens or pieces than before."""
-        filed = (
-            node.entry_slices
-            and len(node.written_slices) == len(node.entry_slices)
-            and node.offloaded_tokens == len(node.tokens)
-        )
-        if self._disk is None or node.parent is None or filed:
+        """Update whether a node is to be written; called when its tokens or slices have changed."""
+        slices = node.entry_slices
+        written = slices and len(node.written_slices) == len(slices) and node.offloaded_tokens == len(node.tokens)
+        if self._disk is None or node.parent is None or written:
             self._unwritten.pop(node, None)
         else:
             self._unwritten[node] = None
 
     def offload(self, node: Node) -> None:
-        """Save what of a resident node is not on the shelf, as far as the memory may hold it at all."""
-        room, pieces = self.memory_budget, list(node.entry_slices)
+        """Save the content of a resident node that has no entry yet, as far as it fits the memory budget."""
+        remaining, slices = self.memory_budget, list(node.entry_slices)
         for start in range(node.offloaded_tokens, len(node.tokens), self.max_entry_tokens):
             entry = self._save(node, start)
-            if (room := room - entry.memory_bytes) < 0:
+            if (remaining := remaining - entry.memory_bytes) < 0:
                 break
             self.memory_bytes += entry.memory_bytes
             entry.last_used = node.last_used
-            pieces.append(EntrySlice(entry, 0, len(entry.tokens)))
-        node.set_entry_slices(pieces)
-        # The end of an edge is given up before its start.
-        for piece in reversed(node.entry_slices):
-            if piece.entry.content is not None:
-                self._memory[piece.entry] = None
-                self._memory.move_to_end(piece.entry)
+            slices.append(EntrySlice(entry, 0, len(entry.tokens)))
+        node.set_entry_slices(slices)
+        # In LRU order the end of an edge comes before its start.
+        for part in reversed(node.entry_slices):
+            if part.entry.content is not None:
+                self._memory[part.entry] = None
+                self._memory.move_to_end(part.entry)
 
     def read(self, entry: OffloadEntry) -> Sequence[SavedTensors] | None:
-        """What was saved; None if it cannot be read, and then the entry is lost."""
+        """The saved tensors of each component; None if the file is unreadable: the entry is lost then."""
         if entry.content is not None or entry.file is None or self._disk is None:
             return entry.content
         try:
@@ -166,9 +162,9 @@ class OffloadTier:
             entry.placeholder = self._components.placeholder(content, len(entry.tokens))
             return content
         except InvalidFile as error:
-            self._config.report(f"a file of the shelf is refused and deleted: {error}")
+            self._config.report(f"a file of the disk cache is invalid and was deleted: {error}")
         except OSError as error:
-            self._config.report(f"a file of the shelf cannot be read: {error}")
+            self._config.report(f"a file of the disk cache cannot be read: {error}")
         self._delete_file(entry)
         return None
 
@@ -180,7 +176,7 @@ class OffloadTier:
             self._delete_file(entry)
 
     def flush(self, budget_bytes: int) -> int:
-        """Write what is wanted most and in no file yet, until that many bytes are written; how many were."""
+        """Write entries to files, most recently used first, until `budget_bytes` are written; the bytes written."""
         written, size = 0, 1
         while size and written < budget_bytes and (node := self._next_unwritten()) is not None:
             size = self._write_entry(node)
@@ -190,28 +186,28 @@ class OffloadTier:
     def _next_unwritten(self) -> Node | None:
         if self._disk is None or not self._disk.writable or not self._unwritten or self._disk_full_at == self._clock:
             return None
-        wanted = next(reversed(self._unwritten))
-        return next(node for node in wanted.path() if node in self._unwritten)
+        latest = next(reversed(self._unwritten))
+        return next(node for node in latest.path() if node in self._unwritten)
 
     def _write_entry(self, node: Node) -> int:
-        """Write the first piece of a node that is in no file; the bytes, 0 if it is not worth it or failed."""
-        assert self._disk is not None, "there is somewhere to write"
-        filed = node.written_slices
-        begin = sum(piece.stop - piece.start for piece in filed)
-        fresh = len(filed) == len(node.entry_slices)
-        entry = self._save(node, begin) if fresh else node.entry_slices[len(filed)].entry
-        assert entry.content is not None, "what is in no file is in memory"
+        """Write the first entry of a node without a file; its bytes, 0 if it does not fit or failed."""
+        assert self._disk is not None, "without a folder nothing is written"
+        slices = node.written_slices
+        begin = sum(part.stop - part.start for part in slices)
+        fresh = len(slices) == len(node.entry_slices)
+        entry = self._save(node, begin) if fresh else node.entry_slices[len(slices)].entry
+        assert entry.content is not None, "an entry without a file is in memory"
         path = np.concatenate([each.tokens for each in node.path()])
-        ends = any(entry.stop == each.stop for each in (node, *entry.nodes))
-        stretch = FileHeader(node.salt, entry.start, np.concatenate((path[: entry.start], entry.tokens)), ends)
-        data = self._disk.encode(stretch, entry.content)
+        ends_edge = any(entry.stop == each.stop for each in (node, *entry.nodes))
+        header = FileHeader(node.salt, entry.start, np.concatenate((path[: entry.start], entry.tokens)), ends_edge)
+        data = self._disk.encode(header, entry.content)
         if not self._free_disk(len(data), node.last_used):
             self._disk_full_at = self._clock
             return 0
         try:
             entry.file, entry.file_bytes = self._disk.write(data), len(data)
         except OSError as error:
-            self._config.report(f"the shelf cannot write to its folder, and pauses: {error}")
+            self._config.report(f"the disk cache cannot write to its folder, and pauses: {error}")
             return 0
         entry.last_used = node.last_used
         self._files.add(entry)
@@ -226,17 +222,17 @@ class OffloadTier:
             self.track_unwritten(each)
         return entry.file_bytes
 
-    def _free_disk(self, size: int, used: int) -> bool:
-        """Make room for a file by deleting those that were wanted before it; whether there is any."""
-        lacking = self.disk_bytes + size - self._config.disk_bytes
-        older = sum(entry.file_bytes for entry in self._files if entry.last_used < used)
-        if lacking > older:
+    def _free_disk(self, size: int, last_used: int) -> bool:
+        """Delete files used before `last_used` until `size` bytes fit; False, deleting none, if that is not enough."""
+        missing = self.disk_bytes + size - self._config.disk_bytes
+        older = sum(entry.file_bytes for entry in self._files if entry.last_used < last_used)
+        if missing > older:
             return False
-        self._delete_oldest(lacking)
+        self._delete_oldest(missing)
         return True
 
     def _delete_oldest(self, size: int) -> None:
-        """Delete at least so many bytes of files; of one edge's, the last first."""
+        """Delete at least `size` bytes of files, least recently used first; within one edge, the last first."""
         goal = self.disk_bytes - size
         for entry in sorted(self._files, key=lambda entry: (entry.last_used, -entry.start)):
             if self.disk_bytes <= goal:
@@ -245,7 +241,7 @@ class OffloadTier:
                 self._delete_file(entry)
 
     def _save(self, node: Node, start: int) -> OffloadEntry:
-        """A piece of a resident node's edge from `start` on."""
+        """A new entry with a resident node's content from `start` on, at most `max_entry_tokens`."""
         stop = min(start + self.max_entry_tokens, len(node.tokens))
         entry = OffloadEntry(node.start + start, node.tokens[start:stop].copy())
         entry.content = self._components.save(self._components.slice(node.references, start, stop))
@@ -253,7 +249,6 @@ class OffloadTier:
         return entry
 
     def _drop_from_memory(self, entry: OffloadEntry) -> None:
-        """Take an entry out of memory."""
         del self._memory[entry]
         self.memory_bytes -= entry.memory_bytes
         entry.content = None
@@ -261,9 +256,8 @@ class OffloadTier:
             self._on_lost(entry)
 
     def _delete_file(self, entry: OffloadEntry) -> None:
-        """Delete an entry's file."""
-        assert self._disk is not None, "there are files"
-        assert entry.file is not None, "only what is in a file can be deleted"
+        assert self._disk is not None, "without a folder there are no files"
+        assert entry.file is not None, "the entry has no file"
         self._disk.delete(entry.file)
         self._files.remove(entry)
         self.disk_bytes -= entry.file_bytes

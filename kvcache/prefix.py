@@ -1,10 +1,9 @@
-"""The prefix tree: what slots computed, kept under the tokens that it was computed from.
+"""The prefix tree: content of running and former slots, found by its tokens.
 
-Each node of a radix tree (kvcache/radix.py) owns references to the cells of its edge, in every component, so content
-outlives its slot and is shared without copying. A slot that stands inside the tree may be extended from it while others
-run; what they compute is put in as it grows. Trees with different salts never meet. What there are no cells for lies on
-the shelf (kvcache/offload.py), is found all the same, and comes back when it is wanted. The tree writes no cell but fresh
-ones.
+Each node of a radix tree (kvcache/radix.py) owns references to the cells of its edge in every component: content
+outlives its slot and is shared without a copy. A slot whose tokens are in the tree can be extended from it while other
+slots run; prompts are inserted chunk by chunk. Content under different salts is never shared. Evicted content goes to
+the offload tier (kvcache/offload.py) and is loaded into new cells when it is matched again.
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.components import CacheComponents
-from kvcache.node import ComponentReferences, EntrySlice, Node, TokenArray
+from kvcache.component import CacheComponents, ComponentReferences
+from kvcache.node import EntrySlice, Node, TokenArray
 from kvcache.offload import OffloadConfig, OffloadTier
 from kvcache.radix import RadixTree
 
-# Fewer tokens are computed about as fast as a file is read and checked (measured: 1 ms for a small one).
+# Fewer tokens are computed about as fast as a small file is read and verified (1 ms).
 MIN_LOAD_TOKENS = 16
-# What goes to the shelf goes in no smaller parts: running sequences need a cell or two at a time.
+# Tokens evicted at once into the offload tier: decoding sequences need a cell or two at a time, far less than an entry.
 MIN_OFFLOAD_TOKENS = 256
 
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """What became of remembered tokens, since the start.
+    """Totals of cached tokens since the start.
 
-    evicted  left the cells, for the shelf or for good
-    trimmed  of edges that keep only what it takes to go on at their ends; counted for each kind of memory
-    loaded   came back from the shelf
-    written    were written to files
+    evicted  evicted from the cells, into the offload tier or for good
+    trimmed  on edges reduced to the content needed to resume at their ends, counted once for each component
+    loaded   loaded from the offload tier
+    written  written to files
     """
 
     evicted: int = 0
@@ -41,18 +40,21 @@ class PrefixCounts:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the tree has of a text: so many of its tokens, and whether others went on differently there."""
+    """The longest match of a token sequence.
+
+    diverged  the tree continues behind the match, with other tokens
+    """
 
     length: int
     diverged: bool
 
 
 class PrefixTree:
-    """Content of former and running slots, found by its tokens. Belongs to the cache.
+    """Content of running and former slots by tokens. Owned by the cache.
 
-    token_bytes  that one token's content takes, at most
-    piece        tokens that a long leaf loses at once even where fewer are needed: sequences that grow one by one then
-                 find cells side by side, and seldom have to look for them
+    token_bytes   upper bound of one token's content
+    min_eviction  tokens evicted at once from a long leaf, even if fewer are needed: decoding sequences then find
+                  adjacent cells, and eviction runs rarely
     """
 
     def __init__(
@@ -65,21 +67,21 @@ class PrefixTree:
 
     @property
     def node_count(self) -> int:
-        """Edges of all texts, in cells or on the shelf."""
+        """Nodes of all salts, resident or offloaded."""
         return self._radix.node_count
 
     @property
     def counts(self) -> PrefixCounts:
-        """What became of remembered tokens so far."""
+        """A copy of the totals."""
         return replace(self._counts, written=self.offload.written_tokens)
 
     @property
     def offload(self) -> OffloadTier:
-        """What lies outside the cells."""
+        """Content outside the cells."""
         return self._radix.offload
 
     def extend_slot(self, slot: int, cached_length: int, tokens: TokenArray, salt: bytes) -> int:
-        """Extend a slot that stands at `cached_length` with the same tokens, as far as the tree reaches; the new length."""
+        """Extend a slot of `cached_length` tokens, the first of `tokens`, by matched content; its new length."""
         path, depth = self._radix.match(tokens, salt)
         self._radix.touch(path)
         if any(not node.resident for node in path):
@@ -94,9 +96,9 @@ class PrefixTree:
         return cached_length
 
     def insert(self, slot: int, tokens: TokenArray, salt: bytes, *, checkpoint: bool = False) -> None:
-        """Hold what the slot has for its first `len(tokens)` tokens; where the tree has them already, its own stays.
+        """Acquire the slot's content for its first `len(tokens)` tokens; content already in the tree stays.
 
-        seal  make their end a place to resume at: the node ends there for good, and thinning keeps what it takes
+        checkpoint  the last node ends there for good, so that trimming keeps the content needed to resume at its end
         """
         path, depth = self._radix.match(tokens, salt)
         if path and (checkpoint or depth < len(tokens)):
@@ -114,47 +116,46 @@ class PrefixTree:
         self._enforce_budgets()
 
     def match(self, tokens: TokenArray, salt: bytes) -> PrefixMatch:
-        """How many of the tokens the tree knows, whether or not one could go on there."""
+        """The longest match, resident or offloaded, whether or not a slot could resume at its end."""
         path, depth = self._radix.match(tokens, salt)
-        goes_on = bool(path) and (depth < path[-1].stop or bool(path[-1].children))
-        return PrefixMatch(depth, diverged=goes_on and depth < len(tokens))
+        continues = bool(path) and (depth < path[-1].stop or bool(path[-1].children))
+        return PrefixMatch(depth, diverged=continues and depth < len(tokens))
 
     def evict(self, needed: Sequence[int]) -> bool:
-        """Release what is wanted least until each component has what it lacks, or nothing helps; whether any came free.
+        """Evict least recently used content until each component has what it needs; whether anything was freed.
 
-        lacking  for each component, as its `freeable` counts
+        needed  for each component, in the unit of its `freeable`
 
-        First nodes are thinned to what it takes to go on at their ends; then leaves go, a long one only as far as is
-        needed, and to the shelf if there is one. Content that a slot uses frees nothing and is kept, unless it stands
-        below content that could go.
+        Nodes are trimmed first. Then leaves are evicted, long ones only in part, into the offload tier if there is one.
+        Content that a slot uses frees no cell and stays, unless it is below content that can be freed.
         """
-        need = list(needed)
-        self._evict_until_freed(need)
+        remaining = list(needed)
+        self._evict_until_freed(remaining)
         self.offload.enforce_budgets()
-        return any(after < before for before, after in zip(needed, need, strict=True))
+        return any(after < before for before, after in zip(needed, remaining, strict=True))
 
     def reset(self) -> None:
-        """Let go of everything in cells, whoever uses it; what the shelf has stays."""
+        """Evict all resident content, used by slots or not; offloaded content stays."""
         while self._radix.lru:
             self._offload_node(next(iter(self._radix.lru)))
         self.offload.enforce_budgets()
 
     def _insert_tail(self, slot: int, path: list[Node], tokens: TokenArray, salt: bytes) -> None:
-        """Put what a slot has for the tokens behind a path, which ends where it matches."""
+        """Insert the slot's content behind the end of a matched path."""
         above = self._radix.node_at_end(path, path[-1].stop if path else 0, salt)
         start = above.stop
-        held = self._components.acquire(slot, start, len(tokens))
+        references = self._components.acquire(slot, start, len(tokens))
         node = self._radix.add_tokens(above, tokens[start:].copy())
         if node is above:
-            node.references = self._components.concat(node.references, held)
+            node.references = self._components.concat(node.references, references)
             self.offload.track_unwritten(node)
             self._radix.add_to_lru(node)
         else:
-            self._radix.make_resident(node, held)
+            self._radix.make_resident(node, references)
             path.append(node)
 
     def _fill_gaps(self, slot: int, path: Sequence[Node], depth: int) -> None:
-        """Where the path's content does not reach its end but the slot's own does, take that."""
+        """Replace references with gaps by the slot's own where only the slot can resume at the end of the path."""
         if self._components.resume_length(slot, depth) < depth:
             return
         for node in reversed(path):
@@ -167,69 +168,62 @@ class PrefixTree:
             self.offload.set_entry_slices(node, [])
             self._radix.add_to_lru(node)
 
-    def _evict_until_freed(self, need: list[int]) -> None:
-        """Release what is wanted least, and count down what each component needs; the shelf may outgrow its budget."""
-        self._trim(need)
-        self._evict_leaves(need)
-        while any(count > 0 for count in need) and (twin := self._duplicate_leaf(need)) is not None:
-            self._offload_node(twin)
-            self._evict_leaves(need)
+    def _evict_until_freed(self, needed: list[int]) -> None:
+        """Trim and evict, counting down `needed`; the offload tier may exceed its budget until it is enforced."""
+        self._trim(needed)
+        self._evict_leaves(needed)
+        while any(count > 0 for count in needed) and (leaf := self._duplicate_leaf(needed)) is not None:
+            self._offload_node(leaf)
+            self._evict_leaves(needed)
 
-    def _evict_leaves(self, need: list[int]) -> None:
-        """Let leaves go that free something, or stand below what would, those wanted longest ago first."""
-        aside = []
-        while any(count > 0 for count in need) and self._radix.lru:
+    def _evict_leaves(self, needed: list[int]) -> None:
+        """Evict leaves that free anything, or are below content that would, least recently used first."""
+        skipped = []
+        while any(count > 0 for count in needed) and self._radix.lru:
             leaf = next(iter(self._radix.lru))
-            if leaf.resident_children or not any(
-                self._components.frees_needed(node.references, need) for node in reversed(leaf.path())
-            ):
+            useful = (self._components.frees_needed(node.references, needed) for node in reversed(leaf.path()))
+            if leaf.resident_children or not any(useful):
                 del self._radix.lru[leaf]
-                aside.append(leaf)
+                skipped.append(leaf)
             else:
-                self._evict_tail(leaf, need)
-        for node in reversed(aside):
+                self._evict_tail(leaf, needed)
+        for node in reversed(skipped):
             self._radix.lru[node] = None
             self._radix.lru.move_to_end(node, last=False)
 
-    def _duplicate_leaf(self, need: Sequence[int]) -> Node | None:
-        """A leaf that frees nothing though no slot uses it: what it holds is held under another salt as well."""
-        return next(
-            (
-                node
-                for node in self._radix.lru
-                if not node.resident_children and self._components.has_unused_cells(node.references, need)
-            ),
-            None,
-        )
+    def _duplicate_leaf(self, needed: Sequence[int]) -> Node | None:
+        """A leaf with cells that no slot uses, yet none would be freed: another salt has the same cells."""
+        unused = self._components.has_unused_cells
+        leaves = (node for node in self._radix.lru if not node.resident_children)
+        return next((leaf for leaf in leaves if unused(leaf.references, needed)), None)
 
-    def _trim(self, need: list[int]) -> None:
-        """Let nodes keep only what it takes to go on at their ends, until each component has what it needs."""
-        for at, (component, thick) in enumerate(zip(self._components, self._radix.trimmable, strict=True)):
-            while need[at] > 0 and thick:
-                node, _ = thick.popitem(last=False)
+    def _trim(self, needed: list[int]) -> None:
+        """Trim nodes, least recently used first, until each component has what it needs."""
+        for at, (component, trimmable) in enumerate(zip(self._components, self._radix.trimmable, strict=True)):
+            while needed[at] > 0 and trimmable:
+                node, _ = trimmable.popitem(last=False)
                 before = component.freeable(node.references[at])
                 node.references[at] = component.trim(node.references[at], node.start)
-                need[at] -= before - component.freeable(node.references[at])
+                needed[at] -= before - component.freeable(node.references[at])
                 self._counts.trimmed += len(node.tokens)
 
-    def _evict_tail(self, leaf: Node, need: list[int]) -> None:
-        """Take off a leaf what is needed, or a little more, or all of it."""
-        keep = len(leaf.tokens) - max(*need, MIN_OFFLOAD_TOKENS if self.offload.enabled else self._min_eviction)
+    def _evict_tail(self, leaf: Node, needed: list[int]) -> None:
+        """Evict the needed tokens from the end of a leaf, at least a minimum, or the whole leaf."""
+        least = MIN_OFFLOAD_TOKENS if self.offload.enabled else self._min_eviction
+        keep = len(leaf.tokens) - max(*needed, least)
         if keep > 0:
-            keep = (
-                self._components.resume_depth([node.start_and_references for node in leaf.path()], 0, leaf.start + keep)
-                - leaf.start
-            )
-        if keep > 0 and self._components.frees_needed(
-            self._components.slice(leaf.references, keep, len(leaf.tokens)), need
-        ):
-            self._radix.lru.move_to_end(self._radix.split(leaf, keep), last=False)
+            ranges = [node.start_and_references for node in leaf.path()]
+            keep = self._components.resume_depth(ranges, 0, leaf.start + keep) - leaf.start
+        if keep > 0:
+            tail = self._components.slice(leaf.references, keep, len(leaf.tokens))
+            if self._components.frees_needed(tail, needed):
+                self._radix.lru.move_to_end(self._radix.split(leaf, keep), last=False)
         for at, count in enumerate(self._components.freeable(leaf.references)):
-            need[at] -= count
+            needed[at] -= count
         self._offload_node(leaf)
 
     def _offload_node(self, node: Node) -> None:
-        """Take a node out of the cells: what is not on the shelf then is forgotten."""
+        """Move a node's content from cells to the offload tier; without one it is lost."""
         if self.offload.enabled:
             node.references = self._components.trim(node.references, node.start)
             self.offload.offload(node)
@@ -242,9 +236,9 @@ class PrefixTree:
             self.evict(surplus)
 
     def _load_path(self, path: list[Node], cached_length: int, depth: int) -> tuple[list[Node], int]:
-        """Bring what lies on the shelf along a path into cells, as far as it fits; what of the path is resident then.
+        """Load the offloaded content of a path as far as it fits; the resident part of the path and its depth.
 
-        The path itself is kept out of the order of those that have to make room.
+        The nodes of the path are taken out of the LRU order meanwhile, so that loading does not evict them.
         """
         first = next(at for at, node in enumerate(path) if not node.resident)
         depth = self._loadable_depth(path, cached_length, depth)
@@ -252,70 +246,70 @@ class PrefixTree:
             return path[:first], min(depth, path[first].start)
         for node in path[:first]:
             del self._radix.lru[node]
-        whole = path[:first]
+        resident = path[:first]
         for node in path[first:]:
-            # A file that is refused takes along what was below it.
+            # After an invalid file its node and all below it are no longer in the tree.
             if node.parent is None or depth <= node.start:
                 break
-            wanted = self._radix.split(node, depth - node.start) if depth < node.stop else node
-            loaded = self._load_node(wanted)
+            target = self._radix.split(node, depth - node.start) if depth < node.stop else node
+            loaded = self._load_node(target)
             if loaded is None:
                 break
             del self._radix.lru[loaded]
-            whole.append(loaded)
-            if loaded is not wanted:
+            resident.append(loaded)
+            if loaded is not target:
                 break
-        for node in whole:
+        for node in resident:
             self._radix.add_to_lru(node)
-        self._radix.touch(whole)
-        # Only now: before, what had to make room would push off the shelf what was still to come.
+        self._radix.touch(resident)
+        # Enforced only now: earlier, evicted content would displace offloaded content of this path.
         self.offload.enforce_budgets()
-        return whole, min(depth, whole[-1].stop if whole else 0)
+        return resident, min(depth, resident[-1].stop if resident else 0)
 
     def _loadable_depth(self, path: Sequence[Node], cached_length: int, depth: int) -> int:
-        """How deep one could go on if all of a path were in cells; `depth`, if a file was not looked into yet."""
-        stretches = []
+        """The depth at which a slot could resume if the whole path were resident; `depth` if a file is unread yet."""
+        ranges = []
         for node in path:
             if node.resident:
-                stretches.append(node.start_and_references)
+                ranges.append(node.start_and_references)
                 continue
-            for piece in node.entry_slices:
-                if piece.entry.placeholder is None:
+            for part in node.entry_slices:
+                if part.entry.placeholder is None:
                     return depth
-                outline = self._components.slice(piece.entry.placeholder, piece.start, piece.stop)
-                stretches.append((piece.entry.start + piece.start, outline))
-        return self._components.resume_depth(stretches, cached_length, depth)
+                references = self._components.slice(part.entry.placeholder, part.start, part.stop)
+                ranges.append((part.entry.start + part.start, references))
+        return self._components.resume_depth(ranges, cached_length, depth)
 
     def _load_node(self, node: Node) -> Node | None:
-        """Bring a node's content into cells; what does not fit stays behind as a node below. None: nothing came."""
-        held: ComponentReferences = []
+        """Load a node's content into cells; tokens that do not fit become a node below. None: no token was loaded."""
+        references: ComponentReferences = []
         length = 0
-        for piece in tuple(node.entry_slices):
-            part = self._load_slice(piece)
-            if part is None:
+        for part in tuple(node.entry_slices):
+            loaded = self._load_slice(part)
+            if loaded is None:
                 break
-            held = self._components.concat(held, part) if length else part
-            length += piece.stop - piece.start
+            references = self._components.concat(references, loaded) if length else loaded
+            length += part.stop - part.start
         if length == 0:
             return None
         if length < len(node.tokens):
             node = self._radix.split(node, length)
-        self._radix.make_resident(node, held)
+        self._radix.make_resident(node, references)
         self._counts.loaded += length
         return node
 
-    def _load_slice(self, piece: EntrySlice) -> ComponentReferences | None:
-        """A piece's content in fresh cells, for which others are evicted; None if it cannot be had."""
-        content = self.offload.read(piece.entry)
+    def _load_slice(self, part: EntrySlice) -> ComponentReferences | None:
+        """A slice's content in new cells, evicting other content; None if it is unreadable or does not fit."""
+        content = self.offload.read(part.entry)
         if content is None:
             return None
-        self._evict_until_freed(self._components.load_shortfall(content, piece.start, piece.stop))
-        if any(self._components.load_shortfall(content, piece.start, piece.stop)):
+        self._evict_until_freed(self._components.load_shortfall(content, part.start, part.stop))
+        if any(self._components.load_shortfall(content, part.start, part.stop)):
             return None
-        return self._components.load(content, piece.start, piece.stop)
+        return self._components.load(content, part.start, part.stop)
 
     def _insert_files(self) -> None:
-        """Take in what earlier processes left in files; what has lost its beginning, or is there twice, is deleted."""
+        """Insert the files of earlier processes; files without their prefix, and duplicates, are deleted."""
         found = list(self.offload.scan())
         for file, entry in found:
             tokens, start = file.header.tokens, file.header.start
@@ -325,9 +319,8 @@ class PrefixTree:
                 continue
             node = self._radix.add_tokens(self._radix.node_at_end(path, depth, file.header.salt), tokens[depth:])
             node.fixed_end = file.header.ends_edge
-            self.offload.set_entry_slices(
-                node, [*node.entry_slices, EntrySlice(entry, depth - start, len(tokens) - start)]
-            )
+            slices = [*node.entry_slices, EntrySlice(entry, depth - start, len(tokens) - start)]
+            self.offload.set_entry_slices(node, slices)
         for _, entry in sorted(found, key=lambda pair: pair[0].last_used):
             if entry.nodes:
                 self._radix.touch(max(entry.nodes, key=lambda node: node.stop).path())

@@ -1,11 +1,11 @@
-"""A radix tree over tokens, exact to the token: its nodes, and the order in which they were wanted.
+"""A token-exact radix tree with least-recently-used order.
 
-Owns which nodes there are, what each of them has in cells and on the shelf, and when it was used. What is remembered,
-given up and brought back is up to kvcache/prefix.py.
+The tree owns its nodes, their resident and offloaded content, and the LRU order. Insertion, eviction and loading are
+in kvcache/prefix.py.
 
-Invariants: siblings' edges differ in their first token; a resident node's content covers exactly its edge, and so do
-the pieces of one that is not; no resident node stands below one that is not; a node was used later than its children,
-so of the resident nodes the one used longest ago has no resident child.
+Invariants: edges of siblings differ in their first token; the references of a resident node, and the entry slices of
+any other node, cover exactly its edge; no resident node is below one that is not; a node was used later than its
+children, so the least recently used resident node has no resident child.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.components import CacheComponents
-from kvcache.node import ComponentReferences, Node, OffloadEntry, TokenArray, split_slices
+from kvcache.component import CacheComponents, ComponentReferences
+from kvcache.node import Node, OffloadEntry, TokenArray, split_slices
 from kvcache.offload import OffloadConfig, OffloadTier
 
-# Nodes in the order of their last use, longest ago first.
+# Nodes in the order of their last use, least recently used first.
 LruOrder: TypeAlias = OrderedDict[Node, None]
 
 
 class RadixTree:
-    """Nodes by their tokens, a tree for each salt. Belongs to the prefix tree.
+    """Nodes by tokens, with one tree for each salt. Owned by the prefix tree.
 
-    token_bytes  that one token's content takes, at most
+    token_bytes  upper bound of one token's content
     """
 
     def __init__(self, components: CacheComponents, offload: OffloadConfig, *, token_bytes: int) -> None:
         self._components = components
         self.roots: dict[bytes, Node] = {}
         self.lru: LruOrder = OrderedDict()
-        # Those of the resident nodes, by component, from which `thin` would release something.
+        # By component, the resident nodes that `trim` can reduce.
         self.trimmable: tuple[LruOrder, ...] = tuple(OrderedDict() for _ in components)
         self.node_count = 0
         self.offload = OffloadTier(offload, self._components, token_bytes=token_bytes, on_lost=self._drop_lost_entry)
 
     def match(self, tokens: TokenArray, salt: bytes) -> tuple[list[Node], int]:
-        """The nodes along the tokens, and how many of the tokens they match: all but the last node match whole."""
+        """The nodes along the tokens, and the matched length; all nodes but the last match their whole edge."""
         path: list[Node] = []
         node, depth = self.roots.get(salt), 0
         while node is not None and depth < len(tokens):
@@ -56,7 +56,7 @@ class RadixTree:
         return path, depth
 
     def node_at_end(self, path: Sequence[Node], depth: int, salt: bytes) -> Node:
-        """The node that ends where a path matches: its last one, split there for good if it goes on."""
+        """The node that ends at `depth`: the root, the last node of a matched path, or its upper part after a split."""
         if not path:
             return self.roots.setdefault(salt, Node(np.empty(0, dtype=np.int64), None, 0, salt))
         if depth == path[-1].stop:
@@ -66,7 +66,10 @@ class RadixTree:
         return upper
 
     def add_tokens(self, above: Node, tokens: TokenArray) -> Node:
-        """The node that takes tokens which follow `above`: itself, if it is a leaf and not sealed, else a new child."""
+        """Add tokens behind `above`: to its own edge if it is a leaf without a fixed end, else as a new child.
+
+        Returns the node that ends at the last token.
+        """
         if above.parent is not None and not above.children and not above.fixed_end:
             above.tokens = np.concatenate((above.tokens, tokens))
             return above
@@ -76,7 +79,7 @@ class RadixTree:
         return child
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node's edge in two; the upper part, which is returned, takes the node's place."""
+        """Split a node's edge; the returned upper part takes the node's place in the tree."""
         assert node.parent is not None, "a root has no edge"
         upper = Node(node.tokens[:at], node.parent, node.start, node.salt)
         upper.last_used, upper.resident, upper.resident_children = node.last_used, node.resident, int(node.resident)
@@ -87,9 +90,9 @@ class RadixTree:
             node.references = self._components.slice(node.references, at, len(node.tokens))
         node.tokens, node.parent, node.start = node.tokens[at:], upper, node.start + at
         self.node_count += 1
-        over, under = split_slices(node.entry_slices, at)
-        upper.set_entry_slices(over)
-        self.offload.set_entry_slices(node, under)
+        upper_slices, lower_slices = split_slices(node.entry_slices, at)
+        upper.set_entry_slices(upper_slices)
+        self.offload.set_entry_slices(node, lower_slices)
         self.offload.track_unwritten(upper)
         for part in (node, upper):
             if part.resident:
@@ -97,7 +100,7 @@ class RadixTree:
         return upper
 
     def make_resident(self, node: Node, references: ComponentReferences) -> None:
-        """Give a node content in cells; what the shelf has of it in memory alone is not needed any more."""
+        """Give a node content in cells; slices without a file are dropped."""
         assert node.parent is not None, "a root has no edge"
         node.references, node.resident = references, True
         node.parent.resident_children += 1
@@ -105,25 +108,25 @@ class RadixTree:
         self.add_to_lru(node)
 
     def add_to_lru(self, node: Node) -> None:
-        """Put a resident node in the orders where its content belongs."""
+        """Add a resident node to the LRU orders that apply to its content."""
         self.lru[node] = None
-        for component, held, thick in zip(self._components, node.references, self.trimmable, strict=True):
-            if component.can_trim(held, node.start):
-                thick[node] = None
+        for component, references, trimmable in zip(self._components, node.references, self.trimmable, strict=True):
+            if component.can_trim(references, node.start):
+                trimmable[node] = None
             else:
-                thick.pop(node, None)
+                trimmable.pop(node, None)
 
     def take_references(self, node: Node) -> ComponentReferences:
-        """Take a node's content from it; nothing is released."""
+        """Remove a node's content in cells from the tree; the caller releases the returned references."""
         assert node.parent is not None, "a root has no edge"
-        held, node.references, node.resident = node.references, [], False
+        references, node.references, node.resident = node.references, [], False
         node.parent.resident_children -= 1
         for order in (self.lru, *self.trimmable):
             order.pop(node, None)
-        return held
+        return references
 
     def touch(self, path: Sequence[Node]) -> None:
-        """Note that a path is wanted; its upper nodes count as used after the lower ones."""
+        """Mark a path as used; upper nodes count as used after lower ones."""
         for node in reversed(path):
             self.offload.touch(node)
             for order in (self.lru, *self.trimmable):
@@ -131,26 +134,26 @@ class RadixTree:
                     order.move_to_end(node)
 
     def prune(self, node: Node) -> None:
-        """Cut off what a node that is not resident does not have on the shelf, and all below that."""
-        shelved = node.offloaded_tokens
-        if shelved == len(node.tokens):
+        """Remove the tokens of a non-resident node without offloaded content, and all nodes below them."""
+        offloaded = node.offloaded_tokens
+        if offloaded == len(node.tokens):
             return
-        gone = list(node.children.values())
+        removed = list(node.children.values())
         node.children.clear()
-        if shelved:
-            node.tokens = node.tokens[:shelved]
+        if offloaded:
+            node.tokens = node.tokens[:offloaded]
             self.offload.track_unwritten(node)
         else:
             self._detach(node)
-            gone.append(node)
-        for each in gone:
-            gone.extend(each.children.values())
+            removed.append(node)
+        for each in removed:
+            removed.extend(each.children.values())
             each.parent = None
             self.node_count -= 1
             self.offload.set_entry_slices(each, [])
 
     def _detach(self, node: Node) -> None:
-        """Take a node from its parent, and a root from the tree that has nothing else."""
+        """Remove a node from its parent, and a root without other children from the tree."""
         parent = node.parent
         assert parent is not None, "a root has no edge"
         del parent.children[int(node.tokens[0])]
@@ -158,10 +161,10 @@ class RadixTree:
             del self.roots[parent.salt]
 
     def _drop_lost_entry(self, entry: OffloadEntry) -> None:
-        """Forget what an entry alone had; the shelf calls this."""
+        """Remove the slices of an entry without content; callback of the offload tier."""
         while entry.nodes:
             node = next(iter(entry.nodes))
-            entries = [piece.entry for piece in node.entry_slices]
+            entries = [part.entry for part in node.entry_slices]
             self.offload.set_entry_slices(node, node.entry_slices[: entries.index(entry)])
             if not node.resident:
                 self.prune(node)

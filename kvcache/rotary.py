@@ -1,4 +1,4 @@
-"""Turning cached keys to other positions."""
+"""Rotation of cached keys to new positions (RoPE)."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from kvcache.spec import Rotation
 
 
 def rotate(keys: Tensor, distance: int, rotation: Rotation) -> Tensor:
-    """Keys moved by `distance` positions; the input stays as it is.
+    """A copy of the keys, moved by `distance` positions.
 
-    keys  [..., key_width], already turned to their old positions
-    by    positions, negative is towards the start
+    keys      [..., key_width], rotated to their old positions
+    distance  positions; negative is towards the start
 
-    Turns add up, so turning by the difference equals encoding anew (RoFormer, arXiv 2104.09864, section 3.2).
-    Attention scaling (YaRN) is in the keys already and must not be applied again. Computed in float64: a rounded cosine
-    is a wrong length every time it is used, and a thousand shifts in float32 would cost 2e-5 of the key, in float64
-    they cost 8e-7 (sixteen in bfloat16: 0.7 %, design notes, algorithms 3.11).
+    Rotations add up, so rotating by the difference equals encoding anew (RoFormer, arXiv 2104.09864, section 3.2).
+    Attention scaling (YaRN) is part of the cached keys and is not applied again. Computed in float64: a rounded cosine
+    changes the length of the key at every shift; after a thousand shifts the error is 2e-5 of the key in float32,
+    8e-7 in float64.
     """
     pairs = len(rotation.inverse_frequency)
     if pairs == 0:
         return keys.clone()
     angles = distance * torch.tensor(rotation.inverse_frequency, dtype=torch.float64, device=keys.device)
     cos, sin = angles.cos(), angles.sin()
-    turned = keys.clone()
-    first, second = column_pairs(turned, rotation)
+    rotated = keys.clone()
+    first, second = column_pairs(rotated, rotation)
     x, y = first.double(), second.double()
-    # Both before either is written: in float64 x and y are the columns themselves, not copies.
-    moved_x, moved_y = x * cos - y * sin, y * cos + x * sin
-    first.copy_(moved_x)
-    second.copy_(moved_y)
-    return turned
+    # Both products before either write: for float64 keys, x and y are views of the columns.
+    rotated_x, rotated_y = x * cos - y * sin, y * cos + x * sin
+    first.copy_(rotated_x)
+    second.copy_(rotated_y)
+    return rotated
 
 
 def column_pairs(keys: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Views of the first and second column of every pair, each [..., pairs]."""
+    """Views of the first and second column of every rotated pair, each [..., pairs]."""
     begin, pairs = rotation.offset, len(rotation.inverse_frequency)
     if rotation.layout == "half":
         return keys[..., begin : begin + pairs], keys[..., begin + pairs : begin + 2 * pairs]

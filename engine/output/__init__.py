@@ -1,1 +1,1 @@
-"""Output text: incremental decoding, stop strings and the stream of a request."""
+"""Output: from tokens to text, stop strings and the stream of a request."""

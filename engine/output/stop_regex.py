@@ -1,7 +1,7 @@
-"""Where a text ends that is to end with the first match of a regular expression.
+"""Stop expressions: a text ends with the first match of a regular expression.
 
-The expressions become one automaton (llguidance's, without backtracking): each byte costs microseconds, whatever they
-are, and its states are bounded. So the end is a function of the text, however it comes.
+All expressions become one automaton (llguidance's, without backtracking): a byte takes microseconds, the number of
+states is bounded, and the end does not depend on how the text is cut into deltas.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.errors import InvalidRequest
 from engine.grammar.sandbox import LIMITS, LOG_LEVEL
 
-# Letters of an expression that an error shows.
+# Characters of an expression in an error message.
 _MAX_SHOWN_CHARACTERS = 80
 
 
 class StopRegex:
-    """Follows one text. Raises InvalidRequest for what cannot be followed, or matches the empty text.
+    """The matcher of one text. Raises InvalidRequest for expressions that are too complex or match the empty text.
 
-    error  why it cannot be followed any more: it would take too many states; "": it can
+    error  why the matcher stopped (too many states); "" while it works
     """
 
     def __init__(self, expressions: Sequence[str]) -> None:
@@ -29,16 +29,16 @@ class StopRegex:
         self._matcher: LLMatcher | None = _matcher(_unanchored(either)) if expressions else None
         self.error = ""
         if self._matcher is not None and self._matcher.is_accepting():
-            raise InvalidRequest("stop_regex", "it matches the empty text, which stands everywhere")
+            raise InvalidRequest("stop_regex", "it matches the empty text")
 
     def push(self, text: str) -> int | None:
-        """More of the text: the letters up to the end of the first match, if one is complete."""
+        """Add text; the number of its characters up to the end of the first match, None without a match."""
         if self._matcher is None or self.error:
             return None
-        for at, letter in enumerate(text):
-            for byte in letter.encode():
+        for at, character in enumerate(text):
+            for byte in character.encode():
                 if not self._matcher.consume_token(byte):
-                    self.error = "'stop_regex' has too many states to be followed in this text"
+                    self.error = "'stop_regex' has too many states for this text"
                     return None
             if self._matcher.is_accepting():
                 return at + 1
@@ -46,15 +46,14 @@ class StopRegex:
 
 
 def check_stop_regex(expressions: Sequence[str]) -> None:
-    """Raise InvalidRequest for the first that is no regular expression by itself, or for all that cannot be followed.
+    """Raise InvalidRequest for the first invalid expression, or if all together are too complex.
 
-    It takes up to a tenth of a second, so it is not for the engine's thread.
+    Takes up to 0.1 s: call it outside the engine thread.
     """
     for expression in expressions:
         if reason := _error_message(_compiled(expression)) or _error_message(_compiled(_unanchored(expression))):
-            shown = (
-                expression if len(expression) <= _MAX_SHOWN_CHARACTERS else f"{expression[:_MAX_SHOWN_CHARACTERS]}..."
-            )
+            fits = len(expression) <= _MAX_SHOWN_CHARACTERS
+            shown = expression if fits else f"{expression[:_MAX_SHOWN_CHARACTERS]}..."
             raise InvalidRequest("stop_regex", f"'{shown}' cannot be followed: {reason}")
     StopRegex(expressions)
 
@@ -72,17 +71,16 @@ def _matcher(expression: str) -> LLMatcher:
 
 def _compiled(expression: str) -> LLMatcher:
     try:
-        return LLMatcher(
-            _byte_tokenizer(), LLMatcher.grammar_from_regex(expression), limits=LIMITS, log_level=LOG_LEVEL
-        )
+        grammar = LLMatcher.grammar_from_regex(expression)
+        return LLMatcher(_byte_tokenizer(), grammar, limits=LIMITS, log_level=LOG_LEVEL)
     except UnicodeEncodeError as error:
-        raise InvalidRequest("stop_regex", "it holds half of a surrogate pair, which is no character") from error
+        raise InvalidRequest("stop_regex", "it contains half of a surrogate pair, which is no character") from error
 
 
 def _error_message(matcher: LLMatcher) -> str:
-    """What llguidance has against an expression, without the expression; "": nothing."""
-    _, _, wrong = matcher.get_error().rpartition("(in regex): ")
-    return wrong.split("error: ")[-1].partition(" in regex /")[0].strip().split("\n")[0][:200]
+    """llguidance's error without the expression; "" if there is none."""
+    _, _, error = matcher.get_error().rpartition("(in regex): ")
+    return error.split("error: ")[-1].partition(" in regex /")[0].strip().split("\n")[0][:200]
 
 
 @functools.lru_cache(1)

@@ -1,7 +1,7 @@
-"""The client's end of a request: its events as an async iterator on the event loop.
+"""The events of one request as an async iterator on the event loop.
 
-The engine never waits for a client: events pile up here, and a slow reader gets the text of many steps in one delta.
-A fast one need not even be woken: its shortcut takes deltas right where they are delivered.
+The engine never waits for a client: events are queued, and a slow reader gets the deltas of several steps as one. For a
+fast reader the `fast_path` callback takes a delta inside the delivery, without a wake-up of the reading task.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from engine.types.events import Delta, Event, Failed, Finished
 
 
 class RequestStream:
-    """Yields Started, then deltas, then exactly one Finished or Failed. Belongs to the event loop's thread.
+    """Yields Started, then deltas, then exactly one Finished or Failed. Owned by the event loop's thread.
 
-    fast_path  takes deltas that come while the reader waits, and never raises; what it answers False to, the reader gets
+    finished   the last event was delivered
+    fast_path  called with a delta that arrives while the reader waits; False queues the delta. Must not raise
     """
 
     def __init__(self, request_id: str) -> None:
@@ -27,7 +28,7 @@ class RequestStream:
         self._wakeup: asyncio.Future[None] | None = None
 
     def deliver(self, event: Event) -> None:
-        """Take an event from the engine; after the last one, further ones are dropped."""
+        """Add an event from the engine; events after the last one are dropped."""
         if self.finished:
             return
         if self._wakeup is None or self._wakeup.done():
@@ -53,7 +54,7 @@ class RequestStream:
         return self._merged(event) if isinstance(event, Delta) else event
 
     def _merged(self, delta: Delta) -> Delta:
-        """The delta and all that directly follow it, as one."""
+        """The delta merged with the deltas that directly follow it in the queue."""
         deltas = [delta]
         while self._events and isinstance(following := self._events[0], Delta):
             self._events.popleft()

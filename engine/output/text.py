@@ -1,6 +1,6 @@
-"""From tokens to text that may be sent: whole characters only, cut at the earliest stop.
+"""From tokens to text that can be sent: whole characters, cut at the first stop.
 
-Owns what is held back: the bytes of an unfinished character, and text that may yet become a stop string.
+It buffers the bytes of an incomplete character, and text that may still become a stop string.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from engine.types.events import Delta, TokenLogprob
 
 
 class StopStringMatcher:
-    """Looks for stop strings in text that comes in pieces; the result does not depend on how it is cut.
+    """Finds stop strings in text that arrives in pieces; the result does not depend on the pieces.
 
-    The stop that is complete first wins; of those complete at the same character, the longest.
+    The stop string that is complete first wins; of several complete at one character, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(sorted(filter(None, stops), key=len, reverse=True))
         self._held = ""
-        # How much of what is held no stop string may end in.
+        # Leading characters of the held text in which no stop string may end.
         self._ignored = 0
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can be released, and the stop string if one is complete: then what follows it is dropped."""
+        """Add text; the text that can be released, and the stop string if one is complete: the rest is dropped."""
         if not self._stops:
             return text, None
         self._held += text
@@ -39,7 +39,7 @@ class StopStringMatcher:
         return self._release(), None
 
     def push_ignoring_stops(self, text: str) -> str:
-        """The text that can be released, where no stop string counts that is complete by now."""
+        """Add text in which stop strings do not count; the text that can be released."""
         if not self._stops:
             return text
         self._held += text
@@ -47,12 +47,12 @@ class StopStringMatcher:
         return self._release()
 
     def flush(self) -> str:
-        """The text still held when no more will come: it did not become a stop string."""
+        """Release the held text at the end of the sequence."""
         released, self._held = self._held, ""
         return released
 
     def _release(self) -> str:
-        """All but what may yet become a stop string."""
+        """Release all but the text that may still become a stop string."""
         safe = len(self._held) - self._partial_match_length()
         released, self._held = self._held[:safe], self._held[safe:]
         self._ignored = max(self._ignored - safe, 0)
@@ -67,7 +67,7 @@ class StopStringMatcher:
         return min(found)[2:] if found else None
 
     def _partial_match_length(self) -> int:
-        """The length of the longest end of the held text with which a stop string begins."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             end = self._held[-length:]
@@ -77,17 +77,18 @@ class StopStringMatcher:
 
 
 class TextStream:
-    """The text of one sequence, and which tokens belong to what has been released.
+    """The output text of one sequence as deltas, each with its tokens.
 
-    stops     it ends before the first of these
-    patterns  it ends behind the first match of these regular expressions
-    least     tokens before which none of both counts
+    stops       stop strings: the text ends before the first
+    stop_regex  stop expressions: the text ends behind the first match
+    min_tokens  tokens before which no stop counts
+    stop        the stop that ended the text, if one did
     """
 
     def __init__(
-        self, decoder: Detokenizer, stops: Sequence[str], stop_regex: Sequence[str] = (), *, min_tokens: int = 0
+        self, detokenizer: Detokenizer, stops: Sequence[str], stop_regex: Sequence[str] = (), *, min_tokens: int = 0
     ) -> None:
-        self._decoder = decoder
+        self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stops)
         self._stop_regex, self._expressions = StopRegex(stop_regex) if stop_regex else None, tuple(stop_regex)
         self._min_tokens_left = min_tokens
@@ -98,10 +99,10 @@ class TextStream:
         self.stop: str | None = None
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
-        """Take one token; the text that this releases, if any. `stop` is set once a stop string is complete."""
-        text = self._decoder.push(token)
+        """Add a token; the text that it releases, if any. Sets `stop` when a stop is complete."""
+        text = self._detokenizer.push(token)
         self._pushed += 1
-        # A token belongs to the first character that it completes: it is released together with it.
+        # A token belongs to the first character that it completes and is released together with it.
         self._pending.append((self._decoded, token, logprob))
         self._decoded += len(text)
         self._min_tokens_left -= 1
@@ -116,17 +117,17 @@ class TextStream:
 
     @property
     def released_tokens(self) -> int:
-        """Number of pushed tokens that the deltas hold so far."""
+        """Tokens in the deltas so far."""
         return self._pushed - len(self._pending)
 
     @property
     def error(self) -> str:
-        """Why it cannot be told where the text ends; "": it can."""
+        """Why the stop expressions can no longer be matched; "" while they can."""
         return "" if self._stop_regex is None else self._stop_regex.error
 
     def flush(self) -> Delta | None:
-        """What is still held when the sequence ends other than by a stop string."""
-        rest = self._decoder.flush()
+        """Release the buffered text at the end of a sequence that no stop has ended."""
+        rest = self._detokenizer.flush()
         if self._min_tokens_left > 0:
             return self._release(self._matcher.push_ignoring_stops(rest) + self._matcher.flush(), everything=True)
         released, self.stop = self._matcher.push(rest)

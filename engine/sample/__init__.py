@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, with filters, penalties, constraints and logprobs."""
+"""Sampling: filters, penalties, constraints, log-probabilities and draft verification."""

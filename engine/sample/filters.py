@@ -1,8 +1,7 @@
-"""Which tokens may be drawn, by how likely they are: the filters of `SamplingParams`, in the order that it names.
+"""Sampling filters of `SamplingParams`, in its order: a mask of the tokens that may be sampled.
 
-Most filters are a floor under the logits. Locally typical sampling and the exclusion of top choices are not: rows that
-ask for them are narrowed token by token. Tokens with equal logits stay or go together everywhere, so that the choice
-does not hang on the order of a sort.
+Most filters are a minimum logit. Locally typical sampling and XTC are not: their rows are filtered token by token.
+Tokens with equal logits are kept or removed together, so that the result does not depend on the order of a sort.
 """
 
 from __future__ import annotations
@@ -15,39 +14,39 @@ from torch import Tensor
 from engine.sample.noise import MAX_NOISE, MIN_NOISE
 from engine.types.request import SamplingParams
 
-# Tokens that a nucleus rarely exceeds: only so many are sorted at first.
+# Width of the first top-p sort; it grows for a nucleus of more tokens.
 _NUCLEUS_TOKENS = 256
 
 
 def filter_mask(scaled: Tensor, params: Sequence[SamplingParams], xtc_draws: Sequence[float]) -> Tensor:
-    """Which tokens may be drawn [rows, vocabulary].
+    """Mask of the tokens that may be sampled [rows, vocabulary].
 
-    scaled  logits after the temperature, forbidden ones at minus infinity
-    coins   of each row, in (0, 1): below its probability top choices are excluded
+    scaled     logits divided by the temperature, masked tokens at minus infinity
+    xtc_draws  a uniform number in (0, 1) for each row: XTC applies if it is below `Xtc.probability`
     """
     best = scaled.amax(-1, keepdim=True)
-    # No noise can lift a token over a gap wider than the noise's own range: exact, and it spares most of the work.
+    # Exact, and skips most of the vocabulary: no noise closes a gap wider than its own range.
     reachable = best - (MAX_NOISE - MIN_NOISE)
     least = torch.maximum(_top_k_floor(scaled, params), _sigma_floor(scaled, params))
     floor = torch.maximum(reachable, least)
     floor = torch.maximum(floor, _top_p_floor(scaled, least, floor, params))
     ratios = column(scaled, [param.min_p for param in params])
-    kept = scaled >= torch.maximum(floor, best + ratios.log())
-    for row, (param, coin) in enumerate(zip(params, xtc_draws, strict=True)):
-        excludes = param.xtc is not None and coin < param.xtc.probability
+    mask = scaled >= torch.maximum(floor, best + ratios.log())
+    for row, (param, xtc_draw) in enumerate(zip(params, xtc_draws, strict=True)):
+        excludes = param.xtc is not None and xtc_draw < param.xtc.probability
         if param.typical_p < 1.0 or excludes:
             threshold = param.xtc.threshold if param.xtc is not None and excludes else 1.0
-            kept[row] = _row_mask(scaled[row], float(least[row]), param, threshold)
-    return kept
+            mask[row] = _row_mask(scaled[row], float(least[row]), param, threshold)
+    return mask
 
 
 def column(like: Tensor, values: Sequence[float]) -> Tensor:
-    """One value a row, to be spread over the columns."""
+    """One value for each row [rows, 1], in the type and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _top_k_floor(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest logit that top-k keeps [rows, 1]."""
+    """The minimum logit of top-k [rows, 1]."""
     vocabulary = scaled.shape[-1]
     counts = [min(param.top_k, vocabulary) if param.top_k > 0 else vocabulary for param in params]
     floor = torch.full_like(scaled[:, :1], -torch.inf)
@@ -60,9 +59,9 @@ def _top_k_floor(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _sigma_floor(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest logit that top-n-sigma keeps [rows, 1] (Tang et al., arXiv 2411.07641): best - n deviations.
+    """The minimum logit of top-n-sigma [rows, 1] (Tang et al., arXiv 2411.07641): maximum - n standard deviations.
 
-    The deviation is that of all logits that are not forbidden, as a population's.
+    The population standard deviation of all tokens that are not masked.
     """
     floor = torch.full_like(scaled[:, :1], -torch.inf)
     for row, param in enumerate(params):
@@ -73,9 +72,9 @@ def _sigma_floor(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest logit in the nucleus [rows, 1]: the fewest tokens that have the share top_p of those above `least`.
+    """The minimum logit of top-p [rows, 1]: the fewest tokens with the share top_p of the mass above `least`.
 
-    Only logits above `floor` are sorted; those below it count in the whole, but could not be drawn anyway.
+    Only logits above `floor` are sorted; lower ones count in the total mass but cannot be sampled.
     """
     result = torch.full_like(floor, -torch.inf)
     limited = [row for row, param in enumerate(params) if param.top_p < 1.0]
@@ -83,47 +82,47 @@ def _top_p_floor(scaled: Tensor, least: Tensor, floor: Tensor, params: Sequence[
         return result
     rows = scaled[limited]
     total = rows.masked_fill(rows < least[limited], -torch.inf).logsumexp(-1, keepdim=True)
-    widest = int((rows >= floor[limited]).sum(-1).max())
-    width = min(_NUCLEUS_TOKENS, widest)
+    most = int((rows >= floor[limited]).sum(-1).max())
+    width = min(_NUCLEUS_TOKENS, most)
     while True:
         values = rows.topk(width, dim=-1).values
         mass = (values - total).exp().double()
         before = mass.cumsum(-1) - mass
         inside = before < column(before, [params[row].top_p for row in limited])
-        if width == widest or not inside[:, -1].any():
+        if width == most or not inside[:, -1].any():
             break
-        width = min(8 * width, widest)
+        width = min(8 * width, most)
     inside[:, 0] = True
     result[limited] = values.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
     return result
 
 
 def _row_mask(row: Tensor, least: float, param: SamplingParams, threshold: float) -> Tensor:
-    """What all filters keep of one row [vocabulary]; 1 as the threshold excludes no top choice."""
+    """Mask of all filters for one row [vocabulary]; with an XTC threshold of 1, XTC is off."""
     tokens = ((row >= least) & (row > -torch.inf)).nonzero()[:, 0]
     values = row[tokens].double()
     if param.typical_p < 1.0:
         surprise = -values.log_softmax(-1)
-        # How far a token's information is from what is expected (Meister et al., arXiv 2202.00666).
-        oddity = (surprise - (surprise.neg().exp() * surprise).sum()).abs()
-        typical = _top_mass(-oddity, values, param.typical_p)
+        # Distance of a token's information from the entropy (Meister et al., arXiv 2202.00666).
+        deviation = (surprise - (surprise.neg().exp() * surprise).sum()).abs()
+        typical = _top_mass(-deviation, values, param.typical_p)
         tokens, values = tokens[typical], values[typical]
     if param.top_p < 1.0:
-        likely = _top_mass(values, values, param.top_p)
-        tokens, values = tokens[likely], values[likely]
+        nucleus = _top_mass(values, values, param.top_p)
+        tokens, values = tokens[nucleus], values[nucleus]
     if param.min_p > 0.0:
         near = values >= values.amax() + torch.tensor(param.min_p).log()
         tokens, values = tokens[near], values[near]
     top = values.softmax(-1) >= threshold
     if int(top.sum()) > 1:
         tokens = tokens[~top | (values == values[top].amin())]
-    kept = torch.zeros_like(row, dtype=torch.bool)
-    kept[tokens] = True
-    return kept
+    mask = torch.zeros_like(row, dtype=torch.bool)
+    mask[tokens] = True
+    return mask
 
 
 def _top_mass(rank: Tensor, logits: Tensor, share: float) -> Tensor:
-    """Which tokens it takes to have a share of the whole, the highest rank first; all that rank with the last."""
+    """Mask of the fewest tokens with a share of the mass, highest rank first, and of all ties with the last one."""
     order = rank.argsort(descending=True, stable=True)
     mass = logits.softmax(-1)[order]
     inside = mass.cumsum(-1) - mass < share

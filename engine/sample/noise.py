@@ -1,8 +1,7 @@
-"""Counter-based noise: a number for (seed, position, token) that depends on nothing else.
+"""Counter-based noise: a random number for each (seed, position, token), without generator state.
 
-This is what makes sampled text independent of the batch, of chunks, of reuse and of speculation: there is no generator
-state that a neighbour could advance. Philox4x32-10 after Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC'11), in 64-bit integer arithmetic on tensors.
+Sampled text is therefore independent of the batch, chunk sizes, prefix reuse and speculation. Philox4x32-10 after
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11), in 64-bit integer arithmetic on tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Numbers of 64 bits. Those of numpy do the same several times sooner where they are few.
+# Words of 64 bits. For few of them numpy is several times faster than torch.
 Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -22,7 +21,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 
-# The largest and smallest value that `gumbel` can return, for uniforms of 32 bits: -ln(-ln((n + 0.5) / 2^32)).
+# Range of `gumbel` for uniforms of 32 bits: -ln(-ln((n + 0.5) / 2^32)).
 MAX_NOISE, MIN_NOISE = 22.87, -3.14
 
 
@@ -47,18 +46,19 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> T
 
 
 def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, lane: int = 0) -> Tensor:
-    """Numbers in (0, 1) in float64, as `gumbel` has them. What has a lane of its own is independent of other lanes."""
+    """Uniform numbers in (0, 1) in float64, with the arguments of `gumbel`; lanes are independent of each other."""
     if tokens.device.type == "cpu":
-        # Flat: numpy's numbers without a dimension warn where those with one wrap around.
-        own, at, flat = (part.reshape(-1).numpy() for part in (seeds, positions, tokens))
-        word = torch.from_numpy(_random_word(own, at, flat, np.full_like(flat, lane))).view(tokens.shape)
+        # Flat, because numpy scalars warn where arrays wrap around.
+        flat_seeds, flat_positions, flat = (part.reshape(-1).numpy() for part in (seeds, positions, tokens))
+        lanes = np.full_like(flat, lane)
+        word = torch.from_numpy(_random_word(flat_seeds, flat_positions, flat, lanes)).view(tokens.shape)
     else:
         word = _random_word(seeds, positions, tokens, torch.full_like(tokens, lane))
     return (word.double() + 0.5) / 2.0**32
 
 
 def _random_word(seeds: Words, positions: Words, tokens: Words, lanes: Words) -> Words:
-    """The first of the four."""
+    """The first of the four words."""
     counter = (positions & _WORD, (positions >> 32) & _WORD, tokens, lanes)
     return philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD))[0]
 

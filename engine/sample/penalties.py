@@ -1,4 +1,4 @@
-"""What was said before, as far as it makes tokens less likely: penalties for repetition. Costs nothing without any."""
+"""Repetition, frequency, presence and DRY penalties, with the token history of one sequence."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor
 
 from engine.types.request import Dry, SamplingParams
 
-# A repetition that is longer than allowed by so many tokens costs no more: at the usual base no logit is left by then,
-# and text that is one repetition stays cheap.
+# Limit of the DRY exponent: at the usual base no logit is left beyond it, and repetitive text stays cheap.
 _MAX_EXCESS_TOKENS = 64
 
 
 class PenaltyHistory:
-    """What the penalties of one sequence look at: the tokens of the prompt, and those of the output."""
+    """The tokens of one sequence that its penalties depend on; empty if no penalty is set."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocabulary: int) -> None:
-        # Each token of the text once, and how often it is in the output.
+        # The distinct tokens of prompt and output, and their counts in the output.
         self._seen: NDArray[np.int64] | None = None
         self._counts = np.empty(0, np.int32)
         self._tokens: list[int] | None = None
@@ -33,25 +32,25 @@ class PenaltyHistory:
 
     @property
     def inactive(self) -> bool:
-        """Whether nothing that was said makes any token less likely."""
+        """Whether no penalty is set."""
         return self._seen is None and self._tokens is None
 
     def append(self, token: int) -> None:
-        """Count a token of the output."""
+        """Add a token of the output."""
         if self._seen is not None:
             self._count(self._seen, token)
         if self._tokens is not None:
             self._tokens.append(token)
 
     def _count(self, seen: NDArray[np.int64], token: int) -> None:
-        places = np.flatnonzero(seen == token)
-        if not len(places):
+        found = np.flatnonzero(seen == token)
+        if not len(found):
             self._seen, self._counts = np.append(seen, token), np.append(self._counts, np.int32(1))
         else:
-            self._counts[places] += 1
+            self._counts[found] += 1
 
     def after(self, tokens: Sequence[int]) -> PenaltyHistory:
-        """What the penalties would look at if the output went on with `tokens`; this history stays as it is."""
+        """The history with `tokens` appended to the output; this one is unchanged."""
         if not tokens or self.inactive:
             return self
         longer = copy.copy(self)
@@ -62,10 +61,10 @@ class PenaltyHistory:
         return longer
 
     def penalise(self, logits: Tensor, params: SamplingParams) -> None:
-        """Change one row of logits [vocabulary] in place.
+        """Apply the penalties to one row of logits [vocabulary] in place.
 
-        Repetition as in transformers (prompt and output), frequency and presence as in OpenAI's API (output only),
-        repeated sequences as in llama.cpp (prompt and output).
+        Repetition as in transformers (prompt and output), frequency and presence as in OpenAI's API (output only), DRY
+        as in llama.cpp (prompt and output).
         """
         if self._seen is not None:
             self._penalise_tokens(logits, params, self._seen)
@@ -74,8 +73,8 @@ class PenaltyHistory:
             if lengths:
                 index = torch.tensor(list(lengths), device=logits.device)
                 excess = torch.tensor(list(lengths.values()), dtype=torch.float64) - params.dry.allowed_length
-                cost = params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
-                logits[index] -= cost.to(logits)
+                penalty = params.dry.multiplier * torch.tensor(params.dry.base, dtype=torch.float64) ** excess
+                logits[index] -= penalty.to(logits)
 
     def _penalise_tokens(self, logits: Tensor, params: SamplingParams, seen: NDArray[np.int64]) -> None:
         index, counts = torch.from_numpy(seen).to(logits.device), self._counts.astype(np.float32)
@@ -89,22 +88,22 @@ class PenaltyHistory:
 
 
 def repetitions(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
-    """For each token that would go on with a repetition of what was said: how many tokens are repeated before it.
+    """The tokens that would continue a repetition, with its length so far: at least the allowed length.
 
-    Only those of the allowed length and more. A repetition has no breaker in it.
+    A repetition contains no breaker.
     """
-    some = np.asarray(tokens if dry.lookback < 0 else tokens[max(len(tokens) - dry.lookback, 0) :], np.int64)
-    end = len(some) - 1
-    breakers = np.flatnonzero(np.isin(some, dry.breakers))
+    recent = np.asarray(tokens if dry.lookback < 0 else tokens[max(len(tokens) - dry.lookback, 0) :], np.int64)
+    end = len(recent) - 1
+    breakers = np.flatnonzero(np.isin(recent, dry.breakers))
     longest = min(end - int(breakers[-1]) if len(breakers) else end, dry.allowed_length + _MAX_EXCESS_TOKENS)
     found: dict[int, int] = {}
-    # Places where the last `length` tokens have been said before: those where the last one of them was.
-    places = np.flatnonzero(some[:-1] == some[-1:]) if end > 0 else np.empty(0, np.int64)
+    # Indices at which earlier occurrences of the last `length` tokens end.
+    matches = np.flatnonzero(recent[:-1] == recent[-1:]) if end > 0 else np.empty(0, np.int64)
     for length in range(1, longest + 1):
-        if not len(places):
+        if not len(matches):
             break
         if length >= dry.allowed_length:
-            found.update(dict.fromkeys(some[places + 1].tolist(), length))
-        places = places[places >= length]
-        places = places[some[places - length] == some[end - length]]
+            found.update(dict.fromkeys(recent[matches + 1].tolist(), length))
+        matches = matches[matches >= length]
+        matches = matches[recent[matches - length] == recent[end - length]]
     return found

@@ -1,9 +1,8 @@
-"""What a step says: one token a sequence, and further ones where drafts turn out to be what would be said anyway.
+"""Draft verification: one emitted token for each sequence and step, and one more for each accepted draft token.
 
-A draft is no more than a row of the batch. Row j of a sequence stands behind its drafts 0 to j - 1, and `emit` picks
-the token that follows there, with the noise of its own position. As long as that token is the draft, the row behind
-the draft tells the next one too; the first token that is no draft ends it. So drafts decide how many tokens a step
-says, never which (design notes, algorithms 3.1).
+Row j of a sequence has the logits behind its draft tokens 0 to j - 1; the sampling rule gives the token that follows,
+with the noise of its own position. While that token equals the draft token, the next row is valid too; the first
+different token ends the step. Drafts therefore decide how many tokens a step emits, never which.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import TypeAlias
 
 from engine.sample.sampler import SamplingContext
 
-# Draws the next token behind each row: `emit` of its logits, or what says the same sooner.
+# Samples the next token behind each row: `sample_tokens` of its logits, or a native implementation of it.
 SampleTokens: TypeAlias = Callable[[Sequence[SamplingContext]], list[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyTokens:
-    """The rows of one sequence that tell tokens: behind its last token, and behind each draft.
+    """The logit rows of one sequence: behind its last token, and behind each draft token.
 
-    context  how to draw the token behind the last one
-    is_end  whether a token is the last of its text, whatever was drafted behind it
+    context  of the token behind the last one
+    is_end   whether a token ends the text, whatever was drafted behind it
     """
 
     drafts: tuple[int, ...]
@@ -32,32 +31,32 @@ class VerifyTokens:
 
     @property
     def logit_rows(self) -> int:
-        """Rows of logits: one more than drafts."""
+        """Rows of logits: one more than draft tokens."""
         return len(self.drafts) + 1
 
 
 def verify(sequences: Sequence[VerifyTokens], sample: SampleTokens) -> list[list[int | None]]:
-    """What each trial says, at least one token each; None in the place of a token whose row has no finite maximum.
+    """The tokens that each sequence emits, at least one; None for a token whose row has no finite maximum.
 
-    choose  of the rows of the first trial, then those of the second, ...
+    sample  called once with the contexts of all rows, sequence by sequence
 
-    Every row is drawn as if all drafts before it were right. Where one is not, what was drawn behind it is not used, so
-    penalties that look at the text are exact on all that is.
+    Each row is sampled as if all drafts before it were accepted. Tokens behind a rejected draft are discarded, so
+    penalties and constraints are exact for all emitted tokens.
     """
-    draws = [draw for trial in sequences for draw in trial.context.after_each(trial.drafts)]
-    tokens = sample(draws)
-    said, at = [], 0
-    for trial in sequences:
-        stop = at + trial.logit_rows
-        said.append(_accepted(trial, tokens[at:stop]))
-        at = stop
-    return said
+    contexts = [context for sequence in sequences for context in sequence.context.after_each(sequence.drafts)]
+    tokens = sample(contexts)
+    emitted, start = [], 0
+    for sequence in sequences:
+        stop = start + sequence.logit_rows
+        emitted.append(_accepted(sequence, tokens[start:stop]))
+        start = stop
+    return emitted
 
 
-def _accepted(trial: VerifyTokens, tokens: list[int | None]) -> list[int | None]:
-    """The tokens up to the first that is not the draft at its place, or that ends the text."""
-    for row, draft in enumerate(trial.drafts):
+def _accepted(sequence: VerifyTokens, tokens: list[int | None]) -> list[int | None]:
+    """The tokens up to the first that differs from its draft or ends the text."""
+    for row, draft in enumerate(sequence.drafts):
         token = tokens[row]
-        if token is None or token != draft or trial.is_end(token):
+        if token is None or token != draft or sequence.is_end(token):
             return tokens[: row + 1]
     return tokens

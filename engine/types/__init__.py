@@ -1,1 +1,1 @@
-"""Values that cross the border of the engine: requests in, events and status out."""
+"""Values that cross the boundary of the engine thread: frozen dataclasses without tensors."""

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token that could have been chosen, with its text, its bytes and its log-probability."""
+    """A token with its text, its bytes and its log-probability."""
 
     token: int
     text: str
@@ -20,12 +20,13 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A chosen token and the likeliest ones at its place, best first (the chosen one may be absent there).
+    """Log-probabilities at one position: of the sampled token and of the top tokens, best first.
 
-    labels  those of `Request.label_tokens`, in their order
-    text_offset  characters of the answer before the one that the token begins or continues
+    top          without the sampled token if it is not among them
+    labels       of `Request.label_tokens`, in their order
+    text_offset  characters of the answer before the first character that the token begins or continues
 
-    Log-probabilities are those of the raw logits: before temperature, penalties, bias and filters.
+    From the raw logits: before temperature, penalties, bias and filters.
     """
 
     chosen: Logprob
@@ -36,11 +37,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. Counts are tokens, but for `context_shifts`.
+    """Token counts of a request, and its number of context shifts.
 
-    accepted_tokens, rejected_tokens  drafted ones that were said, and that were not
-    matched_tokens  of the prompt that were remembered when it was looked for, whether or not one could go on there
-    diverged        whether others went on differently there
+    cached_tokens    prompt tokens from the prefix cache
+    accepted_tokens  emitted draft tokens
+    rejected_tokens  draft tokens that were not emitted
+    matched_tokens   prompt tokens found in the prefix tree, whether or not the sequence could resume at their end
+    diverged         the prefix tree continued behind the match, with other tokens
     """
 
     prompt_tokens: int
@@ -56,7 +59,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went: waiting, until the first token, and from there to the end."""
+    """Time of a request in the queue, until the first token, and from the first token to the end."""
 
     queue_seconds: float
     prompt_seconds: float
@@ -65,7 +68,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request left the queue: it has a slot, and `cached_tokens` of its prompt need not be computed."""
+    """The request left the queue: it has a slot, with `cached_tokens` of its prompt from the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -74,7 +77,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Of the prompt's tokens, those that are computed or reused by now."""
+    """Prompt tokens in the slot so far, computed or cached."""
 
     computed: int
     prompt_tokens: int
@@ -82,9 +85,9 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log-probabilities of the prompt's tokens from `Request.score_from` on. None is that of the very first token.
+    """Log-probabilities of the prompt's tokens from `Request.score_from` on; None for the first token of the prompt.
 
-    They come with the logits of a forward, never from what was remembered.
+    Always computed, never from the prefix cache.
     """
 
     tokens: tuple[int, ...]
@@ -93,9 +96,9 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A prompt as one vector, little-endian float32: not normalised, but where the embedding model does it itself.
+    """A prompt as one vector, little-endian float32; normalised only if the embedding model does so itself.
 
-    Where that model scores pairs, the score is the one number of the vector.
+    A model that scores pairs gives a vector of one number, the score.
     """
 
     vector: bytes
@@ -103,7 +106,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text. `tokens` and `logprobs` belong to the text released here; held-back ones come with a later delta."""
+    """New text with its tokens and log-probabilities; those of buffered text come with a later delta."""
 
     text: str
     tokens: tuple[int, ...]
@@ -112,10 +115,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a request that ended well. `stop` is the stop string or token that ended it, if one did.
+    """The last event of a successful request.
 
-    end_logprob  the log-probability of a token that ended it and has no text, if the request asked for such
-    tokens  generated tokens without a delta: the end token, and those of a stop string that is cut off
+    stop         the stop string, expression or token that ended it, or "deadline"; None: an end token or the length
+    end_logprob  of an end token without text, if the request has logprobs
+    tokens       generated tokens in no delta: the end token, and tokens of a stop string that was cut off
     """
 
     reason: FinishReason
@@ -128,9 +132,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a request that broke; `reason` is fit for the client's eyes.
+    """The last event of a failed request; `reason` may be shown to the client.
 
-    caused_by_request  whether its own rules left nothing to say: the same request would break again
+    caused_by_request  its constraints left no token: the same request would fail again
     """
 
     reason: str

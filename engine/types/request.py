@@ -11,23 +11,23 @@ Overflow = Literal["length", "shift"]
 RecurrentShift = Literal["rebuild", "carry"]
 DrafterChoice = Literal["auto", "none", "lookup", "model", "mtp"]
 Pooling = Literal["last", "mean"]
-# Who is served first: all of "priority" before "default" before "flex".
+# Scheduling order: all requests of "priority" before "default" before "flex".
 Tier = Literal["priority", "default", "flex"]
-# Tokens of a draft at most. A longer one pays in copied text alone, and there the next one follows at once.
+# Limit of a draft's length. Only copied text gains from longer drafts, and there the next draft follows at once.
 MAX_DRAFT_TOKENS = 16
-# How latent attention is computed (engine/kernels/latent.py): always one way, or the cheaper one.
+# Computation of latent attention (engine/kernels/latent.py): absorbed, expanded, or the cheaper of both.
 MlaMode = Literal["auto", "absorb", "expand"]
 
 
 @dataclass(frozen=True, slots=True)
 class Dry:
-    """Don't repeat yourself: what would repeat a long sequence of earlier tokens is made less likely.
+    """DRY penalty ("don't repeat yourself"): lowers the logits of tokens that would continue a repeated sequence.
 
-    A token that would go on as after n tokens that are said again, n >= allowed_length, loses
-    multiplier x base^(n - allowed_length). Longer repetitions than allowed_length + 64 cost no more.
+    A token that would continue a repetition of n >= allowed_length tokens loses multiplier x base^(n - allowed_length);
+    the exponent is at most 64.
 
-    lookback      earlier tokens that are looked at; -1: all
-    breakers  tokens that no repeated sequence goes across
+    lookback  earlier tokens that count; -1: all
+    breakers  tokens that no repetition contains
     """
 
     multiplier: float
@@ -47,9 +47,9 @@ class Xtc:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What all generated tokens together must follow, in llguidance's dialect of Lark, from the rule `start` on.
+    """A grammar for all generated tokens, in llguidance's variant of Lark, from the rule `start` on.
 
-    Special tokens are terminals of their own, `<name>` or `<[id]>`. Where the grammar may end, so may the text.
+    Special tokens are terminals, `<name>` or `<[id]>`. The text may end where the grammar may end.
     """
 
     source: str
@@ -57,11 +57,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningLimit:
-    """A limit to what a model says before its answer.
+    """A budget of reasoning tokens before the answer.
 
-    start_token   the token that begins it; None: the prompt has begun it already
-    end_tokens  the tokens that end it, which are forced when `budget` tokens have been said in it, as soon as the grammar
-            allows them; where it begins again, tokens of before count
+    start_token  begins a reasoning block; None: the prompt has begun one
+    end_tokens   end a block; forced after `budget` reasoning tokens in all blocks, as soon as the grammar allows them
     """
 
     start_token: int | None
@@ -71,24 +70,23 @@ class ReasoningLimit:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen (algorithm: sampling.emit), in this order: logit_bias; repetition, frequency and
-    presence penalty; dry; what the request's rules forbid (rules.py); temperature; top_n_sigma; top_k; typical_p;
-    top_p; min_p; xtc. Each filter sees what those before it left. They mean what llama.cpp means by them, but behind
-    the temperature, as in transformers; at temperature 0 none of them matters.
+    """Sampling parameters (engine/sample/sampler.py), applied in this order: logit_bias; repetition, frequency and
+    presence penalty; dry; constraints (engine/sample/constraints.py); temperature; top_n_sigma; top_k; typical_p;
+    top_p; min_p; xtc. Each filter applies to the tokens that passed the one before. Definitions are those of llama.cpp,
+    but after the temperature, as in transformers; at temperature 0 no filter applies.
 
-    temperature         0 takes the likeliest token; else logits are divided by it
+    temperature         0 is greedy; else logits are divided by it
     top_k, top_p, min_p the usual filters; 0, 1 and 0 switch them off
-    frequency_penalty   subtracted once per occurrence in the output so far
+    frequency_penalty   subtracted once for each occurrence in the output so far
     presence_penalty    subtracted once if the token is in the output so far
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1 is off
     logit_bias          (token, bias) pairs
-    seed                any 64-bit integer; None draws one
-    typical_p           locally typical sampling (arXiv 2202.00666): the share that is kept; 1 is off
-    top_n_sigma         tokens more than this many standard deviations below the best logit go (arXiv 2411.07641); 0 is
-                        off
+    seed                any 64-bit integer; None: random
+    typical_p           locally typical sampling (arXiv 2202.00666): the share of the mass that is kept; 1 is off
+    top_n_sigma         removes tokens this many standard deviations below the maximum (arXiv 2411.07641); 0 is off
     dry, xtc            None is off
-    allowed_tokens      nothing else is ever said; None: anything may be
-    bad_words           sequences of tokens that are never completed; they may begin in the prompt
+    allowed_tokens      forbids all other tokens; None is off
+    bad_words           token sequences that are never completed; they may begin in the prompt
     """
 
     temperature: float = 1.0
@@ -110,7 +108,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Numbers that cross the border: `data` in C order, little-endian, of the numpy type that `dtype` names."""
+    """A numpy array as bytes: `data` in C order, little-endian, of the type named by `dtype`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,9 +117,9 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What an encoder takes, by the names of its inputs, as the model's processor makes them, without the batch of one.
+    """Encoder inputs by name, as the model's processor returns them, without the batch dimension.
 
-    digest  of the content (`Media.of`): the same media are encoded once and share what is remembered
+    digest  of the content (`Media.of`): equal media are encoded once and share cached prefixes
     """
 
     arrays: tuple[tuple[str, Array], ...]
@@ -129,13 +127,13 @@ class Media:
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array]) -> Media:
-        """Media with their digest; for worker threads, since images have megabytes."""
+        """Media with their digest. Call it in a worker thread: images have megabytes."""
         ordered = tuple(sorted(arrays.items()))
         return cls(ordered, media_digest(ordered))
 
 
 def media_digest(arrays: Sequence[tuple[str, Array]]) -> bytes:
-    """SHA-256 over names, types, shapes and numbers."""
+    """SHA-256 over names, types, shapes and data."""
     digest = hashlib.sha256()
     for name, array in arrays:
         digest.update(repr((name, array.dtype, array.shape, len(array.data))).encode())
@@ -145,10 +143,10 @@ def media_digest(arrays: Sequence[tuple[str, Array]]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """Who guesses at tokens, and how many at a time.
+    """Drafter and draft length of a request.
 
-    drafter  one kind of drafter, or "auto": the one that seems best; "none" forbids it
-    tokens   of each draft, 0 to MAX_DRAFT_TOKENS, where so many can be guessed; None: what the engine's settings say
+    drafter  a kind of drafter, "auto": the best one, or "none"
+    tokens   draft length, 0 to MAX_DRAFT_TOKENS; None: the engine's setting
     """
 
     drafter: DrafterChoice = "auto"
@@ -159,36 +157,37 @@ class SpeculationParams:
 class Request:
     """One prompt to continue.
 
-    max_tokens  new tokens at most; None: as many as the context leaves (with overflow "shift": one context full)
-    stop_regex  regular expressions: behind the first match of one the text ends, and the match is part of it
-    logprobs    None: no log-probabilities; n: those of the chosen token and of the n likeliest
-    overflow    what happens at a full context: end with "length", or shift the context; None: the engine's setting
-    keep        tokens at the start that a shift never drops, half of the context at most; None: the leading special
-                tokens and 4 more
-    protected   token ranges [start, stop) of the prompt that a shift neither drops nor cuts; where nothing else may go
-                the answer ends with "length"
-    bidirectional      token ranges [start, stop) of the prompt, ascending, whose tokens see those behind them in the range too
-                (the tokens of an image in Gemma 3); no shift drops or cuts one
-    recurrent_shift  what a shift makes of recurrent states: "rebuild" computes them from the tokens that stay, "carry"
-                leaves them as they are, having seen the dropped text
-    checkpoints       places in the prompt that are worth resuming at, such as ends of messages; they never change the text
-    salt        what is remembered under another salt does not exist for this request
-    media       what the model's encoder is to look at; None where it has no encoder, or may do without
-    speculation  who may guess at the text; it never changes the text
-    prediction  tokens that the client expects the answer to be made of, to guess from
-    grammar     what the answer must follow. Where it is complete the text ends, whatever ignore_eos, min_tokens,
-                allowed_tokens and bad_words say
-    reasoning_limit    a limit to what is said before the answer
-    min_tokens  before so many tokens nothing ends the text, neither its end nor a stop
-    include_special_tokens     whether special tokens are part of the text
-    score_from  the prompt's tokens from this position on are scored (`PromptScored`); what stands before may be reused
-    label_tokens      tokens whose log-probability is reported wherever one is, beside the likeliest
-    pooling     how the last layer's states of the prompt become one vector (`Embedded`); nothing is generated
-    tier        who is served first
-    timeout_seconds  after this long the answer ends with "length" and the stop "deadline", wherever it is
-    progress    whether `Progress` events tell how far the prompt is
-    owner       slots are shared fairly between owners
-    group       and within an owner between groups, such as the choices of one answer; "": a group of its own
+    max_tokens       new tokens, at most; None: up to the context length (with overflow "shift": one context full)
+    stop_regex       regular expressions: the text ends behind the first match, which is part of it
+    logprobs         None: no log-probabilities; n: of the sampled token and of the n top tokens
+    overflow         at a full context: end with "length", or shift the context; None: the engine's setting
+    keep             prompt tokens that a context shift never drops, half of the context at most; None: the leading
+                     special tokens and 4 more
+    protected        token ranges [start, stop) of the prompt that a shift neither drops nor splits; if no other tokens
+                     can be dropped, the answer ends with "length"
+    bidirectional    ascending token ranges [start, stop) of the prompt with bidirectional attention (image tokens in
+                     Gemma 3); no shift drops or splits one
+    recurrent_shift  recurrent states after a shift: "rebuild" computes them from the remaining tokens, "carry" keeps
+                     them with the dropped tokens in them
+    checkpoints      prompt positions that are likely resume points, such as ends of messages; no effect on the text
+    salt             only requests with the same salt share cached prefixes
+    media            encoder input; None if the model has no encoder or does not need one
+    speculation      drafter and draft length; no effect on the text
+    prediction       expected tokens of the answer, for drafts
+    grammar          of the answer. The text ends where it is complete, whatever ignore_eos, min_tokens, allowed_tokens
+                     and bad_words are
+    reasoning_limit  budget of reasoning tokens before the answer
+    min_tokens       tokens before which no end token and no stop counts
+    include_special_tokens  special tokens are part of the text
+    score_from       log-probabilities of the prompt's tokens from this position on are computed (`PromptScored`); only
+                     earlier tokens may be cached
+    label_tokens     tokens with a log-probability at every position, besides the top ones
+    pooling          return one vector of the prompt's last hidden states (`Embedded`) and generate no token
+    tier             scheduling order
+    timeout_seconds  the answer ends with "length" and the stop "deadline" after this time, in the queue too
+    progress         send `PrefillProgress` events
+    owner            slots are shared evenly between owners
+    group            and within an owner between groups, such as the choices of one answer; "": a group of its own
     """
 
     id: str
@@ -225,17 +224,17 @@ class Request:
 
     @property
     def prefill_only(self) -> bool:
-        """Whether nothing is to be said: then the prompt may fill the context."""
+        """Whether no token is generated: the prompt may then fill the context."""
         return self.pooling is not None or self.max_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """A text as the embedding model reads it.
+    """A tokenized text for the embedding model.
 
-    tokens  with the special ones around it
-    token_types   which text of a pair each token belongs to, where the model wants to know; else empty
-    prompt_tokens  tokens at the start that the text was given for its purpose, special ones in front of them included
+    tokens         with special tokens
+    token_types    0 or 1 for the two texts of a pair; empty if the model has no token types
+    prompt_tokens  leading tokens of the prompt put before the text, special tokens included
     """
 
     tokens: tuple[int, ...]
@@ -245,7 +244,7 @@ class EmbeddingInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJob:
-    """Texts for the embedding model. Each becomes an `Embedded`, in their order, when all are computed."""
+    """Texts for the embedding model. Each gets an `Embedded` event, in order, when all are computed."""
 
     id: str
     inputs: tuple[EmbeddingInput, ...]
@@ -254,10 +253,10 @@ class EmbeddingJob:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the tokens of a prompt, and what `Request` should know of it.
+    """A chat as prompt tokens, with values for `Request`.
 
-    keep    tokens of the leading system messages; None: there are none
-    generation_prompt  what the template wrote behind the last message, where the answer goes on
+    keep               tokens of the leading system messages; None: there are none
+    generation_prompt  text of the template behind the last message, where the answer begins
     """
 
     tokens: tuple[int, ...]

@@ -1,20 +1,20 @@
-"""What the engine says of itself across its border: the model, its memory, who drafts, and the state after a step."""
+"""Status of the engine: the model, its memory, the drafters, and counters after each step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# How vectors are compared: names of sentence-transformers.
+# How embedding vectors are compared, as sentence-transformers names it.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationEstimate:
-    """What quantising the weights of a model would bring.
+    """The weight bytes read for a token in each quantisation format.
 
-    relative_bytes  of each format the bytes of weights that a token would read, in parts of those it reads now
-    auto   the format that `auto` takes; None: it leaves the weights as they are
+    relative_bytes  (format, bytes relative to the current weights)
+    auto            the format that `auto` selects; None: none
     """
 
     relative_bytes: tuple[tuple[str, float], ...]
@@ -23,14 +23,14 @@ class QuantizationEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the loaded model is. `folder` is where it came from, `name` how it was asked for.
+    """The loaded model. `name` is the one of the settings, `folder` the source of the files.
 
-    max_context          tokens that a context may have here with another setting: what the model and the memory allow
-    decoder_start_tokens            tokens that a prompt begins with where the model has an encoder beside the decoder, or none
-    batch_invariant  whether the logits of a text are the same bit for bit beside any neighbours, in any chunks and
-                     behind any prefix hit; else they are so but for rounding
-    not_native_reason     why steps run in torch operations; None: each is one call of the C++ library
-    quantization_estimate   what quantising its weights would bring; None: they are quantised, or cannot be
+    max_context              context length that the model and the memory allow with other settings
+    decoder_start_tokens     leading prompt tokens of an encoder-decoder model; else empty
+    batch_invariant          logits are bit for bit the same in any batch, with any chunks and cached prefix; else equal
+                             up to rounding
+    not_native_reason        why steps run in torch operations; None: each is one call of the C++ library
+    quantization_estimate    None: the weights are quantised, or cannot be
     """
 
     name: str
@@ -52,15 +52,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the memory is used for. The cache is allocated once, at the start.
+    """Use of the memory. The cache is allocated once, at the start.
 
     weights_bytes    of the model as loaded
-    cells            tokens that the shared cache holds
-    cell_bytes       one token's keys and values in every layer that sees the whole text
-    window_bytes     what layers that see a window or chunk of it hold besides, however long it is
+    cells            tokens in the cache
+    cell_bytes       one token's keys and values in every layer with full attention
+    window_bytes     cells of layers with a window or chunk; independent of the context length
     cache_bytes      cells x cell_bytes + window_bytes
-    workspace_bytes       an upper estimate of what one step needs for a while
-    available_bytes  what the machine had free before the model was loaded
+    workspace_bytes  upper estimate of the temporary memory of one step
+    available_bytes  free memory of the machine before the model was loaded
     """
 
     weights_bytes: int
@@ -74,7 +74,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class DraftingInfo:
-    """Who guesses at text: the kinds of drafters, and the model that drafts with its own memory, where one does."""
+    """The kinds of drafters, and the draft model with its memory, if there is one."""
 
     kinds: tuple[str, ...] = ()
     model: ModelInfo | None = None
@@ -83,14 +83,15 @@ class DraftingInfo:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModelInfo:
-    """What the embedding model is.
+    """The embedding model.
 
-    model        its `context` is the longest text in tokens; it has no slots
-    output_kind        vectors of texts, or scores of pairs of them
-    dimensions   of a vector
-    prompts      the names of what texts are given for their purpose
-    similarity   how two vectors are compared
-    weights_bytes, workspace_bytes  what it takes of the memory: always, and for a while
+    model            its `context` is the longest text in tokens; it has no slots
+    output_kind      vectors of texts, or scores of pairs of texts
+    dimensions       of a vector
+    prompts          names of the model's prompts for queries, documents, ...
+    similarity       how two vectors are compared
+    weights_bytes    of the model as loaded
+    workspace_bytes  temporary memory of a batch
     """
 
     model: ModelInfo
@@ -104,7 +105,7 @@ class EmbeddingModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCounts:
-    """What the embedding model has done. `waiting` are texts that it has not computed yet; totals since the start."""
+    """Texts in the queue of the embedding model, and totals since the start."""
 
     waiting: int = 0
     texts_total: int = 0
@@ -115,7 +116,7 @@ class EmbeddingCounts:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """What became of the drafts of one kind of drafter, by the position in the draft: tokens drafted, and said."""
+    """Drafted and accepted tokens of one kind of drafter, by position in the draft."""
 
     kind: str
     drafted: tuple[int, ...]
@@ -124,13 +125,14 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The state of the engine after its latest step. Totals count since the start.
+    """State of the engine after its latest step. Totals count since the start.
 
-    cells_used        cells of running sequences
-    cells_cached  further cells, kept for prompts to come and given up for running ones
-    shelf_memory_bytes, offload_disk_bytes  of remembered content outside the cells
-    prefix_hits_total  requests that are over and found a beginning of their prompt in the cache
-    evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see kvcache.prefix.PrefixCounts
+    cells_used            cells of running sequences
+    cells_cached          cells of cached prefixes alone: evicted for running sequences
+    offload_memory_bytes  of evicted prefixes in host memory
+    offload_disk_bytes    of evicted prefixes on disk
+    prefix_hits_total     finished requests with a cached prefix
+    evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see PrefixCounts (kvcache)
     """
 
     running: int = 0

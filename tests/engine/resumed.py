@@ -19,14 +19,14 @@ from engine.model import hooks, recurrence
 from engine.model.encoder_mask import EncoderMask
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
+from kvcache.attention_group import HOLE
 from kvcache.cache import Cache
-from kvcache.holes import HOLE
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig
 from kvcache.spec import AttentionRange, Span
 from tests.engine import encoders, tiny
 from tests.engine.models import load_model
-from tests.kvcache.ledger import oldest
+from tests.kvcache.reference import oldest
 
 LENGTH = 300
 # Rows behind the place of a resume that are compared, too.

@@ -1,4 +1,4 @@
-"""The pool of cells: who gets which, and who owns them."""
+"""The pool of cells: allocation and reference counts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from kvcache.spec import AttentionRange, GroupSpec, Rotation
 
 
 def pool(cells: int, dtype: torch.dtype = torch.float32) -> CellPool:
-    """A pool of that many cells, in two layers; keys and values have different widths."""
+    """A pool of two layers with different key and value widths."""
     spec = GroupSpec(2, 3, 5, AttentionRange(), (0, 4), (Rotation(), Rotation()))
     return CellPool(spec, cells, dtype, torch.device("cpu"))
 
 
 def pool_with_free(cells: int, free: list[int]) -> CellPool:
-    """A pool whose only free cells are these."""
+    """A pool with these free cells."""
     some = pool(cells)
     some.allocate(cells)
     some.release(np.array(free, dtype=np.int64))
     return some
 
 
-def test_storage_has_one_row_a_cell_and_starts_finite() -> None:
-    """Keys and values are [layers, heads, cells, width] and hold zeros."""
+def test_kv_buffers_have_one_row_a_cell_and_start_at_zero() -> None:
     some = pool(7)
 
     assert {"rows": (2, 2, 7, 3)} == {name: tensor.shape for name, tensor in some.keys.tensors.items()}
@@ -37,8 +36,7 @@ def test_storage_has_one_row_a_cell_and_starts_finite() -> None:
     assert not some.values.tensors["rows"].any()
 
 
-def test_cells_follow_the_last_one_while_they_are_free() -> None:
-    """A sequence that grows stays one run."""
+def test_allocation_continues_behind_the_last_cell() -> None:
     some = pool(10)
     first = some.allocate(2)
     last = int(first[-1])
@@ -46,8 +44,7 @@ def test_cells_follow_the_last_one_while_they_are_free() -> None:
     assert [last + 1, last + 2, last + 3] == some.allocate(3, after=last).tolist()
 
 
-def test_cells_that_cannot_follow_come_from_the_largest_run() -> None:
-    """Where the next cell is taken, the largest free run is used, so that the rest is one run."""
+def test_other_cells_come_from_the_largest_free_run() -> None:
     some = pool_with_free(12, [2, 3, 6, 7, 8, 9])
     taken = some.allocate(3, after=4).tolist()
 
@@ -55,30 +52,26 @@ def test_cells_that_cannot_follow_come_from_the_largest_run() -> None:
     assert [1, 1] == np.diff(taken).tolist()
 
 
-def test_a_follower_that_is_taken_ends_the_run() -> None:
-    """Of the wanted followers only those before the first taken cell are used."""
+def test_a_used_cell_ends_the_run() -> None:
     some = pool_with_free(8, [3, 4, 6])
 
     assert [3, 4, 6] == some.allocate(3, after=2).tolist()
 
 
-def test_the_last_cell_has_no_follower() -> None:
-    """After the last cell of the pool the search starts anew."""
+def test_the_last_cell_of_the_pool_ends_the_run() -> None:
     some = pool_with_free(4, [0, 1])
 
     assert {0, 1} == set(some.allocate(2, after=3).tolist())
 
 
-def test_pieces_are_gathered_when_no_run_is_long_enough() -> None:
-    """All free cells can be had, however scattered."""
+def test_several_runs_are_joined_if_none_is_long_enough() -> None:
     some = pool_with_free(9, [0, 2, 4, 5, 8])
 
     assert {0, 2, 4, 5, 8} == set(some.allocate(5).tolist())
     assert 0 == some.free_cells
 
 
-def test_pieces_are_the_largest_that_there_are() -> None:
-    """As few runs as can be are broken up, and the last of them from its begin."""
+def test_joined_runs_are_the_largest_ones() -> None:
     some = pool_with_free(14, [0, 2, 3, 5, 6, 7, 9, 11, 12])
 
     assert [5, 6, 7] == some.allocate(3).tolist()
@@ -86,8 +79,7 @@ def test_pieces_are_the_largest_that_there_are() -> None:
     assert {0, 2, 9} == set(some.allocate(3).tolist())
 
 
-def test_a_new_sequence_leaves_room_to_grow_into() -> None:
-    """Two sequences that start in an empty pool can both grow as one run."""
+def test_a_new_sequence_starts_in_the_middle_of_a_run() -> None:
     some = pool(100)
     first = some.allocate(1)
     second = some.allocate(1)
@@ -97,8 +89,7 @@ def test_a_new_sequence_leaves_room_to_grow_into() -> None:
     assert second[0] + 1 == grown[1][0]
 
 
-def test_out_of_cells_takes_none() -> None:
-    """A pool that cannot give all gives nothing, and says how many there were."""
+def test_out_of_cells_allocates_nothing() -> None:
     some = pool_with_free(6, [1, 4])
     before = some.reference_counts.copy()
 
@@ -110,15 +101,13 @@ def test_out_of_cells_takes_none() -> None:
     assert 2 == some.free_cells
 
 
-def test_no_cells_are_always_to_be_had() -> None:
-    """Zero cells can be taken from a full pool."""
+def test_zero_cells_can_always_be_allocated() -> None:
     some = pool_with_free(3, [])
 
     assert [] == some.allocate(0, after=1).tolist()
 
 
-def test_a_shared_cell_is_free_after_its_last_owner() -> None:
-    """Every owner releases once; only the last release frees."""
+def test_a_shared_cell_is_free_after_its_last_reference() -> None:
     some = pool(5)
     cells = some.allocate(2)
     some.share(cells)
@@ -133,8 +122,7 @@ def test_a_shared_cell_is_free_after_its_last_owner() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_saved_cells_come_back_bit_by_bit(dtype: torch.dtype) -> None:
-    """A share of what was saved, in any cells of another pool; the others there stay as they are."""
+def test_saved_cells_are_loaded_bit_for_bit(dtype: torch.dtype) -> None:
     source, target = pool(9, dtype), pool(6, dtype)
     for plane, width in ((source.keys, 3), (source.values, 5)):
         for layer in (0, 1):
@@ -157,8 +145,7 @@ def test_saved_cells_come_back_bit_by_bit(dtype: torch.dtype) -> None:
     data=st.data(),
 )
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
-def test_allocation_takes_free_cells_once(used: list[bool], after: int, data: st.DataObject) -> None:
-    """Whatever is free and wherever the sequence ends: distinct free cells, as many as asked, run first."""
+def test_allocation_returns_distinct_free_cells(used: list[bool], after: int, data: st.DataObject) -> None:
     some = pool_with_free(len(used), [cell for cell, taken in enumerate(used) if not taken])
     after = min(after, len(used) - 1)
     count = data.draw(st.integers(0, used.count(False)))

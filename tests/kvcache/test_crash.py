@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the next start finds whole files or none, and all that it loads is what was computed."""
+"""kill -9 at any moment: the next start finds whole files or none, and loads only what was computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from kvcache import prefix
 from kvcache.offload import OffloadConfig
-from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled
+from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled
 
 ROOT = Path(__file__).resolve().parents[2]
 # Imports once, then forks a child for each line that it reads: a folder and the number of its first text. A child
@@ -24,10 +24,10 @@ NURSERY = """
 import os, sys
 from itertools import count
 from pathlib import Path
-from kvcache import shelf
+from kvcache import offload
 from kvcache.offload import OffloadConfig
-from tests.kvcache.echo import FULL, WINDOW, make, remember
-shelf.PIECE_BYTES = 600
+from tests.kvcache.digests import FULL, WINDOW, make, remember
+offload.MAX_ENTRY_BYTES = 600
 print("ready", flush=True)
 for line in sys.stdin:
     folder, first = line.split()
@@ -41,13 +41,13 @@ for line in sys.stdin:
     cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
     for number in count(int(first)):
         remember(cache, [number % 7, number, *range(30)], seal=True)
-        cache.save_some(1)
+        cache.flush_to_disk(1)
 """
 
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[subprocess.Popen[str]]:
-    """The process that has children."""
+    """The process that forks the writers."""
     process = subprocess.Popen(
         [sys.executable, "-c", NURSERY],
         cwd=ROOT,
@@ -63,7 +63,7 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 
 def kill_one(nursery: subprocess.Popen[str], folder: Path, first: int, draw: random.Random) -> None:
-    """Let a child write for some milliseconds, and kill it."""
+    """Let a child write for some milliseconds, then kill it."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     nursery.stdin.write(f"{folder} {first}\n")
@@ -75,7 +75,7 @@ def kill_one(nursery: subprocess.Popen[str], folder: Path, first: int, draw: ran
 
 
 def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
-    """Kill children one after the other, each over what the one before left; the texts that were found at the end."""
+    """Kill children in turn, each over the files of the one before; the number of texts found at the end."""
     draw, found = random.Random(times), 0
     for turn in range(times):
         kill_one(nursery, folder, 1000 * turn, draw)
@@ -94,24 +94,23 @@ def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
 
 
 def paths(node: prefix.Node, before: list[int]) -> list[tuple[list[int], bool]]:
-    """The tokens of every end below a node, and whether the text that was saved ended there."""
+    """The tokens of each leaf below a node, and whether the saved text ended there."""
     here = [*before, *node.tokens.tolist()]
     return [end for child in node.children.values() for end in paths(child, here)] or [(here, node.fixed_end)]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load few tokens too."""
+    """Load short ranges too."""
     monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
 
 
 def test_a_killed_process_leaves_whole_files(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Killed a dozen times while it saves, a process leaves nothing that is refused or wrong."""
+    """A dozen kills leave no invalid file and no wrong content."""
     assert 0 < kill_many(12, nursery, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_killed_process_leaves_whole_files_at_length(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
-    """The same, two hundred times."""
     assert 0 < kill_many(200, nursery, tmp_path)
     assert [] != list(tmp_path.rglob(".*")), "nobody was killed while it wrote"

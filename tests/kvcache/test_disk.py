@@ -1,4 +1,4 @@
-"""Files of the shelf: whatever happens to them, a request computes what it would have computed, and nothing breaks."""
+"""Damage to files of the disk cache: requests compute what they would without the files, and none fails."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kvcache import disk, offload, prefix
 from kvcache.cache import Cache
 from kvcache.disk import DiskFolder, FileHeader, InvalidFile
 from kvcache.offload import OffloadConfig
-from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember, save_all
+from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled, remember, save_all
 
 TEXT = tuple(range(100, 140))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the few tokens of these tests, in pieces of a few."""
+    """Load and write short ranges, in entries of a few tokens."""
     monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
     monkeypatch.setattr(offload, "MAX_ENTRY_BYTES", 1000)
 
 
 class Reports(list[str]):
-    """What the shelf had to say."""
+    """Collects the reports of the offload tier."""
 
     def config(self, folder: Path, *, identity: str = "model") -> OffloadConfig:
-        """A shelf of files that reports here."""
+        """A configuration with files that reports here."""
         return OffloadConfig(folder=folder, disk_bytes=10**7, identity=identity, report=self.append)
 
 
@@ -45,13 +45,13 @@ def opened(folder: Path, reports: Reports | None = None, *, identity: str = "mod
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of the shelf, in the order of their names."""
+    """The files of the folder, by name."""
     return sorted(folder.rglob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which two texts with a common beginning are saved."""
+    """A folder with two saved texts that share a prefix."""
     folder = tmp_path_factory.mktemp("shelf")
     cache = opened(folder)
     for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
@@ -62,12 +62,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the folder."""
     return Path(shutil.copytree(written, tmp_path / "shelf"))
 
 
 def flips(count: int, written: Path, folder: Path) -> Iterator[tuple[Path, int]]:
-    """A file and a bit of it that is wrong, again and again."""
+    """An endless sequence of files and bits to flip."""
     draw = random.Random(count)
     for _ in range(count):
         file = draw.choice(files(written))
@@ -81,7 +81,7 @@ def flips(count: int, written: Path, folder: Path) -> Iterator[tuple[Path, int]]
 
 
 def refuse_flips(count: int, written: Path, folder: Path) -> None:
-    """Flip that many bits, and check that no flipped file is read; now and then, what a cache makes of it."""
+    """Flip `count` bits in turn; no damaged file may be read, nor used by a cache."""
     name = files(folder)[0].parent
     for turn, (file, bit) in enumerate(flips(count, written, folder)):
         single = DiskFolder(folder, "model")
@@ -99,26 +99,22 @@ def refuse_flips(count: int, written: Path, folder: Path) -> None:
     assert name.exists()
 
 
-def test_what_is_written_is_read(folder: Path) -> None:
-    """Undamaged files give back all they were given."""
+def test_written_files_are_read_back(folder: Path) -> None:
     assert 30 == recalled(opened(folder), TEXT[:30])
     assert 20 == recalled(opened(folder), (*TEXT[:15], 7, 7, 7, 7, 7))
 
 
-def test_every_flipped_bit_is_noticed(written: Path, folder: Path) -> None:
-    """A file with one wrong bit, anywhere, is refused and deleted before a cell is written."""
+def test_every_flipped_bit_is_detected(written: Path, folder: Path) -> None:
     refuse_flips(300, written, folder)
 
 
 @pytest.mark.slow
-def test_every_flipped_bit_is_noticed_at_length(written: Path, folder: Path) -> None:
-    """The same for 10^4 bits."""
+def test_every_flipped_bit_is_detected_many(written: Path, folder: Path) -> None:
     refuse_flips(10_000, written, folder)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, 700, -1])
-def test_a_torn_file_is_refused(folder: Path, length: int) -> None:
-    """A file that ends early is as good as none."""
+def test_a_truncated_file_is_invalid(folder: Path, length: int) -> None:
     reports = Reports()
     for file in files(folder):
         file.write_bytes(file.read_bytes()[:length])
@@ -130,20 +126,18 @@ def test_a_torn_file_is_refused(folder: Path, length: int) -> None:
     no_leak(cache)
 
 
-def test_a_refused_file_is_reported_and_deleted(folder: Path) -> None:
-    """The report says which, and the file is gone."""
+def test_an_invalid_file_is_reported_and_deleted(folder: Path) -> None:
     reports = Reports()
     for file in files(folder):
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     cache = opened(folder, reports)
     recalled(cache, TEXT)
 
-    assert ["refused" in report for report in reports] == [True]
+    assert ["invalid" in report for report in reports] == [True]
     assert 0 < len(files(folder)) + 1 <= 4
 
 
-def test_another_model_never_sees_the_files(folder: Path) -> None:
-    """Another identity is another folder; and a file that was put into it is deleted."""
+def test_identities_do_not_share_files(folder: Path) -> None:
     here = files(folder)[0].parent
     other = opened(folder, identity="other")
     assert 0 == recalled(other, TEXT)
@@ -158,8 +152,7 @@ def test_another_model_never_sees_the_files(folder: Path) -> None:
     assert 30 == recalled(opened(folder), TEXT[:30])
 
 
-def test_what_another_model_left_makes_room(folder: Path) -> None:
-    """Files of other identities count too when a cache opens, and those used longest ago go first."""
+def test_files_of_other_identities_are_deleted_for_space(folder: Path) -> None:
     size = sum(file.stat().st_size for file in files(folder))
     oldest = files(folder)[0]
     os.utime(oldest, (0, 0))
@@ -171,16 +164,14 @@ def test_what_another_model_left_makes_room(folder: Path) -> None:
     assert [] != files(folder)
 
 
-def test_another_version_is_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a format that is not ours are of no use."""
+def test_files_of_another_format_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "FORMAT", "cellar-shelf-2")
 
     assert 0 == recalled(opened(folder), TEXT)
     assert [] == files(folder)
 
 
-def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
-    """What nobody can reach does not stay."""
+def test_a_file_without_its_prefix_is_deleted(folder: Path) -> None:
     cache = opened(folder)
     first = next(file for file in files(folder) if DiskFolder(folder, "model").read(file.name) and starts_at_zero(file))
     first.unlink()
@@ -192,8 +183,7 @@ def test_a_file_without_its_beginning_is_deleted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [-5, -1, 5, 6])
-def test_a_file_that_says_it_holds_no_tokens_is_deleted(start: int, tmp_path: Path) -> None:
-    """A stretch begins within its path, whoever wrote the file."""
+def test_a_file_without_tokens_is_deleted(start: int, tmp_path: Path) -> None:
     single = DiskFolder(tmp_path, "model")
     for begin in (start, 4):
         single.write(single.encode(FileHeader(b"", begin, np.arange(5), True), [{}]))
@@ -203,12 +193,12 @@ def test_a_file_that_says_it_holds_no_tokens_is_deleted(start: int, tmp_path: Pa
 
 
 def starts_at_zero(file: Path) -> bool:
-    """Whether a file holds the beginning of its path."""
+    """Whether a file holds the start of its path."""
     return b'\\"start\\": 0,' in file.read_bytes()
 
 
-def test_strangers_in_the_folder_stay_and_do_no_harm(folder: Path, tmp_path: Path) -> None:
-    """Links, folders, pipes and foreign files are neither followed nor deleted; old leftovers of ours are."""
+def test_unknown_files_in_the_folder_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    """Links, folders, pipes and foreign files are neither followed nor deleted; stale temporary files are deleted."""
     here = files(folder)[0].parent
     secret = tmp_path / "secret"
     secret.write_text("mine")
@@ -228,7 +218,6 @@ def test_strangers_in_the_folder_stay_and_do_no_harm(folder: Path, tmp_path: Pat
 
 
 def test_files_are_private(folder: Path) -> None:
-    """Nobody else reads what was said."""
     here = files(folder)[0].parent
 
     assert {0o600} == {stat.S_IMODE(file.stat().st_mode) for file in files(written_again(folder))}
@@ -236,7 +225,7 @@ def test_files_are_private(folder: Path) -> None:
 
 
 def written_again(folder: Path) -> Path:
-    """A folder beside with files that were written just now."""
+    """A second folder with files written just now."""
     beside = folder / "beside"
     cache = opened(beside)
     remember(cache, TEXT)
@@ -245,10 +234,9 @@ def written_again(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("call", ["open", "fsync", "replace"])
-def test_a_disk_that_fails_is_reported_once_and_left_alone(
+def test_a_failing_disk_is_reported_once_and_retried_later(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No write error reaches a request; the shelf pauses, and goes on when the disk does."""
     reports = Reports()
     cache = opened(tmp_path, reports)
     remember(cache, TEXT)
@@ -276,8 +264,7 @@ def test_a_disk_that_fails_is_reported_once_and_left_alone(
     assert len(TEXT) == recalled(opened(tmp_path), TEXT)
 
 
-def test_a_folder_that_vanishes_is_made_anew(folder: Path) -> None:
-    """What was in it is computed again and written again."""
+def test_a_deleted_folder_is_created_again(folder: Path) -> None:
     cache = opened(folder)
     shutil.rmtree(folder)
 
@@ -288,7 +275,6 @@ def test_a_folder_that_vanishes_is_made_anew(folder: Path) -> None:
 
 
 def test_equal_content_has_one_name(tmp_path: Path) -> None:
-    """Two processes that computed the same write the same file."""
     single = DiskFolder(tmp_path, "model")
     stretch = FileHeader(b"salt", 0, np.arange(5), True)
     names = {single.write(single.encode(stretch, [{"a": torch.arange(3)}, {}])) for _ in range(20)}

@@ -1,4 +1,4 @@
-"""The store of encoder entries: found by digest, pinned while in use, given up least recently used first."""
+"""The encoder cache: found by digest, pinned while in use, evicted least recently used first."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CELL = 2 * 2 * 2 * 4
 
 
 def entry(name: str, length: int) -> EncoderEntry:
-    """An entry whose numbers tell where it came from."""
+    """An entry with content that depends on its name."""
     number = float(sum(name.encode()))
     layers = {layer: (torch.full((1, length, 2), number), torch.full((1, length, 2), -number)) for layer in (1, 3)}
     return EncoderEntry(name.encode(), layers)
 
 
 def fill(store: EncoderCache, *names: str, length: int = 1) -> None:
-    """Put entries that nobody uses."""
+    """Add unpinned entries."""
     for name in names:
         assert store.evict_for(length * CELL) == 0
         store.put(entry(name, length))
@@ -29,12 +29,11 @@ def fill(store: EncoderCache, *names: str, length: int = 1) -> None:
 
 
 def held(store: EncoderCache, names: str) -> str:
-    """Which of some entries are there; looking changes their order, so it is the last thing that a test does."""
+    """The entries still in the cache. Changes their order, so call it last."""
     return "".join(name for name in names if store.pin(name.encode()) is not None)
 
 
 def test_an_entry_is_found_by_its_digest() -> None:
-    """What was put is what is found, number by number; nothing else is there."""
     store = EncoderCache(10 * CELL)
     fill(store, "a", "b")
     found = store.pin(b"b")
@@ -46,8 +45,7 @@ def test_an_entry_is_found_by_its_digest() -> None:
     assert (2, 2 * CELL) == (len(store), store.used_bytes)
 
 
-def test_what_was_wanted_longest_ago_goes_first() -> None:
-    """Not the oldest entry goes, but the one that nobody has asked for longest."""
+def test_least_recently_used_entries_are_evicted_first() -> None:
     store = EncoderCache(3 * CELL)
     fill(store, "a", "b", "c")
     store.pin(b"a")
@@ -57,8 +55,7 @@ def test_what_was_wanted_longest_ago_goes_first() -> None:
     assert "acd" == held(store, "abcd")
 
 
-def test_only_as_much_goes_as_is_needed() -> None:
-    """Room that is there is used first."""
+def test_no_more_is_evicted_than_needed() -> None:
     store = EncoderCache(5 * CELL)
     fill(store, "a", "b", "c", "d")
     fill(store, "e", length=2)
@@ -66,8 +63,7 @@ def test_only_as_much_goes_as_is_needed() -> None:
     assert "bcde" == held(store, "abcde")
 
 
-def test_what_is_pinned_stays() -> None:
-    """An entry in use is not given up, however long ago it was wanted; pins are counted."""
+def test_pinned_entries_are_not_evicted() -> None:
     store = EncoderCache(2 * CELL)
     fill(store, "a", "b")
     store.pin(b"a")
@@ -79,8 +75,7 @@ def test_what_is_pinned_stays() -> None:
     assert "a" == held(store, "ab")
 
 
-def test_where_something_lacks_nothing_is_given_up() -> None:
-    """A refused request for room changes nothing."""
+def test_nothing_is_evicted_if_bytes_are_missing() -> None:
     store = EncoderCache(3 * CELL)
     fill(store, "a", "b")
     store.pin(b"b")
@@ -89,8 +84,7 @@ def test_where_something_lacks_nothing_is_given_up() -> None:
     assert "ab" == held(store, "ab")
 
 
-def test_an_entry_is_unpinned_no_more_often_than_pinned() -> None:
-    """A release too many is a bug, and told as one."""
+def test_more_unpins_than_pins_are_an_error() -> None:
     store = EncoderCache(CELL)
     fill(store, "a")
 
@@ -98,8 +92,7 @@ def test_an_entry_is_unpinned_no_more_often_than_pinned() -> None:
         store.unpin(b"a")
 
 
-def test_the_budget_holds_whatever_happens() -> None:
-    """Random traffic against a plain list: never above the budget, never a pinned one lost, never a wrong content."""
+def test_any_order_of_operations_keeps_the_budget() -> None:
     for seed in range(50):
         chance = random.Random(seed)
         store, users = EncoderCache(8 * CELL), []

@@ -1,4 +1,4 @@
-"""Encoder entries in files: the next process finds them, whole or not at all."""
+"""Files of encoder entries: found by the next process, whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def files(folder: Path, *, identity: str = "model", disk_bytes: int = 2**20) -> 
 
 
 def written(folder: Path, *names: str) -> list[Path]:
-    """The files of some entries, written one after the other."""
+    """Files of some entries, written in order."""
     first = files(folder)
     for name in names:
         first.enqueue(entry(name, 3))
@@ -27,8 +27,7 @@ def written(folder: Path, *names: str) -> list[Path]:
     return sorted(folder.glob("*/*.safetensors"))
 
 
-def test_the_next_process_finds_an_entry(tmp_path: Path) -> None:
-    """Every number of every layer is what it was."""
+def test_entries_survive_the_process(tmp_path: Path) -> None:
     written(tmp_path, "a", "b")
     found, right = files(tmp_path).read(b"b"), entry("b", 3)
 
@@ -40,16 +39,14 @@ def test_the_next_process_finds_an_entry(tmp_path: Path) -> None:
         assert torch.equal(values, found.layers[layer][1])
 
 
-def test_another_model_finds_nothing(tmp_path: Path) -> None:
-    """What another model made of the same media is not for this one."""
+def test_identities_do_not_share_entries(tmp_path: Path) -> None:
     written(tmp_path, "a")
 
     assert files(tmp_path, identity="other").read(b"a") is None
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.99])
-def test_a_changed_file_is_refused_and_deleted(tmp_path: Path, share: float) -> None:
-    """One wrong bit anywhere, and the media are encoded anew."""
+def test_a_changed_file_is_invalid_and_deleted(tmp_path: Path, share: float) -> None:
     (file,) = written(tmp_path, "a")
     data = bytearray(file.read_bytes())
     data[int(share * len(data))] ^= 1
@@ -59,8 +56,7 @@ def test_a_changed_file_is_refused_and_deleted(tmp_path: Path, share: float) -> 
     assert not file.exists()
 
 
-def test_a_file_that_is_gone_is_no_failure(tmp_path: Path) -> None:
-    """Another process may delete what this one has seen."""
+def test_a_missing_file_is_no_error(tmp_path: Path) -> None:
     (file,) = written(tmp_path, "a")
     later = files(tmp_path)
     file.unlink()
@@ -70,7 +66,6 @@ def test_a_file_that_is_gone_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_files_keep_to_their_budget(tmp_path: Path) -> None:
-    """What was used longest ago goes, when there is no room and at the next start."""
     sizes = [file.stat().st_size for file in written(tmp_path, "a", "b", "c")]
     left = files(tmp_path, disk_bytes=8 * 2 * max(sizes))
 
@@ -78,7 +73,6 @@ def test_files_keep_to_their_budget(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_nothing_is_written() -> None:
-    """No shelf, no files, no failure."""
     none = EncoderFiles(OffloadConfig(), torch.device("cpu"))
     none.enqueue(entry("a", 1))
 

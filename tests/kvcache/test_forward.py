@@ -1,4 +1,4 @@
-"""A forward is a transaction: what is kept, what is undone, and what its layers see."""
+"""A forward is a transaction: kept and rolled back tokens, and the segments of its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvcache.cache import Cache
 from kvcache.errors import BadSpan, CacheError
 from kvcache.spec import AttentionRange, Span
-from tests.kvcache.payload import INTERLEAVED, NEGATIVE_WINDOW, NO_POSITION, SHIFTABLE, feed, read, write
+from tests.kvcache.token_rows import INTERLEAVED, NEGATIVE_WINDOW, NO_POSITION, SHIFTABLE, feed, read, write
 
 
 @pytest.fixture
@@ -17,8 +17,7 @@ def cache() -> Cache:
     return Cache(SHIFTABLE, slots=4, capacity=16, cells=64, dtype=torch.float64)
 
 
-def test_a_rejected_row_leaves_no_trace(cache: Cache) -> None:
-    """A forward that keeps nothing leaves the slot standing where it stood."""
+def test_rejected_tokens_leave_no_trace(cache: Cache) -> None:
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4])
 
     with cache.forward([Span(0, 4, 3)]) as forward:
@@ -29,8 +28,7 @@ def test_a_rejected_row_leaves_no_trace(cache: Cache) -> None:
     assert 60 == cache.free_cells
 
 
-def test_what_is_not_named_is_kept_whole(cache: Cache) -> None:
-    """Each slot keeps its own length; silence keeps all."""
+def test_slots_without_keep_keep_all_tokens(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 3), Span(2, 0, 2)]) as forward:
         write(forward, SHIFTABLE, [1, 2, 3, 4, 5], [0] * 5)
         forward.keep(0, 1)
@@ -39,8 +37,7 @@ def test_what_is_not_named_is_kept_whole(cache: Cache) -> None:
     assert [4, 5] == read(cache, SHIFTABLE, 2)
 
 
-def test_the_last_word_on_a_slot_counts(cache: Cache) -> None:
-    """A kept length may be corrected, upwards too, until the forward ends."""
+def test_the_last_keep_of_a_slot_counts(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 3)]) as forward:
         write(forward, SHIFTABLE, [1, 2, 3], [0] * 3)
         forward.keep(0, 0)
@@ -50,8 +47,7 @@ def test_the_last_word_on_a_slot_counts(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize(("slot", "length"), [(0, 3), (0, 8), (0, -1), (1, 0), (7, 4)])
-def test_only_rows_of_the_forward_can_be_kept(cache: Cache, slot: int, length: int) -> None:
-    """A kept length lies in [start, stop] of the slot's own span; the refusal changes nothing."""
+def test_keep_is_limited_to_the_span(cache: Cache, slot: int, length: int) -> None:
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4])
 
     with cache.forward([Span(0, 4, 3)]) as forward:
@@ -62,8 +58,7 @@ def test_only_rows_of_the_forward_can_be_kept(cache: Cache, slot: int, length: i
     assert [1, 2, 3, 4, 5, 6, 7] == read(cache, SHIFTABLE, 0)
 
 
-def test_an_exception_keeps_nothing_even_of_what_was_asked_for(cache: Cache) -> None:
-    """After a failure every slot of the forward stands where it stood, and the next forward can begin."""
+def test_an_exception_rolls_back_in_spite_of_keep(cache: Cache) -> None:
     feed(cache, SHIFTABLE, 0, [1, 2])
 
     def fail() -> None:
@@ -81,8 +76,7 @@ def test_an_exception_keeps_nothing_even_of_what_was_asked_for(cache: Cache) -> 
     assert 61 == cache.free_cells
 
 
-def test_a_forward_that_was_refused_is_not_open(cache: Cache) -> None:
-    """After a refusal the cache serves the next operation."""
+def test_a_refused_forward_is_not_open(cache: Cache) -> None:
     with pytest.raises(BadSpan), cache.forward([Span(0, 1, 1)]):
         pass
     feed(cache, SHIFTABLE, 0, [1])
@@ -90,8 +84,7 @@ def test_a_forward_that_was_refused_is_not_open(cache: Cache) -> None:
     assert [1] == read(cache, SHIFTABLE, 0)
 
 
-def test_a_second_forward_waits_for_the_first(cache: Cache) -> None:
-    """One forward at a time; the inner one is refused and the outer one goes on."""
+def test_a_second_forward_is_refused_while_one_is_open(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 1)]) as outer:
         write(outer, SHIFTABLE, [1], [0])
         with pytest.raises(CacheError, match="a forward is open"), cache.forward([Span(1, 0, 1)]):
@@ -100,8 +93,7 @@ def test_a_second_forward_waits_for_the_first(cache: Cache) -> None:
     assert [1] == read(cache, SHIFTABLE, 0)
 
 
-def test_segments_cut_the_batch_by_slot(cache: Cache) -> None:
-    """Rows follow the order of the spans; cells are those of all positions up to the last row."""
+def test_segments_split_the_batch_by_slot(cache: Cache) -> None:
     feed(cache, SHIFTABLE, 1, [1, 2, 3])
 
     with cache.forward([Span(3, 0, 2), Span(1, 3, 1)]) as forward:
@@ -112,8 +104,7 @@ def test_segments_cut_the_batch_by_slot(cache: Cache) -> None:
     assert 3 == forward.batch_tokens
 
 
-def test_segments_begin_where_their_rows_see_first(cache: Cache) -> None:
-    """Of a window of four, a row at 9 sees from 6 on: the cells are those of 6 to 10, the last rows' own included."""
+def test_segments_begin_at_the_oldest_visible_cell(cache: Cache) -> None:
     feed(cache, SHIFTABLE, 1, [1, 2, 3, 4, 5, 6, 7, 8, 9])
 
     with cache.forward([Span(1, 9, 2)]) as forward:
@@ -126,7 +117,6 @@ def test_segments_begin_where_their_rows_see_first(cache: Cache) -> None:
 
 
 def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
-    """A slot that grew alone is read by a view, one that was cut and shared by an index."""
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
     cache.copy_prefix(0, 1, 3)
 
@@ -139,8 +129,7 @@ def test_cells_in_one_run_are_a_slice(cache: Cache) -> None:
     assert [1, 2, 3, 8] == read(cache, SHIFTABLE, 1)
 
 
-def test_a_slot_that_is_cut_back_to_one_run_is_a_slice_again() -> None:
-    """Where cells do not follow each other an index reads them, and a view once the break is gone."""
+def test_a_slot_truncated_to_one_run_is_a_slice_again() -> None:
     layers = [layer for layer in SHIFTABLE if layer.attention_range.kind == "full"]
     cache = Cache(layers, slots=2, capacity=16, cells=64, dtype=torch.float64)
     feed(cache, layers, 0, [1, 2, 3])
@@ -161,8 +150,7 @@ def test_a_slot_that_is_cut_back_to_one_run_is_a_slice_again() -> None:
     assert [1, 2, 3, 6] == read(cache, layers, 0)
 
 
-def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
-    """What a layer wrote in this forward is there before it ends."""
+def test_stored_keys_and_values_are_read_by_cells(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 3)]) as forward:
         write(forward, SHIFTABLE, [4, 5, 6], [0] * 3)
         keys, values = forward.layer_kv(2)
@@ -172,8 +160,7 @@ def test_stored_rows_are_read_through_the_cells(cache: Cache) -> None:
         assert (INTERLEAVED.heads, 3, INTERLEAVED.key_width) == keys.read(segment.cells, torch.float64).shape
 
 
-def test_a_layer_finds_its_own_reach(cache: Cache) -> None:
-    """Reach belongs to the layer's group."""
+def test_each_layer_has_its_attention_range(cache: Cache) -> None:
     with cache.forward([Span(0, 0, 1)]) as forward:
         write(forward, SHIFTABLE, [1], [0])
 
@@ -182,8 +169,7 @@ def test_a_layer_finds_its_own_reach(cache: Cache) -> None:
         ]
 
 
-def test_rows_are_stored_in_the_type_of_the_cache() -> None:
-    """A model that computes in another type writes all the same, into one run and into scattered cells."""
+def test_keys_and_values_are_stored_in_the_cache_dtype() -> None:
     layers = (NEGATIVE_WINDOW, NO_POSITION)
     cache = Cache(layers, slots=2, capacity=8, cells=8, dtype=torch.bfloat16)
     feed(cache, layers, 0, [1, 2, 3])

@@ -1,46 +1,43 @@
-"""The Hadamard transform against its matrix, written down entry by entry."""
+"""The Hadamard transform against its matrix."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvcache.hadamard import hadamard_transform
+from kvcache.kv_buffer import hadamard_transform
 
 BLOCKS = {1: 1, 2: 2, 3: 1, 8: 8, 64: 64, 80: 16, 96: 32, 128: 128, 576: 64}
 
 
 def matrix(width: int, block: int) -> torch.Tensor:
-    """Sylvester's matrix: an entry is -1 where row and column number share an odd number of ones; blocks of it."""
+    """Sylvester's matrix, in blocks: an entry is -1 where row and column share an odd number of set bits."""
     signs = [[(-1.0) ** (row & column).bit_count() for column in range(block)] for row in range(block)]
     own = torch.tensor(signs, dtype=torch.float64) / block**0.5
     return torch.block_diag(*[own] * (width // block))
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random rows, the same every time."""
+    """Random rows with a fixed seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
 @pytest.mark.parametrize(("width", "block"), BLOCKS.items())
-def test_it_is_a_product_with_the_matrix(width: int, block: int) -> None:
-    """A width is cut into blocks of the largest power of two that divides it."""
+def test_transform_equals_the_matrix_product(width: int, block: int) -> None:
     some = rows(2, 5, width, dtype=torch.float64)
 
     torch.testing.assert_close(hadamard_transform(some), some @ matrix(width, block), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("width", BLOCKS)
-def test_it_is_its_own_inverse(width: int) -> None:
-    """Twice is nothing, and lengths stay."""
+def test_transform_is_its_own_inverse(width: int) -> None:
     some = rows(3, width, dtype=torch.float64)
 
     torch.testing.assert_close(hadamard_transform(hadamard_transform(some)), some, rtol=0, atol=1e-13)
     torch.testing.assert_close(hadamard_transform(some).norm(dim=-1), some.norm(dim=-1), rtol=1e-13, atol=0)
 
 
-def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
-    """A row alone, among others, and in another layout gives the same bits."""
+def test_transform_of_a_row_ignores_its_neighbours() -> None:
     some = rows(4, 37, 128)
     together = hadamard_transform(some)
 
@@ -48,23 +45,20 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours() -> None:
     assert torch.equal(together, hadamard_transform(some.transpose(0, 1).contiguous()).transpose(0, 1))
 
 
-def test_what_stands_out_is_shared_out() -> None:
-    """A single large column becomes many equal ones."""
+def test_transform_spreads_outliers() -> None:
     some = torch.zeros(128)
     some[5] = 12.0
 
     torch.testing.assert_close(hadamard_transform(some).abs(), torch.full((128,), 12.0 / 128**0.5))
 
 
-def test_half_precision_is_computed_in_float32() -> None:
-    """Seven sums in bfloat16 would lose what quantising keeps."""
+def test_transform_of_half_precision_is_in_float32() -> None:
     some = rows(2, 128).bfloat16()
 
     assert torch.equal(hadamard_transform(some.float()), hadamard_transform(some))
 
 
-def test_no_rows_are_no_rows_and_the_input_stays() -> None:
-    """Nothing is written in place."""
+def test_transform_takes_no_rows_and_keeps_its_input() -> None:
     for some in (rows(2, 1, 8), rows(1, 1, 8)):
         before = some.clone()
         hadamard_transform(some)

@@ -1,4 +1,4 @@
-"""Formats of stored rows: how far what is read lies from what was written, and what a cell weighs."""
+"""Storage formats: errors of stored rows and sizes of cells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROTATION = Rotation("half", 0, tuple(10000.0 ** (-at / 64) for at in range(64)))
 
 
 def draw(seed: int, *shape: int, outliers: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random rows; some columns are twelve times as large as the others, in all rows the same ones."""
+    """Random rows with four outlier columns, twelve times as large as the others."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(shape, generator=generator, dtype=dtype)
     rows[..., torch.randperm(shape[-1], generator=generator)[:outliers]] *= 12
@@ -28,20 +28,20 @@ def draw(seed: int, *shape: int, outliers: int = 0, dtype: torch.dtype = torch.f
 
 
 def int8(kind: type[Int8KVBuffer], *parts: int, heads: int = HEADS, cells: int = CELLS) -> Int8KVBuffer:
-    """An empty plane of one layer."""
+    """An empty buffer of one layer."""
     codes = torch.zeros(1, heads, cells, sum(parts), dtype=torch.int8)
     return kind(codes, torch.zeros(1, heads, cells, len(parts)), parts)
 
 
 def through(plane: KVBuffer, rows: Tensor) -> Tensor:
-    """Rows as they come back, in float64."""
+    """Rows as they are read back, in float64."""
     cells = slice(0, rows.shape[1])
     plane.write(0, cells, rows)
     return plane.transform(plane.read(0, cells, torch.float64))
 
 
 def samples() -> Iterator[Tensor]:
-    """Rows of many sizes, some with large columns, some all equal, some zero."""
+    """Rows of many sizes: with outlier columns, constant, zero."""
     for seed, outliers in enumerate((0, 1, 4, 64)):
         sizes = torch.tensor([1e-30, 1e-6, 1e-3, 1.0, 7.0, 1e4, 1e30, 0.0])[torch.arange(CELLS) % 8]
         yield draw(seed, HEADS, CELLS, WIDTH, outliers=outliers) * sizes[:, None]
@@ -49,8 +49,7 @@ def samples() -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_column_is_off_by_more_than_half_a_scale(kind: type[Int8KVBuffer]) -> None:
-    """The scale is a 127th of the row's largest column, so the step is as fine as it can be."""
+def test_int8_error_is_at_most_half_a_scale(kind: type[Int8KVBuffer]) -> None:
     for rows in samples():
         plane = int8(kind, WIDTH)
         plane.write(0, slice(0, CELLS), rows)
@@ -64,8 +63,7 @@ def test_no_column_is_off_by_more_than_half_a_scale(kind: type[Int8KVBuffer]) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_row_is_stored_alike_in_any_company(kind: type[Int8KVBuffer], dtype: torch.dtype) -> None:
-    """All rows at once, one by one, and scattered backwards: the same bits in every cell."""
+def test_quantised_rows_ignore_their_neighbours(kind: type[Int8KVBuffer], dtype: torch.dtype) -> None:
     rows = draw(1, HEADS, CELLS, WIDTH, outliers=4).to(dtype)
     together, single, scattered = (int8(kind, WIDTH) for _ in range(3))
     together.write(0, slice(0, CELLS), rows)
@@ -78,8 +76,7 @@ def test_a_row_is_stored_alike_in_any_company(kind: type[Int8KVBuffer], dtype: t
         assert torch.equal(tensor, scattered.tensors[name])
 
 
-def test_parts_have_scales_of_their_own() -> None:
-    """A large latent leaves the rotated part as exact as it is without one."""
+def test_each_part_has_its_own_scale() -> None:
     turned = draw(2, 1, CELLS, 16)
     errors = []
     for size in (1.0, 1000.0):
@@ -92,8 +89,7 @@ def test_parts_have_scales_of_their_own() -> None:
     assert errors[0] < 0.03
 
 
-def test_both_sides_spread_give_the_same_scores() -> None:
-    """A spread query against spread keys, in two parts and in one; of the first part alone as well."""
+def test_transformed_queries_and_keys_give_the_same_scores() -> None:
     for parts in ((48, 16), (WIDTH,)):
         plane = int8(HadamardInt8KVBuffer, *parts)
         query, keys = (draw(seed, HEADS, 5, sum(parts), dtype=torch.float64) for seed in (4, 5))
@@ -105,8 +101,7 @@ def test_both_sides_spread_give_the_same_scores() -> None:
         torch.testing.assert_close(plane.transform(first), keys[..., : parts[0]], rtol=0, atol=1e-12)
 
 
-def test_what_is_not_finite_stays_so() -> None:
-    """A broken row must show in the logits; its neighbours are none the worse."""
+def test_values_that_are_not_finite_read_back_as_nan() -> None:
     for broken in (float("nan"), float("inf")):
         rows = draw(6, HEADS, 3, WIDTH)
         rows[:, 1, 7] = broken
@@ -125,8 +120,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outliers", [0, 4])
-def test_attention_is_off_by_no_more_than_the_bounds(kind: type[Int8KVBuffer], outliers: int) -> None:
-    """Scores by query and half a scale, weights by tanh(eps / 2), outputs by both (design notes, algorithms 3.16)."""
+def test_attention_error_is_within_the_bounds(kind: type[Int8KVBuffer], outliers: int) -> None:
+    """Scores by query and half a scale, weights by tanh(eps / 2), outputs by both."""
     query, keys, values = (
         draw(seed, HEADS, CELLS, WIDTH, outliers=columns, dtype=torch.float64)
         for seed, columns in ((7, 0), (8, outliers), (9, 0))
@@ -146,8 +141,7 @@ def test_attention_is_off_by_no_more_than_the_bounds(kind: type[Int8KVBuffer], o
     assert bool((lost <= 2 * variation * longest + rounded).all())
 
 
-def test_the_transform_tames_large_columns() -> None:
-    """Four columns of 128 that are twelve times as large: keys and weights are three times nearer with it."""
+def test_the_transform_reduces_the_error_of_outlier_columns() -> None:
     query, keys, values = (
         draw(seed, 8, 512, WIDTH, outliers=columns, dtype=torch.float64) for seed, columns in ((7, 0), (8, 4), (9, 0))
     )
@@ -165,8 +159,7 @@ def test_the_transform_tames_large_columns() -> None:
 
 
 @pytest.mark.parametrize("stored", FORMATS)
-def test_rows_come_back_in_the_type_that_is_asked_for(stored: torch.dtype) -> None:
-    """Whatever the format: a run and scattered cells, as near as the format is fine."""
+def test_rows_are_read_in_the_requested_dtype(stored: torch.dtype) -> None:
     spec = GroupSpec(HEADS, WIDTH, 32, AttentionRange(), (0, 1), (ROTATION, ROTATION))
     near = {torch.int8: 2e-2, torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(stored, 1e-6)
     for plane in allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu")):
@@ -182,8 +175,7 @@ def test_rows_come_back_in_the_type_that_is_asked_for(stored: torch.dtype) -> No
 
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize(("key", "value", "latent"), [(128, 128, 0), (64, 32, 0), (576, 0, 512)])
-def test_a_cell_weighs_what_is_said(stored: torch.dtype, key: int, value: int, latent: int) -> None:
-    """Scales included: int8 takes 25.8 % of float32 at width 128."""
+def test_cell_bytes_equal_the_allocated_bytes(stored: torch.dtype, key: int, value: int, latent: int) -> None:
     spec = GroupSpec(2, key, value, AttentionRange(), (0, 1, 2), (ROTATION,) * 3, latent)
     both = allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu"))
     taken = sum(tensor.nbytes for plane in both for tensor in plane.tensors.values())
@@ -194,8 +186,7 @@ def test_a_cell_weighs_what_is_said(stored: torch.dtype, key: int, value: int, l
 
 
 @pytest.mark.parametrize(("stored", "most"), [(torch.int8, 0.025), (torch.bfloat16, 0.01), (torch.float16, 1.5e-3)])
-def test_sixteen_shifts_wear_keys_by_little(stored: torch.dtype, most: float) -> None:
-    """A shift rounds the moved keys once more; values, and what others share, keep their bits."""
+def test_key_error_after_sixteen_shifts_is_small(stored: torch.dtype, most: float) -> None:
     layer = LayerSpec(HEADS, WIDTH, 4, AttentionRange(), ROTATION)
     cache = Cache([layer], slots=2, capacity=CELLS, cells=2 * CELLS, dtype=stored)
     keys = draw(3, HEADS, CELLS, WIDTH, outliers=4)

@@ -1,4 +1,4 @@
-"""The shelf: what is evicted comes back as it was, within its budgets, after a restart too."""
+"""The offload tier: evicted content is loaded unchanged, within the budgets, after a restart too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.disk import DiskFolder
 from kvcache.offload import OffloadConfig, OffloadTier
 from kvcache.prefix import PrefixCounts
 from kvcache.spec import LayerSpec
-from tests.kvcache.echo import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember, save_all
+from tests.kvcache.digests import CHUNK, FULL, WINDOW, check, feed, make, no_leak, recalled, remember, save_all
 
 TEXT = tuple(range(100, 160))
 KINDS = {
@@ -30,19 +30,19 @@ kinds = pytest.mark.parametrize(("layers", "state_bytes"), KINDS.values(), ids=K
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of these tests are few: load and shelve them all the same, in pieces of a few."""
+    """Load and offload short ranges, in entries of a few tokens."""
     monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
     monkeypatch.setattr(prefix, "MIN_OFFLOAD_TOKENS", 4)
     monkeypatch.setattr(offload, "MAX_ENTRY_BYTES", 200)
 
 
 def in_memory(size: int = 10**7) -> OffloadConfig:
-    """A shelf of memory alone."""
+    """A tier in memory alone."""
     return OffloadConfig(memory_bytes=size)
 
 
 def on_disk(folder: Path, size: int = 10**7, *, identity: str = "model") -> OffloadConfig:
-    """A shelf of files alone."""
+    """A tier of files alone."""
     return OffloadConfig(folder=folder, disk_bytes=size, identity=identity)
 
 
@@ -53,8 +53,7 @@ def build(layers: Sequence[LayerSpec], state_bytes: int | None, config: OffloadC
 
 
 @kinds
-def test_what_is_evicted_comes_back(layers: Sequence[LayerSpec], state_bytes: int | None) -> None:
-    """With a shelf in memory nothing is lost but time: an evicted text is recalled whole, bit by bit."""
+def test_evicted_prefixes_are_loaded_again(layers: Sequence[LayerSpec], state_bytes: int | None) -> None:
     cache = build(layers, state_bytes, in_memory())
     remember(cache, TEXT, seal=True)
     cache.reset_prefix_cache()
@@ -65,10 +64,9 @@ def test_what_is_evicted_comes_back(layers: Sequence[LayerSpec], state_bytes: in
 
 
 @kinds
-def test_what_was_saved_survives_the_process(
+def test_written_prefixes_survive_the_process(
     layers: Sequence[LayerSpec], state_bytes: int | None, tmp_path: Path
 ) -> None:
-    """A cache that opens the folder of another recalls what that had, split and all."""
     cache = build(layers, state_bytes, on_disk(tmp_path))
     other = (*TEXT[:40], 7, 8, 9, 10)
     remember(cache, TEXT[:40], seal=True)
@@ -83,8 +81,7 @@ def test_what_was_saved_survives_the_process(
     no_leak(again)
 
 
-def test_what_becomes_of_remembered_tokens_is_counted(tmp_path: Path) -> None:
-    """Thinned where only the end of a window stayed, evicted, written, and loaded as far as that is wanted."""
+def test_cached_tokens_are_counted(tmp_path: Path) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     for length in (20, 60):
         remember(cache, TEXT[:length], seal=True)
@@ -101,8 +98,7 @@ def test_what_becomes_of_remembered_tokens_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 60, 7))
-def test_a_text_that_leaves_a_shelved_one_is_served_as_far_as_they_agree(at: int, tmp_path: Path) -> None:
-    """With full attention a restart serves any beginning, to the token."""
+def test_a_diverging_text_reuses_the_offloaded_prefix(at: int, tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
     save_all(cache, 1000)
@@ -112,8 +108,7 @@ def test_a_text_that_leaves_a_shelved_one_is_served_as_far_as_they_agree(at: int
     assert len(TEXT) == recalled(again, TEXT)
 
 
-def test_salts_stay_apart_on_the_shelf(tmp_path: Path) -> None:
-    """What one tenant's file holds does not exist for another."""
+def test_salts_do_not_share_offloaded_prefixes(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], salt=b"one")
     remember(cache, TEXT[:30], salt=b"two")
@@ -123,8 +118,7 @@ def test_salts_stay_apart_on_the_shelf(tmp_path: Path) -> None:
     assert [20, 30, 0] == [recalled(again, TEXT, salt=salt) for salt in (b"one", b"two", b"")]
 
 
-def test_a_shelf_keeps_to_its_memory() -> None:
-    """What exceeds the budget is forgotten, longest unused first and ends before their beginnings."""
+def test_offloaded_content_keeps_to_its_memory_budget() -> None:
     one = make(FULL, shelf=in_memory())
     remember(one, TEXT[:40])
     one.reset_prefix_cache()
@@ -139,8 +133,7 @@ def test_a_shelf_keeps_to_its_memory() -> None:
     assert 10 < recalled(cache, (1, *TEXT[:39])) < 30
 
 
-def test_a_text_larger_than_the_shelf_leaves_its_beginning_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit as a whole is kept as far as it does; more is not even saved for a moment."""
+def test_of_a_text_beyond_the_budget_the_start_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(FULL, shelf=in_memory(500))
     remember(cache, TEXT)
     fit, seen = OffloadTier.enforce_budgets, []
@@ -152,8 +145,7 @@ def test_a_text_larger_than_the_shelf_leaves_its_beginning_there(monkeypatch: py
     assert cache.offloaded_bytes[0] <= 500
 
 
-def test_what_is_given_up_before_it_is_written_waits_for_it(tmp_path: Path) -> None:
-    """Without a budget of memory, what has to leave the cells stays there until it is in a file, and no longer."""
+def test_evicted_content_stays_in_memory_until_written(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
     cache.reset_prefix_cache()
@@ -165,8 +157,7 @@ def test_what_is_given_up_before_it_is_written_waits_for_it(tmp_path: Path) -> N
     assert len(TEXT) == recalled(make(FULL, shelf=on_disk(tmp_path)), TEXT)
 
 
-def test_what_waits_to_be_written_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If nothing is written for long, what was wanted longest ago is lost; a budget of memory is kept if it is more."""
+def test_the_write_buffer_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "WRITE_BUFFER_BYTES", 500)
     for memory in (0, 800):
         cache = make(FULL, shelf=OffloadConfig(memory, tmp_path, 10**7, "model"))
@@ -179,7 +170,6 @@ def test_what_waits_to_be_written_is_limited(tmp_path: Path, monkeypatch: pytest
 
 
 def test_files_keep_to_their_budget(tmp_path: Path) -> None:
-    """Files that were wanted longest ago go, ends first; what is left is whole."""
     cache = make(FULL, shelf=on_disk(tmp_path, 6000))
     for first in range(8):
         remember(cache, (first, *TEXT[:20]))
@@ -193,8 +183,7 @@ def test_files_keep_to_their_budget(tmp_path: Path) -> None:
     assert 0 == recalled(again, (0, *TEXT[:20]))
 
 
-def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
-    """A folder that is larger than it may be is made smaller, and what was used last stays."""
+def test_a_smaller_disk_budget_applies_from_the_start(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
     save_all(cache, 1000)
@@ -207,7 +196,6 @@ def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("older", [0, 1])
 def test_times_of_use_survive_the_process(older: int, tmp_path: Path) -> None:
-    """When a start has to delete, it deletes what was used longest ago."""
     cache = make(FULL, shelf=on_disk(tmp_path))
     texts, seen = [(first, *TEXT[:20]) for first in (1, 2)], set[Path]()
     for at, text in enumerate(texts):
@@ -223,8 +211,7 @@ def test_times_of_use_survive_the_process(older: int, tmp_path: Path) -> None:
     assert recalled(again, texts[older]) < 21
 
 
-def test_recalled_content_makes_room_for_itself_but_not_in_its_own_path() -> None:
-    """When cells are few, what comes back pushes out others, and as much of it comes as fits."""
+def test_loading_evicts_other_paths_than_its_own() -> None:
     cache = make(FULL, slots=2, capacity=48, cells=64, shelf=in_memory())
     for first in (1, 2):
         remember(cache, (first, *TEXT[:39]))
@@ -238,8 +225,7 @@ def test_recalled_content_makes_room_for_itself_but_not_in_its_own_path() -> Non
     no_leak(cache)
 
 
-def test_what_makes_room_takes_the_place_on_the_shelf() -> None:
-    """Two texts of which cells and shelf hold one each change places, again and again."""
+def test_content_evicted_by_loading_is_offloaded() -> None:
     size = make(FULL, shelf=in_memory())
     remember(size, TEXT[:40])
     size.reset_prefix_cache()
@@ -250,8 +236,7 @@ def test_what_makes_room_takes_the_place_on_the_shelf() -> None:
     assert [40] * 4 == [recalled(cache, (first, *TEXT[:39])) for first in (1, 2, 1, 2)]
 
 
-def test_few_tokens_are_not_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below a few tokens computing is as fast as loading."""
+def test_few_tokens_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 16)
     cache = make(FULL, shelf=in_memory())
     remember(cache, TEXT)
@@ -262,26 +247,22 @@ def test_few_tokens_are_not_worth_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("kind", ["windows", "hybrid", "recurrent"])
-def test_what_nobody_could_go_on_from_stays_on_the_shelf(kind: str) -> None:
-    """An end is of no use to who wants less: it is not loaded, and nothing makes room for it."""
+def test_content_without_resume_point_is_not_loaded(kind: str) -> None:
     cache = build(*KINDS[kind], in_memory())
     remember(cache, TEXT[:30], seal=True)
     remember(cache, TEXT, seal=True)
-    cache.forget()
-    shelved = cache.shelf_bytes
+    cache.reset_prefix_cache()
+    shelved = cache.offloaded_bytes
 
     assert 0 == recalled(cache, TEXT[:29])
-    assert (cache.cells, shelved) == (cache.free_cells, cache.shelf_bytes)
+    assert (cache.cells, shelved) == (cache.free_cells, cache.offloaded_bytes)
     assert 30 == recalled(cache, TEXT[:59])
     assert cache.free_cells == (cache.cells - 30 if cache.groups else cache.cells)
     assert 60 == recalled(cache, TEXT)
     no_leak(cache)
 
 
-def test_a_file_is_looked_into_once_to_see_that_it_is_of_no_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a file has inside is known when it was read, and then it is read only if it helps."""
+def test_a_file_without_resume_point_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT, seal=True)
     cache.reset_prefix_cache()
@@ -298,8 +279,7 @@ def test_a_file_is_looked_into_once_to_see_that_it_is_of_no_use(
     assert asked[0] == asked[1]
 
 
-def test_what_a_slot_computes_anew_takes_the_place_of_what_is_shelved(tmp_path: Path) -> None:
-    """Content below a shelved beginning is remembered, for the slot has the beginning too."""
+def test_recomputed_content_replaces_offloaded_content(tmp_path: Path) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], seal=True)
     save_all(cache, 1000)
@@ -312,8 +292,7 @@ def test_what_a_slot_computes_anew_takes_the_place_of_what_is_shelved(tmp_path: 
     no_leak(cache)
 
 
-def test_a_grown_answer_is_written_where_it_was_left_off(tmp_path: Path) -> None:
-    """An end that grows after it was written is written further, not again."""
+def test_a_grown_leaf_is_written_from_its_last_entry_on(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     for length in (20, 21, 40):
         remember(cache, TEXT[:length])
@@ -324,8 +303,7 @@ def test_a_grown_answer_is_written_where_it_was_left_off(tmp_path: Path) -> None
     assert 40 == recalled(again, TEXT)
 
 
-def test_beginnings_are_written_first(tmp_path: Path) -> None:
-    """Whenever the process ends, what is in files starts at the start."""
+def test_prefixes_are_written_first(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     for text in (TEXT[:30], (*TEXT[:20], 1, 2, 3, 4), (9, 8, 7, 6)):
         remember(cache, text)
@@ -339,8 +317,7 @@ def test_beginnings_are_written_first(tmp_path: Path) -> None:
         assert again.offloaded_bytes == cache.offloaded_bytes
 
 
-def test_what_was_healed_is_written_anew(tmp_path: Path) -> None:
-    """A gap that somebody closed is closed after a restart too, though the file with the gap is still needed."""
+def test_filled_gaps_are_written_again(tmp_path: Path) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT)
     assert cache._tree.evict([0, len(TEXT) - 3])
@@ -355,7 +332,6 @@ def test_what_was_healed_is_written_anew(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_a_folder(tmp_path: Path) -> None:
-    """What one deletes the other does without; what one writes the other's successor has."""
     one, two = (make(FULL, shelf=on_disk(tmp_path)) for _ in range(2))
     remember(one, TEXT)
     save_all(one, 1000)

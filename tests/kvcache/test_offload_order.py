@@ -1,4 +1,4 @@
-"""What stays on the shelf when not all can: what is wanted last, in memory, in files and after a start."""
+"""What stays in the offload tier when not all fits: most recently used content, after a restart too."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvcache.cache import Cache
 from kvcache.component import SavedTensors
 from kvcache.disk import DiskFolder, FileHeader
 from kvcache.offload import OffloadConfig
-from tests.kvcache.echo import FULL, WINDOW, make, recalled, remember, save_all
+from tests.kvcache.digests import FULL, WINDOW, make, recalled, remember, save_all
 from tests.kvcache.test_offload import TEXT, in_memory, on_disk, small
 
 __all__ = ["small"]
 
 
 def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
-    """What the files of some texts take."""
+    """The size of the files of some texts."""
     cache = make(FULL, shelf=on_disk(folder))
     for text in texts:
         remember(cache, text)
@@ -29,8 +29,7 @@ def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
     return cache.offloaded_bytes[1]
 
 
-def test_what_is_wanted_less_does_not_push_out_what_is_wanted_more(tmp_path: Path) -> None:
-    """Where the disk has room for one text, it is for the one that was wanted last, whichever was written first."""
+def test_a_write_never_deletes_a_file_used_later(tmp_path: Path) -> None:
     old, new = (1, *TEXT[:20]), (2, *TEXT[:20])
     cache = make(FULL, shelf=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
     remember(cache, new)
@@ -42,10 +41,7 @@ def test_what_is_wanted_less_does_not_push_out_what_is_wanted_more(tmp_path: Pat
     assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), new)
 
 
-def test_a_full_disk_is_not_tried_again_before_something_else_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is encoded in vain while nothing has changed."""
+def test_a_full_disk_is_retried_after_another_use_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     encode = DiskFolder.encode
 
@@ -65,8 +61,7 @@ def test_a_full_disk_is_not_tried_again_before_something_else_is_wanted(
     assert [0, 0] == encoded
 
 
-def test_places_to_resume_at_survive_the_process(tmp_path: Path) -> None:
-    """A sealed end stays one: what grows behind it does not take what going on there needs. Other cuts do not stay."""
+def test_checkpoints_survive_the_process(tmp_path: Path) -> None:
     cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
     remember(cache, TEXT[:20], seal=True)
     save_all(cache, 1000)
@@ -79,8 +74,7 @@ def test_places_to_resume_at_survive_the_process(tmp_path: Path) -> None:
     assert 20 == recalled(again, TEXT[:30])
 
 
-def test_after_a_start_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
-    """Files that were there are given up in the order of their use, by whichever process."""
+def test_after_a_restart_the_oldest_files_are_deleted_first(tmp_path: Path) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
     for older in (0, 1):
         folder, seen = tmp_path / str(older), set[Path]()
@@ -100,14 +94,13 @@ def test_after_a_start_what_was_used_longest_ago_goes_first(tmp_path: Path) -> N
 
 
 def want(cache: Cache, text: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask for a text that is shelved, and leave it there."""
+    """Match an offloaded text without loading it."""
     with monkeypatch.context() as patch:
         patch.setattr(prefix, "MIN_LOAD_TOKENS", 1000)
         assert 0 == recalled(cache, text)
 
 
-def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Content in memory goes in the order in which it was asked for last."""
+def test_matched_content_counts_as_used_without_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
     one = make(FULL, shelf=in_memory())
     remember(one, texts[0])
@@ -123,8 +116,7 @@ def test_what_is_wanted_stays_on_the_shelf_though_it_is_not_loaded(monkeypatch: 
     assert [21, 0] == [cache._tree.match(np.asarray(text), b"").length for text in texts[:2]]
 
 
-def test_a_beginning_that_was_cut_off_waits_for_its_own_beginning(tmp_path: Path) -> None:
-    """An end that had to be shortened is new to the shelf, but what it stands behind is written before it."""
+def test_a_pruned_prefix_is_written_before_its_children(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path))
     for length in (20, 40, 60):
         remember(cache, TEXT[:length], seal=True)
@@ -135,8 +127,7 @@ def test_a_beginning_that_was_cut_off_waits_for_its_own_beginning(tmp_path: Path
         assert again.offloaded_bytes[1] == cache.offloaded_bytes[1]
 
 
-def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Content that was pushed off the disk and stayed in memory takes its place back."""
+def test_content_with_a_lost_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2)]
     size = size_on_disk(texts[0], folder=tmp_path / "size")
     cache = make(FULL, shelf=OffloadConfig(10**7, tmp_path, size, "model"))
@@ -150,8 +141,7 @@ def test_what_lost_its_file_is_written_again_when_it_is_wanted(tmp_path: Path, m
     assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), texts[0])
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    """A file of the right name that lies elsewhere is none of ours, found at the start or looked for later."""
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     cache = make(FULL, shelf=on_disk(tmp_path / "here"))
     remember(cache, TEXT[:20])
     save_all(cache, 1000)

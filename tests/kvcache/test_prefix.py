@@ -1,4 +1,4 @@
-"""The prefix tree against a plain list: what is recalled is what was remembered, and nobody's cells are lost."""
+"""The prefix tree against plain lists: reused content was inserted before, and no cell leaks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcache.attention_group import AttentionGroup
+from kvcache.attention_group import HOLE, AttentionGroup
 from kvcache.cache import Cache
 from kvcache.cell_pool import CellArray
-from kvcache.holes import HOLE
 from kvcache.node import Node
 from kvcache.spec import AttentionRange, LayerSpec, Span
-from tests.kvcache.echo import FULL, WINDOW, make, no_leak, recalled, remember
-from tests.kvcache.echo import feed as feed_echo
+from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled, remember
+from tests.kvcache.digests import feed as feed_echo
 
 SLOTS, CAPACITY, CELLS = 4, 40, 100
 # Two groups of different geometry, so that the tree holds two tables of cells a node.
@@ -28,7 +27,7 @@ words = st.lists(st.integers(0, 1), max_size=12)
 
 
 def feed(cache: Cache, slot: int, tokens: list[int]) -> None:
-    """Append tokens whose values say what they are."""
+    """Append tokens with values that name them."""
     rows = torch.tensor(tokens, dtype=torch.float32)
     with cache.forward([Span(slot, cache.cached_length(slot), len(tokens))]) as forward:
         for index, layer in enumerate(LAYERS):
@@ -37,13 +36,13 @@ def feed(cache: Cache, slot: int, tokens: list[int]) -> None:
 
 
 def read(group: AttentionGroup, cells: CellArray) -> list[int]:
-    """The tokens that the cells hold, without the holes."""
+    """The tokens in the cells, without holes."""
     present = torch.from_numpy(cells[cells != HOLE])
     return group.pool.values.rows[0][0, present, 0].int().tolist()
 
 
 def as_far_as_held(cells: CellArray, tokens: list[int]) -> list[int]:
-    """The tokens whose cells are no holes."""
+    """The tokens with a cell."""
     return [token for token, cell in zip(tokens, cells, strict=True) if cell != HOLE]
 
 
@@ -56,7 +55,7 @@ def nodes(cache: Cache) -> list[Node]:
 
 
 class TreeLaws(RuleBasedStateMachine):
-    """Any order of feed, remember, recall, clear and evict; slots belong to one tenant from empty to empty."""
+    """Any order of feed, insert, reuse, clear and evict; a slot has one salt from empty to empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class TreeLaws(RuleBasedStateMachine):
 
     @rule(slot=slots, tokens=words)
     def feed(self, slot: int, tokens: list[int]) -> None:
-        """Compute some tokens, evicting what is needed."""
+        """Compute tokens, evicting for them."""
         if not tokens or len(self.content[slot]) + len(tokens) > CAPACITY:
             return
         if not self.cache.evict_for([Span(slot, len(self.content[slot]), len(tokens))]):
@@ -76,14 +75,14 @@ class TreeLaws(RuleBasedStateMachine):
 
     @rule(slot=slots, share=st.floats(0, 1))
     def remember(self, slot: int, share: float) -> None:
-        """Let others have some of what a slot computed."""
+        """Insert part of a slot's text."""
         tokens = self.content[slot][: int(share * len(self.content[slot]))]
         self.cache.insert_prefix(slot, tokens, salt=self.salt[slot])
         self.remembered[self.salt[slot]] |= {tuple(tokens[:length]) for length in range(len(tokens) + 1)}
 
     @rule(slot=slots, salt=salts, tokens=words)
     def recall(self, slot: int, salt: bytes, tokens: list[int]) -> None:
-        """Extend a slot by what is remembered: never by tokens that nobody of the tenant computed."""
+        """Extend a slot by cached tokens of its own salt only."""
         if not self.content[slot]:
             self.salt[slot] = salt
         wanted = (self.content[slot] + tokens)[:CAPACITY]
@@ -96,13 +95,13 @@ class TreeLaws(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def clear(self, slot: int) -> None:
-        """Empty a slot; what is remembered stays."""
+        """Clear a slot; the tree is unchanged."""
         self.cache.clear(slot)
         self.content[slot] = []
 
     @rule(wanted=st.integers(1, 40))
     def evict(self, wanted: int) -> None:
-        """Free cells: exactly as many as is said, and enough if there are enough."""
+        """Free as many cells as returned, and enough if there are enough."""
         free, idle = self.cache.free_cells, self.cache.evictable_cells()
         freed = self.cache.evict(wanted)
 
@@ -111,7 +110,7 @@ class TreeLaws(RuleBasedStateMachine):
 
     @invariant()
     def slots_hold_their_tokens(self) -> None:
-        """A slot reads back what was put in, in every group."""
+        """Every group of a slot has the slot's tokens."""
         for slot, tokens in enumerate(self.content):
             for group in self.cache.groups:
                 assert len(tokens) == len(group.table(slot))
@@ -119,7 +118,7 @@ class TreeLaws(RuleBasedStateMachine):
 
     @invariant()
     def nodes_cover_their_edges(self) -> None:
-        """A node's cells hold exactly its tokens, and siblings differ in their first."""
+        """A node's cells hold its tokens, and siblings differ in their first token."""
         found = nodes(self.cache)
         for node in found:
             assert node.parent is not None
@@ -132,7 +131,7 @@ class TreeLaws(RuleBasedStateMachine):
 
     @invariant()
     def references_are_owners(self) -> None:
-        """Every reference belongs to a slot or a node, and free cells have none."""
+        """Every reference belongs to a slot or a node; free cells have none."""
         for index, group in enumerate(self.cache.groups):
             owners = np.zeros(group.pool.cells, dtype=np.int32)
             for cells in [group.table(slot) for slot in range(SLOTS)] + [
@@ -144,7 +143,7 @@ class TreeLaws(RuleBasedStateMachine):
             assert group.pool.free_cells == int((owners == 0).sum())
 
     def teardown(self) -> None:
-        """Without slots and memories every cell is free again."""
+        """After clear and evict every cell is free."""
         for slot in range(SLOTS):
             self.cache.clear(slot)
         self.cache.evict(CELLS)
@@ -157,8 +156,7 @@ TreeLaws.TestCase.settings = settings(max_examples=50, stateful_step_count=40, d
 TestTreeLaws = TreeLaws.TestCase
 
 
-def test_the_longest_remembered_beginning_is_recalled() -> None:
-    """A prompt starts where the deepest common beginning ends, inside an edge too."""
+def test_the_longest_cached_prefix_is_reused() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3, 4, 5])
     cache.insert_prefix(0, [1, 2, 3, 4, 5])
@@ -167,8 +165,7 @@ def test_the_longest_remembered_beginning_is_recalled() -> None:
     assert 3 == cache.reuse_prefix(1, [1, 2, 3, 9, 9, 9])
 
 
-def test_what_was_wanted_last_stays_longest() -> None:
-    """Eviction takes the end that was wanted longest ago."""
+def test_least_recently_used_prefixes_are_evicted_first() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     for first in (1, 2):
         feed(cache, 0, [first, 7, 7, 7])
@@ -182,8 +179,7 @@ def test_what_was_wanted_last_stays_longest() -> None:
     assert 0 == cache.reuse_prefix(1, [2, 7, 7, 7])
 
 
-def test_a_long_end_loses_only_what_is_needed() -> None:
-    """Of a long remembered text the beginning survives when a few cells are wanted."""
+def test_a_long_leaf_is_evicted_in_part() -> None:
     cache = Cache(LAYERS, slots=1, capacity=CAPACITY, cells=CELLS)
     text = list(range(30))
     feed(cache, 0, text)
@@ -194,8 +190,7 @@ def test_a_long_end_loses_only_what_is_needed() -> None:
     assert 24 == cache.reuse_prefix(0, text)
 
 
-def test_tenants_do_not_meet() -> None:
-    """What one salt remembers does not exist for another."""
+def test_salts_do_not_share_prefixes() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3])
     cache.insert_prefix(0, [1, 2, 3], salt=b"one")
@@ -204,8 +199,7 @@ def test_tenants_do_not_meet() -> None:
     assert 3 == cache.reuse_prefix(1, [1, 2, 3], salt=b"one")
 
 
-def test_cells_that_are_held_under_two_salts_can_be_had() -> None:
-    """Neither of two ends with the same cells frees anything alone; together they do, unless a slot uses them."""
+def test_cells_shared_by_two_salts_can_be_freed() -> None:
     cache = Cache(LAYERS, slots=SLOTS, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3, 4, 5, 6])
     cache.insert_prefix(0, [1, 2, 3, 4, 5, 6])
@@ -224,8 +218,7 @@ def test_cells_that_are_held_under_two_salts_can_be_had() -> None:
     assert 1 == cache.evict(1)
 
 
-def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:
-    """What the tree keeps for eviction is bounded by what it holds, however often that is recalled."""
+def test_a_repeated_prompt_needs_no_more_memory() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, [1, 2, 3])
     cache.insert_prefix(0, [1, 2, 3])
@@ -238,8 +231,7 @@ def test_a_prompt_that_comes_again_and_again_costs_no_memory() -> None:
     assert 3 == cache.evict(3)
 
 
-def test_growth_joins_an_end_unless_that_is_sealed() -> None:
-    """A text that grows is one node; a sealed end stays an end, and what follows is a child."""
+def test_leaves_grow_unless_their_end_is_fixed() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     nodes_then = []
     for length, seal in ((5, False), (10, True), (15, False), (20, False)):
@@ -250,8 +242,7 @@ def test_growth_joins_an_end_unless_that_is_sealed() -> None:
     assert [1, 1, 2, 2] == nodes_then
 
 
-def test_a_sealed_place_inside_an_edge_becomes_an_end() -> None:
-    """Who passes through a longer text may seal his own end in it."""
+def test_a_checkpoint_inside_an_edge_splits_it() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     feed(cache, 0, list(range(20)))
     cache.insert_prefix(0, list(range(20)))
@@ -261,7 +252,7 @@ def test_a_sealed_place_inside_an_edge_becomes_an_end() -> None:
 
 
 def thinned() -> Cache:
-    """A cache with windows of four that remembers twenty tokens, sealed, and twenty more, and had to thin all."""
+    """A cache with windows of four and two trimmed texts of twenty tokens, the first with a checkpoint."""
     cache = make(FULL, WINDOW)
     for length in (20, 40):
         remember(cache, range(length), seal=True)
@@ -270,24 +261,21 @@ def thinned() -> Cache:
     return cache
 
 
-def test_thinning_keeps_the_ends() -> None:
-    """What is left of a windowed text is enough to go on where its nodes end, and nowhere between."""
+def test_trimming_keeps_the_ends() -> None:
     cache = thinned()
 
     assert 2 * 3 == cache.groups[1].pool.cells - cache.groups[1].pool.free_cells
     assert [40, 20, 20, 0] == [recalled(cache, range(length)) for length in (40, 39, 20, 19)]
 
 
-def test_tokens_are_known_farther_than_they_are_recalled() -> None:
-    """So a sequence can see where others left, and make that a place to resume at."""
+def test_the_match_may_exceed_the_reused_length() -> None:
     cache = thinned()
 
     assert (30, 20) == (cache.match_prefix([*range(30), 99]).length, recalled(cache, [*range(30), 99]))
     assert 0 == cache.match_prefix(range(30), salt=b"other").length
 
 
-def test_the_tree_tells_where_texts_part() -> None:
-    """Inside an edge and at its end; what only ends, is the same, or is nobody's beginning parts from nothing."""
+def test_a_match_reports_divergence() -> None:
     cache = make(FULL, slots=2, capacity=64, cells=128)
     for text in ([1, 2, 3, 4], [1, 2, 5]):
         remember(cache, text)
@@ -297,8 +285,7 @@ def test_the_tree_tells_where_texts_part() -> None:
     assert not cache.match_prefix([1, 2, 9], salt=b"other").diverged
 
 
-def test_gaps_are_healed_by_who_computes_them_anew() -> None:
-    """Where two texts part, the second visitor computes what is missing, and the third finds it."""
+def test_gaps_are_filled_by_recomputed_content() -> None:
     cache = thinned()
     cache.reuse_prefix(0, [*range(30), 99])
     feed_echo(cache, 0, range(30))
@@ -309,8 +296,7 @@ def test_gaps_are_healed_by_who_computes_them_anew() -> None:
     no_leak(cache)
 
 
-def test_who_was_wanted_last_is_thinned_last() -> None:
-    """Thinning goes by last use too, and comes before whole ends go."""
+def test_least_recently_used_nodes_are_trimmed_first() -> None:
     cache = make(FULL, WINDOW)
     for first in (1, 2):
         remember(cache, (first, *range(29)))
@@ -322,8 +308,7 @@ def test_who_was_wanted_last_is_thinned_last() -> None:
     assert 30 == recalled(cache, (2, *range(29)))
 
 
-def test_a_shortened_end_can_be_gone_on_from() -> None:
-    """Of an end with states inside as much goes as is needed, and up to a state."""
+def test_a_shortened_leaf_can_be_resumed() -> None:
     cache = make(FULL, state_bytes=10**6)
     for length in (10, 20, 30):
         feed_echo(cache, 0, range(length))
@@ -334,8 +319,7 @@ def test_a_shortened_end_can_be_gone_on_from() -> None:
     assert 20 == recalled(cache, range(30))
 
 
-def test_a_long_end_in_a_large_cache_goes_in_pieces() -> None:
-    """Who grows token by token then finds cells side by side, and not one by one where they came free."""
+def test_a_long_leaf_of_a_large_cache_is_evicted_in_batches() -> None:
     cache = Cache([FULL], slots=2, capacity=700, cells=640)
     remember(cache, range(600))
     text = range(1000, 1050)
@@ -349,8 +333,7 @@ def test_a_long_end_in_a_large_cache_goes_in_pieces() -> None:
     assert 590 == recalled(cache, range(600))
 
 
-def test_each_group_gets_what_it_lacks() -> None:
-    """A window's need takes no cells from those who see everything, as long as there is something to thin."""
+def test_each_group_gets_its_missing_cells() -> None:
     cache = make(FULL, WINDOW)
     remember(cache, range(40))
     full, window = (group.pool.free_cells for group in cache.groups)
@@ -360,8 +343,7 @@ def test_each_group_gets_what_it_lacks() -> None:
     assert window + 5 <= cache.groups[1].pool.free_cells
 
 
-def test_a_tenant_that_is_forgotten_leaves_nothing() -> None:
-    """Salts come from outside: an empty tree is not kept for them."""
+def test_an_evicted_salt_leaves_no_root() -> None:
     cache = make(FULL)
     for salt in (b"one", b"two"):
         remember(cache, range(10), salt=salt)

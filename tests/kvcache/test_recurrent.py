@@ -1,4 +1,4 @@
-"""Recurrent states: they exist at some positions only, are never written, and go where their slots go."""
+"""Recurrent states: they exist at some positions, are never written in place, and follow their slots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BYTES = 8
 
 
 def make(*, state_bytes: int = 10**6, layers: tuple[LayerSpec, ...] = LAYERS) -> Cache:
-    """A cache of a hybrid model: one attention layer, and a state that is the number of tokens seen."""
+    """A hybrid cache: one attention layer, and a state that counts the tokens."""
     return Cache(layers, slots=3, capacity=40, cells=120, state_bytes=state_bytes)
 
 
 def feed(cache: Cache, slot: int, length: int, *, keep: int | None = None) -> None:
-    """Compute some tokens; the state adds them up."""
+    """Compute tokens; the state counts them."""
     span = Span(slot, cache.cached_length(slot), length)
     with cache.forward([span]) as forward:
         for layer in range(len(LAYERS) if cache.groups else 0):
@@ -34,14 +34,13 @@ def feed(cache: Cache, slot: int, length: int, *, keep: int | None = None) -> No
 
 
 def count(cache: Cache, slot: int) -> int:
-    """What the state of a slot has seen."""
+    """The token count in a slot's state."""
     assert cache.recurrent_states is not None
     state = cache.recurrent_states.get_tensor(slot, cache.cached_length(slot), "count")
     return 0 if state is None else int(state)
 
 
-def test_a_state_has_seen_what_its_slot_holds() -> None:
-    """After forwards of any length the state stands where the slot does."""
+def test_a_state_contains_the_tokens_of_its_slot() -> None:
     cache = make()
     for length in (5, 1, 1, 7):
         feed(cache, 0, length)
@@ -49,8 +48,7 @@ def test_a_state_has_seen_what_its_slot_holds() -> None:
     assert (14, 14) == (cache.cached_length(0), count(cache, 0))
 
 
-def test_a_rewind_lands_on_a_state() -> None:
-    """A slot stands at the last checkpoint up to where it was asked to be, with the state of that place."""
+def test_a_rewind_ends_at_a_checkpoint() -> None:
     cache = make()
     for length in (5, 6, 1, 1):
         feed(cache, 0, length)
@@ -61,8 +59,7 @@ def test_a_rewind_lands_on_a_state() -> None:
     assert 5 == count(cache, 0)
 
 
-def test_a_forward_that_keeps_part_of_a_span_goes_back_to_its_start() -> None:
-    """Between the rows of a span there is no state; the slot answers with the length before."""
+def test_a_partly_kept_span_goes_back_to_its_start() -> None:
     cache = make()
     feed(cache, 0, 5)
     feed(cache, 0, 4, keep=7)
@@ -71,8 +68,7 @@ def test_a_forward_that_keeps_part_of_a_span_goes_back_to_its_start() -> None:
 
 
 @pytest.mark.parametrize("kept", range(1, 5))
-def test_guesses_stay_as_far_as_they_are_kept(kept: int) -> None:
-    """Before each guess there is a state: a slot stands wherever it is left, and before the first row if not at all."""
+def test_draft_tokens_stay_as_far_as_accepted(kept: int) -> None:
     cache = make()
     feed(cache, 0, 5)
     span = Span(0, 5, 4, draft_tokens=3)
@@ -86,8 +82,7 @@ def test_guesses_stay_as_far_as_they_are_kept(kept: int) -> None:
 
 
 @pytest.mark.parametrize("guessed", [-1, 4, 5])
-def test_rows_that_are_all_guesses_are_refused(guessed: int) -> None:
-    """The state before the first row is that of the slot: it is no guess's."""
+def test_a_span_of_draft_tokens_alone_is_refused(guessed: int) -> None:
     cache = make()
     feed(cache, 0, 5)
     with pytest.raises(BadSpan):
@@ -96,8 +91,7 @@ def test_rows_that_are_all_guesses_are_refused(guessed: int) -> None:
     assert (5, 5) == (cache.cached_length(0), count(cache, 0))
 
 
-def test_a_slot_that_is_shifted_empty_begins_anew() -> None:
-    """Where nothing stays there is no state, not even one that is carried."""
+def test_a_slot_shifted_empty_starts_from_zeros() -> None:
     cache = make()
     feed(cache, 0, 5)
 
@@ -108,8 +102,7 @@ def test_a_slot_that_is_shifted_empty_begins_anew() -> None:
     assert 3 == count(cache, 0)
 
 
-def test_a_failed_forward_leaves_the_state_as_it_was() -> None:
-    """An exception inside a forward changes neither length nor state."""
+def test_a_failed_forward_restores_the_state() -> None:
     cache = make()
     feed(cache, 0, 5)
     span = Span(0, 5, 3)
@@ -124,7 +117,6 @@ def test_a_failed_forward_leaves_the_state_as_it_was() -> None:
 
 
 def test_a_copy_shares_the_state_of_its_length() -> None:
-    """copy_prefix stands at a checkpoint of the source, which goes on undisturbed."""
     cache = make()
     for length in (5, 6, 1):
         feed(cache, 0, length)
@@ -136,8 +128,7 @@ def test_a_copy_shares_the_state_of_its_length() -> None:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, ()], ids=["hybrid", "recurrent"])
-def test_a_copy_has_no_state_of_what_it_did_not_copy(layers: tuple[LayerSpec, ...]) -> None:
-    """What its source did behind the copied length is another text: the copy can never stand in it."""
+def test_a_copy_has_no_state_behind_its_length(layers: tuple[LayerSpec, ...]) -> None:
     cache = make(layers=layers)
     for length in (5, 6, 4):
         feed(cache, 0, length)
@@ -151,8 +142,7 @@ def test_a_copy_has_no_state_of_what_it_did_not_copy(layers: tuple[LayerSpec, ..
     assert 5 == cache.rewind(1, 12)
 
 
-def test_a_slot_goes_back_into_what_it_recalled() -> None:
-    """States that came from the tree are places to stand at as if the slot had computed them, after a forward too."""
+def test_a_rewind_into_a_reused_prefix_finds_its_checkpoint() -> None:
     cache = make()
     tokens = list(range(20))
     for length in (5, 6, 9):
@@ -165,8 +155,7 @@ def test_a_slot_goes_back_into_what_it_recalled() -> None:
     assert 11 == count(cache, 1)
 
 
-def test_the_tree_resumes_where_cells_and_states_meet() -> None:
-    """A recall stands at the deepest remembered state, though the cells would reach further."""
+def test_reuse_ends_where_cells_and_states_meet() -> None:
     cache = make()
     tokens = list(range(20))
     for length in (5, 6, 9):
@@ -179,8 +168,8 @@ def test_the_tree_resumes_where_cells_and_states_meet() -> None:
     assert 20 == cache.reuse_prefix(2, [*tokens, 99])
 
 
-def test_what_one_kind_of_memory_lowers_the_others_are_asked_again() -> None:
-    """A window has its end at 26, but the last state before it is at 20, where the window was released: so 10."""
+def test_components_are_asked_until_their_lengths_agree() -> None:
+    """The window can resume at 26; the last state before is at 20, where the window has holes; so 10."""
     cache = make(layers=(LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, AttentionRange("window", 4))))
     tokens = list(range(30))
     for length in (10, 10, 10):
@@ -193,8 +182,7 @@ def test_what_one_kind_of_memory_lowers_the_others_are_asked_again() -> None:
     assert 10 == count(cache, 1)
 
 
-def test_a_state_where_an_edge_is_cut_belongs_to_the_upper_part() -> None:
-    """A cut shares out the states of an edge; each stays counted once."""
+def test_a_state_at_a_split_belongs_to_the_upper_part() -> None:
     cache = make()
     tokens = list(range(20))
     for length in (5, 6, 9):
@@ -210,8 +198,7 @@ def test_a_state_where_an_edge_is_cut_belongs_to_the_upper_part() -> None:
     assert 0 == cache.recurrent_states._held_bytes
 
 
-def test_states_shift_by_being_computed_anew() -> None:
-    """A state cannot forget, so a shift answers with a length before what is dropped."""
+def test_a_shift_rebuilds_states() -> None:
     cache = make()
     feed(cache, 0, 4)
     feed(cache, 0, 16)
@@ -219,8 +206,7 @@ def test_states_shift_by_being_computed_anew() -> None:
     assert 4 == cache.shift(0, 6, 8)
 
 
-def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
-    """A carried state has seen what was dropped, and stands where the slot does; none is left of what moved."""
+def test_a_shift_carries_states_on_request() -> None:
     cache = make()
     for length in (4, 6, 5):
         feed(cache, 0, length)
@@ -232,8 +218,7 @@ def test_states_shift_by_being_carried_where_that_is_asked_for() -> None:
     assert 0 == cache.rewind(0, 10)
 
 
-def test_checkpoints_before_the_cut_outlive_a_carried_shift() -> None:
-    """What they have seen stays: the slot can go back to them, and they serve who begins alike."""
+def test_checkpoints_before_the_drop_survive_a_carried_shift() -> None:
     cache = make()
     for length in (4, 6, 5):
         feed(cache, 0, length)
@@ -245,8 +230,7 @@ def test_checkpoints_before_the_cut_outlive_a_carried_shift() -> None:
     assert (4, 4) == (cache.rewind(0, 9), count(cache, 0))
 
 
-def test_a_carried_state_is_no_checkpoint_of_what_was_before() -> None:
-    """Where the cut is the end of the slot, the state there has seen what was dropped."""
+def test_a_carried_state_is_no_checkpoint_of_the_old_text() -> None:
     cache = make()
     for length in (4, 6, 5):
         feed(cache, 0, length)
@@ -257,8 +241,7 @@ def test_a_carried_state_is_no_checkpoint_of_what_was_before() -> None:
     assert 4 == cache.rewind(0, 10)
 
 
-def test_remembered_states_keep_to_their_budget() -> None:
-    """When remembered states outgrow their budget, those wanted longest ago go, with their cells."""
+def test_cached_states_keep_to_their_budget() -> None:
     cache = make(state_bytes=2 * BYTES)
     for first in range(5):
         feed(cache, 0, 4)
@@ -270,7 +253,6 @@ def test_remembered_states_keep_to_their_budget() -> None:
 
 
 def test_a_model_without_attention_needs_no_cells() -> None:
-    """With recurrent layers alone everything works, and cells never run out."""
     cache = make(layers=())
     feed(cache, 0, 30)
     cache.insert_prefix(0, list(range(30)))
@@ -279,8 +261,7 @@ def test_a_model_without_attention_needs_no_cells() -> None:
     assert 30 == cache.reuse_prefix(1, list(range(35)))
 
 
-def test_thinning_keeps_the_state_at_the_end() -> None:
-    """States inside a stretch go when their room is wanted, and the stretch can be gone on from all the same."""
+def test_trimming_keeps_the_state_at_the_end() -> None:
     cache = make(state_bytes=2 * BYTES)
     for length in (4, 4, 4):
         feed(cache, 0, length)
@@ -294,7 +275,6 @@ def test_thinning_keeps_the_state_at_the_end() -> None:
 
 
 def test_states_are_saved_with_their_names() -> None:
-    """Names are tuples of words and numbers, nested or not; all of them, and every type, come back."""
     states = RecurrentStates(1, 10**6)
     tensors: RecurrentState = {
         ("scan", 3): torch.randn(2, 3, dtype=torch.float64),
@@ -313,8 +293,7 @@ def test_states_are_saved_with_their_names() -> None:
     assert {5} == set(states.load(states.save(held), 3, 8).states)
 
 
-def test_what_is_saved_keeps_nothing_else_alive() -> None:
-    """A state may be a view of a whole batch's, or the same at two positions: what is saved is a tensor of its own."""
+def test_saved_states_are_copies() -> None:
     batch = torch.ones(100, 4)
     saved = RecurrentStates(1, 10**6).save(Checkpoints(8, {3: {"conv": batch[7]}, 8: {"conv": batch[7]}}))
 

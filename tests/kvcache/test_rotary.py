@@ -1,4 +1,4 @@
-"""Turning keys: the algebra of turns, the layouts, and how little a thousand shifts cost."""
+"""Rotation of keys: algebra, layouts, and the error of a thousand shifts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache.rotary import rotate
 from kvcache.spec import Rotation
-from tests.kvcache.payload import columns
+from tests.kvcache.token_rows import columns
 
 LLAMA = tuple(10_000.0 ** (-pair / 8) for pair in range(8))
 ROTATIONS = (
@@ -41,8 +41,7 @@ def turned_by_numpy(rows: torch.Tensor, by: int, rotation: Rotation) -> torch.Te
 
 @rotations
 @pytest.mark.parametrize("by", [-100_000, -7, 0, 1, 4096])
-def test_every_layout_turns_its_pairs_by_the_angle(rotation: Rotation, by: int) -> None:
-    """Each pair turns by `by` times its frequency, and no other column moves."""
+def test_every_layout_rotates_its_pairs_by_the_angle(rotation: Rotation, by: int) -> None:
     rows = keys()
 
     torch.testing.assert_close(rotate(rows, by, rotation), turned_by_numpy(rows, by, rotation), rtol=0, atol=1e-10)
@@ -50,7 +49,6 @@ def test_every_layout_turns_its_pairs_by_the_angle(rotation: Rotation, by: int) 
 
 @rotations
 def test_float32_is_exact_to_its_rounding_even_far_from_the_start(rotation: Rotation) -> None:
-    """At 100,000 positions float32 keys differ from float64 ones by rounding only."""
     rows = keys(torch.float32)
     expected = turned_by_numpy(rows, -100_000, rotation)
 
@@ -60,7 +58,6 @@ def test_float32_is_exact_to_its_rounding_even_far_from_the_start(rotation: Rota
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @rotations
 def test_half_precision_is_rounded_once(rotation: Rotation, dtype: torch.dtype) -> None:
-    """Half precision keys turn as exact ones do, rounded at the end, and stay of their type."""
     rows = keys(dtype)
 
     assert turned_by_numpy(rows, -9, rotation).to(dtype).equal(rotate(rows, -9, rotation))
@@ -69,22 +66,19 @@ def test_half_precision_is_rounded_once(rotation: Rotation, dtype: torch.dtype) 
 @rotations
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000))
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
-def test_turns_add_up(rotation: Rotation, first: int, second: int) -> None:
-    """Two turns are one turn by the sum."""
+def test_rotations_add_up(rotation: Rotation, first: int, second: int) -> None:
     twice = rotate(rotate(keys(), first, rotation), second, rotation)
 
     torch.testing.assert_close(twice, rotate(keys(), first + second, rotation), rtol=0, atol=1e-10)
 
 
 @rotations
-def test_no_turn_changes_nothing(rotation: Rotation) -> None:
-    """A turn by zero gives the same bits."""
+def test_rotation_by_zero_is_the_identity(rotation: Rotation) -> None:
     assert keys().equal(rotate(keys(), 0, rotation))
 
 
 @rotations
-def test_the_input_stays_as_it_is(rotation: Rotation) -> None:
-    """The result is a copy."""
+def test_rotation_keeps_its_input(rotation: Rotation) -> None:
     rows = keys()
 
     assert rotate(rows, 5, rotation).data_ptr() != rows.data_ptr()
@@ -92,14 +86,12 @@ def test_the_input_stays_as_it_is(rotation: Rotation) -> None:
 
 
 @rotations
-def test_a_turn_keeps_lengths(rotation: Rotation) -> None:
-    """A turn is orthogonal: the norm of every key stays."""
+def test_rotation_keeps_lengths(rotation: Rotation) -> None:
     torch.testing.assert_close(rotate(keys(), 123, rotation).norm(dim=-1), keys().norm(dim=-1))
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 def test_a_thousand_shifts_do_not_drift(dtype: torch.dtype, allowed: float) -> None:
-    """A thousand turns of one position differ from one turn of a thousand by rounding only."""
     rotation = ROTATIONS[0]
     rows = keys(dtype)
     for _ in range(1000):
@@ -109,14 +101,12 @@ def test_a_thousand_shifts_do_not_drift(dtype: torch.dtype, allowed: float) -> N
     assert error < allowed
 
 
-def test_a_view_of_a_pool_can_be_turned() -> None:
-    """Rows that are not contiguous turn as contiguous ones do."""
+def test_a_view_of_a_pool_can_be_rotated() -> None:
     pool = torch.stack((keys(), keys() + 1), dim=2)
     rows = pool[:, :, 1]
 
     assert rotate(rows.contiguous(), 3, ROTATIONS[0]).equal(rotate(rows, 3, ROTATIONS[0]))
 
 
-def test_no_rows_are_fine() -> None:
-    """A shift that moves nothing turns an empty tensor."""
+def test_rotation_takes_no_rows() -> None:
     assert (2, 0, 16) == rotate(keys()[:, :0], -3, ROTATIONS[0]).shape

@@ -1,4 +1,4 @@
-"""Shifting by example: what it costs in cells, whom it leaves alone, and where it answers `keep`."""
+"""Shifting by example: cells needed, effect on other owners, and shifts that return `keep`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells
 from kvcache.spec import LayerSpec
-from tests.kvcache.payload import SHIFTABLE, UNSHIFTABLE, feed, read
+from tests.kvcache.token_rows import SHIFTABLE, UNSHIFTABLE, feed, read
 
 
 def cache_of(layers: tuple[LayerSpec, ...] = SHIFTABLE, cells: int = 64) -> Cache:
@@ -16,8 +16,7 @@ def cache_of(layers: tuple[LayerSpec, ...] = SHIFTABLE, cells: int = 64) -> Cach
     return Cache(layers, slots=4, capacity=16, cells=cells, dtype=torch.float64)
 
 
-def test_what_follows_the_drop_moves_up() -> None:
-    """The kept beginning stays, the rest stands behind it, and dropped cells are free."""
+def test_tokens_behind_the_drop_move() -> None:
     cache = cache_of()
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
 
@@ -26,8 +25,7 @@ def test_what_follows_the_drop_moves_up() -> None:
     assert 60 == cache.free_cells
 
 
-def test_a_sharer_is_left_alone() -> None:
-    """Who shares the cells keeps them where they are; the moved ones are copies."""
+def test_shared_cells_are_copied() -> None:
     cache = cache_of()
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
     cache.copy_prefix(0, 1, 5)
@@ -38,8 +36,7 @@ def test_a_sharer_is_left_alone() -> None:
     assert 64 - 8 == cache.free_cells
 
 
-def test_what_is_remembered_is_left_alone() -> None:
-    """The prefix tree still has the text as it was."""
+def test_cached_prefixes_are_unchanged_by_a_shift() -> None:
     cache = cache_of()
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
     cache.insert_prefix(0, [1, 2, 3, 4, 5, 6])
@@ -50,8 +47,7 @@ def test_what_is_remembered_is_left_alone() -> None:
     assert [1, 2, 3, 4, 5, 6] == read(cache, SHIFTABLE, 1)
 
 
-def test_dropped_cells_pay_for_copies() -> None:
-    """With no cell free, a shift may use those that it frees itself."""
+def test_dropped_cells_are_used_for_copies() -> None:
     cache = cache_of(cells=9)
     feed(cache, SHIFTABLE, 1, [1, 2, 3])
     cache.insert_prefix(1, [1, 2, 3])
@@ -65,7 +61,6 @@ def test_dropped_cells_pay_for_copies() -> None:
 
 
 def test_a_shift_that_does_not_fit_changes_nothing() -> None:
-    """Without cells for the copies the shift is refused, with the numbers."""
     cache = cache_of(cells=6)
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4, 5, 6])
     cache.copy_prefix(0, 1, 6)
@@ -77,8 +72,7 @@ def test_a_shift_that_does_not_fit_changes_nothing() -> None:
     assert [1, 2, 3, 4, 5, 6] == read(cache, SHIFTABLE, 0) == read(cache, SHIFTABLE, 1)
 
 
-def test_one_layer_that_cannot_move_holds_all() -> None:
-    """The slot then stands at `keep`, and the caller computes the rest anew."""
+def test_one_unshiftable_layer_prevents_the_shift() -> None:
     for layers in UNSHIFTABLE:
         cache = cache_of(layers)
         feed(cache, layers, 0, [1, 2, 3, 4, 5, 6])
@@ -87,8 +81,7 @@ def test_one_layer_that_cannot_move_holds_all() -> None:
         assert [1, 2] == read(cache, layers, 0)
 
 
-def test_everything_can_be_dropped() -> None:
-    """A drop up to the end is a rewind."""
+def test_all_tokens_can_be_dropped() -> None:
     cache = cache_of()
     feed(cache, SHIFTABLE, 0, [1, 2, 3, 4])
 
@@ -96,8 +89,7 @@ def test_everything_can_be_dropped() -> None:
     assert [1] == read(cache, SHIFTABLE, 0)
 
 
-def test_shifted_slots_go_on() -> None:
-    """After a shift new rows stand behind the moved ones, many times over."""
+def test_shifted_slots_can_grow() -> None:
     cache = cache_of()
     held: list[int] = []
     for at in range(40):

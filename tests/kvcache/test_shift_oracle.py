@@ -1,6 +1,6 @@
-"""A shifted key equals the key that the model itself computes at the new position: for real models of one layer.
+"""A shifted key equals the key that a real model of one layer computes at the new position.
 
-In one layer a key depends on its token and its position only, so transformers can say what the shift should give.
+In one layer a key depends on its token and its position only, so transformers gives the expected keys.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Model:
         self.layout: Literal["half", "interleaved"] = layout
 
     def rows(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, tokens, width] of tokens that stand at 0, 1, 2, ..."""
+        """Keys and values [heads, tokens, width] of tokens at positions 0, 1, 2, ..."""
         store = DynamicCache()
         with torch.inference_mode():
             self.model(input_ids=torch.tensor([tokens]), past_key_values=store, use_cache=True)
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def spec(self) -> LayerSpec:
-        """What the cache must know of the layer."""
+        """The cache geometry of the layer."""
         (frequencies,) = [
             buffer.double() for name, buffer in self.model.named_buffers() if name.endswith("rotary_emb.inv_freq")
         ]
@@ -82,7 +82,7 @@ class Model:
 
 
 def fill(cache: Cache, model: Model, slot: int, tokens: list[int]) -> None:
-    """Let a slot hold tokens as the model computes them from the start."""
+    """Fill a slot with tokens as the model computes them from the start."""
     keys, values = model.rows(tokens)
     start = cache.cached_length(slot)
     with cache.forward([Span(slot, start, len(tokens) - start)]) as forward:
@@ -99,7 +99,6 @@ def stored(cache: Cache, slot: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_shifted_keys_equal_keys_computed_at_the_new_positions(case: str, dtype: torch.dtype) -> None:
-    """After three shifts of a slot that grows in between, with a sharer beside it, every key is where it belongs."""
     model = Model(case, dtype)
     cache = Cache([model.spec], slots=2, capacity=80, cells=160, dtype=dtype)
     tokens = [at * 7 % 61 + 3 for at in range(60)]

@@ -1,4 +1,4 @@
-"""Which layers share cell numbers, and which can be moved."""
+"""Layers that share cell tables, and layers that can be shifted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from kvcache.spec import AttentionRange, GroupSpec, LayerSpec, Rotation, Span, g
 PLAIN = LayerSpec(2, 8, 8)
 
 
-def test_layers_of_one_geometry_and_reach_share_a_group() -> None:
-    """Alternating layers fall into two groups, in the order of their first layers; rotations may differ inside."""
+def test_layers_of_one_geometry_and_range_share_a_group() -> None:
     window = LayerSpec(2, 8, 8, AttentionRange("window", 4))
     other = LayerSpec(2, 8, 8, rotation=Rotation("half", 0, (0.5,)))
 
@@ -32,8 +31,7 @@ def test_layers_of_one_geometry_and_reach_share_a_group() -> None:
         LayerSpec(2, 8, 8, AttentionRange("chunk", 8)),
     ],
 )
-def test_layers_that_differ_have_groups_of_their_own(other: LayerSpec) -> None:
-    """Heads, either width, and reach all separate layers."""
+def test_different_layers_have_different_groups(other: LayerSpec) -> None:
     assert 2 == len(group_layers([PLAIN, other]))
 
 
@@ -46,15 +44,13 @@ def test_layers_that_differ_have_groups_of_their_own(other: LayerSpec) -> None:
         ([PLAIN, LayerSpec(2, 8, 8, rotation=None)], False),
     ],
 )
-def test_a_group_moves_if_every_layer_does(layers: list[LayerSpec], shiftable: bool) -> None:
-    """One layer of unknown positions, or a reach bound to them, holds the whole group."""
+def test_a_group_is_shiftable_if_every_layer_is(layers: list[LayerSpec], shiftable: bool) -> None:
     assert [shiftable] == [group.shiftable for group in group_layers(layers)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", ["full", "window", "chunk"])
-def test_the_oldest_position_is_the_first_that_is_seen(kind: Literal["full", "window", "chunk"], size: int) -> None:
-    """By the words of Reach: a window counts the query itself; of many positions at once too."""
+def test_oldest_visible_is_the_first_attended_position(kind: Literal["full", "window", "chunk"], size: int) -> None:
     sees = {
         "full": lambda query, key: True,
         "window": lambda query, key: query - key < size,
@@ -68,8 +64,7 @@ def test_the_oldest_position_is_the_first_that_is_seen(kind: Literal["full", "wi
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_a_reach_that_covers_all_positions_is_full(kind: Literal["window", "chunk"]) -> None:
-    """A layer within a length that it sees as a whole is one that sees everything."""
+def test_a_range_that_covers_all_positions_is_full(kind: Literal["window", "chunk"]) -> None:
     layer = LayerSpec(2, 8, 8, AttentionRange(kind, 8))
 
     assert [layer, PLAIN, PLAIN] == [layer.limited_to(length) for length in (9, 8, 7)]
@@ -86,18 +81,16 @@ def test_a_reach_that_covers_all_positions_is_full(kind: Literal["window", "chun
         (AttentionRange("window", 8), 70, 70),
     ],
 )
-def test_a_pool_holds_what_slots_see_twice(reach: AttentionRange, cells: int, expected: int) -> None:
-    """Three slots and twenty rows: seven cells a slot before its rows, and as much again; never more than all."""
+def test_a_window_pool_has_twice_the_visible_cells(reach: AttentionRange, cells: int, expected: int) -> None:
+    """Three slots of seven visible cells and twenty batch tokens, twice."""
     assert expected == group_layers([LayerSpec(2, 8, 8, reach)])[0].pool_cells(cells, slots=3, max_batch_tokens=20)
 
 
 def test_a_cell_is_one_token_in_every_layer() -> None:
-    """Bytes of a cell: layers x heads x both widths x the element's size."""
     assert 3 * 2 * (8 + 4) * 2 == GroupSpec(2, 8, 4, AttentionRange(), (0, 1, 2), (None,) * 3).cell_bytes(
         torch.bfloat16
     )
 
 
-def test_a_span_stops_after_its_last_row() -> None:
-    """Ranges are half open."""
+def test_a_span_stops_behind_its_last_token() -> None:
     assert 7 == Span(slot=0, start=4, length=3).stop

@@ -1,4 +1,4 @@
-"""The client's end of a request: events in order, deltas merged for slow readers, and an end."""
+"""RequestStream: events in order, merged deltas for slow readers, one end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ EVENTS = [Started(1, 0, 5), Delta("a", (1,)), Delta("b", (2, 3)), Delta("", (4,)
 
 
 async def read(stream: RequestStream) -> list[Event]:
-    """Everything until the end."""
+    """All events up to the end."""
     return [event async for event in stream]
 
 
 def late(events: Sequence[Event]) -> list[Event]:
-    """What a reader gets who comes when all has happened."""
+    """The events of a reader that starts after the last event."""
 
     async def story() -> list[Event]:
         stream = RequestStream("one")
@@ -30,13 +30,10 @@ def late(events: Sequence[Event]) -> list[Event]:
 
 
 def test_a_slow_reader_gets_deltas_merged() -> None:
-    """All deltas that wait are one, with all their tokens; other events stay as they are."""
     assert [EVENTS[0], Delta("ab", (1, 2, 3, 4)), END] == late(EVENTS)
 
 
 def test_a_fast_reader_gets_every_event() -> None:
-    """Who reads after every event gets each delta alone."""
-
     async def story() -> list[Event]:
         stream, got = RequestStream("one"), []
         for event in EVENTS:
@@ -48,8 +45,6 @@ def test_a_fast_reader_gets_every_event() -> None:
 
 
 def test_a_waiting_reader_wakes_up() -> None:
-    """A reader that came too early gets what comes later."""
-
     async def story() -> list[Event]:
         stream = RequestStream("one")
         reader = asyncio.create_task(read(stream))
@@ -62,8 +57,7 @@ def test_a_waiting_reader_wakes_up() -> None:
     assert EVENTS == asyncio.run(story())
 
 
-def test_a_shortcut_takes_deltas_from_a_reader_that_waits() -> None:
-    """Only deltas, only while nothing is on its way to the reader, and only those that it wants; none is lost."""
+def test_the_fast_path_takes_deltas_of_a_waiting_reader() -> None:
     taken: list[Delta] = []
 
     def shortcut(delta: Delta) -> bool:
@@ -91,8 +85,7 @@ def test_a_shortcut_takes_deltas_from_a_reader_that_waits() -> None:
     assert ["a", "b", "c"] == [delta.text for delta in taken]
 
 
-def test_a_shortcut_takes_nothing_from_a_reader_that_has_left() -> None:
-    """What comes when a reader was cancelled waits for another one."""
+def test_the_fast_path_is_off_after_the_reader_left() -> None:
     taken: list[Delta] = []
 
     def shortcut(delta: Delta) -> bool:
@@ -113,14 +106,11 @@ def test_a_shortcut_takes_nothing_from_a_reader_that_has_left() -> None:
     assert [] == taken
 
 
-def test_nothing_comes_after_the_end() -> None:
-    """Events behind the last one are dropped, and a stream that is over stays over."""
+def test_events_after_the_end_are_dropped() -> None:
     assert [Failed("broken")] == late([Failed("broken"), Delta("late", (1,)), END])
 
 
-def test_two_ends_do_not_happen() -> None:
-    """The first end is the end."""
-
+def test_only_the_first_end_counts() -> None:
     async def story() -> tuple[list[Event], list[Event]]:
         stream = RequestStream("one")
         stream.deliver(END)

@@ -1,4 +1,4 @@
-"""Text that may be sent: whole characters, cut at the earliest stop, the same however it comes in pieces."""
+"""Output text: whole characters, cut at the first stop, independent of the deltas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPS = st.lists(st.text("ab<|é😀", min_size=1, max_size=4), max_size=3)
 
 
 class Bytes:
-    """A decoder (engine/output/text.py) for tokens that are bytes: whole characters only, U+FFFD for a broken end."""
+    """A detokenizer for tokens that are bytes: whole characters only, U+FFFD for an incomplete one at the end."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -41,12 +41,12 @@ class Bytes:
         return text
 
     def flush(self) -> str:
-        """The broken end."""
+        """The incomplete character at the end."""
         return self._bytes[self._sent :].decode(errors="replace")
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The law, by trying every length: the stop that is complete first ends the text; of those, the longest."""
+    """Reference: the stop that is complete first ends the text; of several, the longest."""
     for length in range(len(text) + 1):
         ends = [stop for stop in stops if stop and text[:length].endswith(stop)]
         if ends:
@@ -56,7 +56,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def stream(tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[Delta], str | None]:
-    """What a client gets for tokens that are bytes, and the stop that ended it."""
+    """The deltas of byte tokens, and the stop that ended them."""
     text = TextStream(Bytes(), stops)
     deltas = []
     for token in tokens:
@@ -69,8 +69,7 @@ def stream(tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[Delta], st
 
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 24), max_size=8))
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
-def test_stops_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
-    """For any chunking the released text is the whole, cut at the earliest stop."""
+def test_stops_do_not_depend_on_the_deltas(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, released, found = StopStringMatcher(stops), "", None
     edges = [0, *sorted(min(edge, len(text)) for edge in cuts), len(text)]
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -87,7 +86,6 @@ def test_stops_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: li
 @given(text=LETTERS, stops=STOPS)
 @settings(max_examples=500, deadline=None, database=None, derandomize=True)
 def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
-    """Before the end, what is held is the longest end of the text that a stop could begin with, and no more."""
     matcher, released = StopStringMatcher(stops), ""
     for at, letter in enumerate(text, start=1):
         piece, found = matcher.push(letter)
@@ -100,8 +98,7 @@ def test_only_a_possible_stop_is_held_back(text: str, stops: list[str]) -> None:
 
 @given(text=LETTERS, stops=STOPS)
 @settings(max_examples=500, deadline=None, database=None, derandomize=True)
-def test_bytes_become_whole_characters(text: str, stops: list[str]) -> None:
-    """Byte by byte, no delta splits a character, and all together are the text up to its stop."""
+def test_text_is_released_in_whole_characters(text: str, stops: list[str]) -> None:
     deltas, found = stream(text.encode(), stops)
 
     assert cut(text, stops) == ("".join(delta.text for delta in deltas), found)
@@ -110,8 +107,7 @@ def test_bytes_become_whole_characters(text: str, stops: list[str]) -> None:
 
 @given(text=LETTERS)
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
-def test_every_token_is_told_once_and_in_order(text: str) -> None:
-    """Without a stop, the tokens of all deltas are all tokens, each with the text that it completes or later."""
+def test_every_token_is_released_once_and_in_order(text: str) -> None:
     tokens = list(text.encode())
     deltas, _ = stream(tokens, ["<|zz"])
 
@@ -120,8 +116,7 @@ def test_every_token_is_told_once_and_in_order(text: str) -> None:
 
 @given(text=LETTERS, stops=STOPS, least=st.integers(0, 12))
 @settings(max_examples=500, deadline=None, database=None, derandomize=True)
-def test_no_stop_counts_that_is_complete_too_early(text: str, stops: list[str], least: int) -> None:
-    """Before so many tokens stops are text, and may be part of a later one; held text is released as ever."""
+def test_no_stop_counts_before_min_tokens(text: str, stops: list[str], least: int) -> None:
     early = len(text.encode()[: max(least - 1, 0)].decode(errors="ignore"))
     whole = TextStream(Bytes(), stops, min_tokens=least)
     released, expected = "", (text, None)
@@ -142,47 +137,41 @@ def test_no_stop_counts_that_is_complete_too_early(text: str, stops: list[str], 
 
 
 def test_a_stop_across_three_deltas_is_found() -> None:
-    """A stop string may begin in one token and end in a third."""
     assert ("say ", "<|end|>") == joined(b"say <|end|> more", ["<|end|>"])
 
 
-def test_a_false_start_is_released() -> None:
-    """Text that began like a stop and went on differently comes out whole."""
+def test_a_partial_stop_that_fails_is_released() -> None:
     assert ("a <|en b", None) == joined(b"a <|en b", ["<|end|>"])
 
 
 def test_the_stop_that_is_complete_first_wins() -> None:
-    """A shorter stop inside the beginning of a longer one ends the text."""
     assert ("x", "bc") == joined(b"xbcd", ["abcd", "bc"])
 
 
-def test_a_held_beginning_at_the_end_is_text() -> None:
-    """When a sequence ends in the middle of a stop string, that is text."""
+def test_a_partial_stop_at_the_end_is_text() -> None:
     assert ("hello <|e", None) == joined(b"hello <|e", ["<|end|>"])
 
 
-def test_an_unfinished_character_shows_at_the_end_only() -> None:
-    """Half a character is held back until nothing more can come, and then is U+FFFD."""
+def test_an_incomplete_character_is_released_at_the_end() -> None:
+    """As U+FFFD."""
     deltas, _ = stream("é".encode()[:1], [])
 
     assert ["\ufffd"] == [delta.text for delta in deltas]
 
 
-def test_a_stop_in_the_flushed_rest_counts() -> None:
-    """The last characters may complete a stop, too."""
+def test_a_stop_in_the_flushed_text_counts() -> None:
     deltas, found = stream(b"ab\xc3", ["b\ufffd"])
 
     assert ("a", "b\ufffd") == ("".join(delta.text for delta in deltas), found)
 
 
 def joined(tokens: bytes, stops: list[str]) -> tuple[str, str | None]:
-    """The text of a whole stream and its stop."""
+    """The text of all deltas, and the stop."""
     deltas, found = stream(tokens, stops)
     return "".join(delta.text for delta in deltas), found
 
 
-def test_logprobs_come_with_their_text() -> None:
-    """A held-back token's log-probability is told with the token; after a stop, those behind it are not told."""
+def test_logprobs_are_released_with_their_text() -> None:
     text = TextStream(Bytes(), ["<end>"])
     chosen = [Logprob(token, chr(token), bytes([token]), -float(token)) for token in b"ab<end>"]
     entries = [TokenLogprob(alternative, ()) for alternative in chosen]
@@ -202,7 +191,6 @@ def tokenizer(folder: Callable[[str], Path]) -> Tokenizer:
 @given(text=st.text(max_size=30), prompt=st.text(max_size=10))
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
-    """Whatever stands before it, any text comes back whole from its tokens, one by one."""
     decoder = tokenizer.detokenizer(tokenizer.encode(prompt))
     pieces = [decoder.push(token) for token in tokenizer.encode(text)]
 
@@ -212,7 +200,6 @@ def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str,
 @given(tokens=st.lists(st.integers(0, 255), max_size=30))
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    """Random bytes, which are rarely text, give what decoding them at once gives."""
     decoder = tokenizer.detokenizer([])
     pieces = [decoder.push(token) for token in tokens]
     whole = tokenizer._engine_tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -220,8 +207,7 @@ def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int
     assert whole == "".join((*pieces, decoder.flush()))
 
 
-def test_text_that_cannot_fit_is_refused_unread(tokenizer: Tokenizer) -> None:
-    """Megabytes of text are too long however they are cut; nobody waits while they are tokenised."""
+def test_text_beyond_the_context_is_refused_before_tokenizing(tokenizer: Tokenizer) -> None:
     with pytest.raises(ContextTooLong) as raised:
         tokenizer.encode("the " * 10**6)
 
@@ -238,10 +224,9 @@ def test_text_that_cannot_fit_is_refused_unread(tokenizer: Tokenizer) -> None:
         (("b.",), ["ab\nbc", "d"], "ab\nbc", "b."),
     ],
 )
-def test_a_text_ends_behind_a_match(
+def test_a_text_ends_behind_a_stop_regex_match(
     patterns: Sequence[str], pieces: Sequence[str], text: str, stop: str | None
 ) -> None:
-    """The first match that is complete, which stays in the text; however the text comes."""
     for parts in (pieces, ["".join(pieces)], list("".join(pieces))):
         stream = TextStream(Words(parts), (), patterns)
         said = [delta.text for number in range(len(parts)) if stream.stop is None and (delta := stream.push(number))]
@@ -250,8 +235,7 @@ def test_a_text_ends_behind_a_match(
         assert stop == stream.stop
 
 
-def test_strings_and_patterns_end_a_text_together() -> None:
-    """Of a string and a pattern that are complete at once it is the string; what no stop may end yet goes on."""
+def test_stop_strings_and_stop_regex_work_together() -> None:
     first, second = TextStream(Words(["abc"]), ("c",), ("b",)), TextStream(Words(["abc"]), ("b",), ("b",))
     late = TextStream(Words(["ab", "ab"]), (), ("b",), min_tokens=2)
 
@@ -262,8 +246,7 @@ def test_strings_and_patterns_end_a_text_together() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?=a)", "a*", r"\bx"])
-def test_what_is_no_pattern_is_refused(pattern: str) -> None:
-    """What cannot be read, what looks around, and what is everywhere."""
+def test_invalid_stop_expressions_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         StopRegex([pattern])
 
@@ -283,15 +266,13 @@ def test_what_is_no_pattern_is_refused(pattern: str) -> None:
     ],
 )
 def test_an_error_shows_the_expression_that_was_sent(expressions: tuple[str, ...], words: str) -> None:
-    """The one that is wrong, as far as it is short, and nothing of what is built around it."""
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
         check_stop_regex(expressions)
 
     assert "(?s:.)" not in refused.value.reason
 
 
-def test_a_pattern_with_too_many_states_says_so() -> None:
-    """Within bounded work; from then on it ends nothing."""
+def test_a_stop_regex_with_too_many_states_reports_it() -> None:
     pattern, random = StopRegex(["(a.{300}b)"]), Random(0)
     text = "".join(random.choice("ac") for _ in range(6000))
 
@@ -300,7 +281,7 @@ def test_a_pattern_with_too_many_states_says_so() -> None:
 
 
 class Words:
-    """Each token is one of these texts."""
+    """A detokenizer with a text for each token."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words

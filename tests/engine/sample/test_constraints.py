@@ -1,4 +1,4 @@
-"""What a request forbids, whatever the logits say; and that neither drafts nor neighbours change what is drawn."""
+"""Constraints, and their independence of drafts and batch neighbours."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ REQUESTS = [
 
 
 def rules(request: Request) -> Constraints | None:
-    """The rules of a request before its first token."""
+    """The constraints of a request before its first token."""
     return Constraints.for_request(request, request.prompt, vocabulary=SIZE, end_tokens=ENDS, matcher=None)
 
 
 def draw(request: Request, said: Sequence[int] = ()) -> SamplingContext:
-    """How the token behind `said` is drawn, with everything appended for good."""
+    """The sampling context behind `said`, with every token appended."""
     history, own = PenaltyHistory(request.sampling, request.prompt, SIZE), rules(request)
     for token in said:
         history.append(token)
@@ -47,12 +47,12 @@ def draw(request: Request, said: Sequence[int] = ()) -> SamplingContext:
 
 
 def row(said: Sequence[int]) -> Tensor:
-    """The logits behind a text: any function of it."""
+    """Logits as a function of the text."""
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(hash(tuple(said)) % 2**31)) * 2
 
 
 def spoken(request: Request, count: int) -> list[int]:
-    """What a request says alone, token by token."""
+    """The tokens of a request without drafts."""
     said: list[int] = []
     for _ in range(count):
         (token,) = sample_tokens(row(said)[None], [draw(request, said)])
@@ -62,7 +62,7 @@ def spoken(request: Request, count: int) -> list[int]:
 
 
 def possible(request: Request, said: Sequence[int]) -> set[int]:
-    """What may come next."""
+    """The allowed tokens."""
     own = draw(request, said).constraints
     assert own is not None
     logits = own.masked(torch.zeros(SIZE))
@@ -72,13 +72,11 @@ def possible(request: Request, said: Sequence[int]) -> set[int]:
 ALL = set(range(SIZE))
 
 
-def test_nothing_else_than_what_is_allowed() -> None:
-    """Allowed tokens, wherever the text is."""
+def test_only_allowed_tokens_are_sampled() -> None:
     assert {0, 2, 5, 7} == possible(REQUESTS[0], ()) == possible(REQUESTS[0], (5, 5))
 
 
 def test_bad_words_are_never_completed() -> None:
-    """Their last token is missing behind their others, of which some may stand in the prompt."""
     request = Request("", (9, 1), SamplingParams(bad_words=((3,), (1, 2), (2, 2, 2))))
 
     assert ALL - {3, 2} == possible(request, ())
@@ -86,16 +84,14 @@ def test_bad_words_are_never_completed() -> None:
     assert ALL - {3, 2} == possible(request, (2, 2)) == possible(request, (0, 2, 2))
 
 
-def test_nothing_ends_before_the_shortest_length() -> None:
-    """Ends and stop tokens are missing until so many tokens are said."""
+def test_no_end_token_before_min_tokens() -> None:
     request = Request("", PROMPT, stop_token_ids=(9,), min_tokens=2)
 
     assert ALL - {9, 10, 11} == possible(request, ()) == possible(request, (0,))
     assert ALL == possible(request, (0, 0))
 
 
-def test_thoughts_end_when_their_budget_is_spent() -> None:
-    """Counted from where they begin; what has been said of their end already is not said again."""
+def test_reasoning_ends_when_its_budget_is_spent() -> None:
     request = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=4, end_tokens=(5, 6, 5, 7), budget=2))
 
     assert ALL == possible(request, (0, 1, 2, 3)) == possible(request, (0, 4, 0))
@@ -106,8 +102,7 @@ def test_thoughts_end_when_their_budget_is_spent() -> None:
     assert {5} == possible(request, (4, 5, 6, 5, 7, 3, 4))
 
 
-def test_thoughts_that_the_prompt_began() -> None:
-    """They are counted from the first token on, and begin no more once they have ended."""
+def test_reasoning_begun_by_the_prompt_is_limited() -> None:
     request = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=None, end_tokens=(5,), budget=1))
     at_once = Request("", PROMPT, reasoning_limit=ReasoningLimit(start_token=None, end_tokens=(5,), budget=0))
 
@@ -115,8 +110,7 @@ def test_thoughts_that_the_prompt_began() -> None:
     assert {5} == possible(request, (1,)) == possible(at_once, ())
 
 
-def test_rules_that_leave_nothing_say_so() -> None:
-    """No token, and a reason; where something is left there is none."""
+def test_constraints_without_an_allowed_token_report_why() -> None:
     own = rules(Request("", PROMPT, SamplingParams(allowed_tokens=(3,), bad_words=((3, 3),))))
     assert own is not None
 
@@ -130,8 +124,7 @@ def test_rules_that_leave_nothing_say_so() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_change_nothing(seed: int) -> None:
-    """With right, wrong and partly right drafts of all requests at once, each says what it says alone."""
+def test_drafts_never_change_constrained_text(seed: int) -> None:
     chance = random.Random(seed)
     whole = [spoken(request, 30) for request in REQUESTS]
     texts: list[list[int]] = [[] for _ in REQUESTS]
@@ -149,8 +142,7 @@ def test_drafts_change_nothing(seed: int) -> None:
     assert [right[:24] for right in whole] == [text[:24] for text in texts]
 
 
-def test_a_batch_is_its_rows_one_by_one() -> None:
-    """In any order, each row is drawn as alone."""
+def test_a_batch_equals_its_rows_one_by_one() -> None:
     draws = [draw(request, spoken(request, count)) for request in REQUESTS for count in (0, 5, 11)]
     logits = torch.randn(len(draws), SIZE, generator=torch.Generator().manual_seed(0))
     alone = [sample_tokens(logits[at : at + 1], [one])[0] for at, one in enumerate(draws)]

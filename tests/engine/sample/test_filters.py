@@ -1,4 +1,4 @@
-"""The filters against their definitions in llama.cpp, token by token over small vocabularies."""
+"""Sampling filters against their definitions in llama.cpp, token by token on small vocabularies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HEADS, TAILS = 0.0, 1.0
 
 
 def shares(logits: dict[int, float]) -> dict[int, float]:
-    """Probabilities of what is left."""
+    """Probabilities of the remaining tokens."""
     best = max(logits.values())
     weights = {token: math.exp(value - best) for token, value in logits.items()}
     return {token: weight / sum(weights.values()) for token, weight in weights.items()}
 
 
 def first(ranked: list[int], probability: dict[int, float], share: float) -> set[int]:
-    """The first of the ranked tokens, up to the one with which they have the share."""
+    """The first ranked tokens with a share of the mass."""
     total, taken = 0.0, set()
     for token in ranked:
         taken.add(token)
@@ -37,7 +37,7 @@ def first(ranked: list[int], probability: dict[int, float], share: float) -> set
 
 
 def defined(row: list[float], params: SamplingParams, coin: float) -> set[int]:
-    """What is left after one filter after the other, each by its definition."""
+    """The tokens that pass one filter after the other, each by its definition."""
     left = {token: value for token, value in enumerate(row) if value > -math.inf}
     if params.top_n_sigma:
         mean = sum(left.values()) / len(left)
@@ -78,8 +78,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("coin", [HEADS, TAILS])
-def test_filters_keep_what_they_are_defined_to_keep(coin: float) -> None:
-    """On random rows, flat and steep, with forbidden tokens, each filter alone and all together in order."""
+def test_filters_match_their_definitions(coin: float) -> None:
     chance = random.Random(7)
     for at, params in enumerate([*ALONE, *TOGETHER] * 6):
         spread = (0.3, 1.0, 3.0)[at % 3]
@@ -89,8 +88,7 @@ def test_filters_keep_what_they_are_defined_to_keep(coin: float) -> None:
         assert defined(row, params, coin) == set(kept.nonzero()[:, 0].tolist()), params
 
 
-def test_equal_tokens_stay_together() -> None:
-    """Where a filter's edge falls among tokens with equal logits, all of them stay."""
+def test_tokens_with_equal_logits_are_kept_together() -> None:
     row = torch.tensor([[2.0, 1.0, 1.0, 1.0, -1.0]])
 
     assert [[True, True, True, True, False]] == filter_mask(row, [SamplingParams(typical_p=0.7)], [TAILS]).tolist()
@@ -98,15 +96,14 @@ def test_equal_tokens_stay_together() -> None:
 
 
 def drawn(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> list[int | None]:
-    """Tokens at that many positions."""
+    """Sampled tokens at many positions."""
     history = PenaltyHistory(params, (), len(row))
     return sample_tokens(
         row.expand(count, -1), [SamplingContext(params, seed, position, history) for position in range(count)]
     )
 
 
-def test_top_choices_are_excluded_as_often_as_asked() -> None:
-    """With a probability of 0.3 the certain choice is missing at three places of ten, by seed and position alone."""
+def test_xtc_applies_with_its_probability() -> None:
     row = torch.tensor([5.0, 3.4, -20.0])
     params = SamplingParams(xtc=Xtc(0.3, 0.1))
     tokens = drawn(row, params, 3000)
@@ -120,8 +117,7 @@ def test_top_choices_are_excluded_as_often_as_asked() -> None:
 
 
 @pytest.mark.parametrize("params", ALONE[:1] + ALONE[4:5] + ALONE[7:8], ids=str)
-def test_no_filter_matters_at_zero_temperature(params: SamplingParams) -> None:
-    """The likeliest token is taken, also where a filter would exclude it."""
+def test_no_filter_applies_at_zero_temperature(params: SamplingParams) -> None:
     greedy = SamplingParams(temperature=0.0, typical_p=params.typical_p, top_n_sigma=params.top_n_sigma, xtc=params.xtc)
     row = torch.randn(30, generator=torch.Generator().manual_seed(1))
 

@@ -1,4 +1,4 @@
-"""Scores of a prompt's tokens are those of the model alone, whatever is cached, chunked, drafted or runs beside it."""
+"""Log-probabilities equal those of the model alone with any cache, chunks, drafts and batch."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ FAMILIES = {
 
 
 def describe(token: int, value: float) -> Logprob:
-    """A token without a text."""
+    """A token without text."""
     return Logprob(token, "", b"", value)
 
 
 def random_logits(rows: int) -> Tensor:
-    """The same every time."""
+    """Random logits with a fixed seed."""
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)) * 3
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    """The chosen token's, the labels' and the likeliest ones' log-softmax, best first, over many blocks of rows."""
     logits = random_logits(70)
     asks = [LogprobQuery(row, row + 1, 5 if row % 2 else 0, (9, 7)) for row in reversed(range(70))]
     spread = logits.double().log_softmax(-1)
@@ -64,16 +63,14 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         assert pytest.approx(expected, abs=1e-6) == [other.logprob for other in named]
 
 
-def test_equal_logprobs_come_by_id() -> None:
-    """Of equally likely tokens the lowest ids are told, in order: the first is the one that greedy rows take."""
+def test_equal_logprobs_are_ordered_by_id() -> None:
     (entry,) = token_logprobs(torch.zeros(1, VOCABULARY), [LogprobQuery(0, 0, 5)], describe)
 
     assert entry is not None
     assert [0, 1, 2, 3, 4] == [other.token for other in entry.top]
 
 
-def test_logprobs_of_more_tokens_than_there_are() -> None:
-    """The whole vocabulary sums to one; no alternatives are fine too."""
+def test_more_top_logprobs_than_tokens_return_all() -> None:
     every, none = token_logprobs(random_logits(2), [LogprobQuery(0, 4, 1000), LogprobQuery(1, 4, 0)], describe)
 
     assert every is not None
@@ -82,8 +79,7 @@ def test_logprobs_of_more_tokens_than_there_are() -> None:
     assert () == none.top
 
 
-def test_a_row_that_is_not_finite_tells_nothing() -> None:
-    """Neither NaN nor infinity becomes a number; the rows beside are told."""
+def test_a_row_that_is_not_finite_has_no_logprobs() -> None:
     logits = random_logits(3)
     logits[0, 3], logits[1, 4] = torch.nan, torch.inf
 
@@ -93,8 +89,7 @@ def test_a_row_that_is_not_finite_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(("start", "needed"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (3, [2]), (4, [])])
-def test_the_row_before_a_token_scores_it(start: int, needed: list[int]) -> None:
-    """Of four tokens those from `start` on are scored, and nothing tells of the very first."""
+def test_a_prompt_token_is_scored_by_the_row_before_it(start: int, needed: list[int]) -> None:
     scores = PromptScores((5, 6, 7, 8), start)
     rows = list(scores.logit_positions(0, 4))
     scores.extend([TokenLogprob(describe(token, 0.0), ()) for token in (6, 7, 8)[-len(rows) :] if rows])
@@ -109,7 +104,7 @@ def test_the_row_before_a_token_scores_it(start: int, needed: list[int]) -> None
 
 
 def check(reference: Reference, family: str, request: Request, answer: Answer) -> int:
-    """Everything told of a scored request is the model's own; how many log-probabilities that were."""
+    """Compare all log-probabilities of a request with the model's own; how many there were."""
     assert isinstance(answer.end, Finished), answer.end
     text = (*request.prompt, *answer.tokens)
     with torch.inference_mode():
@@ -137,7 +132,7 @@ def check(reference: Reference, family: str, request: Request, answer: Answer) -
 
 
 def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
-    """Requests that want scores, log-probabilities, both or none, of prompts that share beginnings."""
+    """Requests with prompt scores, logprobs, both or neither, and shared prefixes."""
     chance = random.Random(seed)
     jobs = []
     for number in range(chance.randint(3, 9)):
@@ -155,7 +150,7 @@ def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
 
 
 def judged(models: Models, references: References, family: str, seeds: range) -> int:
-    """Play mixes with drafts in them and return how many log-probabilities were right."""
+    """Run random traffic with drafts; how many log-probabilities were compared."""
     loaded, reference, pool, count = models(family), references(family), prompts(len(family)), 0
     for seed in seeds:
         chance = random.Random(seed)
@@ -175,21 +170,18 @@ def judged(models: Models, references: References, family: str, seeds: range) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_in_any_mix_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
-    """Chunks, prefix hits, few cells, few rows of logits, drafts and neighbours change no number but by rounding."""
+def test_prompt_scores_equal_the_model_alone_in_any_batch(loaded: Models, reference: References, family: str) -> None:
     assert 50 < judged(loaded, reference, family, range(4 if family in ("llama", "gemma3") else 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_in_many_mixes_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
-    """The same law over more mixes."""
+def test_prompt_scores_equal_the_model_in_many_batches(loaded: Models, reference: References, family: str) -> None:
     assert 1000 < judged(loaded, reference, family, range(100, 140))
 
 
-def test_a_shared_beginning_is_computed_once(loaded: Models) -> None:
-    """Sixteen branches behind one prefix compute it once, also where states are kept; only the row before is anew."""
+def test_a_shared_prefix_is_computed_once(loaded: Models) -> None:
     for family in ("llama", "qwen3_next"):
         engine = core(loaded(family), slots=4)
         prefix = tuple(range(60))
@@ -203,8 +195,7 @@ def test_a_shared_beginning_is_computed_once(loaded: Models) -> None:
         assert 62 + 15 * 3 == engine.stats().batch_tokens_total
 
 
-def test_few_rows_have_logits_at_a_time(loaded: Models) -> None:
-    """However many tokens are scored in a step, beside those that speak only so many rows meet the vocabulary."""
+def test_logit_rows_of_a_step_are_limited(loaded: Models) -> None:
     model, engine, rows = loaded("llama").model, core(loaded("llama"), chunk=64), []
     engine._scheduler._max_scored = 5
     hook = model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(output.shape[1]))
@@ -216,16 +207,14 @@ def test_few_rows_have_logits_at_a_time(loaded: Models) -> None:
     assert sum(rows) == 40 + 38 + 35 + 3 * 2
 
 
-def test_nobody_waits_for_what_it_cannot_use(loaded: Models) -> None:
-    """Two that score all of one prompt compute it side by side."""
+def test_a_scored_prompt_does_not_wait_for_a_shared_prefix(loaded: Models) -> None:
     engine = core(loaded("llama"), chunk=64)
     play(engine, [Job(ask(name, range(30), 0, score_from=0)) for name in ("one", "other")])
 
     assert (1, 60) == (engine.stats().steps_total, engine.stats().batch_tokens_total)
 
 
-def test_what_is_scored_is_never_taken_from_memory(loaded: Models) -> None:
-    """The same prompt again is reused up to the row that tells of the first scored token."""
+def test_scored_tokens_are_never_cached_ones(loaded: Models) -> None:
     engine, prompt = core(loaded("llama")), tuple(range(40))
     play(engine, [Job(ask("before", prompt, 4))])
     answers = play(engine, [Job(ask(str(start), prompt, 0, score_from=start)) for start in (30, 1, 0)])
@@ -233,8 +222,7 @@ def test_what_is_scored_is_never_taken_from_memory(loaded: Models) -> None:
     assert [29, 0, 0] == [answer.started[0].cached_tokens for answer in answers.values()]
 
 
-def test_no_tokens_asked_for_ends_behind_the_prompt(loaded: Models) -> None:
-    """With nothing to say a scored prompt ends with "length", and its content serves others."""
+def test_zero_max_tokens_end_behind_the_prompt(loaded: Models) -> None:
     engine, prompt = core(loaded("llama"), chunk=7), tuple(range(40))
     answer = play(engine, [Job(ask("scored", prompt, 0, score_from=0))])["scored"]
     again = play(engine, [Job(ask("again", prompt, 1))])["again"]
@@ -245,8 +233,7 @@ def test_no_tokens_asked_for_ends_behind_the_prompt(loaded: Models) -> None:
     assert 39 == again.started[0].cached_tokens
 
 
-def test_a_row_that_is_not_finite_fails_the_one_that_wants_it(loaded: Models) -> None:
-    """NaN where a token is scored fails that request alone, and nothing of it is remembered."""
+def test_a_row_that_is_not_finite_fails_its_request_alone(loaded: Models) -> None:
     model, engine = loaded("llama").model, core(loaded("llama"))
 
     def spoil(_: object, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -265,8 +252,7 @@ def test_a_row_that_is_not_finite_fails_the_one_that_wants_it(loaded: Models) ->
 
 @pytest.mark.parametrize("size", [1, 5, 255, 256, 257, 2560, 5003, 12_800])
 @pytest.mark.parametrize("levels", [1, 3, 50, 10**6])
-def test_the_likeliest_are_those_of_a_full_sort(size: int, levels: int) -> None:
-    """Of any length of row, equal values by id, as many as asked for or as there are."""
+def test_top_tokens_equal_a_full_sort(size: int, levels: int) -> None:
     generator = torch.Generator().manual_seed(size + levels)
     values = torch.randint(0, levels, (size,), generator=generator).float().log()
 
@@ -275,8 +261,7 @@ def test_the_likeliest_are_those_of_a_full_sort(size: int, levels: int) -> None:
         assert expected == top_tokens(values, count)
 
 
-def test_a_row_tells_the_same_alone_and_beside_others() -> None:
-    """To the bit, and a row that is not finite tells nothing, wherever the number stands."""
+def test_logprobs_of_a_row_ignore_its_neighbours() -> None:
     logits = 5 * torch.randn(6, 5003, generator=torch.Generator().manual_seed(1))
     logits[1, 0] = logits[2, 77] = torch.nan
     logits[3, 5002] = torch.inf

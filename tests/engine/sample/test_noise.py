@@ -1,4 +1,4 @@
-"""The noise: Philox gives the published words, and what is made of them is Gumbel and independent."""
+"""Philox against its published words; Gumbel noise against its distribution."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ def words(text: str) -> tuple[torch.Tensor, ...]:
 
 
 def noise(seeds: torch.Tensor | int, positions: torch.Tensor | int, tokens: torch.Tensor | int) -> torch.Tensor:
-    """Gumbel noise, numbers spread to the shape of the tensors."""
+    """Gumbel noise with numbers broadcast to the shape of the tensors."""
     parts = torch.broadcast_tensors(*(torch.as_tensor(part) for part in (seeds, positions, tokens)))
     return gumbel(*(part.contiguous() for part in parts))
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_published_words(counter: str, key: str, expected: str) -> None:
-    """The generator is philox4x32-10 to the bit."""
     assert words(expected) == philox(words(counter), words(key))
 
 
 def test_numpy_gives_the_same_words() -> None:
-    """As it does on the processor."""
     parts = torch.randint(2**32, (6, 1000), generator=torch.Generator().manual_seed(2))
     a, b, c, d, e, f = parts
     expected = philox((a, b, c, d), (e, f))
@@ -45,7 +43,7 @@ def test_numpy_gives_the_same_words() -> None:
 
 
 def test_noise_lies_in_its_range() -> None:
-    """The widest gap that noise can bridge is what the filters count on."""
+    """The range that the filters rely on."""
     drawn = noise(1, torch.arange(1000)[:, None], torch.arange(1000))
     extremes = [-math.log(-math.log((word + 0.5) / 2**32)) for word in (0, 2**32 - 1)]
 
@@ -56,7 +54,6 @@ def test_noise_lies_in_its_range() -> None:
 
 @pytest.mark.parametrize("axis", ["seed", "position", "token"])
 def test_noise_is_gumbel_along_every_axis(axis: str) -> None:
-    """Over seeds, positions and tokens alike: uniform after the distribution function, and no neighbours correlate."""
     count = 200_000
     parts = {"seed": 5, "position": 17, "token": 3} | {axis: torch.arange(count)}
     drawn = noise(parts["seed"], parts["position"], parts["token"])
@@ -69,8 +66,7 @@ def test_noise_is_gumbel_along_every_axis(axis: str) -> None:
     assert abs(pairs) < 6 / math.sqrt(count)
 
 
-def test_every_bit_of_the_seed_and_position_counts() -> None:
-    """Seeds and positions that differ in one bit give other noise, in the high words too."""
+def test_every_bit_of_seed_and_position_changes_the_noise() -> None:
     tokens = torch.arange(64)
     signed = [1 << bit for bit in range(63)] + [-(2**63)]
     by_seed = {tuple(noise(seed, 0, tokens).tolist()) for seed in (0, *signed)}
@@ -81,7 +77,6 @@ def test_every_bit_of_the_seed_and_position_counts() -> None:
 
 
 def test_noise_does_not_depend_on_its_shape() -> None:
-    """A number of a batch is the number alone, to the bit."""
     batch = noise(torch.arange(5)[:, None], torch.arange(7, 12)[:, None], torch.arange(300))
 
     assert [noise(seed, 7 + seed, token).item() for seed in range(5) for token in (0, 299)] == [

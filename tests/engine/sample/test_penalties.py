@@ -1,4 +1,4 @@
-"""Penalties for repeated sequences, against llama.cpp's definition by brute force."""
+"""The DRY penalty against a brute-force implementation of llama.cpp's definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.types.request import Dry, SamplingParams
 
 
 def brute(tokens: Sequence[int], dry: Dry) -> dict[int, int]:
-    """For every earlier place how many tokens before it are the last ones again; the most of each token there."""
+    """For each token the longest repetition that it would continue, by trying every earlier position."""
     some = list(tokens if dry.lookback < 0 else tokens[max(len(tokens) - dry.lookback, 0) :])
     found: dict[int, int] = {}
     for at in range(1, len(some)):
@@ -35,8 +35,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("dry", CASES, ids=str)
-def test_repetitions_are_found(dry: Dry) -> None:
-    """In random texts of few letters, and in such that repeat themselves."""
+def test_dry_finds_repetitions(dry: Dry) -> None:
     chance = random.Random(5)
     for letters in (2, 3, 5):
         for length in (0, 1, 2, 3, 10, 45, 60):
@@ -46,13 +45,11 @@ def test_repetitions_are_found(dry: Dry) -> None:
             assert brute(text, dry) == repetitions(text, dry)
 
 
-def test_a_long_repetition_costs_as_much_as_an_endless_one() -> None:
-    """Beyond 64 tokens more than allowed the length is counted no further."""
+def test_the_dry_penalty_is_limited_for_long_repetitions() -> None:
     assert {1: 66} == repetitions([1] * 500, Dry(1.0))
 
 
-def test_the_penalty_grows_with_what_is_repeated() -> None:
-    """multiplier x base^(n - allowed length), of prompt and output together; other tokens keep their logits."""
+def test_the_dry_penalty_grows_with_the_repetition() -> None:
     dry = Dry(0.5, base=2.0, allowed_length=2)
     params = SamplingParams(dry=dry)
     history = PenaltyHistory(params, (1, 2, 3, 4, 9, 2, 3, 5, 7, 1), 10)
@@ -64,8 +61,7 @@ def test_the_penalty_grows_with_what_is_repeated() -> None:
     assert [0, 0, 0, 0, -0.5 * 2, -0.5, 0, 0, 0, 0] == logits.tolist()
 
 
-def test_a_history_is_the_same_however_it_came() -> None:
-    """What stands behind guesses is what would stand there if they were said; the history itself stays."""
+def test_a_history_does_not_depend_on_how_it_grew() -> None:
     params = SamplingParams(dry=Dry(1.0, allowed_length=1), frequency_penalty=0.3)
     chance = random.Random(2)
     prompt, said = [[chance.randrange(6) for _ in range(20)] for _ in range(2)]
@@ -87,7 +83,6 @@ def test_a_history_is_the_same_however_it_came() -> None:
 
 
 def test_a_huge_base_forbids() -> None:
-    """What overflows leaves no chance, and no error."""
     params = SamplingParams(dry=Dry(1.0, base=1e30, allowed_length=1))
     logits = torch.zeros(3)
     PenaltyHistory(params, [1] * 80, 3).penalise(logits, params)

@@ -1,4 +1,4 @@
-"""A prompt as one vector is what the model alone makes of it, whatever is cached, chunked or runs beside it."""
+"""Pooled vectors equal those of the model alone with any cache, chunks and batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ References = Callable[..., Reference]
 
 
 def vector(answer: Answer) -> torch.Tensor:
-    """What one client got, which must be all that it got."""
+    """The vector of a request, which must be its only result."""
     assert isinstance(answer.end, Finished), answer.end
     assert ("length", None, [], "") == (answer.end.reason, answer.end.stop, answer.tokens, answer.text)
     (embedded,) = answer.embedded
@@ -41,7 +41,7 @@ def vector(answer: Answer) -> torch.Tensor:
 
 
 def expected(reference: Reference, request: Request) -> torch.Tensor:
-    """The last layer's states of transformers alone, behind the last norm."""
+    """The last hidden states of transformers, behind the last norm."""
     with torch.inference_mode():
         inputs = torch.tensor([request.prompt])
         states: torch.Tensor = reference.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state[0]
@@ -49,7 +49,7 @@ def expected(reference: Reference, request: Request) -> torch.Tensor:
 
 
 def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
-    """Vectors of both kinds, and requests that generate, of prompts that share beginnings."""
+    """Requests with both kinds of pooling and requests that generate, with shared prefixes."""
     chance = random.Random(seed)
     jobs = []
     for number in range(chance.randint(3, 9)):
@@ -62,8 +62,7 @@ def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "minicpm3", "jamba", "gpt2"])
-def test_vectors_in_any_mix_are_those_of_the_model_alone(loaded: Models, reference: References, family: str) -> None:
-    """Chunks, prefix hits, few cells and neighbours change nothing that float32 shows."""
+def test_vectors_equal_the_model_alone_in_any_batch(loaded: Models, reference: References, family: str) -> None:
     judged, pool = 0, prompts(len(family))
     for seed in range(4):
         chance = random.Random(seed)
@@ -85,8 +84,7 @@ def test_vectors_in_any_mix_are_those_of_the_model_alone(loaded: Models, referen
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "jamba", "gpt2"])
-def test_a_prompt_that_fills_the_context_is_computed_whole(loaded: Models, reference: References, family: str) -> None:
-    """With no cell to spare, and more than once: what says nothing needs no room for it."""
+def test_a_prompt_may_fill_the_context(loaded: Models, reference: References, family: str) -> None:
     prompt = [3 + at * 7 % 250 for at in range(CONTEXT)]
     engine = core(loaded(family), slots=2, chunk=16, cells=CONTEXT)
     jobs = [Job(ask(f"{kind}-{at}", prompt, pooling=kind)) for at in range(2) for kind in ("last", "mean")]
@@ -101,8 +99,7 @@ def test_a_prompt_that_fills_the_context_is_computed_whole(loaded: Models, refer
 
 
 @pytest.mark.parametrize(("kind", "cached"), [("last", 39), ("mean", 0)])
-def test_a_mean_needs_every_row_and_the_last_state_needs_one(loaded: Models, kind: Pooling, cached: int) -> None:
-    """What is remembered of the prompt spares its rows where only the last one counts, and serves others."""
+def test_mean_pooling_needs_all_states_and_last_needs_one(loaded: Models, kind: Pooling, cached: int) -> None:
     engine = core(loaded("llama"))
     play(engine, [Job(ask("before", range(40), 4))])
     answer = play(engine, [Job(ask("vector", range(40), pooling=kind))])["vector"]
@@ -111,8 +108,7 @@ def test_a_mean_needs_every_row_and_the_last_state_needs_one(loaded: Models, kin
     assert 39 == play(engine, [Job(ask("after", range(40), 1))])["after"].started[0].cached_tokens
 
 
-def test_states_cost_no_logits(loaded: Models) -> None:
-    """Rows that only a vector needs never meet the vocabulary."""
+def test_pooling_computes_no_logits(loaded: Models) -> None:
     model, engine, rows = loaded("llama").model, core(loaded("llama")), []
     hook = model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(output.shape[1]))
     play(engine, [Job(ask("vector", range(40), pooling="mean")), Job(ask("text", (9, 8, 7), 1))])
@@ -122,7 +118,6 @@ def test_states_cost_no_logits(loaded: Models) -> None:
 
 
 def test_a_state_that_is_not_finite_fails(loaded: Models) -> None:
-    """No vector of NaN is handed out, and nothing of it is remembered."""
     model, engine = loaded("llama").model, core(loaded("llama"))
     hook = model.model.norm.register_forward_hook(lambda _, inputs, output: output * torch.nan)
     answer = play(engine, [Job(ask("vector", range(9), pooling="last"))])["vector"]
@@ -134,8 +129,7 @@ def test_a_state_that_is_not_finite_fails(loaded: Models) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.parametrize("name", ["mpt", "gpt_neo", "qwen3"])
-def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
-    """One by one or packed, of several spans: the states and the logits of the rows that were named."""
+def test_the_sequential_runner_returns_states_too(name: str) -> None:
     family = build(name)
     assert family.runner.has_hidden_states
     cache, (first, second) = family.cache(), (family.prompt[:7], family.prompt[5:9])
@@ -152,7 +146,7 @@ def test_models_that_run_by_themselves_show_their_states_too(name: str) -> None:
 
 
 class Quiet(LlamaForCausalLM):  # type: ignore[misc]
-    """Makes its logits without a call of its output layer."""
+    """Computes its logits without a call of its output layer."""
 
     def forward(
         self,
@@ -168,8 +162,7 @@ class Quiet(LlamaForCausalLM):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("kind", "shown"), [(Quiet, False), (LlamaForCausalLM, True)])
-def test_what_a_model_does_not_show_is_known_at_load(kind: type[Any], shown: bool) -> None:
-    """A model whose output layer is never called has no states that could be told: its requests are refused early."""
+def test_missing_hidden_states_are_found_at_load(kind: type[Any], shown: bool) -> None:
     config = AutoConfig.for_model("llama", **settings("llama"))
     model = kind(config).eval().requires_grad_(False)
     facts = ModelTraits(vocabulary=config.vocab_size, recurrent=False, dtype=torch.float32)
@@ -178,8 +171,7 @@ def test_what_a_model_does_not_show_is_known_at_load(kind: type[Any], shown: boo
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
-    """Whether or not it honours what is kept, the logits are those wanted and the states those pooled."""
+def test_a_model_may_compute_logits_for_every_row(kept: bool) -> None:
     layer, rows = nn.Linear(4, 3), torch.randn(6, 4)
     model = SimpleNamespace(get_output_embeddings=lambda: layer)
     with hooks.capture_hidden_states(model, torch.tensor([2, 3]), torch.tensor([0, 3, 5])) as tap:
@@ -189,16 +181,14 @@ def test_a_model_may_bring_every_row_to_its_output_layer(kept: bool) -> None:
     assert torch.equal(rows[[0, 3, 5]], tap.hidden_states)
 
 
-def test_a_model_that_goes_around_its_output_layer_is_told() -> None:
-    """Rather than to hand out a vector of nothing."""
+def test_a_model_that_bypasses_its_output_layer_is_refused() -> None:
     model = SimpleNamespace(get_output_embeddings=lambda: nn.Linear(4, 3))
 
     with pytest.raises(NotImplementedError), hooks.capture_hidden_states(model, torch.tensor([0]), torch.tensor([0])):
         pass
 
 
-def test_a_pool_takes_what_it_needs_in_any_pieces() -> None:
-    """A mean needs all rows once, in order; the last state needs one."""
+def test_pooling_does_not_depend_on_the_chunks() -> None:
     states = torch.arange(12.0).view(6, 2)
     mean, last = PromptPooler("mean", 6), PromptPooler("last", 6)
     for start, stop in ((0, 2), (2, 3), (3, 6)):

@@ -1,4 +1,4 @@
-"""The rule that turns logits into a token: against transformers' processors, row by row, and by its distribution."""
+"""The sampling rule against transformers' logits processors, row by row and by distribution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(
     output: Sequence[int] = (),
     vocabulary: int = VOCABULARY,
 ) -> SamplingContext:
-    """One row to draw from, after a prompt and an output."""
+    """A sampling context behind a prompt and an output."""
     history = PenaltyHistory(params, prompt, vocabulary)
     for token in output:
         history.append(token)
@@ -48,7 +48,7 @@ def random_logits(seed: int, rows: int = 1, vocabulary: int = VOCABULARY, spread
 
 
 def sampled(row: Tensor, params: SamplingParams, count: int, **history: Sequence[int]) -> Tensor:
-    """How often each token is drawn over that many positions."""
+    """How often each token is sampled over many positions."""
     tokens = []
     for start in range(0, count, 2000):
         draws = [draw(params, seed=9, position=start + at, vocabulary=len(row), **history) for at in range(2000)]
@@ -57,7 +57,7 @@ def sampled(row: Tensor, params: SamplingParams, count: int, **history: Sequence
 
 
 def processed(row: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Probabilities by transformers' processors, with OpenAI's formula for the penalties that transformers lacks."""
+    """Probabilities by transformers' processors, with OpenAI's formula for frequency and presence penalty."""
     shaped = row.double().clone()
     for token, bias in params.logit_bias:
         shaped[token] += bias
@@ -108,8 +108,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("params", CASES, ids=str)
-def test_drawn_tokens_follow_the_processed_distribution(params: SamplingParams) -> None:
-    """Over 6,000 draws: no token outside the support, and a chi-square that chance explains."""
+def test_sampled_tokens_follow_the_filtered_distribution(params: SamplingParams) -> None:
     prompt, output = (1, 2, 3, 1), (4, 5, 4, 4, 2)
     row = random_logits(3)[0]
     expected = processed(row, params, prompt, output) * DRAWS
@@ -123,7 +122,7 @@ def test_drawn_tokens_follow_the_processed_distribution(params: SamplingParams) 
 
 
 def chi_square_is_chance(found: Tensor, expected: Tensor) -> bool:
-    """Whether a chi-square statistic is less than six standard deviations from its mean (Wilson and Hilferty)."""
+    """Whether a chi-square statistic is below six standard deviations (Wilson and Hilferty)."""
     used = expected > 1e-9
     freedom = int(used.sum()) - 1
     if freedom == 0:
@@ -133,24 +132,22 @@ def chi_square_is_chance(found: Tensor, expected: Tensor) -> bool:
     return z < 6
 
 
-def test_a_wrong_distribution_is_noticed() -> None:
-    """The judge itself: probabilities of a temperature that is off by a third do not pass."""
+def test_a_wrong_distribution_is_detected() -> None:
+    """Power of the chi-square test: a temperature that is off by a third fails it."""
     counts = sampled(random_logits(3)[0], SamplingParams(), DRAWS)
     wrong = processed(random_logits(3)[0], SamplingParams(temperature=1.3), (), ()) * DRAWS
 
     assert not chi_square_is_chance(counts, wrong)
 
 
-def test_plain_noise_follows_the_softmax_over_many_draws() -> None:
-    """At temperature 1 a hundred thousand draws have the softmax's frequencies."""
+def test_gumbel_sampling_follows_the_softmax() -> None:
     row = random_logits(5, vocabulary=8)[0]
 
     assert chi_square_is_chance(sampled(row, SamplingParams(), 100_000), row.double().softmax(-1) * 100_000)
 
 
 @pytest.mark.parametrize("params", CASES, ids=str)
-def test_the_support_is_that_of_transformers(params: SamplingParams) -> None:
-    """On 100 random rows, flat and steep, every drawn token is one that transformers' processors keep."""
+def test_the_filters_agree_with_transformers(params: SamplingParams) -> None:
     prompt, output = (1, 2, 3, 1), (4, 5, 4, 4, 2)
     for at in range(100):
         row = random_logits(at, spread=(0.1, 1.0, 4.0, 30.0)[at % 4])[0]
@@ -160,7 +157,7 @@ def test_the_support_is_that_of_transformers(params: SamplingParams) -> None:
 
 
 def mixed_draws(rows: int) -> list[SamplingContext]:
-    """Draws of all kinds, one a row."""
+    """Sampling contexts with different parameters, one for each row."""
     kinds = [GREEDY, *CASES]
     return [
         draw(kinds[at % len(kinds)], seed=at * 7919 - 50, position=at, prompt=(at % VOCABULARY,), output=(1, 1, 2))
@@ -168,8 +165,7 @@ def mixed_draws(rows: int) -> list[SamplingContext]:
     ]
 
 
-def test_a_batch_is_its_rows_one_by_one() -> None:
-    """Rows of all parameters together give what each gives alone, also in another order."""
+def test_a_batch_equals_its_rows_one_by_one() -> None:
     logits, draws = random_logits(1, rows=300), mixed_draws(300)
     alone = [sample_tokens(logits[at : at + 1], [draws[at]])[0] for at in range(300)]
     turned = sample_tokens(logits.flip(0), draws[::-1])
@@ -178,23 +174,20 @@ def test_a_batch_is_its_rows_one_by_one() -> None:
     assert alone == turned[::-1]
 
 
-def test_the_logits_stay_as_they_are() -> None:
-    """Penalties and bias work on a copy, for log-probabilities are those of the raw logits."""
+def test_sampling_keeps_the_input_logits() -> None:
     logits = random_logits(1, rows=60)
     sample_tokens(logits, mixed_draws(60))
 
     assert random_logits(1, rows=60).equal(logits)
 
 
-def test_zero_temperature_takes_the_likeliest() -> None:
-    """Greedy rows are the arg max, whatever the seed."""
+def test_zero_temperature_is_greedy() -> None:
     logits = random_logits(2, rows=50)
 
     assert logits.argmax(-1).tolist() == sample_tokens(logits, [draw(GREEDY, seed=at) for at in range(50)])
 
 
 def test_a_falling_temperature_becomes_greedy() -> None:
-    """From 1e-3 down to the smallest positive number, the likeliest token is drawn."""
     logits = random_logits(2, rows=50)
     for temperature in (1e-3, 1e-5, 1e-12, 1e-45, 5e-324):
         drawn = sample_tokens(logits, [draw(SamplingParams(temperature=temperature), seed=at) for at in range(50)])
@@ -203,7 +196,6 @@ def test_a_falling_temperature_becomes_greedy() -> None:
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
-    """Of equal logits the first wins, in any type."""
     row = torch.zeros(1, VOCABULARY)
     row[0, [5, 9, 20]] = 1.0
 
@@ -211,8 +203,7 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     assert [5] == sample_tokens(row.to(torch.bfloat16), [draw(GREEDY)])
 
 
-def test_ties_at_the_edge_of_a_filter_stay_together() -> None:
-    """Tokens as likely as the last one that top-k keeps may all be drawn."""
+def test_ties_at_a_filter_threshold_are_kept_together() -> None:
     row = torch.full((VOCABULARY,), -5.0)
     row[[5, 9, 20]] = 1.0
     row[0] = 2.0
@@ -221,7 +212,6 @@ def test_ties_at_the_edge_of_a_filter_stay_together() -> None:
 
 
 def test_filters_that_are_off_change_nothing() -> None:
-    """Top-k 0 or the whole vocabulary, top-p 1 and min-p 0 draw what no filter draws."""
     logits = random_logits(4, rows=200)
     plain = sample_tokens(logits, [draw(SamplingParams(), seed=at) for at in range(200)])
     for off in (SamplingParams(top_k=VOCABULARY), SamplingParams(top_k=10**9), SamplingParams(top_p=1.0, min_p=0.0)):
@@ -230,8 +220,7 @@ def test_filters_that_are_off_change_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], ids=str)
-def test_a_bad_row_breaks_only_itself(bad: float, params: SamplingParams) -> None:
-    """NaN or infinity in one row gives None there, and the other rows what they give without it."""
+def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams) -> None:
     logits = random_logits(6, rows=5)
     draws = [draw(params, seed=at) for at in range(5)]
     expected = sample_tokens(logits, draws)
@@ -240,13 +229,11 @@ def test_a_bad_row_breaks_only_itself(bad: float, params: SamplingParams) -> Non
     assert [*expected[:2], None, *expected[3:]] == sample_tokens(logits, draws)
 
 
-def test_a_row_without_any_token_is_bad() -> None:
-    """Where everything is minus infinity there is nothing to draw."""
+def test_a_row_without_allowed_token_has_no_sample() -> None:
     assert [None] == sample_tokens(torch.full((1, VOCABULARY), -math.inf), [draw(SamplingParams())])
 
 
-def test_a_row_with_forbidden_tokens_is_not_bad() -> None:
-    """Minus infinity forbids a token and no more."""
+def test_a_row_with_forbidden_tokens_is_sampled() -> None:
     row = torch.full((VOCABULARY,), -math.inf)
     row[[3, 4]] = 0.0
 
@@ -254,21 +241,18 @@ def test_a_row_with_forbidden_tokens_is_not_bad() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_huge_and_tiny_logits_are_fine(dtype: torch.dtype) -> None:
-    """The largest finite numbers neither overflow nor break a row."""
+def test_huge_and_tiny_logits_are_sampled(dtype: torch.dtype) -> None:
     row = torch.zeros(1, VOCABULARY, dtype=dtype)
     row[0, 3], row[0, 4] = torch.finfo(dtype).max / 4, -torch.finfo(dtype).max / 4
 
     assert [3] == sample_tokens(row, [draw(SamplingParams(top_k=4, top_p=0.9, min_p=0.1))])
 
 
-def test_one_word_is_a_vocabulary() -> None:
-    """With a single token there is nothing to choose."""
+def test_a_vocabulary_of_one_token_is_sampled() -> None:
     assert [0] == sample_tokens(torch.zeros(1, 1), [draw(SamplingParams(top_k=5, top_p=0.1), vocabulary=1)])
 
 
 def test_bias_can_force_and_forbid() -> None:
-    """A bias of 100 makes a token certain, one of -100 impossible."""
     row = random_logits(8)[0]
     forced = sampled(row, SamplingParams(logit_bias=((11, 100.0),)), 4000)
     banned = sampled(row, SamplingParams(logit_bias=((int(row.argmax()), -100.0),)), 4000)
@@ -277,15 +261,13 @@ def test_bias_can_force_and_forbid() -> None:
     assert 0 == int(banned[int(row.argmax())])
 
 
-def test_a_bias_given_twice_adds_up() -> None:
-    """Two entries for a token count both."""
+def test_repeated_biases_add_up() -> None:
     row = torch.zeros(1, VOCABULARY)
 
     assert [6] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, logit_bias=((6, 1.0), (5, 1.5), (6, 1.0))))])
 
 
 def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
-    """A token of the prompt is penalised by repetition only; each more occurrence in the output costs frequency."""
     row = torch.full((1, VOCABULARY), -10.0)
     row[0, 1], row[0, 2] = 5.0, 4.5
     in_prompt = {"prompt": (1,), "output": ()}

@@ -1,4 +1,4 @@
-"""What a cache holds inside, judged token by token: slots, nodes, files, and who is counted where."""
+"""Invariants of a whole cache, checked token by token: slots, nodes, files and counts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvcache.attention_group import AttentionGroup
+from kvcache.attention_group import HOLE, AttentionGroup
 from kvcache.cache import Cache
 from kvcache.cell_pool import CellArray
-from kvcache.holes import HOLE
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig
-from tests.kvcache import ledger
-from tests.kvcache.echo import no_leak
-from tests.kvcache.story import STATE, Content, Seat, turned
+from tests.kvcache import reference
+from tests.kvcache.content import STATE, Content, Seat, turned
+from tests.kvcache.digests import no_leak
 
-oldest = lru_cache(maxsize=None)(ledger.oldest)
+oldest = lru_cache(maxsize=None)(reference.oldest)
 
 
 def check_slot(cache: Cache, slot: int, seat: Seat, content: Content) -> None:
-    """Check that a slot holds its tokens, and all that their next row sees."""
+    """Check that a slot holds its tokens, and all cells visible from its end."""
     tokens = tuple(seat.tokens)
     assert len(tokens) == cache.cached_length(slot)
     if not tokens:
@@ -38,7 +37,7 @@ def check_slot(cache: Cache, slot: int, seat: Seat, content: Content) -> None:
 
 
 def stands(cache: Cache, slot: int, length: int) -> int:
-    """The deepest length up to the one asked for with all that a row behind it needs, by trying all."""
+    """The largest length, at most the one asked for, at which a slot can resume, by trying all."""
     tables = [(group.spec.attention_range, group.table(slot)) for group in cache.groups]
     states = None if cache.recurrent_states is None else cache.recurrent_states._slots[slot].states
     for at in range(min(length, cache.cached_length(slot)), 0, -1):
@@ -49,7 +48,7 @@ def stands(cache: Cache, slot: int, length: int) -> int:
 
 
 def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int:
-    """How deep a slot could stand with what the tree has in cells of the tokens, of which it holds the first ones."""
+    """The length that a slot, which holds the first tokens, could reach with resident content alone."""
     path: list[Node] = []
     node, depth = cache._tree._radix.roots.get(salt), 0
     while node is not None and depth < len(tokens):
@@ -70,7 +69,7 @@ def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int
 
 
 def check_tree(cache: Cache, content: Content) -> None:
-    """Check that every node holds its edge, every reference belongs to somebody, and ends are the first to go."""
+    """Check that every node holds its edge, every reference has an owner, and leaves are evicted first."""
     no_leak(cache)
     order = {node: at for at, node in enumerate(cache._tree._radix.lru)}
     states = 0
@@ -98,7 +97,7 @@ def check_tree(cache: Cache, content: Content) -> None:
 
 
 def check_shelf(cache: Cache, config: OffloadConfig) -> None:
-    """Check that budgets are kept, what is counted is there, and every piece belongs to its edge."""
+    """Check budgets, byte counts, and that every entry slice belongs to its edge."""
     here = cache._tree.offload
     assert here.memory_bytes == sum(entry.memory_bytes for entry in here._memory) <= here.memory_budget
     assert here.disk_bytes == sum(entry.file_bytes for entry in here._files) <= config.disk_bytes
@@ -118,7 +117,7 @@ def check_shelf(cache: Cache, config: OffloadConfig) -> None:
 
 
 def _check_cells(group: AttentionGroup, cells: CellArray, marks: np.ndarray, start: int) -> None:
-    """Check what cells hold that are no holes: those of positions from `start` on."""
+    """Check the content of all cells but holes, for positions from `start` on."""
     (there,) = np.nonzero(cells != HOLE)
     expected = marks[there]
     keys, values = (plane.rows.numpy()[0][:, cells[there]] for plane in (group.pool.keys, group.pool.values))

@@ -1,7 +1,7 @@
-"""The reference of the cache: plain lists and dictionaries. It knows tokens and who shares what, and nothing of cells.
+"""The reference of the cache: plain lists and dictionaries with tokens and sharing, without cells.
 
-Each reach has a store of its own: what layers of that reach keep. A dictionary stands for the prefix tree: under all
-tokens up to a position, the entry of that position. None stands for what was released because no later row sees it.
+Each attention range has a store of its own. A dictionary stands for the prefix tree: for all tokens up to a
+position, the entry of that position. None is a hole: an entry released because no later token attends to it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvcache.spec import AttentionRange
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One token of a slot. Its position is its place in the list.
+    """One token of a slot; its position is its index in the list.
 
-    serial  when the token was written; a copy keeps it
-    atom    the storage: two entries are one cell exactly if their atoms are equal
+    serial  when the token was written; kept by copies
+    atom    identity of the storage: two entries share a cell exactly if their atoms are equal
     """
 
     token: int
@@ -32,7 +32,7 @@ Entries: TypeAlias = list[Entry | None]
 
 
 def oldest(reach: AttentionRange, position: int) -> int:
-    """The first position that a query sees, by trying all: windows count the query itself."""
+    """The first position that a query attends to, by trying all."""
     if reach.kind == "full":
         return 0
     if reach.kind == "window":
@@ -41,7 +41,7 @@ def oldest(reach: AttentionRange, position: int) -> int:
 
 
 class Store:
-    """What layers of one reach hold, in `cells` cells."""
+    """The content of the layers of one attention range, in `cells` cells."""
 
     def __init__(self, reach: AttentionRange, slots: int, cells: int) -> None:
         self.reach, self.cells = reach, cells
@@ -50,30 +50,30 @@ class Store:
 
     @property
     def free(self) -> int:
-        """Cells that nobody needs."""
+        """Cells without a reference."""
         return self.cells - len({entry.atom for entry in self.owned()})
 
     @property
     def idle(self) -> int:
-        """Cells that only the tree needs."""
+        """Cells of the tree alone."""
         return self.cells - self.free - len({entry.atom for slot in self.slots for entry in slot if entry})
 
     def owned(self) -> list[Entry]:
-        """Every reference, by slots and by the tree."""
+        """Every reference of slots and tree."""
         held = [entry for slot in self.slots for entry in slot] + list(self.tree.values())
         return [entry for entry in held if entry]
 
     def shared(self, entries: Iterable[Entry]) -> list[bool]:
-        """Which entries have more than one owner."""
+        """Whether each entry has more than one reference."""
         owners = Counter(entry.atom for entry in self.owned())
         return [owners[entry.atom] > 1 for entry in entries]
 
     def goes_on(self, entries: Sequence[Entry | None], length: int) -> bool:
-        """Whether a row at `length` would see nothing that was released."""
+        """Whether a token at `length` attends to no hole."""
         return None not in entries[oldest(self.reach, length) : length]
 
     def faded(self, slot: int, start: int) -> Entries:
-        """The slot's entries without those that rows from `start` on do not see."""
+        """The slot's entries with holes where tokens from `start` on do not attend."""
         unseen = oldest(self.reach, start)
         return [None] * unseen + self.slots[slot][unseen:]
 
@@ -83,7 +83,7 @@ class Store:
         return max(sum(spans.values()) - after.free, 0)
 
     def without_unseen(self, slots: Iterable[int]) -> Store:
-        """The store after some slots released what they do not see from their ends."""
+        """The store after some slots have released the cells out of reach."""
         after = Store(self.reach, 0, self.cells)
         after.tree, after.slots = self.tree, list(self.slots)
         for slot in slots:
@@ -91,14 +91,14 @@ class Store:
         return after
 
     def moved(self, slot: int, keep: int, drop: int) -> Entries | None:
-        """The slot's entries after a shift; None if from its new end it would see what is released."""
+        """The slot's entries after a shift; None if its new end would attend to a hole."""
         entries = self.faded(slot, len(self.slots[slot]))
         moved = entries[:keep] + entries[keep + drop :]
         return moved if self.goes_on(moved, len(moved)) else None
 
 
 class Ledger:
-    """What every slot must hold."""
+    """The expected content of every slot."""
 
     def __init__(self, slots: int, capacity: int, pools: Mapping[AttentionRange, int], *, shiftable: bool) -> None:
         self.capacity, self.shiftable = capacity, shiftable
@@ -107,9 +107,9 @@ class Ledger:
         self._time = 0
 
     def fresh(self, count: int, start: int = 0, variant: int = 0) -> list[Entry]:
-        """New tokens for the positions from `start` on, each in storage of its own.
+        """New tokens for the positions from `start` on, in storage of their own.
 
-        Of each variant there is one text, so that slots often compute the same tokens, at other times.
+        There is one text for each variant, so that slots often compute equal tokens.
         """
         times = range(self._time, self._time + count)
         self._time += count
@@ -121,7 +121,7 @@ class Ledger:
         return max(store.load_shortfall(spans) for store in self.stores.values())
 
     def append(self, slot: int, entries: Sequence[Entry]) -> None:
-        """Rows that were kept; what they do not see is released, though there be none."""
+        """Add kept tokens; cells out of their reach are released, even if there are no tokens."""
         self.texts[slot] += [entry.token for entry in entries]
         for store in self.stores.values():
             store.slots[slot] = store.faded(slot, len(store.slots[slot])) + list(entries)
@@ -132,13 +132,13 @@ class Ledger:
             self.append(slot, [])
 
     def standing(self, slot: int, length: int) -> int:
-        """The deepest length up to the one asked for at which the slot sees all that it needs."""
+        """The largest length, at most the one asked for, at which the slot can resume."""
         lengths = range(min(length, len(self.texts[slot])), -1, -1)
         stores = self.stores.values()
         return next(at for at in lengths if all(store.goes_on(store.slots[slot], at) for store in stores))
 
     def copy_prefix(self, source: int, target: int, length: int) -> int:
-        """Let the target hold the source's first tokens, in the same storage."""
+        """Share the source's first tokens with the target."""
         standing = self.standing(source, length)
         self.texts[target] = self.texts[source][:standing]
         for store in self.stores.values():
@@ -146,7 +146,7 @@ class Ledger:
         return standing
 
     def rewind(self, slot: int, length: int) -> int:
-        """Drop what lies behind `length`."""
+        """Drop the tokens behind `length`."""
         return self.copy_prefix(slot, slot, length)
 
     def shift_invariant(self, slot: int, keep: int, drop: int) -> bool:
@@ -154,7 +154,7 @@ class Ledger:
         return self.shiftable and all(store.moved(slot, keep, drop) is not None for store in self.stores.values())
 
     def shift_lacks(self, slot: int, keep: int, drop: int) -> bool:
-        """Whether the private copies that a shift needs do not fit."""
+        """Whether the private copies of a shift do not fit."""
         for store in self.stores.values():
             after = store.without_unseen([slot])
             dropped = [entry for entry in after.slots[slot][keep : keep + drop] if entry]
@@ -164,7 +164,7 @@ class Ledger:
         return False
 
     def shift(self, slot: int, keep: int, drop: int) -> int:
-        """Drop [keep, keep + drop); what follows moves, out of shared storage if it was in any."""
+        """Drop [keep, keep + drop); later tokens move, out of shared storage."""
         if not self.shift_invariant(slot, keep, drop):
             return self.rewind(slot, keep)
         copies = [entry.atom for entry in self.fresh(len(self.texts[slot]))]
@@ -181,7 +181,7 @@ class Ledger:
         return len(self.texts[slot])
 
     def recall(self, slot: int, tokens: Sequence[int]) -> int:
-        """Extend a slot by what the tree has of the tokens, as far as every store can go on from there."""
+        """Extend a slot by the tree's tokens, as far as every store can resume."""
         longest = {reach: self._extended(store, slot, tokens) for reach, store in self.stores.items()}
         lengths = range(min(len(entries) for entries in longest.values()), len(self.texts[slot]), -1)
         stores = self.stores.items()

@@ -1,6 +1,6 @@
-"""What a model of a few numbers stores: for each token one that follows from all tokens up to it and from the salt.
+"""Content of a tiny model: for each token a number that follows from the salt and all tokens up to it.
 
-Keys are turned to their position. A shift gives a slot a salt of its own, under which what moved is what is stored.
+Keys are rotated to their positions. After a shift a slot has a salt of its own, with the moved content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATE_BYTES = 8
 
 @dataclass(slots=True)
 class Seat:
-    """What a slot must hold."""
+    """The expected content of a slot."""
 
     tokens: list[int] = field(default_factory=list)
     salt: bytes = b""
@@ -35,7 +35,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What shifts left of a slot: its tokens, what is stored for each, and the state behind them."""
+    """The content of a slot after a shift: tokens, the stored number of each, and the state behind them."""
 
     tokens: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Past:
 
 
 class Content:
-    """What is computed for tokens under a salt."""
+    """The stored numbers of tokens under each salt."""
 
     def __init__(self) -> None:
         self._pasts: dict[bytes, Past] = {}
@@ -61,12 +61,12 @@ class Content:
         return np.array(found, dtype=np.float64)
 
     def state(self, salt: bytes, tokens: Sequence[int]) -> float:
-        """The recurrent state behind tokens: it has seen what a shift dropped, if it was carried over."""
+        """The recurrent state behind tokens; a carried one still contains the dropped tokens."""
         past = self._pasts.get(salt)
         return float(past.state if past and past.tokens == tuple(tokens) else self.marks(salt, tuple(tokens))[-1])
 
     def shifted(self, seat: Seat, keep: int, drop: int) -> Seat:
-        """What a slot holds after a shift, under the salt of its past."""
+        """The expected content of a slot after a shift, under a new salt."""
         marks = self.marks(seat.salt, tuple(seat.tokens)).astype(int).tolist()
         tokens = seat.tokens[:keep] + seat.tokens[keep + drop :]
         past = Past(tuple(tokens), (*marks[:keep], *marks[keep + drop :]), int(self.state(seat.salt, seat.tokens)))
@@ -76,5 +76,5 @@ class Content:
 
 
 def turned(marks: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The keys of tokens at positions, [tokens, 2]: what is stored, turned."""
+    """Keys of tokens at positions, [tokens, 2]: the stored numbers, rotated."""
     return marks[:, None] * np.stack((np.cos(TURN * positions), np.sin(TURN * positions)), -1)

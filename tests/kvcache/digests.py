@@ -1,6 +1,6 @@
-"""Content that says where it belongs: what is stored for a token is a digest of all tokens up to it, and of the salt.
+"""Content that names its tokens: stored values are digests of the salt and of all tokens up to their own.
 
-So a slot that reads back the digests of its own tokens was given nobody else's content, nothing torn and nothing moved.
+A slot with the digests of its own tokens has no foreign, torn or moved content.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from kvcache.attention_group import AttentionGroup
+from kvcache.attention_group import HOLE, AttentionGroup
 from kvcache.cache import Cache
 from kvcache.cell_pool import CellArray
-from kvcache.holes import HOLE
 from kvcache.offload import OffloadConfig
 from kvcache.spec import AttentionRange, LayerSpec, Span
 
@@ -25,7 +24,7 @@ STATE = ("state", 3)
 
 
 def digests(tokens: Sequence[int], salt: bytes = b"") -> list[float]:
-    """One number a token, exact in float32."""
+    """One number for each token, exact in float32."""
     found, last = [], crc32(salt)
     for token in tokens:
         last = crc32(int(token).to_bytes(8, "little"), last)
@@ -46,7 +45,7 @@ def make(
 
 
 def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = None, salt: bytes = b"") -> None:
-    """Compute what a slot that holds the first of these tokens lacks of the first `upto`."""
+    """Compute the missing tokens of a slot, which holds the first of `tokens`, up to `upto`."""
     start, stop = cache.cached_length(slot), len(tokens) if upto is None else upto
     if start == stop:
         return
@@ -68,7 +67,7 @@ def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = N
 
 
 def echo(group: AttentionGroup, cells: CellArray, expected: Sequence[float]) -> None:
-    """Check what the cells hold that are no holes."""
+    """Check the content of all cells but holes."""
     there = torch.from_numpy(cells[cells != HOLE])
     wanted = [mark for mark, cell in zip(expected, cells, strict=True) if cell != HOLE]
     for plane in (group.pool.keys, group.pool.values):
@@ -77,7 +76,7 @@ def echo(group: AttentionGroup, cells: CellArray, expected: Sequence[float]) -> 
 
 
 def check(cache: Cache, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
-    """Check that a slot holds these tokens, and all that their next row sees."""
+    """Check that a slot holds these tokens, and all cells visible from its end."""
     assert len(tokens) == cache.cached_length(slot)
     marks = digests(tokens, salt)
     for group in cache.groups:
@@ -91,7 +90,7 @@ def check(cache: Cache, slot: int, tokens: Sequence[int], *, salt: bytes = b"") 
 
 
 def remember(cache: Cache, tokens: Sequence[int], *, seal: bool = False, salt: bytes = b"") -> None:
-    """Compute tokens in the first slot from what is remembered, remember them, and empty the slot."""
+    """Compute tokens in the first slot, reusing its prefix, insert them, and clear the slot."""
     cache.reuse_prefix(0, tokens, salt=salt)
     feed(cache, 0, tokens, salt=salt)
     cache.insert_prefix(0, tokens, salt=salt, checkpoint=seal)
@@ -99,7 +98,7 @@ def remember(cache: Cache, tokens: Sequence[int], *, seal: bool = False, salt: b
 
 
 def recalled(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
-    """How many of the tokens the second slot gets from what is remembered, after a check of all that it got."""
+    """How many of the tokens the second slot gets from the prefix tree, after a check of their content."""
     cache.clear(1)
     length = cache.reuse_prefix(1, tokens, salt=salt)
     check(cache, 1, tokens[:length], salt=salt)
@@ -123,7 +122,7 @@ def no_leak(cache: Cache) -> None:
 
 
 def save_all(cache: Cache, size: int = 10**6) -> None:
-    """Write all that can be written, some `size` bytes at a time; that must come to an end."""
+    """Write all content, `size` bytes at a time; fails if that does not end."""
     for _ in range(500):
         if not cache.flush_to_disk(size):
             return

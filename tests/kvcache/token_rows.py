@@ -1,6 +1,6 @@
-"""What the tests write into cells: rows from which token, position and time of writing can be read back.
+"""Keys and values from which token, position and time of writing can be read back.
 
-A key's pairs are turned to the position by numpy's complex numbers, so that `kvcache.rotary` is not its own judge.
+Keys are rotated by numpy's complex numbers, independently of `kvcache.rotary`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvcache.cache import Cache
 from kvcache.forward import Forward
 from kvcache.spec import AttentionRange, LayerSpec, Rotation, Span
-from tests.kvcache.ledger import oldest
+from tests.kvcache.reference import oldest
 
 TOKENS = 11
 
@@ -34,7 +34,7 @@ UNSHIFTABLE = ((HALF, NEGATIVE_WINDOW, LEARNED), (HALF, CHUNKED), (HALF, LEARNED
 
 
 def key_rows(layer: LayerSpec, tokens: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """The keys of tokens at positions: [heads, rows, key_width]."""
+    """Keys of tokens at positions: [heads, tokens, key_width]."""
     token = np.asarray(tokens, dtype=np.float64)
     heads = np.arange(layer.heads, dtype=np.float64)[:, None, None]
     rows = 1.0 + token[None, :, None] + 100.0 * heads + 0.25 * np.arange(layer.key_width)
@@ -49,14 +49,14 @@ def key_rows(layer: LayerSpec, tokens: Sequence[int], positions: Sequence[int]) 
 
 
 def columns(rotation: Rotation, pair: int) -> tuple[int, int]:
-    """The two columns that a pair turns."""
+    """The two columns of a rotated pair."""
     if rotation.layout == "half":
         return rotation.offset + pair, rotation.offset + pair + len(rotation.inverse_frequency)
     return rotation.offset + 2 * pair, rotation.offset + 2 * pair + 1
 
 
 def value_rows(layer: LayerSpec, tokens: Sequence[int], serials: Sequence[int]) -> NDArray[np.float64]:
-    """The values of tokens, each written at its own time: [heads, rows, value_width]."""
+    """Values of tokens with their time of writing: [heads, tokens, value_width]."""
     rows = np.zeros((layer.heads, len(tokens), layer.value_width))
     rows[..., 0] = tokens
     rows[..., 1] = serials
@@ -64,7 +64,7 @@ def value_rows(layer: LayerSpec, tokens: Sequence[int], serials: Sequence[int]) 
 
 
 def write(forward: Forward, layers: Sequence[LayerSpec], tokens: Sequence[int], serials: Sequence[int]) -> None:
-    """Write one row a token to every layer, in the order of the forward's spans."""
+    """Store one row for each token in every layer, in the order of the spans."""
     positions = [position for span in forward.spans for position in range(span.start, span.stop)]
     for index, layer in enumerate(layers):
         keys = torch.from_numpy(key_rows(layer, tokens, positions))
@@ -72,15 +72,15 @@ def write(forward: Forward, layers: Sequence[LayerSpec], tokens: Sequence[int], 
 
 
 def feed(cache: Cache, layers: Sequence[LayerSpec], slot: int, tokens: Sequence[int]) -> None:
-    """Append tokens to a slot; their serial numbers are zero."""
+    """Append tokens to a slot, with serial number 0."""
     with cache.forward([Span(slot, cache.cached_length(slot), len(tokens))]) as forward:
         write(forward, layers, tokens, [0] * len(tokens))
 
 
 def read(cache: Cache, layers: Sequence[LayerSpec], slot: int) -> list[int]:
-    """The tokens of a slot, after a check that every layer agrees, has all that it sees, and each key in its place.
+    """The tokens of a slot, after a check that all layers agree, visible cells are present and keys are in place.
 
-    Where no layer has a token's cell any more it is -1.
+    -1 for a token without a cell in any layer.
     """
     length = cache.cached_length(slot)
     tokens = np.full(length, -1)

@@ -1,4 +1,4 @@
-"""A cache of any kind in a world that does everything to it, in any order; every slot must hold what it computed."""
+"""A cache of any kind under random operations; every slot must hold what it computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvcache.errors import OutOfCells
 from kvcache.forward import Forward
 from kvcache.offload import OffloadConfig
 from kvcache.spec import LayerSpec, Span
-from tests.kvcache.inspection import check_shelf, check_slot, check_tree, in_cells, oldest, stands
-from tests.kvcache.story import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, Seat, turned
+from tests.kvcache.content import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, Seat, turned
+from tests.kvcache.invariants import check_shelf, check_slot, check_tree, in_cells, oldest, stands
 
 SLOTS, CAPACITY = 4, 40
 # Layers, and how many recurrent states may be remembered; None: the model has none.
@@ -36,12 +36,12 @@ SALTS = (b"", b"tenant")
 
 
 class Boom(Exception):
-    """What the model raises inside a forward."""
+    """Raised inside a forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """New tokens of one slot in a forward: the last ones are guesses, and the first ones stay."""
+    """New tokens of one slot in a forward: the last `guessed` are drafts, and the first `kept` stay."""
 
     slot: int
     tokens: list[int]
@@ -50,7 +50,7 @@ class Part:
 
 
 class World:
-    """A cache over a folder that other caches had before; `draw` decides what happens."""
+    """A cache over a folder that earlier caches have used; `draw` makes all choices."""
 
     def __init__(self, folder: Path, draw: random.Random, tally: Counter[str] | None = None) -> None:
         self.folder, self.draw, self.content = folder, draw, Content()
@@ -66,18 +66,18 @@ class World:
         self.open()
 
     def step(self, operation: str) -> None:
-        """Do one thing, and check every slot."""
+        """Run one operation and check every slot."""
         getattr(self, operation)()
         for slot, seat in enumerate(self.seats):
             check_slot(self.cache, slot, seat, self.content)
 
     def inspect(self) -> None:
-        """Check everything else that the cache has."""
+        """Check the tree and the offload tier."""
         check_tree(self.cache, self.content)
         check_shelf(self.cache, self.config)
 
     def close(self) -> None:
-        """Without slots and memories every cell is free again."""
+        """Check that every cell is free after clear and reset."""
         self.inspect()
         for slot in range(SLOTS):
             self.cache.clear(slot)
@@ -88,7 +88,7 @@ class World:
         assert self.cache.recurrent_states is None or 0 == self.cache.recurrent_states._held_bytes
 
     def count(self, operation: str) -> None:
-        """Take note of an operation of the cache."""
+        """Count an operation."""
         self.tally[operation] += 1
         self.tally["operations"] += 1
 
@@ -97,12 +97,12 @@ class World:
         return self.draw.randrange(SLOTS)
 
     def prompt(self) -> list[int]:
-        """One of sixteen texts, which part after 7, 14, 21 and 28 tokens, up to any length."""
+        """The start of one of sixteen texts, which diverge after 7, 14, 21 and 28 tokens."""
         variant, length = self.draw.randrange(16), self.draw.randint(1, CAPACITY)
         return [2 * at + (variant >> at // 7 & 1 if at < 28 else 0) for at in range(length)]
 
     def open(self) -> None:
-        """A new cache over the same folder; all slots are empty, and what was in no file is gone."""
+        """A new cache over the same folder; slots are empty, and content in no file is lost."""
         self.cache = Cache(
             self.layers,
             slots=SLOTS,
@@ -116,20 +116,20 @@ class World:
         self.seats = [Seat() for _ in range(SLOTS)]
 
     def restart(self) -> None:
-        """The process ends, some of what is remembered being written."""
+        """Restart the process after some content was written."""
         self.count("restart")
         self.save()
         self.open()
 
     def reopen(self) -> None:
-        """The process ends, all being written."""
+        """Restart the process after all content was written."""
         self.count("restart")
         while self.cache.flush_to_disk(10**9):
             pass
         self.open()
 
     def request(self) -> None:
-        """Serve a prompt: recall what there is, compute the rest, remember it, and perhaps stay in the slot."""
+        """Serve a prompt: reuse its prefix, compute the rest, insert it, and perhaps keep the slot."""
         slot = self.slot()
         self.empty(slot)
         self.seats[slot].salt = self.draw.choice(SALTS)
@@ -141,7 +141,7 @@ class World:
             self.empty(slot)
 
     def again(self) -> None:
-        """Ask for something that was remembered once, under its own salt, in an empty slot."""
+        """Reuse an inserted text under its own salt in an empty slot."""
         if self.latest:
             slot, wanted = self.slot(), self.draw.choice(self.latest)
             self.empty(slot)
@@ -149,26 +149,26 @@ class World:
             self.extend(slot, wanted.tokens[: self.draw.randint(1, CAPACITY)])
 
     def recall(self) -> None:
-        """Extend a slot as it stands."""
+        """Extend a slot from the prefix tree."""
         slot = self.slot()
         self.extend(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :])
 
     def feed(self) -> None:
-        """Compute tokens for some slots in one forward; some are guesses, not all stay, and it may fail."""
+        """Compute tokens of some slots in one forward; some are drafts, some are rejected, and it may fail."""
         slots = self.draw.sample(range(SLOTS), self.draw.randint(1, 3))
         self.grow([(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :]) for slot in slots])
 
     def remember(self) -> None:
-        """Let others have some of what a slot computed."""
+        """Insert part of a slot's text."""
         slot = self.slot()
         self.hold(slot, self.draw.randint(0, len(self.seats[slot].tokens)))
 
     def clear(self) -> None:
-        """Empty a slot; what is remembered stays."""
+        """Clear a slot; the tree is unchanged."""
         self.empty(self.slot())
 
-    def label_scorer(self) -> None:
-        """Let a slot go on from another's beginning, or from its own."""
+    def fork(self) -> None:
+        """Copy the prefix of a slot to another one, or to itself."""
         source, target = self.slot(), self.slot()
         length = self.draw.randint(0, CAPACITY)
         expected = stands(self.cache, source, length)
@@ -177,7 +177,7 @@ class World:
         self.seats[target] = Seat(self.seats[source].tokens[:expected], self.seats[source].salt)
 
     def rewind(self) -> None:
-        """Forget a slot's end."""
+        """Drop the end of a slot."""
         slot = self.slot()
         length = max(len(self.seats[slot].tokens) - self.draw.choice((0, 1, 1, 2, 5, 12)), 0)
         expected = stands(self.cache, slot, length)
@@ -186,7 +186,7 @@ class World:
         del self.seats[slot].tokens[expected:]
 
     def shift(self) -> None:
-        """Drop some of a slot's tokens; what follows moves, or is forgotten too."""
+        """Drop tokens of a slot; later tokens move or are dropped too."""
         slot = self.slot()
         seat, length = self.seats[slot], len(self.seats[slot].tokens)
         if not length:
@@ -194,7 +194,7 @@ class World:
         keep = self.draw.randrange(length)
         drop = self.draw.randint(1, length - keep)
         carry = self.draw.random() < 0.7
-        below, moves = stands(self.cache, slot, keep), self.shift_invariant(length, keep, drop, carry)
+        below, moves = stands(self.cache, slot, keep), self.moves(length, keep, drop, carry)
         try:
             standing = self.cache.shift(slot, keep, drop, states="carry" if carry else "rebuild")
         except OutOfCells:
@@ -208,14 +208,14 @@ class World:
         else:
             del seat.tokens[standing:]
 
-    def shift_invariant(self, length: int, keep: int, drop: int, carry: bool) -> bool:
-        """Whether a shift moves what follows."""
+    def moves(self, length: int, keep: int, drop: int, carry: bool) -> bool:
+        """Whether a shift moves the later tokens."""
         reaches = [layer.attention_range.limited_to(CAPACITY) for layer in self.layers]
         seen = all(oldest(reach, length) == 0 or oldest(reach, length - drop) >= keep for reach in reaches)
         return seen and (carry or self.states is None) and all(reach.kind != "chunk" for reach in reaches)
 
     def make_room(self) -> None:
-        """Forget what stands in the way of some rows; if they do not fit then, they would not without any memory."""
+        """Evict for spans; if they do not fit then, they do not fit with an empty tree either."""
         rows = {slot: CAPACITY - len(self.seats[slot].tokens) for slot in self.draw.sample(range(SLOTS), 2)}
         spans = [Span(slot, CAPACITY - count, self.draw.randint(1, count)) for slot, count in rows.items() if count]
         if spans:
@@ -226,7 +226,7 @@ class World:
                 assert lacking == self.cache.evict_for(spans)
 
     def evict(self) -> None:
-        """Take cells from the tree: enough, if it has enough."""
+        """Evict cells: enough, if the tree has enough."""
         wanted, free, idle = self.draw.randint(1, 60), self.cache.free_cells, self.cache.evictable_cells()
         self.count("evict")
         freed = self.cache.evict(wanted)
@@ -234,13 +234,13 @@ class World:
         assert freed >= min(wanted, idle)
 
     def forget(self) -> None:
-        """Take all cells from the tree."""
+        """Evict all cells of the tree."""
         self.count("forget")
         self.cache.reset_prefix_cache()
         assert self.cache.evictable_cells() == 0
 
     def save(self) -> None:
-        """Write some of what is remembered: nothing whose beginning is not in files."""
+        """Write some content: never a file without its prefix in files."""
         self.count("save")
         files = self.cache._tree.offload._files
         before = set(files)
@@ -252,7 +252,7 @@ class World:
             )
 
     def lose(self) -> None:
-        """Somebody deletes a file, or it is damaged."""
+        """Delete or damage a file."""
         files = sorted(self.folder.rglob("*.safetensors"))
         if not files:
             return
@@ -269,14 +269,14 @@ class World:
             file.write_bytes(data)
 
     def empty(self, slot: int) -> None:
-        """Clear a slot, if it holds anything."""
+        """Clear a slot, unless it is empty."""
         if self.seats[slot].tokens:
             self.count("clear")
             self.cache.clear(slot)
         self.seats[slot] = Seat()
 
     def extend(self, slot: int, wanted: list[int]) -> None:
-        """Recall: what was remembered of exactly these tokens, at least as deep as what is in cells allows."""
+        """Reuse: only inserted tokens, and at least as far as resident content allows."""
         seat = self.seats[slot]
         standing, there = len(seat.tokens), in_cells(self.cache, slot, wanted, seat.salt)
         self.count("recall")
@@ -288,7 +288,7 @@ class World:
             seat.tokens = list(wanted[:length])
 
     def hold(self, slot: int, length: int) -> None:
-        """Remember the first tokens of a slot."""
+        """Insert the first tokens of a slot."""
         seat = self.seats[slot]
         tokens = seat.tokens[:length]
         self.count("remember")
@@ -297,7 +297,7 @@ class World:
         self.latest.append(Seat(tokens, seat.salt))
 
     def grow(self, wanted: Sequence[tuple[int, list[int]]]) -> None:
-        """Compute what slots lack of tokens, in one forward, if there is room."""
+        """Compute the missing tokens of slots in one forward, if they fit."""
         parts = [self.part(slot, tokens[len(self.seats[slot].tokens) :]) for slot, tokens in wanted]
         parts = [part for part in parts if part.tokens]
         spans = [
@@ -323,7 +323,7 @@ class World:
             self.seats[part.slot].tokens += part.tokens[: stop - span.start]
 
     def part(self, slot: int, tokens: list[int]) -> Part:
-        """Some rows of a slot: half of the time all stay."""
+        """Some new tokens of a slot; half of the time all stay."""
         if not tokens or self.draw.random() < 0.5:
             return Part(slot, tokens, 0, len(tokens))
         guessed = self.draw.randint(0, min(len(tokens) - 1, 4))
@@ -331,7 +331,7 @@ class World:
         return Part(slot, tokens, guessed, kept)
 
     def compute(self, forward: Forward, parts: Sequence[Part]) -> None:
-        """Write the rows of a forward, and keep of each slot what is to stay."""
+        """Store the rows of a forward, and keep part of each span."""
         before = [self.seats[part.slot] for part in parts]
         every = [
             self.content.marks(seat.salt, (*seat.tokens, *part.tokens))
@@ -350,7 +350,7 @@ class World:
                 forward.keep(part.slot, span.start + part.kept)
 
     def advance(self, forward: Forward, span: Span, seat: Seat, tokens: Sequence[int]) -> None:
-        """Read the state before a span and write those behind its pieces."""
+        """Read the state before a span and store the states behind its ranges."""
         if self.cache.recurrent_states is None:
             return
         state = forward.recurrent_state(span.slot, span.start, STATE)
@@ -364,5 +364,5 @@ class World:
 
 
 def places(span: Span) -> range:
-    """Where a slot may be left standing by a forward: before each guess, and behind the last row."""
+    """The lengths that a slot may keep after a forward: before each draft token, and behind the last token."""
     return range(span.stop - span.draft_tokens, span.stop + 1)

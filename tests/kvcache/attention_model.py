@@ -1,6 +1,6 @@
-"""A model of a few numbers whose every row depends on all that its layers see: what a wrong cell would change.
+"""A tiny model in which every output depends on all cells that its layers attend to.
 
-A layer stores one number a token; a row takes a sum over what it sees, weighted by the distance, to the next layer.
+A layer stores one number for each token; its output is a sum over the visible tokens, weighted by distance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcache.cache import Cache
 from kvcache.forward import Segment
 from kvcache.spec import AttentionRange, LayerSpec, Span
-from tests.kvcache.ledger import oldest
+from tests.kvcache.reference import oldest
 
 
 def layer(reach: AttentionRange) -> LayerSpec:
@@ -24,7 +24,7 @@ def layer(reach: AttentionRange) -> LayerSpec:
 def run(
     cache: Cache, reaches: Sequence[AttentionRange], slot: int, tokens: Sequence[int], *, keep: int | None = None
 ) -> Tensor:
-    """Compute tokens behind what the slot holds: the last layer's output of each. `keep` is the length to stand at."""
+    """Compute tokens behind a slot's content: the last layer's outputs. `keep` is the length to keep."""
     start = cache.cached_length(slot)
     hidden = torch.tensor(tokens, dtype=torch.float64)
     with cache.forward([Span(slot, start, len(tokens))]) as forward:

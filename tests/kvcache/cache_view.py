@@ -1,4 +1,4 @@
-"""What a cache looks like inside: its tables, its pools and its tree, for tests that judge every cell."""
+"""The inner state of a cache: tables, pools and tree, for tests that check every cell."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange
-from tests.kvcache.ledger import Entry, Ledger
+from tests.kvcache.reference import Entry, Ledger
 
 # Which entry stands in each cell, for every reach.
 Known: TypeAlias = dict[AttentionRange, dict[int, Entry]]
 
 
 def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
-    """Cells of a segment as numpy takes them."""
+    """Cells of a segment as a numpy index."""
     return cells if isinstance(cells, slice) else cells.numpy()
 
 
 def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
-    """What the prefix tree holds: under all tokens up to a position, the cell of each group."""
+    """The prefix tree as a dictionary: for all tokens up to a position, the cell of each group."""
     found: dict[tuple[int, ...], list[int]] = {}
     open_nodes = [((), root) for root in cache._tree._radix.roots.values()]
     while open_nodes:
@@ -34,12 +34,12 @@ def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
 
 
 def place(cache: Cache, reach: AttentionRange) -> int:
-    """The number of the first group of a reach."""
+    """The index of the first group with an attention range."""
     return next(at for at, group in enumerate(cache.groups) if group.spec.attention_range == reach)
 
 
 def known_entries(cache: Cache, ledger: Ledger) -> Known:
-    """Which entry of the ledger stands in each cell of a slot or of the tree."""
+    """The reference entry in each cell of a slot or of the tree."""
     tree = tree_cells(cache)
     known: Known = {}
     for reach, store in ledger.stores.items():
@@ -52,12 +52,12 @@ def known_entries(cache: Cache, ledger: Ledger) -> Known:
 
 
 def remembered(cache: Cache) -> set[tuple[int, ...]]:
-    """Everything that the prefix tree could recall."""
+    """All token sequences in the prefix tree."""
     return set(tree_cells(cache))
 
 
 def fingerprint(cache: Cache) -> list[object]:
-    """Everything that a refused operation must not change."""
+    """All state that a refused operation must not change."""
     return [
         (
             [(group.length(slot), group.table(slot).tobytes()) for slot in range(cache.slots)],

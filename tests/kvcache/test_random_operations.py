@@ -1,8 +1,8 @@
-"""All that a cache can do, in any order, in caches of every kind: what is found is what was computed, and none leaks.
+"""All operations in random order on caches of every kind: reused content is what was computed, and no cell leaks.
 
-Windows, chunks and recurrent states, salts and seals, forks and shifts, guesses that stay in part, memory that runs
-out, and processes that end in the middle: tests/kvcache/world.py has the operations. What test_laws.py knows exactly,
-how deep a slot stands and who shares with whom, is here only bounded; all the rest meets only here.
+Windows, chunks and recurrent states, salts and checkpoints, copies and shifts, partly accepted drafts, exhausted
+pools, and processes that end at any point; the operations are in tests/kvcache/random_cache.py. Exact lengths and
+sharing are checked by test_laws.py; here they are only bounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvcache import disk, offload, prefix
-from tests.kvcache.world import World
+from tests.kvcache.random_cache import World
 
 # How often each operation comes; prompts most often, for the rest needs something to work on.
 WEIGHTS = {
@@ -62,7 +62,7 @@ HAPPENINGS = (
 
 @contextmanager
 def small_parts() -> Iterator[None]:
-    """Load and shelve a few tokens, in pieces of a few, and do not wait until files are safe."""
+    """Load and offload short ranges, in entries of a few tokens, without waiting for fsync."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix, "MIN_LOAD_TOKENS", 2)
         patch.setattr(prefix, "MIN_OFFLOAD_TOKENS", 3)
@@ -73,7 +73,7 @@ def small_parts() -> Iterator[None]:
 
 
 class Everything(RuleBasedStateMachine):
-    """A world whose every choice is hypothesis's, so that a history that breaks a law is made small."""
+    """Random operations with every choice made by hypothesis, so that failures are minimised."""
 
     def __init__(self, tally: Counter[str]) -> None:
         super().__init__()
@@ -86,20 +86,20 @@ class Everything(RuleBasedStateMachine):
 
     @rule(operation=st.sampled_from(list(Counter(WEIGHTS).elements())), draw=st.randoms(use_true_random=False))
     def step(self, operation: str, draw: random.Random) -> None:
-        """Anything."""
+        """Any operation."""
         self.world.draw = draw
         self.world.step(operation)
         self.world.inspect()
 
     def teardown(self) -> None:
-        """Nothing is left."""
+        """Every cell is free at the end."""
         if hasattr(self, "world"):
             self.world.close()
         shutil.rmtree(self.folder)
 
 
 def run(examples: int, steps: int) -> Counter[str]:
-    """Play that many histories that hypothesis chooses; how often everything happened."""
+    """Run histories chosen by hypothesis; the count of each operation."""
     tally: Counter[str] = Counter()
     profile = settings(
         max_examples=examples,
@@ -115,7 +115,7 @@ def run(examples: int, steps: int) -> Counter[str]:
 
 
 def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
-    """One history of a seed; everything is inspected after so many steps, and slots after each."""
+    """Run one seeded history; check slots after each step and the whole cache every `every` steps."""
     world = World(folder, random.Random(seed))
     chances = tuple(WEIGHTS), tuple(WEIGHTS.values())
     steps = 0
@@ -129,8 +129,7 @@ def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
     return world.tally
 
 
-def test_any_history_recalls_what_was_computed() -> None:
-    """Short histories, whose failures hypothesis makes shorter."""
+def test_any_history_reuses_what_was_computed() -> None:
     with small_parts():
         tally = run(40, 30)
 
@@ -138,8 +137,7 @@ def test_any_history_recalls_what_was_computed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_long_histories_recall_what_was_computed(seed: int, tmp_path: Path) -> None:
-    """Five hundred operations each, all of everything checked after every step."""
+def test_long_histories_reuse_what_was_computed(seed: int, tmp_path: Path) -> None:
     with small_parts():
         tally = play(seed, 500, 1, tmp_path)
 
@@ -148,8 +146,7 @@ def test_long_histories_recall_what_was_computed(seed: int, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_million_operations_recall_what_was_computed(tmp_path: Path) -> None:
-    """A thousand histories of a thousand operations, of which each of all kinds happens often."""
+def test_a_million_operations_reuse_what_was_computed(tmp_path: Path) -> None:
     tally: Counter[str] = Counter()
     with small_parts():
         for seed in range(1000, 2000):
