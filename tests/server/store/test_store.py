@@ -65,7 +65,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def record(id: str, previous: str | None = None, **changes: object) -> Record:
     """A settled one that holds its own name."""
-    made = {"settled": True, "body": id.encode(), "input": b"[]", **changes}
+    made = {"final": True, "body": id.encode(), "input": b"[]", **changes}
     return Record(id, previous, **made)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def test_what_is_settled_stays(place: str) -> None:
     async def work(store: ResponseStore) -> list[bytes]:
         found = []
         for settled, body in ((False, b"1"), (False, b"2"), (True, b"3"), (True, b"4"), (False, b"5")):
-            await store.put(record("a", settled=settled, body=body))
+            await store.put(record("a", final=settled, body=body))
             kept = await store.get("a")
             found.append(kept.body if kept else b"")
         return found
@@ -215,7 +215,7 @@ def test_a_lease_runs_out(place: str) -> None:
 
     async def work(store: ResponseStore) -> None:
         for id in ("made", "left", "done"):
-            await store.put(record(id, settled=id == "done"))
+            await store.put(record(id, final=id == "done"))
         clock.now += LEASE_SECONDS - 1
         assert {"made"} == await store.renew_leases(["made", "done", "none"])
         clock.now += 2
