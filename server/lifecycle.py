@@ -230,13 +230,13 @@ def _url(listening: socket.socket) -> str:
 
 
 def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
-    caps = replace(settings.limits, connections=connection_limit(settings.limits.connections))
+    limits = replace(settings.limits, connections=connection_limit(settings.limits.connections))
     return uvicorn.Config(
         create_app(engine, settings),
-        http=strict_protocol(caps),
-        ws=strict_websocket(caps),
-        ws_max_size=caps.body_bytes,
-        ws_ping_interval=caps.ping_seconds,
+        http=strict_protocol(limits, direct_writes=settings.direct_writes),
+        ws=strict_websocket(limits),
+        ws_max_size=limits.body_bytes,
+        ws_ping_interval=limits.ping_seconds,
         # A compressed message may stand for a thousand times its size.
         ws_per_message_deflate=False,
         lifespan="on",

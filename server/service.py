@@ -124,15 +124,15 @@ class Service:
 
     @asynccontextmanager
     async def _observed(self, stream: RequestStream, endpoint: Endpoint, choice: int) -> AsyncIterator[ChoiceEvents]:
-        with self.metrics.observe(endpoint) as watch:
-            async with aclosing(self._observed_events(stream, watch, choice)) as reading:
-                yield ChoiceEvents(reading, partial(_set_direct_sink, stream, watch, choice))
+        with self.metrics.observe(endpoint) as timer:
+            async with aclosing(self._observed_events(stream, timer, choice)) as events:
+                yield ChoiceEvents(events, partial(_set_sink, stream, timer, choice))
 
     async def _observed_events(
-        self, stream: RequestStream, watch: GenerationTimer, choice: int
+        self, stream: RequestStream, timer: GenerationTimer, choice: int
     ) -> AsyncGenerator[tuple[int, Event], None]:
         async for event in stream:
-            watch.observe(event)
+            timer.observe(event)
             if isinstance(event, Failed):
                 self._raise_failure(event)
             yield choice, event
@@ -162,11 +162,11 @@ def _fingerprint(*parts: str) -> str:
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def _set_direct_sink(stream: RequestStream, watch: GenerationTimer, choice: int, take: DeltaSink) -> None:
-    def shortcut(delta: Delta) -> bool:
-        taken = take(choice, delta)
-        if taken:
-            watch.observe_delta(delta)
-        return taken
+def _set_sink(stream: RequestStream, timer: GenerationTimer, choice: int, sink: DeltaSink) -> None:
+    def fast_path(delta: Delta) -> bool:
+        sent = sink(choice, delta)
+        if sent:
+            timer.observe_delta(delta)
+        return sent
 
-    stream.fast_path = shortcut
+    stream.fast_path = fast_path

@@ -88,6 +88,7 @@ class Settings:
     lenient: bool = False
     insecure_no_auth: bool = False
     limits: ClientLimits = field(default_factory=ClientLimits)
+    direct_writes: bool = True
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot work or that open the server by accident; ValueError says what to change."""

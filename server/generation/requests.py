@@ -36,7 +36,7 @@ async def generate(service: Service, requests: Sequence[Request], endpoint: Endp
             yield streams[0]
             return
         async with aclosing(_merge(streams)) as reading:
-            yield ChoiceEvents(reading, partial(_shorten, streams))
+            yield ChoiceEvents(reading, partial(_set_sinks, streams))
 
 
 async def prediction_tokens(service: Service, body: Generation) -> tuple[int, ...]:
@@ -192,14 +192,14 @@ async def _merge(streams: Sequence[ChoiceEvents]) -> AsyncGenerator[tuple[int, E
         await _cancel(waiting)
 
 
-def _shorten(streams: Sequence[ChoiceEvents], take: DeltaSink) -> None:
+def _set_sinks(streams: Sequence[ChoiceEvents], sink: DeltaSink) -> None:
     for stream in streams:
-        stream.shorten(take)
+        stream.set_sink(sink)
 
 
 def _next(stream: ChoiceEvents) -> asyncio.Task[tuple[int, Event] | None]:
     async def following() -> tuple[int, Event] | None:
-        return await anext(stream.reading, None)
+        return await anext(stream.iterator, None)
 
     return asyncio.create_task(following())
 

@@ -1,4 +1,4 @@
-"""What happens to the choices of one answer, for the one reader that tells it."""
+"""The events of all choices of one response."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import AsyncGenerator, Callable
 
 from engine.types.events import Delta, Event
 
-# Takes a delta of a choice; False: its reader shall.
+# Takes a delta of a choice; False: the delta goes through the iterator.
 DeltaSink = Callable[[int, Delta], bool]
+SetSink = Callable[[DeltaSink], None]
 
 
 class ChoiceEvents:
     """Pairs of a choice and its event, in order.
 
-    reading  yields them; closing it ends the reading
-    shorten  hands deltas that come while the reader waits to a `DeltaSink`, right where the engine delivers them
+    iterator  yields them; closing it ends the subscription
+    set_sink  sets the sink of deltas that arrive while the iterator waits: the engine's delivery callback calls it
     """
 
-    def __init__(self, reading: AsyncGenerator[tuple[int, Event], None], shorten: Callable[[DeltaSink], None]) -> None:
-        self.reading, self.shorten = reading, shorten
+    def __init__(self, iterator: AsyncGenerator[tuple[int, Event], None], set_sink: SetSink) -> None:
+        self.iterator, self.set_sink = iterator, set_sink
 
     def __aiter__(self) -> AsyncGenerator[tuple[int, Event], None]:
-        return self.reading
+        return self.iterator

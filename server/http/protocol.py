@@ -21,10 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from server.http.direct_writer import CONNECTION
 from server.http.encoding import dumps
 from server.http.errors import HEADERS_TOO_LARGE, INVALID_HTTP, REQUEST_TIMEOUT, ApiError
 from server.http.paths import WEBSOCKET_PATHS
-from server.http.stream_encoder import CONNECTION
 from server.settings import ClientLimits
 
 logger = logging.getLogger("cellar.http")
@@ -39,9 +39,9 @@ TOO_LARGE_MESSAGE = "The request line and headers are too large."
 class StrictConnection(h11.Connection):
     """h11 with a look at the raw head of every request before it is parsed."""
 
-    def __init__(self, caps: ClientLimits) -> None:
-        super().__init__(h11.SERVER, max_incomplete_event_size=caps.head_bytes)
-        self._caps = caps
+    def __init__(self, limits: ClientLimits) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=limits.head_bytes)
+        self._limits = limits
         self.error: ApiError | None = None
         # Whether a body is on its way that goes out in chunks.
         self.sending_chunks = False
@@ -58,7 +58,7 @@ class StrictConnection(h11.Connection):
         """The next event. At a fault, `fault` says what to answer."""
         try:
             if self.their_state is h11.IDLE:
-                _check_head(self.trailing_data[0], self._caps)
+                _check_head(self.trailing_data[0], self._limits)
             event = super().next_event()
             return _in_origin_form(event) if isinstance(event, h11.Request) else event
         except h11.RemoteProtocolError as error:
@@ -76,16 +76,18 @@ class StrictProtocol(H11Protocol):
 
     def __init__(
         self,
-        caps: ClientLimits,
+        limits: ClientLimits,
         idle: dict[StrictProtocol, None],
+        direct_writes: bool,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
-        self.conn = self._connection = StrictConnection(caps)
-        self._caps, self._idle = caps, idle
+        state = {**app_state, CONNECTION: self} if direct_writes else app_state
+        super().__init__(config, server_state, state, _loop)
+        self.conn = self._connection = StrictConnection(limits)
+        self._limits, self._idle = limits, idle
         self.writable, self._upgraded = True, False
         self._read_deadline = _Deadline(self.loop, self._read_timed_out)
         self._write_deadline = _Deadline(self.loop, self._write_timed_out)
@@ -102,7 +104,7 @@ class StrictProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection; of too many the one that has been idle for longest goes, or this one if none is."""
         super().connection_made(transport)
-        if len(self.connections) > self._caps.connections:
+        if len(self.connections) > self._limits.connections:
             crowded = next(iter(self._idle), self)
             crowded.transport.abort()
             self._idle.pop(crowded, None)
@@ -134,7 +136,7 @@ class StrictProtocol(H11Protocol):
         """The reader takes nothing: give it a while."""
         super().pause_writing()
         self.writable = False
-        self._write_deadline.start("write", self._caps.write_seconds)
+        self._write_deadline.start("write", self._limits.write_seconds)
 
     def resume_writing(self) -> None:
         """The reader goes on."""
@@ -155,9 +157,9 @@ class StrictProtocol(H11Protocol):
         if state is h11.IDLE:
             self._idle[self] = None
         if state is h11.SEND_BODY:
-            self._read_deadline.start("body", self._caps.body_seconds)
+            self._read_deadline.start("body", self._limits.body_seconds)
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
-            self._read_deadline.start("head", self._caps.head_seconds)
+            self._read_deadline.start("head", self._limits.head_seconds)
         else:
             # Between two requests uvicorn's keep-alive clock runs; during an answer the client need not say anything.
             self._read_deadline.stop()
@@ -201,14 +203,14 @@ class StrictWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(
         self,
-        caps: ClientLimits,
+        limits: ClientLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._caps = caps
+        self._limits = limits
         # close() would wait for the buffer to empty, which it never does.
         self._write_deadline = _Deadline(self.loop, lambda: self.transport.abort())
 
@@ -220,7 +222,7 @@ class StrictWebSocket(WebSocketsSansIOProtocol):
     def pause_writing(self) -> None:
         """Give a reader that takes nothing a while."""
         super().pause_writing()
-        self._write_deadline.start("write", self._caps.write_seconds)
+        self._write_deadline.start("write", self._limits.write_seconds)
 
     def resume_writing(self) -> None:
         """Go on with a reader that goes on."""
@@ -247,28 +249,28 @@ class _Deadline:
         self._wait = self._handle = None
 
 
-def strict_protocol(caps: ClientLimits) -> type[asyncio.Protocol]:
-    """What uvicorn's `http` setting takes: a protocol class, of which it only ever makes instances."""
-    return functools.partial(StrictProtocol, caps, {})  # type: ignore[return-value]
+def strict_protocol(limits: ClientLimits, *, direct_writes: bool = True) -> type[asyncio.Protocol]:
+    """The value of uvicorn's `http` setting: uvicorn only calls it to make a protocol for each connection."""
+    return functools.partial(StrictProtocol, limits, {}, direct_writes)  # type: ignore[return-value]
 
 
-def strict_websocket(caps: ClientLimits) -> type[asyncio.Protocol]:
+def strict_websocket(limits: ClientLimits) -> type[asyncio.Protocol]:
     """The same for uvicorn's `ws` setting."""
-    return functools.partial(StrictWebSocket, caps)  # type: ignore[return-value]
+    return functools.partial(StrictWebSocket, limits)  # type: ignore[return-value]
 
 
-def _check_head(data: bytes, caps: ClientLimits) -> None:
+def _check_head(data: bytes, limits: ClientLimits) -> None:
     """Refuse a request line with headers that is too large, or that two parsers might read differently."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[:end]
-    if len(head) > caps.head_bytes:
+    if len(head) > limits.head_bytes:
         raise h11.RemoteProtocolError("head too large", HEADERS_TOO_LARGE.status)
     lines = head.split(b"\r\n")
     if any(b"\n" in line or b"\r" in line[:-1] for line in lines):
         raise h11.RemoteProtocolError("bare line end")
     if any(line.startswith((b" ", b"\t")) for line in lines[1:]):
         raise h11.RemoteProtocolError("folded header")
-    if len(lines) - 1 > caps.headers:
+    if len(lines) - 1 > limits.headers:
         raise h11.RemoteProtocolError("too many headers", HEADERS_TOO_LARGE.status)
     if end >= 0 and not lines[0].endswith(VERSIONS):
         raise h11.RemoteProtocolError("another version")

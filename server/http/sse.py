@@ -1,16 +1,14 @@
-"""Server-sent events: `data: <json>`, an empty line, and `data: [DONE]` at the end; comments keep silence alive.
+"""Server-sent events: `data: <json>` and an empty line each, `data: [DONE]` at the end, comment lines as keep-alive.
 
-sse-starlette begins and ends a stream, pings by the wall clock (so also while a request waits or its prompt is
-computed) and watches for the client leaving. Its defaults are not ours: line ends, cache header, ping text, and a
-shutdown of its own, which finds no signal handler of uvicorn's here (lifecycle.py has them). Events go round it: it
-opens a scope of cancellation for each, and most take a shorter way (teller.py). protocol.py cuts a reader that stands
-still.
+sse-starlette's EventSourceResponse sends them, adds the keep-alive lines (also during the queue time and the prefill)
+and ends the stream when the client disconnects. Its defaults for line ends, cache header and keep-alive text are
+replaced. DirectWriter sends most text deltas; protocol.py limits the time of a blocked send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import Response
@@ -26,65 +24,54 @@ HEADERS = {"Cache-Control": "no-cache"}
 
 
 def frame(value: Mapping[str, object]) -> bytes:
-    """One event."""
+    """One unnamed event."""
     return b"data: %b\n\n" % dumps(value)
 
 
 def named_frame(value: Mapping[str, object]) -> bytes:
-    """One event that has the name of its type, as Responses and Anthropic's API have them."""
+    """One event with its type as name, as in the Responses and Anthropic APIs."""
     return b"event: %b\n%b" % (str(value["type"]).encode(), frame(value))
 
 
 class EventStream(Response):
-    """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error.
+    """A streamed response. Its events are opened before the status is sent, so a refused request gets an error status.
 
-    teller  the answer as it goes over the wire
-    write   how an error is written
-    end     what follows the last frame
+    encode_error  makes a frame of an error body
+    end           follows the last frame
     """
 
     def __init__(
         self,
         opening: AbstractAsyncContextManager[ChoiceEvents],
         encoder: StreamEncoder,
-        caps: ClientLimits,
+        limits: ClientLimits,
         encode_error: EncodeError = frame,
         end: bytes = DONE,
     ) -> None:
         super().__init__()
-        self._opening, self._teller, self._caps = opening, encoder, caps
-        self._write, self._end = encode_error, end
+        self._opening, self._encoder, self._limits = opening, encoder, limits
+        self._encode_error, self._end = encode_error, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, send, and cancel whatever still runs at the end."""
+        """Open the events, send them, and cancel the request if the client disconnects."""
         async with self._opening as events:
-            frames = encode_stream(events, self._teller, scope, self._write, self._end)
-            await send_event_stream(frames, self._caps, scope, receive, send)
+            frames = encode_stream(events, self._encoder, scope, self._encode_error, self._end)
+            await send_event_stream(frames, self._limits, scope, receive, send)
 
 
-async def send_event_stream(frames: Frames, caps: ClientLimits, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with events, and comments in silence. A client that leaves ends it early."""
+async def send_event_stream(frames: Frames, limits: ClientLimits, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send frames as an event stream, with keep-alive comments, until the end or the client's disconnect."""
     response = EventSourceResponse(
-        _sent_directly(frames, send),
+        frames,
         headers=HEADERS,
         media_type="text/event-stream",
         sep="\n",
-        ping=caps.ping_seconds,
+        ping=limits.ping_seconds,
         ping_message_factory=_keep_alive,
     )
-    # Whether the connection stays open is between uvicorn and the client.
+    # uvicorn decides whether the connection stays open.
     del response.headers["connection"]
     await response(scope, receive, send)
-
-
-async def _sent_directly(frames: Frames, send: Send) -> Frames:
-    """The content of a response, which sends itself and leaves nothing to be sent."""
-    async with aclosing(frames):
-        async for body in frames:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-    rest: tuple[bytes, ...] = ()
-    for body in rest:
-        yield body
 
 
 def _keep_alive() -> ServerSentEvent:

@@ -53,14 +53,14 @@ def add(app: FastAPI, service: Service) -> ResponseService:
     return desk
 
 
-def _add_create_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) -> None:
+def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) -> None:
     @app.post(PATH, responses=RESPONSE_SCHEMAS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer an input, which may go on from an earlier response."""
         run = await desk.for_owner(owner(request)).create(body, warnings(request))
         left = None if body.background else run.abort
         if body.stream:
-            return FrameStreamResponse(run.follow(), caps, left)
+            return FrameStreamResponse(run.follow(), limits, left)
         return (
             JsonResponse(run.response)
             if body.background
@@ -91,7 +91,7 @@ def _add_create_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) 
         return JsonResponse(await desk.for_owner(owner(request)).cancel(response_id))
 
 
-def _add_read_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) -> None:
+def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) -> None:
     @app.get(f"{PATH}/{{response_id}}", responses=RESPONSE_SCHEMAS)
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False, starting_after: After = -1
@@ -102,8 +102,8 @@ def _add_read_routes(app: FastAPI, desk: ResponseService, caps: ClientLimits) ->
             return JsonResponse(await own.response(response_id))
         run = own.running(response_id)
         if run is not None:
-            return FrameStreamResponse(run.follow(starting_after), caps)
-        return FrameStreamResponse(_joined_frames((await own.frames(response_id))[starting_after + 1 :]), caps)
+            return FrameStreamResponse(run.follow(starting_after), limits)
+        return FrameStreamResponse(_joined_frames((await own.frames(response_id))[starting_after + 1 :]), limits)
 
     @app.delete(f"{PATH}/{{response_id}}", responses={**ERROR_RESPONSES, 200: {"model": ResponseDeleted}})
     async def delete_response(response_id: str, request: Request) -> Response:
@@ -128,15 +128,18 @@ class FrameStreamResponse(Response):
     """Events that are bytes already; `left` is called at the end, or when the client has gone."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], caps: ClientLimits, left: Callable[[], Awaitable[None]] | None = None
+        self,
+        frames: AsyncGenerator[bytes, None],
+        limits: ClientLimits,
+        left: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
-        self._frames, self._caps, self._left = frames, caps, left
+        self._frames, self._limits, self._left = frames, limits, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them as they come."""
         try:
-            await send_event_stream(self._frames, self._caps, scope, receive, send)
+            await send_event_stream(self._frames, self._limits, scope, receive, send)
         finally:
             if self._left is not None:
                 await self._left()

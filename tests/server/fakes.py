@@ -352,9 +352,9 @@ def ask(app: Any, method: str, path: str, **options: Any) -> Answer:
 
 def settings(**changes: Any) -> Settings:
     """Settings that suit tests: a known name, short waits."""
-    caps = ClientLimits(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("caps", {})})
+    limits = ClientLimits(**{"head_seconds": 5.0, "body_seconds": 5.0, **changes.pop("limits", {})})
     return Settings(
-        **{"served_names": ("fake", "org/alias"), "store": "memory", "limits": caps, "grace_seconds": 5.0, **changes}
+        **{"served_names": ("fake", "org/alias"), "store": "memory", "limits": limits, "grace_seconds": 5.0, **changes}
     )
 
 
