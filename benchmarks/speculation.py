@@ -48,7 +48,7 @@ from bench.prompts import sentence
 from benchmarks.turns import Cell, Turn
 from engine.config import EngineConfig
 from engine.core import Core
-from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.controller import DepthController
 from engine.draft.depth import FixedDepth
 from engine.draft.loading import load_draft, make_speculation
 from engine.draft.speculation import Speculation
@@ -194,7 +194,7 @@ class Bench:
 
     def scripted(self, mode: str, script: Scripted | None = None) -> Speculation:
         """Drafts that are written down."""
-        depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else AdaptiveDepth()
+        depth = FixedDepth(0 if mode == "off" else int(mode)) if mode != "auto" else DepthController()
         return Speculation(None, script, depth, time.thread_time)
 
     def begin(self, core: Core, prompts: Prompts, turn: int, *, ignore_end: bool) -> Playing:

@@ -212,9 +212,8 @@ class Core:
         """Add drafts to a step of `batch_tokens`, as far as cells are free or evictable."""
         decoding = [each.sequence for each in scheduled if each.is_sampled]
         try:
-            running = len(self._scheduler.running)
             drafts = self._speculation.draft(
-                decoding, rows=batch_tokens, running=running, room=lambda most: self._draft_capacity(batch_tokens, most)
+                decoding, rows=batch_tokens, room=lambda most: self._draft_capacity(batch_tokens, most)
             )
         except Exception:
             # The output does not depend on drafts.

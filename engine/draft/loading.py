@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.draft.adaptive import AdaptiveDepth
+from engine.draft.controller import DepthController
 from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
 from engine.draft.head import HeadDrafter
@@ -124,9 +124,9 @@ def make_speculation(
     """The drafters that the settings ask for, over caches of their own."""
     quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
     forced = None if config.drafter == "none" else ForcedDrafter()
-    depth = (
-        AdaptiveDepth(trusted=(ForcedDrafter.kind,)) if config.draft_tokens is None else FixedDepth(config.draft_tokens)
-    )
+    # What a grammar forces is nearly always what the model emits.
+    priors = {ForcedDrafter.kind: 0.95}
+    depth = DepthController(priors) if config.draft_tokens is None else FixedDepth(config.draft_tokens)
     if isinstance(draft, Heads):
         head = _head_drafter(config, target, draft)
         return Speculation(quick, head, depth, clock, forced=forced, reader=head)

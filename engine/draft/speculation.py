@@ -1,7 +1,7 @@
-"""Who gets drafts in a step, from which drafter, and what is learnt from what became of them.
+"""Speculative decoding: which sequences get draft tokens in a step, from which drafter and how many; counts of them.
 
-Drafts are rows that may be worth tokens (verify.py decides that). They take no cell from anybody: where the cache is
-full there are none, and nobody goes back to the queue for them.
+Draft tokens are further tokens of the batch (sample/verify.py decides which are emitted). They take free cells only:
+where the cache is full there are none, and no sequence is preempted for them.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from engine.draft.depth import Depth
-from engine.draft.offer import Candidate
+from engine.draft.depth import Candidate, Depth, DraftCall, StepOutcome, VerifiedDraft
 from engine.schedule.draft import Computed, Draft, Drafter, Reader, Want
 from engine.schedule.sequence import Sequence as Running
 from engine.schedule.step_cost import StepCost
 from engine.types.request import MAX_DRAFT_TOKENS
 from engine.types.status import DraftCounts
 
-# Whom drafters may guess for, by their kind.
-_Served: TypeAlias = Mapping[str, frozenset[Running]]
-# A repetition of so many tokens may be likelier right than what a small model says.
-_LONG = 4
+# A lookup proposal of fewer tokens is not taken where a draft model could draft.
+_LEAST_PROPOSAL = 4
+
+# Sequences that each drafter is asked for, by its kind.
+_Asked: TypeAlias = Mapping[str, frozenset[Running]]
 
 
-class _Offer(NamedTuple):
-    """What could be drafted for one sequence: `known` already, or else up to the limit."""
+class _DraftCandidate(NamedTuple):
+    """A sequence with its drafter: `tokens` are proposed already, or up to `limit` are drafted after the choice."""
 
     sequence: Running
     drafter: Drafter
     limit: int
-    known: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
 
 
-class _Able(NamedTuple):
-    """Whom a kind of drafter may guess for: everybody, and those among them who say themselves how many tokens."""
+class _Eligible(NamedTuple):
+    """Sequences that may have drafts of a kind; `fixed`: those among them with a depth of their own request."""
 
     kind: str
-    everybody: frozenset[Running]
-    settled: frozenset[Running]
+    sequences: frozenset[Running]
+    fixed: frozenset[Running]
 
 
 class Speculation:
-    """The drafters, and the depths of their drafts. Belongs to the engine thread.
+    """The drafters, and the depth of their drafts. Belongs to the engine thread.
 
-    quick    drafts at next to no cost, so it is asked before the depth is chosen; None: there is none
-    forced   the same, and is nearly always right, so it goes before all others; None: there is none
-    slow     pays for each token of a draft, so it drafts what was chosen; None: there is none
+    quick    proposes at little cost, so it is asked before the depth is chosen (n-gram lookup); None: there is none
+    slow     computes each draft token, so it drafts at the chosen depth (draft model, MTP head); None: there is none
+    forced   proposes what a grammar forces, in place of the others; None: there is none
     deepest  tokens of a draft at most
-    reader   the one of them that guesses from what the model computes; None: nobody does
+    reader   the slow drafter, if it reads the hidden states that steps compute; None: it does not
     """
 
     def __init__(
@@ -68,28 +68,24 @@ class Speculation:
         self._drafters = tuple(drafter for drafter in (quick, slow, forced) if drafter is not None)
         self._drafted = {drafter.kind: [0] * deepest for drafter in self._drafters}
         self._accepted = {drafter.kind: [0] * deepest for drafter in self._drafters}
-        # The sequences of the latest step, its rows, and who may guess for them: mostly they are those of the next one.
-        self._present: list[Running] = []
-        self._rows = 0
-        self._able: list[_Able] = []
-        # In so many more steps like it the slow drafter drafts so deep for these, or nobody does for anybody.
-        self._again = self._deep = 0
-        self._followed: list[Running] = []
-        # Seconds of this step that were spent on drafting, and on choosing how much.
-        self._drafting = 0.0
-        # Seconds that it took to let go of texts that were read: a part of what reading costs.
-        self._leaving = 0.0
-        # How much of the texts the slow drafter has read, by sequence.
-        self._read: dict[str, int] = {}
+        # Of the latest step; `_idle_steps`: further ones in which all drafters are in their cooldowns.
+        self._sequences: list[Running] = []
+        self._eligible: list[_Eligible] = []
+        self._batch_tokens = self._idle_steps = 0
+        # Of this step; the seconds are those of choosing depths and of the slow drafter.
+        self._outcome, self._drafting_seconds = StepOutcome(), 0.0
+        # Tokens of each text that the slow drafter has computed, and the time to release finished ones.
+        self._computed: dict[str, int] = {}
+        self._release_seconds = 0.0
 
     @property
     def reads(self) -> bool:
-        """Whether anybody wants to be told what steps compute."""
+        """Whether a drafter reads hidden states (`computed`)."""
         return self._reader is not None
 
     @property
     def cost(self) -> StepCost:
-        """What steps cost, as far as is learnt from those that are told (`stepped`)."""
+        """Step costs, measured by `stepped`."""
         return self._depth.cost
 
     @property
@@ -98,228 +94,181 @@ class Speculation:
         return tuple(drafter.kind for drafter in self._drafters if drafter is not self._forced)
 
     def counts(self) -> tuple[DraftCounts, ...]:
-        """What became of all drafts that were verified."""
+        """Drafted and accepted tokens of all verified drafts, by drafter."""
         return tuple(
             DraftCounts(kind, tuple(self._drafted[kind]), tuple(self._accepted[kind])) for kind in self._drafted
         )
 
-    def draft(
-        self, sequences: Sequence[Running], *, rows: int, running: int, room: Callable[[int], int]
-    ) -> dict[Running, Draft]:
-        """Drafts for sequences whose next token a step will tell, for those for whom they seem to pay.
+    def draft(self, sequences: Sequence[Running], *, rows: int, room: Callable[[int], int]) -> dict[Running, Draft]:
+        """Drafts for sequences that emit a token in this step, where they are expected to gain time.
 
-        rows     of the step without drafts
-        running  sequences that have a slot, those whose prompts are still read among them
-        room     how many of so many drafts there is room for, of all sequences together
+        rows  batch tokens of the step without drafts
+        room  free cells for so many draft tokens, or fewer
         """
-        self._drafting = 0.0
-        if sequences != self._present:
-            self._present, self._able, self._again = list(sequences), self._find(sequences), 0
-        elif self._again and rows == self._rows:
-            self._again -= 1
-            return self._once_more(room) if self._deep else {}
-        self._rows = rows
-        served, rests = self._served(rows, running)
-        if not served:
-            self._again, self._deep = rests - 1, 0
+        self._outcome, self._drafting_seconds = StepOutcome(rows), 0.0
+        if sequences != self._sequences:
+            self._sequences, self._eligible = list(sequences), self._find_eligible(sequences)
+        elif self._idle_steps and rows == self._batch_tokens:
+            self._idle_steps -= 1
             return {}
-        offers = self._offers(sequences, served, rows)
-        depths = self._depths(offers, rows, running)
-        self._again = 0
-        if self._is_plain(offers, served):
-            self._followed = [offer.sequence for offer in offers]
-            self._deep, self._again = self._depth.again(offers[0].drafter.kind, rests - 1)
-        return self._drafts(offers, depths, room)
+        self._batch_tokens = rows
+        asked, cooldown = self._asked(rows)
+        self._idle_steps = 0 if asked else cooldown - 1
+        if not asked:
+            return {}
+        candidates = self._candidates(sequences, asked)
+        return self._drafts(candidates, self._depths(candidates, rows), room)
 
-    def _once_more(self, room: Callable[[int], int]) -> dict[Running, Draft]:
-        """Drafts of the slow drafter as deep as before."""
-        assert self._slow is not None, "nobody drafted"
-        limits = [(one, self._limit(one)) for one in self._followed]
-        offers = [_Offer(one, self._slow, limit) for one, limit in limits if limit > 0]
-        return self._drafts(offers, [min(self._deep, offer.limit) for offer in offers], room)
-
-    def _is_plain(self, offers: Sequence[_Offer], served: _Served) -> bool:
-        """Whether only the slow drafter drafts, as deep for all, and has read what there is: so it may go on."""
-        slow = self._slow
-        if slow is None or not offers or served.keys() != {slow.kind} or any(able.settled for able in self._able):
-            return False
-        return all(self._unread(offer.sequence) <= self._deepest + 1 for offer in offers)
-
-    def _drafts(self, offers: Sequence[_Offer], depths: list[int], room: Callable[[int], int]) -> dict[Running, Draft]:
-        """What drafters make of offers at these depths, or less where there is no room."""
-        wanted = sum(depths)
-        left = room(wanted) if wanted else 0
-        if left < wanted:
-            taken = accumulate(depths[:-1], initial=0)
-            depths = [max(min(depth, left - before), 0) for depth, before in zip(depths, taken, strict=True)]
-        chosen = [(offer, depth) for offer, depth in zip(offers, depths, strict=True) if depth]
-        return {offer.sequence: Draft(offer.drafter.kind, tokens) for offer, tokens in self._made(chosen) if tokens}
-
-    def verified(self, draft: Draft, said: Sequence[int]) -> int:
-        """Learn from what a sequence said where a draft stood: the tokens that `verify` took for it.
-
-        Returns how many of the draft were said.
-        """
-        accepted = sum(token == guess for token, guess in zip(said, draft.tokens, strict=False))
-        # Behind a wrong token, or the end of the text, nothing was compared.
-        judged = min(len(draft.tokens), len(said))
-        self._depth.verified(draft.kind, judged, accepted)
+    def verified(self, draft: Draft, tokens: Sequence[int]) -> int:
+        """Count a draft, given the tokens that were emitted in its place; how many of the draft were accepted."""
+        accepted = sum(token == drafted for token, drafted in zip(tokens, draft.tokens, strict=False))
+        # After a refused token, or the end of the text, nothing was compared.
+        compared = min(len(draft.tokens), len(tokens))
+        self._outcome.verified.append(VerifiedDraft(draft.kind, compared, accepted))
         for at in range(len(draft.tokens)):
             self._drafted[draft.kind][at] += 1
             self._accepted[draft.kind][at] += at < accepted
         return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Learn what a step of so many rows took, with all that went into it.
-
-        Not what the slow drafter took, which is known, and not thoughts, which come with one step for many.
-        """
-        self._depth.stepped(rows, seconds - self._drafting)
+        """Measure a step of `rows` batch tokens, drafts among them, which took so long, drafting included."""
+        outcome = self._outcome
+        outcome.draft_tokens = rows - outcome.batch_tokens
+        outcome.seconds = seconds - self._drafting_seconds
+        self._depth.observe(outcome)
 
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
-        """A step computed `length` rows of a sequence's text, from its token `start` on; `row` is the first of them."""
+        """Give a drafter the hidden states of tokens [start, start + length), which are batch tokens from `row` on."""
         if self._reader is not None and sequence.allows_drafter(self._reader.kind):
             self._reader.computed([Computed(_want(sequence, self._limit(sequence)), start, row, length)])
 
     def forget(self, sequence: Running) -> None:
-        """The sequence is over."""
+        """Release what drafters keep of a finished sequence."""
         began = self._clock()
         for drafter in self._drafters:
             drafter.forget(sequence.request.id, sequence.output)
-        if self._read.pop(sequence.request.id, None) is not None:
-            self._leaving += self._clock() - began
-        self._depth.ended(len(sequence.output))
+        if self._computed.pop(sequence.request.id, None) is not None:
+            self._release_seconds += self._clock() - began
 
     def rest(self, budget_bytes: int) -> bool:
-        """Use a pause to save so much of what outlives the process; False: nothing is left."""
+        """Save up to `budget_bytes` of the drafters' caches to disk; False: all is saved."""
         return any(drafter.rest(budget_bytes) for drafter in self._drafters)
 
-    def _offers(self, sequences: Sequence[Running], served: _Served, rows: int) -> list[_Offer]:
-        """For each sequence the better drafter of those that it may have, where one has anything to offer."""
-        anyone = set().union(*served.values())
-        limits = {one: limit for one in sequences if one in anyone and (limit := self._limit(one)) > 0}
-        began = self._clock()
-        known, offers = self._known(limits, served), list[_Offer]()
-        seconds = self._clock() - began
-        slow = self._slow
-        patient = served.get(slow.kind, ()) if slow is not None else ()
-        for sequence, limit in limits.items():
-            drafter, tokens = known.get(sequence, (None, ()))
-            other = slow if sequence in patient else None
-            if drafter is not None and (other is None or self._outdoes(drafter, tokens, other)):
-                offers.append(_Offer(sequence, drafter, len(tokens), tokens))
-            elif other is not None:
-                offers.append(_Offer(sequence, other, limit))
-        if known:
-            offered = {offer.drafter.kind for offer in offers}
-            for kind in {drafter.kind for drafter, _ in known.values()} - offered:
-                self._depth.outdone(kind, rows)
-        elif self._quick is not None and self._quick.kind in served and limits:
-            self._depth.silent(self._quick.kind, rows, seconds)
-        return offers
-
-    def _outdoes(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
-        """Whether what a drafter knows is better than what the slow one would say."""
-        return len(tokens) >= _LONG and self._depth.likelier(drafter.kind, slow.kind)
-
-    def _served(self, rows: int, running: int) -> tuple[_Served, int]:
-        """Whom each drafter may guess for where it seems worth a thought; and how many steps the others rest."""
-        served, least = dict[str, frozenset[Running]](), sys.maxsize
-        for kind, everybody, settled in self._able:
-            rests = self._depth.rests(kind, rows, running)
-            if own := settled if rests else everybody:
-                served[kind] = own
-            least = min(least, rests or least)
-        return served, least
-
-    def _find(self, sequences: Sequence[Running]) -> list[_Able]:
-        """Who may guess for sequences, by what their requests say."""
-        able = list[_Able]()
+    def _find_eligible(self, sequences: Sequence[Running]) -> list[_Eligible]:
+        found = list[_Eligible]()
         for drafter in self._drafters:
             own = [one for one in sequences if one.allows_drafter(drafter.kind)]
             if drafter is self._forced:
                 own = [one for one in own if one.request.grammar is not None]
             if own:
-                able.append(_Able(drafter.kind, frozenset(own), frozenset(filter(_settled, own))))
-        return able
+                found.append(_Eligible(drafter.kind, frozenset(own), frozenset(filter(_has_fixed_depth, own))))
+        return found
 
-    def _depths(self, offers: Sequence[_Offer], rows: int, running: int) -> list[int]:
-        """The depth of each offer: what the request says, or else what seems to pay beside those."""
-        settled = [offer.limit if _settled(offer.sequence) else 0 for offer in offers]
-        free = [self._candidate(offer) for offer, own in zip(offers, settled, strict=True) if not own]
-        if not free:
-            return settled
-        began = self._clock()
-        depths = iter(self._depth.choose(free, rows=rows + sum(settled), running=running))
-        self._drafting += self._clock() - began
-        return [own or next(depths) for own in settled]
+    def _asked(self, batch_tokens: int) -> tuple[_Asked, int]:
+        """The sequences that drafters are asked for, and the steps until the first cooldown of the others ends."""
+        asked, least = dict[str, frozenset[Running]](), sys.maxsize
+        for kind, sequences, fixed in self._eligible:
+            cooldown = self._depth.cooldown(kind, batch_tokens)
+            if own := fixed if cooldown else sequences:
+                asked[kind] = own
+            least = min(least, cooldown or least)
+        return asked, least
 
-    def _candidate(self, offer: _Offer) -> Candidate:
-        unread = self._unread(offer.sequence) if offer.drafter is self._slow else 0
-        return Candidate(
-            offer.drafter.kind, offer.limit, unread, len(offer.sequence.output), offer.sequence.remaining_tokens
-        )
+    def _candidates(self, sequences: Sequence[Running], asked: _Asked) -> list[_DraftCandidate]:
+        """For each sequence its proposal, or else the slow drafter."""
+        eligible = set().union(*asked.values())
+        limits = {one: limit for one in sequences if one in eligible and (limit := self._limit(one)) > 0}
+        proposals, found, slow = self._proposals(limits, asked), list[_DraftCandidate](), self._slow
+        for sequence, limit in limits.items():
+            drafter, tokens = proposals.get(sequence, (None, ()))
+            other = slow if slow is not None and sequence in asked.get(slow.kind, ()) else None
+            if drafter is not None and (other is None or self._prefers(drafter, tokens, other)):
+                found.append(_DraftCandidate(sequence, drafter, len(tokens), tokens))
+            elif other is not None:
+                found.append(_DraftCandidate(sequence, other, limit))
+        if any(candidate.drafter is self._quick for candidate in found):
+            self._outcome.unused.clear()
+        return found
 
-    def _unread(self, sequence: Running) -> int:
-        """Tokens that the slow drafter has to read before it drafts: none if it sees what steps compute."""
-        unread = _length(sequence) - self._read.get(sequence.request.id, 0)
-        return 0 if self._reader else min(unread, len(sequence.tokens))
+    def _prefers(self, drafter: Drafter, tokens: Sequence[int], slow: Drafter) -> bool:
+        return len(tokens) >= _LEAST_PROPOSAL and self._depth.prefers(drafter.kind, slow.kind)
 
-    def _known(self, limits: Mapping[Running, int], served: _Served) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
-        """What drafters know that take no time to ask; what is forced goes before what is repeated."""
-        known: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
+    def _proposals(
+        self, limits: Mapping[Running, int], asked: _Asked
+    ) -> dict[Running, tuple[Drafter, tuple[int, ...]]]:
+        """Drafts that cost little; a grammar's in place of a lookup's. The lookup is unused until a draft is taken."""
+        found: dict[Running, tuple[Drafter, tuple[int, ...]]] = {}
         for drafter in (self._quick, self._forced):
-            if drafter is None or drafter.kind not in served:
+            if drafter is None or drafter.kind not in asked:
                 continue
-            own = [one for one in limits if one in served[drafter.kind]]
+            began = self._clock()
+            own = [one for one in limits if one in asked[drafter.kind]]
             drafts = drafter.propose([_want(one, limits[one]) for one in own])
-            known |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
-        return known
+            found |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
+            if drafter is self._quick and own:
+                self._outcome.unused[drafter.kind] = self._clock() - began
+        return found
 
     def _limit(self, sequence: Running) -> int:
-        """Tokens to draft at most."""
+        """Draft tokens at most: one token less than the sequence may still emit."""
         asked = sequence.request.speculation.tokens
-        # The row behind the last draft tells one token more, and that is the last one that there is room for.
         return min(sequence.remaining_tokens - 1, self._deepest if asked is None else min(asked, self._deepest))
 
-    def _made(self, chosen: Sequence[tuple[_Offer, int]]) -> list[tuple[_Offer, tuple[int, ...]]]:
-        """Each offer with its draft, at the chosen depth at most."""
-        made = [(offer, offer.known[:depth]) for offer, depth in chosen if offer.known is not None]
-        slow = [(offer, depth) for offer, depth in chosen if offer.known is None]
-        if self._slow is not None and slow:
-            began = self._clock()
-            drafts = self._slow.propose([_want(offer.sequence, depth) for offer, depth in slow])
-            seconds = self._clock() - began
-            self._drafting += seconds
-            self._learn(slow, drafts, seconds)
-            made += [(offer, tuple(draft)) for (offer, _), draft in zip(slow, drafts, strict=True)]
-        return made
+    def _depths(self, candidates: Sequence[_DraftCandidate], batch_tokens: int) -> list[int]:
+        """The depth of each candidate: that of its request, or else the chosen one."""
+        fixed = [candidate.limit if _has_fixed_depth(candidate.sequence) else 0 for candidate in candidates]
+        others = [Candidate(one.drafter.kind, one.limit) for one, own in zip(candidates, fixed, strict=True) if not own]
+        if not others:
+            return fixed
+        began = self._clock()
+        chosen = iter(self._depth.choose(others, batch_tokens=batch_tokens + sum(fixed)))
+        self._drafting_seconds += self._clock() - began
+        return [own or next(chosen) for own in fixed]
 
-    def _learn(self, chosen: Sequence[tuple[_Offer, int]], drafts: Sequence[Sequence[int]], seconds: float) -> None:
-        """Note what the slow drafter took; where it had to read up on a text first, that is another matter."""
-        assert self._slow is not None, "nobody drafted"
-        kind, sequences, levels = self._slow.kind, len(chosen), max(map(len, drafts))
-        unread = [self._unread(offer.sequence) for offer, _ in chosen]
-        if all(tokens <= depth + 1 for (_, depth), tokens in zip(chosen, unread, strict=True)):
-            self._depth.drafted(kind, sequences, levels, seconds)
-        else:
-            read = sum(tokens for tokens, draft in zip(unread, drafts, strict=True) if draft)
-            self._depth.caught_up(kind, sequences, levels, seconds + self._leaving, read)
-            self._leaving = 0.0
-        self._read |= {
-            offer.sequence.request.id: _length(offer.sequence)
-            for (offer, _), draft in zip(chosen, drafts, strict=True)
-            if draft
-        }
+    def _drafts(
+        self, candidates: Sequence[_DraftCandidate], depths: list[int], room: Callable[[int], int]
+    ) -> dict[Running, Draft]:
+        """The drafts of candidates at these depths, or shorter where free cells are too few."""
+        wanted = sum(depths)
+        left = room(wanted) if wanted else 0
+        if left < wanted:
+            before = accumulate(depths[:-1], initial=0)
+            depths = [max(min(depth, left - used), 0) for depth, used in zip(depths, before, strict=True)]
+        drafts, slow = dict[Running, Draft](), list[tuple[Running, int]]()
+        for (sequence, drafter, _, tokens), depth in zip(candidates, depths, strict=True):
+            if depth and tokens is None:
+                slow.append((sequence, depth))
+            elif depth and tokens:
+                drafts[sequence] = Draft(drafter.kind, tokens[:depth])
+        return drafts | self._call(slow) if slow else drafts
+
+    def _call(self, chosen: Sequence[tuple[Running, int]]) -> dict[Running, Draft]:
+        """Drafts of the slow drafter, whose time is measured."""
+        slow, began = self._slow, self._clock()
+        assert slow is not None, "there is no slow drafter"
+        catches_up = any(self._missing(sequence) > depth + 1 for sequence, depth in chosen)
+        tokens = slow.propose([_want(sequence, depth) for sequence, depth in chosen])
+        seconds = self._clock() - began
+        self._drafting_seconds += seconds
+        if catches_up:
+            seconds, self._release_seconds = seconds + self._release_seconds, 0.0
+        self._outcome.calls.append(DraftCall(slow.kind, max(map(len, tokens)), seconds, catches_up))
+        drafts = {one: Draft(slow.kind, tuple(own)) for (one, _), own in zip(chosen, tokens, strict=True) if own}
+        self._computed |= {sequence.request.id: _length(sequence) for sequence in drafts}
+        return drafts
+
+    def _missing(self, sequence: Running) -> int:
+        """Tokens that the slow drafter computes before it drafts; 0 if it reads hidden states of the model."""
+        missing = _length(sequence) - self._computed.get(sequence.request.id, 0)
+        return 0 if self._reader else min(missing, len(sequence.tokens))
 
 
 def _length(sequence: Running) -> int:
-    """Tokens of the text, those among them that a shift dropped."""
+    """Tokens of the text, dropped ones among them."""
     return len(sequence.request.prompt) + len(sequence.output)
 
 
-def _settled(sequence: Running) -> bool:
-    """Whether the request itself says how many tokens to draft: its limit is that number."""
+def _has_fixed_depth(sequence: Running) -> bool:
     return sequence.request.speculation.tokens is not None
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from engine.core import Core
-from engine.draft.adaptive import AdaptiveDepth
-from engine.draft.depth import Depth, FixedDepth
-from engine.draft.offer import Candidate
+from engine.draft.controller import DepthController
+from engine.draft.depth import Candidate, Depth, FixedDepth, StepOutcome
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter, Want
@@ -176,67 +175,30 @@ def test_a_broken_row_behind_a_wrong_draft_breaks_nobody(loaded: Models) -> None
     assert [whole[:20]] * 2 == [answer.tokens for answer in spoilt(loaded("llama"), wrong).values()]
 
 
-class Asked(FixedDepth):
-    """Four drafts, or none for some steps; notes what it is asked."""
+class Cooling(FixedDepth):
+    """Four drafts, or a cooldown; notes the batch tokens of the steps in which it is asked."""
 
-    def __init__(self, rests: int, again: int = 0) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__(4)
-        self._rests, self._again = rests, again
-        self.rows: list[int] = []
-        self.running: list[tuple[int, int]] = []
+        self._steps = steps
+        self.batch_tokens: list[int] = []
 
-    def rests(self, kind: str, rows: int, running: int = 0) -> int:
-        """As it was told."""
-        self.rows.append(rows)
-        return self._rests
-
-    def choose(self, candidates: Sequence[Candidate], *, rows: int, running: int = 0) -> list[int]:
-        """Four for each."""
-        self.running.append((len(candidates), running))
-        return super().choose(candidates, rows=rows, running=running)
-
-    def again(self, kind: str, most: int) -> tuple[int, int]:
-        """As often as it was told."""
-        return 4, min(self._again, most)
+    def cooldown(self, kind: str, batch_tokens: int) -> int:
+        """As many steps each time."""
+        self.batch_tokens.append(batch_tokens)
+        return self._steps
 
 
-def test_who_rests_is_not_asked_until_it_is_over(loaded: Models) -> None:
-    """Thirty steps, in each fourth of which somebody asks; another sequence is another question."""
-    depth, whole = Asked(4), alone(loaded("llama"), count=32).tokens
+def test_no_depth_is_asked_for_during_a_cooldown(loaded: Models) -> None:
+    """Of 31 steps each fourth one; another sequence ends it."""
+    depth, whole = Cooling(4), alone(loaded("llama"), count=32).tokens
     answer = play(drafted(loaded("llama"), knowing({"one": whole}), depth), [Job(ask("one", PROMPT, 32))])["one"]
 
     assert whole == answer.tokens
-    assert 8 == depth.rows.count(1)
-    depth = Asked(1000)
+    assert 8 == depth.batch_tokens.count(1)
+    depth = Cooling(1000)
     play(drafted(loaded("llama"), knowing({}), depth), [Job(ask("a", PROMPT, 32)), Job(ask("b", PROMPT, 32), 9)])
-    assert [1, 2, 1] == [rows for rows in depth.rows if rows < 3]
-
-
-@pytest.mark.parametrize(("again", "asked"), [(0, 11), (3, 3), (1000, 1)])
-def test_what_was_chosen_stands_for_as_long_as_it_is_said_to(loaded: Models, again: int, asked: int) -> None:
-    """Sixty tokens come five at a time, whether somebody is asked each time or not; what one is asked of two is new."""
-    depth, whole = Asked(0, again), alone(loaded("llama"), count=60).tokens
-    engine = drafted(loaded("llama"), knowing({"one": whole, "two": whole}), depth)
-    answer = play(engine, [Job(ask("one", PROMPT, 60, ignore_eos=True))])["one"]
-
-    assert whole == answer.tokens
-    assert asked == depth.rows.count(1)
-    assert 48 == sum(engine.stats().drafts[0].accepted)
-    play(engine, [Job(ask("one", PROMPT, 60)), Job(ask("two", PROMPT, 60), 4)])
-    assert 2 in depth.rows
-
-
-def test_who_will_speak_is_known_beside_their_prompts(loaded: Models) -> None:
-    """The first speaks while the other's prompt is read, and soon they speak together."""
-    depth = Asked(0)
-    engine = core(
-        loaded("llama"),
-        speculation=Speculation(None, knowing({"a": (), "b": ()}), depth, lambda: 0.0),
-        chunk=8,
-    )
-    play(engine, [Job(ask("a", PROMPT, 24)), Job(ask("b", tuple(range(40, 80)), 8), 3)])
-
-    assert {(1, 1), (1, 2), (2, 2)} == set(depth.running)
+    assert [1, 2, 1] == [tokens for tokens in depth.batch_tokens if tokens < 3]
 
 
 class Clock:
@@ -267,7 +229,7 @@ class Timed:
 
 def paced(loaded: LoadedModel, drafter: Timed, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
     """An engine of chosen depths, whose steps take a second, and a tenth more for each row but the first."""
-    engine = core(loaded, speculation=Speculation(None, drafter, AdaptiveDepth(), clock))
+    engine = core(loaded, speculation=Speculation(None, drafter, DepthController(), clock))
     engine._clock = clock
     run = engine._stepper.run
 
@@ -291,16 +253,16 @@ def test_drafts_that_are_right_are_chosen(loaded: Models, monkeypatch: pytest.Mo
     assert clock.now - before < 0.4 * 100
 
 
-def test_thoughts_are_not_said_of_the_step_they_come_with(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come before trials: depths that are tried would always seem dearer than those that are known."""
+def test_step_costs_are_without_the_choice_of_depths(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice comes with few steps: explored depths would seem to take longer than others."""
     whole, clock = alone(loaded("llama")).tokens, Clock()
     engine = paced(loaded("llama"), Timed(knowing({"one": whole}), clock, 0.1), clock, monkeypatch)
     depth = engine._speculation._depth
     choose = depth.choose
 
-    def slowly(candidates: Sequence[Candidate], *, rows: int, running: int) -> list[int]:
+    def slowly(candidates: Sequence[Candidate], *, batch_tokens: int) -> list[int]:
         clock.now += 5.0
-        return choose(candidates, rows=rows, running=running)
+        return choose(candidates, batch_tokens=batch_tokens)
 
     monkeypatch.setattr(depth, "choose", slowly)
     play(engine, [Job(ask("one", PROMPT, 24, ignore_eos=True))])
@@ -310,24 +272,24 @@ def test_thoughts_are_not_said_of_the_step_they_come_with(loaded: Models, monkey
     assert all(seconds < 2 for seconds in depth.cost.seconds([1, 2, 4]))
 
 
-def test_letting_go_of_what_was_read_is_said_of_reading_alone(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes with the last step of a text, or with none; neither that step nor the next one seems to take as long."""
+def test_step_costs_are_without_the_release_of_finished_texts(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the last step of a text, or with none; neither that step nor the next one is longer for it."""
     whole, clock = alone(loaded("llama")).tokens, Clock()
     drafter = Timed(knowing({"one": whole, "two": whole}), clock, 0.1)
     engine, took = paced(loaded("llama"), drafter, clock, monkeypatch), list[float]()
     depth, forget = engine._speculation._depth, drafter.forget
-    stepped = depth.stepped
+    observe = depth.observe
 
     def slowly(sequence_id: str, said: Sequence[int]) -> None:
         clock.now += 50.0
         forget(sequence_id, said)
 
-    def told(rows: int, seconds: float) -> None:
-        took.append(seconds)
-        stepped(rows, seconds)
+    def noted(outcome: StepOutcome) -> None:
+        took.append(outcome.seconds)
+        observe(outcome)
 
     monkeypatch.setattr(drafter, "forget", slowly)
-    monkeypatch.setattr(depth, "stepped", told)
+    monkeypatch.setattr(depth, "observe", noted)
     for name in ("one", "two"):
         play(engine, [Job(ask(name, PROMPT, 24, ignore_eos=True))])
 

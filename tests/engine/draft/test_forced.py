@@ -51,9 +51,9 @@ def test_a_grammar_is_not_thought_of_where_nobody_has_one(loaded: Callable[..., 
     asked: list[str] = []
 
     class Watched(FixedDepth):
-        def rests(self, kind: str, rows: int, running: int = 0) -> int:
+        def cooldown(self, kind: str, batch_tokens: int) -> int:
             asked.append(kind)
-            return super().rests(kind, rows, running)
+            return super().cooldown(kind, batch_tokens)
 
     engine = core(loaded("llama"), speculation=Speculation(None, None, Watched(8), lambda: 0.0, forced=ForcedDrafter()))
     play(engine, [Job(ask("a", (5, 6), 8))])

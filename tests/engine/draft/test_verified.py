@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.draft.depth import FixedDepth
+from engine.draft.depth import FixedDepth, StepOutcome
 from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.speculation import Speculation
 from engine.schedule.draft import Draft
-from engine.schedule.step_cost import StepCost
-
-
-class Noted(FixedDepth):
-    """Notes what it hears of drafts."""
-
-    heard: tuple[str, int, int] | None = None
-
-    def verified(self, kind: str, judged: int, accepted: int) -> None:
-        """A note."""
-        self.heard = kind, judged, accepted
 
 
 @pytest.mark.parametrize(
@@ -37,8 +26,10 @@ class Noted(FixedDepth):
 )
 def test_what_stands_behind_the_end_is_not_judged(said: tuple[int, ...], judged: int, accepted: int) -> None:
     """A draft of four tokens, of which the text takes some, up to an end or a token of its own."""
-    depth = Noted(4, StepCost())
+    depth, outcomes = FixedDepth(4), list[StepOutcome]()
+    depth.observe = outcomes.append  # type: ignore[method-assign]
     speculation = Speculation(LookupDrafter(Library(64)), None, depth, lambda: 0.0)
 
     assert accepted == speculation.verified(Draft("lookup", (1, 2, 3, 4)), said)
-    assert ("lookup", judged, accepted) == depth.heard
+    speculation.stepped(5, 1.0)
+    assert [[("lookup", judged, accepted)]] == [outcome.verified for outcome in outcomes]

@@ -1,0 +1,305 @@
+"""Draft depth at run time: the depth with the most expected tokens a second, from measured rates and costs.
+
+    tokens a second = (batch tokens + sum of survival) / (step seconds(batch tokens + drafts) + draft seconds(depth))
+
+Survival is the product of the acceptance rates up to a position. A decision holds for 32 steps of a batch size.
+Now and then another depth is measured for a few steps, within 1 % of the time and after cooldowns that double.
+Nothing reads a clock or draws a random number: equal inputs give equal depths.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from statistics import median_low
+from typing import NamedTuple
+
+from engine.draft.depth import Candidate, StepOutcome
+from engine.schedule.step_cost import StepCost
+
+# Steps until the depth is chosen again: the same, a new or an explored one.
+PLAN_STEPS, CHECK_STEPS, EXPLORATION_STEPS = 32, 4, 8
+# Share of the time that exploration may cost: depths other than the best one, and lookups without a proposal.
+EXPLORATION_SHARE = 0.01
+# Steps of a cooldown at most.
+LONGEST_COOLDOWN = 256
+# Acceptance rate before any draft was verified; it counts for two drafts (rule of succession).
+PRIOR_RATE = 0.5
+# Share of the verified drafts that still counts one step later.
+MEMORY = 0.99
+# Factor by which a depth must be faster than the present one to replace it.
+LEAST_GAIN = 1.02
+
+
+class _Acceptance:
+    """Acceptance rates of one drafter by position: exponential averages; older drafts count less."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._rates: list[float] = []
+        self._drafts: list[float] = []
+
+    def observe(self, verified: int, accepted: int) -> None:
+        """Of a draft, the first `verified` tokens were compared with the output and the first `accepted` were equal."""
+        while len(self._rates) < verified:
+            self._rates.append(self._rates[-1] if self._rates else self._prior)
+            self._drafts.append(0.0)
+        for at in range(verified):
+            self._drafts[at] += 1
+            self._rates[at] += ((at < accepted) - self._rates[at]) / (self._drafts[at] + 2)
+
+    def fade(self, steps: int) -> None:
+        """Reduce the weight of drafts verified before."""
+        self._drafts = [drafts * MEMORY**steps for drafts in self._drafts]
+
+    def survival(self, depth: int) -> list[float]:
+        """Probabilities that the first 1, 2, ... `depth` draft tokens are all accepted."""
+        found, chance, rate = [], 1.0, self._prior
+        for at in range(depth):
+            rate = self._rates[at] if at < len(self._rates) else rate
+            chance *= rate
+            found.append(chance)
+        return found
+
+
+class _Option(NamedTuple):
+    """Depths by drafter, with the batch tokens, output tokens and seconds that a step is expected to have."""
+
+    depths: Mapping[str, int]
+    batch_tokens: int
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def loss(self, rate: float) -> float:
+        """Seconds of a step beyond those that its tokens take at a rate."""
+        return max(self.seconds - self.tokens / rate, 0.0)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The best depths by drafter, or for a few steps explored ones.
+
+    until     step of the batch size at which depths are chosen again
+    explore   step of the batch size before which nothing is explored
+    cooldown  steps from one exploration to the next
+    rate      expected tokens a second at the best depths; 0: not measured yet
+    began     seconds of the batch size when the exploration began
+    """
+
+    best: Mapping[str, int]
+    until: int
+    explore: int = 0
+    cooldown: int = PLAN_STEPS
+    rate: float = 0.0
+    explored: Mapping[str, int] | None = None
+    began: float = 0.0
+
+    @property
+    def depths(self) -> Mapping[str, int]:
+        """The depths in use."""
+        return self.explored or self.best
+
+
+@dataclass(slots=True)
+class _BatchSize:
+    """Steps without prefill whose batch tokens have the same number of binary digits.
+
+    seconds    of all steps, drafting included; `explored`: of them lost by exploration
+    cooldowns  step at which the cooldown of a drafter ends
+    unused     steps of the latest cooldown of a drafter without proposals
+    calls      seconds of a drafter's call, by drafter and depth: medians of the latest calls
+    catch_up   seconds a step spent on texts that are new to a drafter: exponential average
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    explored: float = 0.0
+    plans: dict[frozenset[str], _Plan] = field(default_factory=dict)
+    cooldowns: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    calls: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    catch_up: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def call_seconds(self, kind: str, depth: int) -> float:
+        """Seconds of a call, in proportion to the nearest measured depth; 0 before any was measured."""
+        if not (calls := self.calls[kind]):
+            return 0.0
+        nearest = min(calls, key=lambda measured: abs(measured - depth))
+        return calls[nearest] * depth / nearest
+
+    def draft_seconds(self, depths: Mapping[str, int]) -> float:
+        """Seconds a step of the calls for drafts of these depths."""
+        return sum([self.call_seconds(kind, depth) + self.catch_up[kind] for kind, depth in depths.items() if depth])
+
+
+class DepthController:
+    """Implements Depth. One for each model, for as long as it runs.
+
+    priors  acceptance rates of drafters before any of their drafts was verified, where not PRIOR_RATE
+    """
+
+    def __init__(self, priors: Mapping[str, float] | None = None) -> None:
+        self.cost = StepCost()
+        self._priors = priors or {}
+        self._acceptance: dict[str, _Acceptance] = {}
+        self._sizes = defaultdict[int, _BatchSize](_BatchSize)
+        self._steps = self._learnt = 0
+        # Not learnt yet, and the step in which a position of a drafter was verified last.
+        self._outcomes: list[StepOutcome] = []
+        self._verified: dict[tuple[str, int], int] = {}
+
+    def cooldown(self, kind: str, batch_tokens: int) -> int:
+        """Steps until the drafter's cooldown at this batch size ends; none beside prefill."""
+        size = self._sizes[batch_tokens.bit_length()]
+        return 0 if self.cost.work.reads else max(size.cooldowns.get(kind, 0) - size.steps, 0)
+
+    def prefers(self, kind: str, other: str) -> bool:
+        """Whether the first tokens of `kind` have the higher acceptance rate, or none was verified for long."""
+        unseen = self._steps - self._verified.get((kind, 1), 0) > LONGEST_COOLDOWN
+        return unseen or self._rates(kind).survival(1) >= self._rates(other).survival(1)
+
+    def choose(self, candidates: Sequence[Candidate], *, batch_tokens: int) -> list[int]:
+        """The depths with the most expected tokens a second, or explored ones."""
+        kinds = frozenset([one.kind for one in candidates])
+        if self.cost.work.reads:
+            return self._beside_prefill(kinds, candidates, batch_tokens)
+        size = self._sizes[batch_tokens.bit_length()]
+        plan = size.plans.get(kinds)
+        if plan is None or size.steps >= plan.until:
+            self._learn()
+            plan = size.plans[kinds] = self._plan(plan, candidates, batch_tokens, size)
+        return [min(plan.depths[one.kind], one.limit) for one in candidates]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Record a step. Rates and costs are updated when depths are chosen, or after 32 steps with drafts."""
+        self._steps += 1
+        self.cost.observe(outcome.batch_tokens + outcome.draft_tokens, outcome.seconds)
+        if self.cost.work.reads:
+            outcome.calls.clear()
+        else:
+            self._count(outcome, self._sizes[outcome.batch_tokens.bit_length()])
+        if outcome.calls or outcome.verified:
+            self._outcomes.append(outcome)
+            if len(self._outcomes) == PLAN_STEPS:
+                self._learn()
+
+    def _count(self, outcome: StepOutcome, size: _BatchSize) -> None:
+        """Count a step, and begin or double the cooldowns of drafters without a proposal."""
+        size.steps += 1
+        size.seconds += outcome.seconds + sum([call.seconds for call in outcome.calls])
+        for draft in outcome.verified:
+            size.unused[draft.kind] = 0
+        for kind, seconds in outcome.unused.items():
+            most = seconds * size.steps / (EXPLORATION_SHARE * size.seconds) if size.seconds else 0
+            size.unused[kind] = min(2 * size.unused.get(kind, 0) + 1, int(most), LONGEST_COOLDOWN)
+            size.cooldowns[kind] = size.steps + size.unused[kind]
+
+    def _learn(self) -> None:
+        """Update acceptance rates and draft costs."""
+        passed, self._learnt = self._steps - self._learnt, self._steps
+        for acceptance in self._acceptance.values():
+            acceptance.fade(passed)
+        calls = defaultdict[tuple[int, str, int], list[float]](list)
+        for outcome in self._outcomes:
+            for call in filter(attrgetter("depth"), outcome.calls):
+                calls[outcome.batch_tokens.bit_length(), call.kind, call.depth].append(call.seconds)
+            for kind, verified, accepted in outcome.verified:
+                self._rates(kind).observe(verified, accepted)
+                self._verified.update(dict.fromkeys([(kind, at + 1) for at in range(verified)], self._steps))
+        for (digits, kind, depth), seconds in calls.items():
+            self._sizes[digits].calls[kind][depth] = median_low(seconds)
+        self._learn_catch_up(passed)
+        self._outcomes.clear()
+
+    def _learn_catch_up(self, passed: int) -> None:
+        """Average what calls took longer than their median, where texts were new to a drafter."""
+        for size in self._sizes.values():
+            for kind in size.catch_up:
+                size.catch_up[kind] *= MEMORY**passed
+        for outcome in self._outcomes:
+            size = self._sizes[outcome.batch_tokens.bit_length()]
+            for call in outcome.calls:
+                if call.catches_up:
+                    longer = call.seconds - size.call_seconds(call.kind, call.depth)
+                    size.catch_up[call.kind] += (1 - MEMORY) * max(longer, 0.0)
+
+    def _rates(self, kind: str) -> _Acceptance:
+        if kind not in self._acceptance:
+            self._acceptance[kind] = _Acceptance(self._priors.get(kind, PRIOR_RATE))
+        return self._acceptance[kind]
+
+    def _plan(
+        self, before: _Plan | None, candidates: Sequence[Candidate], batch_tokens: int, size: _BatchSize
+    ) -> _Plan:
+        """The next plan: no drafts until a batch size is measured, then the best depths; at times others."""
+        if before is None or self.cost.measured(batch_tokens) < CHECK_STEPS:
+            return _Plan(dict.fromkeys([one.kind for one in candidates], 0), size.steps + CHECK_STEPS)
+        options = list(self._options(candidates, batch_tokens, size))
+        best = max(options, key=attrgetter("rate"))
+        present = next((option for option in options if option.depths == before.best), options[0])
+        if best.rate < LEAST_GAIN * present.rate:
+            best = present
+        changed = best.depths != before.best
+        until = size.steps + (CHECK_STEPS if changed else PLAN_STEPS)
+        plan = _Plan(best.depths, until, before.explore, before.cooldown, best.rate)
+        if before.explored is not None:
+            tried = next((option for option in options if option.depths == before.explored), options[0])
+            size.explored += max(size.seconds - before.began - EXPLORATION_STEPS * tried.tokens / best.rate, 0.0)
+            plan.cooldown = PLAN_STEPS if changed else min(2 * plan.cooldown, LONGEST_COOLDOWN)
+            plan.explore = size.steps + plan.cooldown
+        elif not changed and size.steps >= plan.explore:
+            self._explore(plan, [option for option in options if option is not best], best, size)
+        if plan.explored is None:
+            size.cooldowns.update({kind: plan.explore for kind, depth in plan.best.items() if not depth})
+        return plan
+
+    def _explore(self, plan: _Plan, others: Sequence[_Option], best: _Option, size: _BatchSize) -> None:
+        """Explore the depths that were measured longest ago for what they cost, if the exploration budget has it."""
+        plan.explore = size.steps + plan.cooldown
+        if not others:
+            return
+        least = EXPLORATION_SHARE * best.seconds
+        option = min(others, key=lambda one: (one.loss(best.rate) + least) / self._age(one))
+        if size.explored + EXPLORATION_STEPS * option.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:
+            plan.explored, plan.until, plan.began = option.depths, size.steps + EXPLORATION_STEPS, size.seconds
+
+    def _age(self, option: _Option) -> float:
+        """Steps since its batch tokens or its depths were measured."""
+        (age,) = self.cost.ages([option.batch_tokens])
+        verified = [self._verified.get((kind, depth), 0) for kind, depth in option.depths.items() if depth]
+        return max(age, self._steps - min(verified, default=self._steps), 1.0)
+
+    def _options(self, candidates: Sequence[Candidate], batch_tokens: int, size: _BatchSize) -> Iterator[_Option]:
+        """No drafts, then a position of a drafter more at a time, the likeliest first, as far as steps are measured."""
+        positions = list[tuple[float, int, str, int]]()
+        for kind in {one.kind for one in candidates}:
+            limits = [one.limit for one in candidates if one.kind == kind]
+            for at, survival in enumerate(self._rates(kind).survival(max(limits))):
+                positions.append((-survival, at + 1, kind, sum([limit > at for limit in limits])))
+        depths, tokens = dict.fromkeys([one.kind for one in candidates], 0), float(batch_tokens)
+        yield _Option(dict(depths), batch_tokens, tokens, self.cost.seconds([batch_tokens])[0])
+        for chance, depth, kind, drafts in sorted(positions):
+            batch_tokens, tokens, depths[kind] = batch_tokens + drafts, tokens - chance * drafts, depth
+            if batch_tokens > self.cost.reach:
+                return
+            seconds = self.cost.seconds([batch_tokens])[0] + size.draft_seconds(depths)
+            yield _Option(dict(depths), batch_tokens, tokens, seconds)
+
+    def _beside_prefill(self, kinds: frozenset[str], candidates: Sequence[Candidate], batch_tokens: int) -> list[int]:
+        """The depths of steps without prefill, if drafts cost no more a token beside it than there; else none."""
+        size = self._sizes[len(candidates).bit_length()]
+        plan = size.plans.get(kinds)
+        if plan is None or not any(plan.best.values()) or batch_tokens >= self.cost.reach:
+            return [0] * len(candidates)
+        depths = [min(plan.best[one.kind], one.limit) for one in candidates]
+        tokens = sum([sum(self._rates(one.kind).survival(deep)) for one, deep in zip(candidates, depths, strict=True)])
+        without, seconds = self.cost.seconds([batch_tokens, batch_tokens + sum(depths)])
+        pays = seconds - without + size.draft_seconds(plan.best) <= tokens / plan.rate
+        return depths if pays else [0] * len(candidates)
