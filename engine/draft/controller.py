@@ -21,8 +21,9 @@ from engine.schedule.step_cost import StepCost
 
 # Steps until the depth is chosen again: the same, a new or an explored one.
 PLAN_STEPS, CHECK_STEPS, EXPLORATION_STEPS = 32, 4, 8
-# Share of the time that exploration may cost: depths other than the best one, and lookups without a proposal.
-EXPLORATION_SHARE = 0.01
+# Share of the time that depths other than the best one may cost, and the same for lookups without a proposal: together
+# 1 % of the time.
+EXPLORATION_SHARE = 0.005
 # Steps of a cooldown at most.
 LONGEST_COOLDOWN = 256
 # Acceptance rate before any draft was verified; it counts for two drafts (rule of succession).
@@ -90,7 +91,6 @@ class _Plan:
     explore   step of the batch size before which nothing is explored
     cooldown  steps from one exploration to the next
     rate      expected tokens a second at the best depths; 0: not measured yet
-    began     seconds of the batch size when the exploration began
     """
 
     best: Mapping[str, int]
@@ -99,7 +99,6 @@ class _Plan:
     cooldown: int = PLAN_STEPS
     rate: float = 0.0
     explored: Mapping[str, int] | None = None
-    began: float = 0.0
 
     @property
     def depths(self) -> Mapping[str, int]:
@@ -251,7 +250,7 @@ class DepthController:
         plan = _Plan(best.depths, until, before.explore, before.cooldown, best.rate)
         if before.explored is not None:
             tried = next((option for option in options if option.depths == before.explored), options[0])
-            size.explored += max(size.seconds - before.began - EXPLORATION_STEPS * tried.tokens / best.rate, 0.0)
+            size.explored += EXPLORATION_STEPS * tried.loss(best.rate)
             plan.cooldown = PLAN_STEPS if changed else min(2 * plan.cooldown, LONGEST_COOLDOWN)
             plan.explore = size.steps + plan.cooldown
         elif not changed and size.steps >= plan.explore:
@@ -268,7 +267,7 @@ class DepthController:
         least = EXPLORATION_SHARE * best.seconds
         option = min(others, key=lambda one: (one.loss(best.rate) + least) / self._age(one))
         if size.explored + EXPLORATION_STEPS * option.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:
-            plan.explored, plan.until, plan.began = option.depths, size.steps + EXPLORATION_STEPS, size.seconds
+            plan.explored, plan.until = option.depths, size.steps + EXPLORATION_STEPS
 
     def _age(self, option: _Option) -> float:
         """Steps since its batch tokens or its depths were measured."""
