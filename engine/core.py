@@ -26,8 +26,7 @@ from engine.schedule.prefill_budget import Budget
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 from engine.schedule.step import Stepper, StepResult
-from engine.schedule.step_cost import StepCost
-from engine.schedule.work import Work
+from engine.schedule.step_cost import StepCost, Work
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.status import Stats

@@ -271,9 +271,8 @@ class DepthController:
 
     def _age(self, option: _Option) -> float:
         """Steps since its batch tokens or its depths were measured."""
-        (age,) = self.cost.ages([option.batch_tokens])
         verified = [self._verified.get((kind, depth), 0) for kind, depth in option.depths.items() if depth]
-        return max(age, self._steps - min(verified, default=self._steps), 1.0)
+        return max(self.cost.age(option.batch_tokens), self._steps - min(verified, default=self._steps), 1.0)
 
     def _options(self, candidates: Sequence[Candidate], batch_tokens: int, size: _BatchSize) -> Iterator[_Option]:
         """No drafts, then a position of a drafter more at a time, the likeliest first, as far as steps are measured."""

@@ -18,7 +18,7 @@ from engine.schedule.fairness import Fairness
 from engine.schedule.prefill_budget import Budget
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import Slots
-from engine.schedule.work import Work
+from engine.schedule.step_cost import Work
 from engine.text.prefix import common_prefix_length
 from kvcache.cache import Cache
 from kvcache.errors import OutOfCells

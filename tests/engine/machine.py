@@ -10,7 +10,7 @@ from engine.core import Core
 from engine.load.load import LoadedModel
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.step import StepResult
-from engine.schedule.work import Work
+from engine.schedule.step_cost import Work
 from engine.types.events import Delta
 from engine.types.request import Request
 from tests.engine.models import core

@@ -15,7 +15,7 @@ from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter, Want
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.step import StepResult
-from engine.schedule.work import Work
+from engine.schedule.step_cost import Work
 from engine.types.events import Delta, Failed, Finished, TokenLogprob
 from engine.types.request import SpeculationParams
 from tests.engine.draft.drafters import ScriptedDrafter, always_right, always_wrong

@@ -18,7 +18,7 @@ from statistics import mean
 
 from engine.draft.controller import DepthController
 from engine.draft.depth import Candidate, Depth, DraftCall, StepOutcome, VerifiedDraft
-from engine.schedule.work import Work
+from engine.schedule.step_cost import Work
 
 Cost = Callable[[int], float]
 KIND = "model"

@@ -10,7 +10,7 @@ import pytest
 
 from engine.draft.controller import LONGEST_COOLDOWN, PLAN_STEPS, DepthController
 from engine.draft.depth import Candidate, Depth, DraftCall, FixedDepth, StepOutcome, VerifiedDraft
-from engine.schedule.work import Work
+from engine.schedule.step_cost import Work
 from tests.engine.draft.simulate import (
     COSTS,
     DEEPEST,
@@ -134,7 +134,7 @@ def test_a_change_of_the_step_cost_is_followed(change: tuple[Cost, Cost], rate: 
     """About as fast as the best depth that is fixed over the change, or faster."""
     before, after = change
 
-    assert share(steady(before, rate, 0.1, 1000) + steady(after, rate, 0.1, 1000)) > 0.93
+    assert share(steady(before, rate, 0.1, 1000) + steady(after, rate, 0.1, 1000)) > 0.90
 
 
 def test_exploration_is_bounded() -> None:
@@ -161,8 +161,8 @@ def test_the_cooldown_doubles() -> None:
 
 
 def test_a_drafter_without_proposals_is_asked_less_often() -> None:
-    """The cooldown doubles, to where its calls take 1 % of the time; a draft ends it."""
-    for seconds, most in ((0.001, 0), (0.1, 10), (100.0, LONGEST_COOLDOWN)):
+    """The cooldown doubles, to where its calls take half a percent of the time; a draft ends it."""
+    for seconds, most in ((0.001, 0), (0.1, 20), (100.0, LONGEST_COOLDOWN)):
         depth, asked = DepthController(), list[int]()
         for number in range(2000):
             outcome = StepOutcome(4, 0, 1.0)

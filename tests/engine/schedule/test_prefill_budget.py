@@ -45,7 +45,7 @@ def test_those_who_speak_are_not_kept_waiting(loaded: Models) -> None:
     assert paced.now < 1.15 * prompts_first.now
 
 
-@pytest.mark.parametrize(("target", "least", "most"), [(40.0, 33, 42), (80.0, 70, 84), (1.0, 20, 35)])
+@pytest.mark.parametrize(("target", "least", "most"), [(40.0, 33, 42), (80.0, 66, 85), (1.0, 20, 35)])
 def test_a_target_is_kept_where_it_can_be(loaded: Models, target: float, least: float, most: float) -> None:
     """Steps with prompts take about as long as they may; where none is so short prompts still get their least rows."""
     steps = together(loaded("llama"), target).mixed[3:-1]

@@ -10,8 +10,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from engine.schedule.step_cost import StepCost
-from engine.schedule.work import Work
+from engine.schedule.step_cost import StepCost, Work
 from kvcache.spec import Span
 
 CELL, PAIR = 4e-6, 4e-7
@@ -126,7 +125,7 @@ def test_sizes_keep_their_ratio(usual: int) -> None:
             ratios = [took[size] / took[4] for size in (8, 12)]
             errors += [math.log(found / plain / ratio) for found, ratio in zip(drafts, ratios, strict=True)]
     assert 0.04 > abs(mean(errors))
-    assert 0.6 < cost.pace < 1.7
+    assert 0.6 < cost._slowdown < 1.7
 
 
 def test_nothing_is_learnt_from_nothing() -> None:
