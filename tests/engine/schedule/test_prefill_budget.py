@@ -154,7 +154,7 @@ def test_a_mutual_range_comes_whole_beside_those_who_speak(loaded: Models) -> No
     """However little a step may take: it would never come else."""
     machine = Machine()
     engine = machine.engine(loaded("llama"), itl_target_ms=0.001)
-    request = replace(text("media", 90), mutual=((10, 60),))
+    request = replace(text("media", 90), bidirectional=((10, 60),))
     machine.play(engine, [(0.0, text("speaks", 5, 40)), (0.1, request)])
 
     assert [10, 50, 16, 14] == [step.prompt["media"] for step in machine.steps if "media" in step.prompt]
