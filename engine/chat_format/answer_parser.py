@@ -1,4 +1,4 @@
-"""The text of an answer to its pieces, as it comes."""
+"""Incremental parser of one answer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from engine.chat_format.source import Steps, TextSource
 
 
 class AnswerParser:
-    """Turns the text of one answer into pieces; how it is cut does not change what they say together."""
+    """Parses the text of one answer into deltas; their content does not depend on how the text is chunked."""
 
-    def __init__(self, source: TextSource, speech: DeltaBuffer, steps: Steps[None]) -> None:
+    def __init__(self, source: TextSource, deltas: DeltaBuffer, steps: Steps[None]) -> None:
         self._source = source
-        self._deltas = speech
+        self._deltas = deltas
         self._steps = steps
 
     def push(self, text: str) -> list[AnswerDelta]:
-        """Take more of the text; what became certain by it."""
+        """Add text; deltas that are certain now."""
         self._source.push(text)
         next(self._steps, None)
         return self._deltas.take()
 
     def finish(self) -> list[AnswerDelta]:
-        """The text is over; what was still held back."""
+        """End of the text; remaining deltas."""
         self._source.end()
         return self._take_all()
 
     def cut(self) -> list[AnswerDelta]:
-        """The text was cut short; what was still held back. A call that has no name yet is lost: it is no text."""
+        """End of a truncated text; remaining deltas. A tool call without a complete name is dropped."""
         self._source.cut()
         return self._take_all()
 

@@ -1,4 +1,4 @@
-"""A tool call as a name and an object whose keys are bare and whose strings stand between markers."""
+"""Tool calls as a name and an object with unquoted keys, whose strings are quoted by a marker."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ from engine.chat_format.schema import (
 from engine.chat_format.source import Emit, Literals, Steps, TextSource
 
 _KEY = re.compile(r"""[^\s:,<>"'{}\[\]]+""")
-# A schema may contain itself: below this many levels, values are left free.
+# Schemas may be recursive: values below this depth are unconstrained.
 _MAX_DEPTH = 8
-# And so are those behind so many others: what contains itself several times would be millions.
+# Further values of a schema are unconstrained: a schema that contains itself several times grows exponentially.
 _MAX_VALUES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class BraceCall:
-    """`name{key:value}`, with this marker on both sides of strings; it is passed on as JSON."""
+    """`name{key:value}`, with `quote` on both sides of strings; parsed arguments are emitted as JSON."""
 
     quote: str
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What stands around strings."""
         return (self.quote,)
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read the name on trial, then pass the arguments on as they come."""
-        name = offer.check_name((yield from parse_name(source)))
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse the name with lookahead, then stream the arguments."""
+        name = callable_tools.check_name((yield from parse_name(source)))
         if (yield from source.peek()) == "{":
-            begin_call(source, speech, name)
-            return (yield from stream_json(source, speech.add_arguments, _BraceSyntax(self.quote)))
+            begin_call(source, deltas, name)
+            return (yield from stream_json(source, deltas.add_arguments, _BraceSyntax(self.quote)))
         yield from source.expect("{")
         return False
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
-        """Arguments that follow the tool's schema."""
+        """A call with arguments that follow the tool's schema."""
         if tool.grammar:
             quote = lark.literal(self.quote)
             head = lark.plain_text(f"{tool.name}{{{INPUT_FIELD}:")
@@ -83,7 +82,7 @@ class _BraceSyntax:
 
 @dataclass(slots=True)
 class _GrammarWriter:
-    """Writes values that follow a schema."""
+    """Grammar expressions for values of a schema."""
 
     lark: LarkWriter
     quote: str
@@ -100,13 +99,13 @@ class _GrammarWriter:
         choices = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(choices, list) and choices and depth < _MAX_DEPTH:
             return alternatives(self.value(as_schema(choice), depth + 1) for choice in choices)
-        told = schema.get("type")
-        kinds = told if isinstance(told, list) else [told]
+        declared = schema.get("type")
+        kinds = declared if isinstance(declared, list) else [declared]
         return alternatives(self.typed(str(kind), schema, depth + 1) for kind in kinds)
 
     def typed(self, kind: str, schema: Schema, depth: int) -> str:
         if kind == "string":
-            return f"{self.lark.literal(self.quote)} {self.lark.until(self.quote, like=patterns_of(schema))}"
+            return f"{self.lark.literal(self.quote)} {self.lark.until(self.quote, patterns=patterns_of(schema))}"
         if kind in ("integer", "number", "boolean", "null"):
             return self.lark.json({**schema, "type": kind})
         if kind == "array" and depth < _MAX_DEPTH:
@@ -133,7 +132,7 @@ class _GrammarWriter:
         return f'"{{" {self.members(members)} "}}"'
 
     def members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members in order with commas between, of which some may be left out."""
+        """Members in order, separated by commas; optional ones may be missing."""
         first = later = ""
         for member, required in reversed(members):
             opening = self.lark.rule(f"{member} {later}")

@@ -1,4 +1,4 @@
-"""One tool call as JSON writes it: an object that names the function, or a name and its arguments behind it."""
+"""Notations of one tool call in JSON: an object with name and arguments, or a name followed by its arguments."""
 
 from __future__ import annotations
 
@@ -23,83 +23,82 @@ _ARGUMENTS = frozenset(("arguments", "parameters"))
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
-    """The tools that an answer may call.
+    """Tools that an answer may call.
 
-    only  whether a call of anything else is no call, since no marker says that it is one
+    known_only  whether calls of other names are text: there is no marker to distinguish them
     """
 
     tools: Mapping[str, Tool]
-    only: bool = False
+    known_only: bool = False
 
     def check_name(self, name: str) -> str:
-        """A name itself; raises Unlike where it is none."""
-        if not name or (self.only and name not in self.tools):
+        """The name itself; raises NoMatch if it is no valid name."""
+        if not name or (self.known_only and name not in self.tools):
             raise NoMatch
         return name
 
     def schema(self, name: str) -> Schema:
-        """What the arguments of a function should follow."""
+        """JSON schema of a function's arguments; {} for an unknown name."""
         return schema_of(self.tools[name]) if name in self.tools else {}
 
     def has_grammar(self, name: str) -> bool:
-        """Whether it takes a text that follows a grammar."""
+        """Whether `name` is a custom tool with a grammar."""
         return name in self.tools and bool(self.tools[name].grammar)
 
 
 class CallNotation(Protocol):
-    """How one call is written."""
+    """Notation of one tool call."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The literals inside a call."""
+        """Literals inside a call."""
         ...
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read one call; whether its arguments were whole and valid.
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse one call; whether its arguments were complete and valid.
 
-        The source is on trial: raises Unlike where there is no call, and settles it once there is one.
+        Runs inside `source.attempt`: raises NoMatch if there is no call, and commits as soon as there is one.
         """
         ...
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
-        """A call of this tool as an expression of the grammar."""
+        """A grammar expression for a call of `tool`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectCall:
-    """A JSON object that holds the name and the arguments, by these keys."""
+    """A JSON object with the name and the arguments under these keys."""
 
     name: str = "name"
     arguments: str = "arguments"
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """None."""
         return ()
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read the members up to the arguments on trial, then pass those on as they come."""
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse the members up to the arguments with lookahead, then stream the arguments."""
         yield from source.expect("{")
-        name, early = "", "{}"
+        name, early_arguments = "", "{}"
         while True:
             key = yield from _key(source)
             if key == self.name:
-                name = _text((yield from _captured(source)))
+                name = _string_value((yield from _captured(source)))
             elif key in _ARGUMENTS and not name:
-                early = _object((yield from _captured(source)))
+                early_arguments = _object_text((yield from _captured(source)))
             elif key in _ARGUMENTS and (yield from source.peek()) == "{":
-                return (yield from self._stream(source, speech, offer.check_name(name)))
+                return (yield from self._stream(source, deltas, callable_tools.check_name(name)))
             elif key in _ARGUMENTS:
-                early = _object((yield from _captured(source)))
+                early_arguments = _object_text((yield from _captured(source)))
             else:
                 yield from _captured(source)
             yield from source.skip_space()
             if not (yield from source.accept(",")):
                 break
         yield from source.expect("}")
-        begin_call(source, speech, offer.check_name(name))
-        speech.add_arguments(early)
+        begin_call(source, deltas, callable_tools.check_name(name))
+        deltas.add_arguments(early_arguments)
         return True
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
@@ -107,9 +106,9 @@ class ObjectCall:
         head = f"{{{json.dumps(self.name)}: {json.dumps(tool.name)}, {json.dumps(self.arguments)}: "
         return f"{lark.plain_text(head)} {arguments_rule(lark, tool)} {lark.plain_text('}')}"
 
-    def _stream(self, source: TextSource, speech: DeltaBuffer, name: str) -> Steps[bool]:
-        begin_call(source, speech, name)
-        if not (yield from stream_json(source, speech.add_arguments)):
+    def _stream(self, source: TextSource, deltas: DeltaBuffer, name: str) -> Steps[bool]:
+        begin_call(source, deltas, name)
+        if not (yield from stream_json(source, deltas.add_arguments)):
             return False
         yield from source.attempt(_skip_rest(source))
         return True
@@ -117,77 +116,77 @@ class ObjectCall:
 
 @dataclass(frozen=True, slots=True)
 class NamedCall:
-    """A name, and the arguments as a JSON object behind it.
+    """A name, followed by the arguments as a JSON object.
 
-    before, after  what stands before and behind the name
-    prefix         of the name, which is not part of it
-    numbered       whether ":" and a number follow the name
-    identity       what may stand before an identity behind the name
+    name_prefix, name_suffix  literals before and after the name
+    prefix                    namespace of the name, such as "functions."
+    numbered                  whether ":" and a number follow the name
+    id_marker                 literal before an optional call id after the name
     """
 
     name_prefix: tuple[str, ...] = ()
     name_suffix: tuple[str, ...] = ()
     prefix: str = ""
     numbered: bool = False
-    identity: str = ""
+    id_marker: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What stands around the name."""
-        return (*self.name_prefix, *self.name_suffix, self.identity)
+        return (*self.name_prefix, *self.name_suffix, self.id_marker)
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read the name on trial, then pass the arguments on as they come; there may be none."""
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse the name with lookahead, then stream the arguments, which may be missing."""
         yield from source.expect(*self.name_prefix)
         yield from source.skip_space()
         name = (yield from parse_name(source)).removeprefix(self.prefix)
         if self.numbered:
             name = _NUMBER.sub("", name)
         yield from source.skip_space()
-        if self.identity and (yield from source.accept(self.identity)):
+        if self.id_marker and (yield from source.accept(self.id_marker)):
             yield from source.skip_space()
             yield from parse_name(source)
             yield from source.skip_space()
         yield from source.expect(*self.name_suffix)
         yield from source.skip_space()
-        begin_call(source, speech, offer.check_name(name))
-        return (yield from source.peek()) == "{" and (yield from stream_json(source, speech.add_arguments))
+        begin_call(source, deltas, callable_tools.check_name(name))
+        return (yield from source.peek()) == "{" and (yield from stream_json(source, deltas.add_arguments))
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
-        """The name with what belongs to it, then arguments that follow the tool's schema."""
+        """The name with its literals, then arguments that follow the tool's schema."""
         number = lark.pattern(regex(":[0-9]{1,3}")) if self.numbered else ""
         parts = [lark.literals(*self.name_prefix), f"{lark.plain_text(self.prefix + tool.name)} {number}"]
-        if self.identity:
-            parts += [lark.literal(self.identity), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
+        if self.id_marker:
+            parts += [lark.literal(self.id_marker), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
         parts += [lark.literals(*self.name_suffix), arguments_rule(lark, tool)]
         return f" {lark.space()} ".join(filter(None, parts))
 
 
 def arguments_rule(lark: LarkWriter, tool: Tool) -> str:
-    """The arguments of a tool as JSON; a schema that is not strict is kept as far as it can be."""
+    """The arguments of a tool as JSON; without `strict`, unsupported keywords of the schema are ignored."""
     if tool.grammar:
-        return f"{lark.plain_text(f'{{{json.dumps(INPUT_FIELD)}: ')} {quoted_input_rule(lark, tool)} {lark.plain_text('}')}"
+        head = lark.plain_text(f"{{{json.dumps(INPUT_FIELD)}: ")
+        return f"{head} {quoted_input_rule(lark, tool)} {lark.plain_text('}')}"
     return lark.json({"type": "object", **schema_of(tool)}, lenient=not tool.strict)
 
 
 def quoted_input_rule(lark: LarkWriter, tool: Tool) -> str:
-    """The text of a custom tool that follows a grammar, as a JSON string."""
+    """The input of a custom tool with a grammar, as a JSON string."""
     quote = lark.plain_text('"')
     return f"{quote} {lark.nested(quoted_grammar(tool.grammar))} {quote}"
 
 
 def parse_name(source: TextSource) -> Steps[str]:
-    """The bare name of a function; raises Unlike where there is none, or where it may go on."""
+    """An unquoted function name; raises NoMatch if there is none, or if it may be incomplete."""
     name = yield from source.match(_NAME)
     if not (yield from source.peek()):
         raise NoMatch
     return name
 
 
-def begin_call(source: TextSource, speech: DeltaBuffer, name: str) -> None:
-    """It is a call: its name is sent, and nothing is read again."""
+def begin_call(source: TextSource, deltas: DeltaBuffer, name: str) -> None:
+    """Commit the lookahead and emit the name of the call."""
     source.commit()
-    speech.begin_call(name)
+    deltas.begin_call(name)
 
 
 def _key(source: TextSource) -> Steps[str]:
@@ -195,7 +194,7 @@ def _key(source: TextSource) -> Steps[str]:
     yield from source.skip_space()
     if (yield from source.peek()) != '"':
         raise NoMatch
-    key = _text((yield from _captured(source)))
+    key = _string_value((yield from _captured(source)))
     yield from source.skip_space()
     yield from source.expect(":")
     yield from source.skip_space()
@@ -203,7 +202,7 @@ def _key(source: TextSource) -> Steps[str]:
 
 
 def _skip_rest(source: TextSource) -> Steps[None]:
-    """What stands behind the arguments in the object that holds them, and its end."""
+    """Consume the members after the arguments, and the closing brace."""
     yield from source.skip_space()
     while (yield from source.accept(",")):
         yield from _key(source)
@@ -213,30 +212,30 @@ def _skip_rest(source: TextSource) -> Steps[None]:
 
 
 def _captured(source: TextSource) -> Steps[str]:
-    """A JSON value as text; raises Unlike where there is none."""
+    """A JSON value as text; raises NoMatch if there is none."""
     parts: list[str] = []
     if not (yield from stream_json(source, parts.append)):
         raise NoMatch
     return "".join(parts)
 
 
-def _text(value: str) -> str:
-    """The string that a JSON value is; raises Unlike where it is none."""
+def _string_value(value: str) -> str:
+    """A JSON string, decoded; raises NoMatch for other values."""
     text = json.loads(value)
     if not isinstance(text, str):
         raise NoMatch
     return text
 
 
-def _object(value: str) -> str:
-    """Arguments as JSON text: an object, an object inside a string, or none at all; raises Unlike for others."""
+def _object_text(value: str) -> str:
+    """Arguments as JSON text, from an object, a string that contains one, or null; raises NoMatch for other values."""
     if value == "null":
         return "{}"
-    inner = _text(value) if value.startswith('"') else value
+    inner = _string_value(value) if value.startswith('"') else value
     try:
-        there = isinstance(json.loads(inner), dict)
+        is_object = isinstance(json.loads(inner), dict)
     except ValueError:
-        there = False
-    if not there:
+        is_object = False
+    if not is_object:
         raise NoMatch
     return inner

@@ -1,4 +1,4 @@
-"""How one model writes what it means: its reasoning, its calls of tools and its text."""
+"""Chat format: how a model family writes reasoning, tool calls and text in its answers."""
 
 from __future__ import annotations
 
@@ -16,40 +16,47 @@ from engine.types.request import Grammar, ReasoningLimit
 
 
 class AnswerFormat(Protocol):
-    """Where reasoning, calls and text stand in an answer."""
+    """Layout of an answer: where its reasoning, tool calls and text are."""
 
     @property
     def supports_reasoning(self) -> bool:
-        """Whether the model may reason before it answers."""
+        """Whether the model may write reasoning before its answer."""
         ...
 
     @property
     def supports_tool_calls(self) -> bool:
-        """Whether it has a way to call tools."""
+        """Whether the model can call tools."""
         ...
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
-        """Read an answer behind what the prompt ended with."""
+    def parse(
+        self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
+    ) -> Steps[None]:
+        """Parse an answer that follows `generation_prompt` into `deltas`."""
         ...
 
     def grammar_rule(
-        self, lark: LarkWriter, tools: Sequence[Tool], choice: ToolChoice, body: AnswerConstraint | None, opened: str
+        self,
+        lark: LarkWriter,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        constraint: AnswerConstraint | None,
+        generation_prompt: str,
     ) -> str:
-        """An answer as an expression of the grammar."""
+        """A grammar expression for the whole answer."""
         ...
 
-    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
-        """A limit to the reasoning in tokens; None: there is none to limit."""
+    def reasoning_limit(self, budget: int, generation_prompt: str) -> ReasoningLimit | None:
+        """A limit of `budget` reasoning tokens; None: the answer has no reasoning to limit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Found once for a model, by `detect_chat_format`.
+    """Chat format of one model, found by `detect_chat_format`.
 
-    answer_format    where reasoning, calls and text stand in an answer
-    tokens   texts that are a token of their own, as most markers are
-    special  whether its markers are special tokens: then requests must keep those in their text (`Request.include_special_tokens`)
+    answer_format  layout of reasoning, tool calls and text
+    tokens         added tokens by their text; most markers are one token
+    special        whether the markers are special tokens: then requests need `include_special_tokens`
     """
 
     answer_format: AnswerFormat
@@ -58,43 +65,45 @@ class ChatFormat:
 
     @property
     def supports_reasoning(self) -> bool:
-        """Whether the model may reason before it answers."""
+        """Whether the model may write reasoning before its answer."""
         return self.answer_format.supports_reasoning
 
     @property
     def supports_tool_calls(self) -> bool:
-        """Whether it has a way to call tools."""
+        """Whether the model can call tools."""
         return self.answer_format.supports_tool_calls
 
-    def parser(self, tools: Sequence[Tool], opened: str) -> AnswerParser:
-        """For one answer. Without tools, calls are text.
-
-        opened  what the prompt ended with (`RenderedPrompt.generation_prompt`)
-        """
-        source, speech = TextSource(), DeltaBuffer({tool.name for tool in tools if tool.kind == "custom"})
+    def parser(self, tools: Sequence[Tool], generation_prompt: str) -> AnswerParser:
+        """A parser of one answer that follows `generation_prompt`. Without tools, tool calls are parsed as text."""
+        source, deltas = TextSource(), DeltaBuffer({tool.name for tool in tools if tool.kind == "custom"})
         return AnswerParser(
-            source, speech, self.answer_format.parse(source, speech, {tool.name: tool for tool in tools}, opened)
+            source,
+            deltas,
+            self.answer_format.parse(source, deltas, {tool.name: tool for tool in tools}, generation_prompt),
         )
 
     def grammar(
-        self, tools: Sequence[Tool], choice: ToolChoice, body: AnswerConstraint | None, opened: str
+        self, tools: Sequence[Tool], choice: ToolChoice, constraint: AnswerConstraint | None, generation_prompt: str
     ) -> Grammar | None:
-        """What an answer must follow, from its first token on; None: anything goes.
+        """The grammar of an answer, from its first token on; None: the answer is unconstrained.
 
-        With "auto" only strict tools bind, unless calls are restricted otherwise. A body is for answers without calls.
-        Raises InvalidRequest where the model has no way to do what is asked, or a grammar cannot be read.
+        With mode "auto", tools without `strict` are unconstrained unless `choice` restricts calls. `constraint` is for
+        answers without tool calls.
+        Raises InvalidRequest if the model cannot do what is required, or a grammar of the request cannot be parsed.
         """
         chosen = [tool for tool in tools if not choice.names or tool.name in choice.names]
         if choice.mode == "required" and not (chosen and self.supports_tool_calls):
             raise InvalidRequest(
                 "tool_choice", "there is no tool to call" if self.supports_tool_calls else "this model calls no tools"
             )
-        free = choice.mode == "auto" and choice.parallel and not choice.names and not any(tool.strict for tool in tools)
-        if body is None and (not chosen or not self.supports_tool_calls or free):
+        unconstrained = (
+            choice.mode == "auto" and choice.parallel and not choice.names and not any(tool.strict for tool in tools)
+        )
+        if constraint is None and (not chosen or not self.supports_tool_calls or unconstrained):
             return None
         lark = LarkWriter(self.tokens)
-        return lark.grammar(self.answer_format.grammar_rule(lark, chosen, choice, body, opened))
+        return lark.grammar(self.answer_format.grammar_rule(lark, chosen, choice, constraint, generation_prompt))
 
-    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
-        """A limit to the reasoning in tokens; None: there is none to limit."""
-        return self.answer_format.reasoning_limit(budget, opened)
+    def reasoning_limit(self, budget: int, generation_prompt: str) -> ReasoningLimit | None:
+        """A limit of `budget` reasoning tokens; None: the answer has no reasoning to limit."""
+        return self.answer_format.reasoning_limit(budget, generation_prompt)

@@ -1,4 +1,4 @@
-"""The pieces of an answer while they are being read: neighbours become one, and whitespace between parts is dropped."""
+"""Buffer of parsed deltas: merges adjacent ones and strips whitespace between the parts of an answer."""
 
 from __future__ import annotations
 
@@ -9,60 +9,57 @@ from engine.chat_format.tool_input import ToolInputDecoder
 
 
 class DeltaBuffer:
-    """What a reader has found and nobody has taken yet.
+    """Deltas of one answer that were parsed but not taken yet.
 
-    Reasoning has no whitespace at its ends, nor has text next to reasoning or a call. A text that stands alone keeps
-    all of its own. Whitespace is held back until it is known what follows. Two texts with something between them are
-    parted by an empty line, since clients join them; so is reasoning.
+    Reasoning, and text next to reasoning or a tool call, is stripped; text alone keeps its whitespace. Whitespace at
+    the end is held back until the next part is known. Two texts with another part between them are separated by an
+    empty line, because clients concatenate them; the same holds for reasoning.
 
-    customs tools whose calls are told as the text that they take
-    calls   tool calls opened so far
-    has_arguments  whether the latest one has arguments
+    custom_tools   names of custom tools; their input is emitted as text, not as JSON
+    calls          tool calls started so far
+    has_arguments  whether the latest tool call has arguments
     """
 
-    def __init__(self, customs: Collection[str] = ()) -> None:
-        self._custom_tools = customs
+    def __init__(self, custom_tools: Collection[str] = ()) -> None:
+        self._custom_tools = custom_tools
         self._input: ToolInputDecoder | None = None
         self._deltas: list[AnswerDelta] = []
         self._space = ""
         self._in_reasoning = False
-        self._between = False
+        self._after_part = False
         self._kinds: set[type[TextDelta | ReasoningDelta]] = set()
         self.calls = 0
         self.has_arguments = False
 
     def add_text(self, text: str) -> None:
-        """More text."""
-        if self._between:
+        if self._after_part:
             text = text.lstrip()
             if not text:
                 return
-            self._between = False
+            self._after_part = False
             self._space = self._gap(TextDelta)
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._add(TextDelta(kept))
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        self._add(TextDelta(stripped))
 
     def add_reasoning(self, text: str) -> None:
-        """More reasoning."""
         if not self._in_reasoning:
             self.end_part()
             text = text.lstrip()
             self._in_reasoning = bool(text)
             self._space = self._gap(ReasoningDelta) if text else ""
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._add(ReasoningDelta(kept))
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        self._add(ReasoningDelta(stripped))
 
     def end_part(self) -> None:
-        """What was said is over, and something else begins: whitespace around here is nobody's."""
+        """End the current part; whitespace around this position is dropped."""
         self._end_input()
-        self._space, self._between, self._in_reasoning = "", True, False
+        self._space, self._after_part, self._in_reasoning = "", True, False
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
         self.end_part()
         custom = name in self._custom_tools
         self._input = ToolInputDecoder() if custom else None
@@ -71,21 +68,21 @@ class DeltaBuffer:
         self.has_arguments = False
 
     def add_arguments(self, text: str) -> None:
-        """More of the arguments of the latest call."""
+        """Append to the arguments of the latest tool call."""
         self.has_arguments = self.has_arguments or bool(text)
         self._add(ToolCallDelta(self.calls - 1, text if self._input is None else self._input.push(text)))
 
     def finish(self) -> None:
-        """Nothing else follows: whitespace at the end of a text is text."""
+        """End of the answer: trailing whitespace of its text is kept."""
         self._end_input()
         if not self._in_reasoning:
             self._add(TextDelta(self._space))
         self._space = ""
 
     def take(self) -> list[AnswerDelta]:
-        """What was found since the last time."""
-        pieces, self._deltas = self._deltas, []
-        return pieces
+        """Remove and return the deltas since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _end_input(self) -> None:
         if self._input is not None:
@@ -95,26 +92,26 @@ class DeltaBuffer:
     def _gap(self, kind: type[TextDelta | ReasoningDelta]) -> str:
         return "\n\n" if kind in self._kinds else ""
 
-    def _add(self, piece: AnswerDelta) -> None:
-        if not isinstance(piece, ToolCallStart):
-            if not piece.text:
+    def _add(self, delta: AnswerDelta) -> None:
+        if not isinstance(delta, ToolCallStart):
+            if not delta.text:
                 return
-            if isinstance(piece, TextDelta | ReasoningDelta):
-                self._kinds.add(type(piece))
+            if isinstance(delta, TextDelta | ReasoningDelta):
+                self._kinds.add(type(delta))
             last = self._deltas[-1] if self._deltas else None
-            if isinstance(last, type(piece)) and not isinstance(last, ToolCallStart):
-                piece = _joined(last, piece)
+            if isinstance(last, type(delta)) and not isinstance(last, ToolCallStart):
+                delta = _joined(last, delta)
                 self._deltas.pop()
-        self._deltas.append(piece)
+        self._deltas.append(delta)
 
 
-def _joined(last: AnswerDelta, piece: AnswerDelta) -> AnswerDelta:
-    """Two neighbours of one kind as one."""
-    match last, piece:
+def _joined(last: AnswerDelta, delta: AnswerDelta) -> AnswerDelta:
+    """Two adjacent deltas of one kind as one."""
+    match last, delta:
         case TextDelta(before), TextDelta(after):
             return TextDelta(before + after)
         case ReasoningDelta(before), ReasoningDelta(after):
             return ReasoningDelta(before + after)
         case ToolCallDelta(index, before), ToolCallDelta(_, after):
             return ToolCallDelta(index, before + after)
-    raise AssertionError(last, piece)
+    raise AssertionError(last, delta)

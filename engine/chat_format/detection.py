@@ -1,7 +1,7 @@
-"""Which dialect a model speaks: the one whose markers its chat template and its vocabulary hold.
+"""Detects the chat format of a model by the markers in its chat template and its vocabulary.
 
-Where none of ours is there, a response template (transformers 5, `tokenizer.response_template`) is asked for its
-markers. Its own parser is not used: it passes arguments on only when they are whole, and breaks on broken JSON.
+Without a known format, markers are read from a response template (transformers 5, `tokenizer.response_template`). Its
+own parser is not used: it emits arguments only when they are complete, and fails on invalid JSON.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from engine.chat_format.reasoning import ReasoningMarkers
 from engine.chat_format.tagged import TaggedFormat
 from engine.chat_format.tool_call_markers import ToolCallMarkers
 
-# A regular expression that matches one text only: letters, and escaped ones.
+# A regular expression that matches one text only: literal and escaped characters.
 _PLAIN = re.compile(r"(\\\W|[^\\.+*?()|\[\]{}^$])+")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens that markers are made of.
+    """Tokens of a model's vocabulary that markers may consist of.
 
-    added    tokens that stand for a text of their own, such as "<tool_call>"
-    special  those that are left out when tokens are decoded as text
-    encode   the tokens of any text
+    added    added tokens by their text, such as "<tool_call>"
+    special  tokens that are skipped when decoding to text
+    encode   tokens of any text
     """
 
     added: Mapping[str, int]
@@ -36,43 +36,51 @@ class Vocabulary:
     encode: Callable[[str], Sequence[int]]
 
     def token_id(self, text: str) -> int | None:
-        """The token that is this text, where there is one."""
+        """The token of `text`, if it is one token."""
         tokens = self.encode(text)
         return tokens[0] if len(tokens) == 1 else None
 
 
-def detect_chat_format(template: str, lexicon: Vocabulary, response: Mapping[str, object] | None = None) -> ChatFormat:
-    """The dialect of a model with this chat template, vocabulary and, maybe, response template."""
+def detect_chat_format(
+    template: str, vocabulary: Vocabulary, response: Mapping[str, object] | None = None
+) -> ChatFormat:
+    """The chat format for a chat template, a vocabulary and, optionally, a response template."""
     if CHANNEL in template and MESSAGE in template:
-        channels = HarmonyFormat(tuple(lexicon.encode(END)), lexicon.token_id("analysis"))
-        return ChatFormat(channels, lexicon.added, special=not lexicon.special.isdisjoint(MARKERS))
+        harmony = HarmonyFormat(tuple(vocabulary.encode(END)), vocabulary.token_id("analysis"))
+        return ChatFormat(harmony, vocabulary.added, special=not vocabulary.special.isdisjoint(MARKERS))
     fields = _mapping((response or {}).get("fields"))
-    frame = _detect_tool_calls(template, lexicon) or _declared_frame(fields)
-    thoughts = _detect_reasoning(template, lexicon) or _declared_reasoning(fields)
-    markers = frozenset(() if frame is None else frame.markers)
-    if thoughts is not None:
-        thoughts = replace(
-            thoughts, first=lexicon.token_id(thoughts.opens), last=tuple(lexicon.encode(thoughts.closes))
+    tool_calls = _detect_tool_calls(template, vocabulary) or _declared_tool_calls(fields)
+    reasoning = _detect_reasoning(template, vocabulary) or _declared_reasoning(fields)
+    markers = frozenset(() if tool_calls is None else tool_calls.markers)
+    if reasoning is not None:
+        reasoning = replace(
+            reasoning,
+            start_token=vocabulary.token_id(reasoning.opens),
+            end_tokens=tuple(vocabulary.encode(reasoning.closes)),
         )
-        markers |= {thoughts.opens, thoughts.closes}
-    special = not lexicon.special.isdisjoint(markers)
-    style = TaggedFormat(thoughts, frame, lexicon.special if special else frozenset())
-    return ChatFormat(style, lexicon.added, special)
+        markers |= {reasoning.opens, reasoning.closes}
+    special = not vocabulary.special.isdisjoint(markers)
+    answer_format = TaggedFormat(reasoning, tool_calls, vocabulary.special if special else frozenset())
+    return ChatFormat(answer_format, vocabulary.added, special)
 
 
-def _detect_tool_calls(template: str, lexicon: Vocabulary) -> ToolCallMarkers | None:
+def _detect_tool_calls(template: str, vocabulary: Vocabulary) -> ToolCallMarkers | None:
     for format in TOOL_CALL_FORMATS:
-        there = all(marker in template for marker in format.markers)
-        if there and (not format.token or format.token in lexicon.added):
-            return format.frame
+        matches = all(marker in template for marker in format.markers)
+        if matches and (not format.token or format.token in vocabulary.added):
+            return format.tool_calls
     return None
 
 
-def _detect_reasoning(template: str, lexicon: Vocabulary) -> ReasoningMarkers | None:
-    """Reasoning that the template knows, or else the vocabulary: some templates leave it all to the model."""
-    known = [one for one in REASONING_FORMATS if one.closes in template]
-    known += [one for one in REASONING_FORMATS if one.opens in lexicon.added and one.closes in lexicon.added]
-    return known[0] if known else None
+def _detect_reasoning(template: str, vocabulary: Vocabulary) -> ReasoningMarkers | None:
+    """Reasoning markers of the template, else of the vocabulary: some templates leave the markers to the model."""
+    formats = [markers for markers in REASONING_FORMATS if markers.closes in template]
+    formats += [
+        markers
+        for markers in REASONING_FORMATS
+        if markers.opens in vocabulary.added and markers.closes in vocabulary.added
+    ]
+    return formats[0] if formats else None
 
 
 def _declared_reasoning(fields: Mapping[str, object]) -> ReasoningMarkers | None:
@@ -83,8 +91,8 @@ def _declared_reasoning(fields: Mapping[str, object]) -> ReasoningMarkers | None
     return None
 
 
-def _declared_frame(fields: Mapping[str, object]) -> ToolCallMarkers | None:
-    """Calls as JSON objects between two literals; nothing else can be told from a response template."""
+def _declared_tool_calls(fields: Mapping[str, object]) -> ToolCallMarkers | None:
+    """JSON calls between two literals; a response template declares no other notation."""
     field = _mapping(fields.get("tool_calls"))
     opens, closes = _literals(field)
     if not (opens and closes) or field.get("content") != "json":
@@ -93,7 +101,7 @@ def _declared_frame(fields: Mapping[str, object]) -> ToolCallMarkers | None:
 
 
 def _literals(field: Mapping[str, object]) -> tuple[str, str]:
-    """What opens and closes a field; "" where that is no literal."""
+    """The opening and closing literal of a field; "" for anything but a literal."""
     return _literal(field, "open"), _literal(field, "close")
 
 
@@ -101,9 +109,8 @@ def _literal(field: Mapping[str, object], name: str) -> str:
     plain, pattern = field.get(name), field.get(f"{name}_pattern")
     if isinstance(plain, str):
         return plain.strip()
-    bare = pattern.removeprefix(r"\s*") if isinstance(pattern, str) else ""
-    text = re.sub(r"\\(\W)", r"\1", bare)
-    return text if _PLAIN.fullmatch(bare) else ""
+    escaped = pattern.removeprefix(r"\s*") if isinstance(pattern, str) else ""
+    return re.sub(r"\\(\W)", r"\1", escaped) if _PLAIN.fullmatch(escaped) else ""
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, each with the markers by which a chat template gives it away."""
+"""Known formats of tool calls and of reasoning, with the markers by which a chat template is recognised."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.chat_format.tool_call_markers import ToolCallMarkers
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat:
-    """How calls are written by models whose template holds all of these markers, and whose vocabulary this token.
+    """A tool call format of models with all of `markers` in their template and, if given, `token` in their vocabulary.
 
-    frame  None: as nothing here reads them, though the markers of another format are there
+    tool_calls  None: recognised but unsupported, though the template also has markers of another format
     """
 
-    frame: ToolCallMarkers | None
+    tool_calls: ToolCallMarkers | None
     markers: tuple[str, ...]
     token: str = ""
 
@@ -71,7 +71,7 @@ _DSML_CALL = ParameterCall(
     key=('<｜DSML｜parameter name="', '"'),
     value=("", "</｜DSML｜parameter>"),
     close="</｜DSML｜invoke>",
-    typed=(' string="true">', ' string="false">'),
+    type_markers=(' string="true">', ' string="false">'),
 )
 _DSML = ToolCallMarkers(_DSML_CALL, opens=("<｜DSML｜function_calls>",), closes=("</｜DSML｜function_calls>",))
 _DSML_4 = ToolCallMarkers(_DSML_CALL, opens=("<｜DSML｜tool_calls>",), closes=("</｜DSML｜tool_calls>",))
@@ -80,7 +80,7 @@ _FUNCTION_GEMMA = ToolCallMarkers(
     BraceCall("<escape>"), call=("<start_function_call>", "call:"), call_ends=("<end_function_call>",)
 )
 _MISTRAL = ToolCallMarkers(NamedCall(name_suffix=("[ARGS]",)), call=("[TOOL_CALLS]",))
-_MISTRAL_NUMBERED = ToolCallMarkers(NamedCall(name_suffix=("[ARGS]",), identity="[CALL_ID]"), call=("[TOOL_CALLS]",))
+_MISTRAL_NUMBERED = ToolCallMarkers(NamedCall(name_suffix=("[ARGS]",), id_marker="[CALL_ID]"), call=("[TOOL_CALLS]",))
 _MISTRAL_LIST = ToolCallMarkers(ObjectCall(), opens=("[TOOL_CALLS]", "["), separator=",", closes=("]",))
 _COHERE = ToolCallMarkers(
     ObjectCall(name="tool_name", arguments="parameters"),
@@ -117,16 +117,16 @@ _LLAMA = ToolCallMarkers(
     ObjectCall(arguments="parameters"), opens=("<|python_tag|>",), separator=";", allows_unmarked=True
 )
 
-# The first whose markers are there: so those with more of them stand before those with some of the same.
+# The first match is used: formats with more markers come before formats with a subset of the same markers.
 TOOL_CALL_FORMATS = (
-    # Some of its templates hold none of its markers.
+    # Some Kimi templates contain none of the markers.
     KnownFormat(_KIMI, ("tools",), token="<|tool_calls_section_begin|>"),
     KnownFormat(_DEEPSEEK_3, ("<｜tool▁calls▁begin｜>", "```json")),
     KnownFormat(_DEEPSEEK_3_1, ("<｜tool▁calls▁begin｜>",)),
-    # Templates write the token apart from what follows it, and every template names tool_calls.
+    # Templates build the marker from parts, and every template contains "tool_calls".
     KnownFormat(_DSML, ("｜DSML｜", "function_calls")),
     KnownFormat(_DSML_4, ("｜DSML｜",)),
-    # MiniMax M3 names parameters by tags of their own.
+    # MiniMax M3 has a tag of its own for each parameter.
     KnownFormat(None, ("]<]minimax[>[",)),
     KnownFormat(_GLM, ("<tool_call>", "<arg_key>")),
     KnownFormat(_QWEN_XML, ("<tool_call>", "<function=")),
@@ -144,7 +144,7 @@ TOOL_CALL_FORMATS = (
     KnownFormat(_APRIEL, ("<tool_calls>[",)),
     KnownFormat(_HERMES, ("<tool_call>",)),
     KnownFormat(_MINIMAX_1, ("<tool_calls>",)),
-    # The template writes what its markers end in apart.
+    # The template appends the end of the markers by an expression.
     KnownFormat(_HUNYUAN, ("<tool_calls", "':opensource'")),
     KnownFormat(_NEMOTRON, ("<TOOLCALL>",)),
     KnownFormat(_FIREFUNCTION, ("functools[",)),

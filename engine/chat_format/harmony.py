@@ -1,8 +1,8 @@
-"""Answers that are messages of their own, each with a header that says whom it is for (OpenAI's harmony).
+"""OpenAI's harmony format: an answer is a sequence of messages, each with a header that names channel and recipient.
 
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text
 
-A call is a message to `functions.name`. https://cookbook.openai.com/articles/openai-harmony
+A tool call is a message to `functions.name`. https://cookbook.openai.com/articles/openai-harmony
 """
 
 from __future__ import annotations
@@ -33,71 +33,80 @@ _REASONING_CHANNEL = "analysis"
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat:
-    """How such an answer is read and written.
+    """Layout of an answer in the harmony format.
 
-    last   the tokens that end reasoning
-    first  the token that names its channel
+    end_tokens   tokens that end the reasoning message
+    start_token  token that names the reasoning channel
     """
 
-    last: tuple[int, ...] = ()
-    first: int | None = None
+    end_tokens: tuple[int, ...] = ()
+    start_token: int | None = None
     supports_reasoning: bool = field(default=True, init=False)
     supports_tool_calls: bool = field(default=True, init=False)
 
-    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
-        """A limit to the reasoning, which is the first message; None: the prompt has begun another."""
-        header, begun = _opened(opened)
-        if begun:
-            return ReasoningLimit(None, self.last, budget) if _REASONING_CHANNEL in header else None
-        return None if self.first is None else ReasoningLimit(self.first, self.last, budget)
+    def reasoning_limit(self, budget: int, generation_prompt: str) -> ReasoningLimit | None:
+        """A limit to the reasoning, which is the first message; None: the prompt has begun another message."""
+        header, has_text = _begun_message(generation_prompt)
+        if has_text:
+            return ReasoningLimit(None, self.end_tokens, budget) if _REASONING_CHANNEL in header else None
+        return None if self.start_token is None else ReasoningLimit(self.start_token, self.end_tokens, budget)
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
-        """Read the messages of an answer, of which the prompt may have begun the first."""
-        header, begun = _opened(opened)
-        while begun or (yield from source.peek()):
-            if not begun:
+    def parse(
+        self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
+    ) -> Steps[None]:
+        """Parse the messages of an answer; the prompt may have begun the first one."""
+        header, has_text = _begun_message(generation_prompt)
+        while has_text or (yield from source.peek()):
+            if not has_text:
                 header = f"{header} {yield from _header(source)}"
-            # A header that the text ends in is no message, and no text either.
-            if (yield from source.peek()) or begun:
-                yield from self._message(source, speech, tools, header)
-            header, begun = "", False
-        speech.finish()
+            # A header without text at the end of the answer is neither a message nor text.
+            if (yield from source.peek()) or has_text:
+                yield from self._message(source, deltas, tools, header)
+            header, has_text = "", False
+        deltas.finish()
 
-    def _message(self, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool], header: str) -> Steps[None]:
-        to, place = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+    def _message(self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], header: str) -> Steps[None]:
+        to, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         name = to.group(1) if to else ""
         if name.startswith(_FUNCTIONS) and tools:
-            speech.begin_call(name.removeprefix(_FUNCTIONS))
+            deltas.begin_call(name.removeprefix(_FUNCTIONS))
             if (yield from source.peek()) == "{":
-                yield from stream_json(source, speech.add_arguments)
-            if (yield from _parse_text(source, speech.add_arguments)) and not speech.has_arguments:
-                speech.add_arguments("{}")
-        elif (name and not name.startswith(_FUNCTIONS)) or (place and place.group(1) == _REASONING_CHANNEL):
-            yield from _parse_text(source, speech.add_reasoning)
+                yield from stream_json(source, deltas.add_arguments)
+            if (yield from _parse_text(source, deltas.add_arguments)) and not deltas.has_arguments:
+                deltas.add_arguments("{}")
+        elif (name and not name.startswith(_FUNCTIONS)) or (channel and channel.group(1) == _REASONING_CHANNEL):
+            yield from _parse_text(source, deltas.add_reasoning)
         else:
-            yield from _parse_text(source, speech.add_text)
-        speech.end_part()
+            yield from _parse_text(source, deltas.add_text)
+        deltas.end_part()
 
     def grammar_rule(
-        self, lark: LarkWriter, tools: Sequence[Tool], choice: ToolChoice, body: AnswerConstraint | None, opened: str
+        self,
+        lark: LarkWriter,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        constraint: AnswerConstraint | None,
+        generation_prompt: str,
     ) -> str:
-        """Reasoning, then a call or the answer itself. A call ends the answer, so there is one at most."""
-        header, begun = _opened(opened)
-        thoughts = f"{lark.until(END)} {lark.literal(START)} {lark.plain_text('assistant')}"
-        more = f"({self._head(lark, _REASONING_CHANNEL)} {thoughts})*"
-        text = lark.answer_body(body) if body else lark.text(*MARKERS)
+        """Reasoning, then a call or the final message. A call ends the answer, so there is at most one."""
+        header, has_text = _begun_message(generation_prompt)
+        reasoning = f"{lark.until(END)} {lark.literal(START)} {lark.plain_text('assistant')}"
+        analysis = f"({self._head(lark, _REASONING_CHANNEL)} {reasoning})*"
+        text = lark.constrained_text(constraint) if constraint else lark.text(*MARKERS)
         final = f"{self._head(lark, 'final')} {text}"
         calls = [self._write_call(lark, tool) for tool in tools] if choice.mode != "none" else []
-        if begun and _REASONING_CHANNEL not in header:
+        if has_text and _REASONING_CHANNEL not in header:
             return text
-        if begun:
-            more = f"{thoughts} {more}"
+        if has_text:
+            analysis = f"{reasoning} {analysis}"
         if not calls:
-            return f"{more} {final}"
-        # Before a call the model may say what it is about to do.
-        aside = f"({self._head(lark, 'commentary')} {thoughts})?" if choice.mode == "auto" and not body else ""
+            return f"{analysis} {final}"
+        # The model may write a preamble before a call.
+        preamble = (
+            f"({self._head(lark, 'commentary')} {reasoning})?" if choice.mode == "auto" and not constraint else ""
+        )
         answers = calls if choice.mode == "required" else [*calls, final]
-        return f"{more} {aside} {alternatives(answers)}"
+        return f"{analysis} {preamble} {alternatives(answers)}"
 
     def _head(self, lark: LarkWriter, channel: str) -> str:
         return f"{lark.literal(CHANNEL)} {lark.plain_text(channel)} {lark.literal(MESSAGE)}"
@@ -108,14 +117,14 @@ class HarmonyFormat:
         return lark.rule(f"{header} {arguments_rule(lark, tool)}")
 
 
-def _opened(opened: str) -> tuple[str, bool]:
-    """The header of the message that the prompt has begun, and whether its text has begun too."""
-    header, begun, _ = opened.rpartition(START)[2].partition(MESSAGE)
-    return header, bool(begun)
+def _begun_message(generation_prompt: str) -> tuple[str, bool]:
+    """The header of the message that the generation prompt has begun, and whether its text has begun."""
+    header, has_text, _ = generation_prompt.rpartition(START)[2].partition(MESSAGE)
+    return header, bool(has_text)
 
 
 def _header(source: TextSource) -> Steps[str]:
-    """The header of the next message up to its text; "" where text comes without one."""
+    """The header of the next message up to its text; "" if the text has no header."""
     yield from source.skip_space()
     for first in (START, CHANNEL, "to="):
         if (yield from source.accept(first)):
@@ -126,7 +135,7 @@ def _header(source: TextSource) -> Steps[str]:
 
 
 def _parse_text(source: TextSource, emit: Emit) -> Steps[bool]:
-    """Pass on the text of a message; whether it has ended."""
+    """Emit the text of a message; whether it is complete."""
     found = yield from source.until(_ENDS, emit)
     if found in (START, CHANNEL):
         source.push_back(found)

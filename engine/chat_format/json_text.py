@@ -1,4 +1,4 @@
-"""JSON as a model writes it, passed on piece by piece as far as it is valid (RFC 8259)."""
+"""Streams JSON as a model writes it, up to the first invalid character (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.chat_format.source import SPACE, Emit, Steps, TextSource
 
-_LETTERS = re.compile(r'[^"\\\x00-\x1f]+')
+_UNESCAPED = re.compile(r'[^"\\\x00-\x1f]+')
 _CONTROL = re.compile(r"[\x00-\x1f]+")
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
@@ -17,19 +17,19 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonSyntax(Protocol):
-    """How strings and keys are written where it is not quite JSON; both are passed on as JSON."""
+    """Syntax of strings and keys in a JSON-like notation; both are emitted as JSON."""
 
     @property
     def quote(self) -> str:
-        """What strings begin with."""
+        """The opening quote of strings."""
         ...
 
     def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
-        """Read the key of a member; whether it was one."""
+        """Parse the key of a member; whether there was one."""
         ...
 
     def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
-        """Read a string; whether it was whole."""
+        """Parse a string; whether it was complete."""
         ...
 
 
@@ -39,22 +39,21 @@ class StrictJsonSyntax:
     quote = '"'
 
     def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
-        """A string."""
         return (yield from source.peek()) == self.quote and (yield from self.string(source, emit))
 
     def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
-        """A string, its control characters escaped."""
+        """A string with its control characters escaped."""
         emit((yield from source.take(1)))
         while True:
-            yield from source.match(_LETTERS, emit)
-            following = yield from source.peek()
-            if following == self.quote:
+            yield from source.match(_UNESCAPED, emit)
+            next_character = yield from source.peek()
+            if next_character == self.quote:
                 emit((yield from source.take(1)))
                 return True
-            if following == "\\":
+            if next_character == "\\":
                 if not (yield from _escape(source, emit)):
                     return False
-            elif not following:
+            elif not next_character:
                 return False
             else:
                 yield from source.match(_CONTROL, lambda text: emit(json_escaped(text)))
@@ -64,41 +63,41 @@ _STRICT_JSON = StrictJsonSyntax()
 
 
 def stream_json(source: TextSource, emit: Emit, syntax: JsonSyntax = _STRICT_JSON) -> Steps[bool]:
-    """Pass one JSON value on to `emit`, as it comes; whether it was whole and valid.
+    """Emit one JSON value while it is parsed; whether it was complete and valid.
 
-    Where it is not, the source stands before the first letter that is wrong. Line breaks and other control characters
-    in strings, which JSON forbids and models write, are passed on as escapes.
+    After an invalid value, the source is at its first invalid character. Line breaks and other control characters in
+    strings, which models write although JSON forbids them, are emitted as escapes.
     """
-    open_: list[str] = []
+    closing_brackets: list[str] = []
     while True:
         yield from source.match(SPACE, emit)
         first = yield from source.peek()
         if first in _CLOSING:
             emit((yield from source.take(1)))
             yield from source.match(SPACE, emit)
-            open_.append(_CLOSING[first])
-            if not (yield from source.accept(open_[-1])):
+            closing_brackets.append(_CLOSING[first])
+            if not (yield from source.accept(closing_brackets[-1])):
                 if first == "{" and not (yield from _key(source, emit, syntax)):
                     return False
                 continue
-            emit(open_.pop())
+            emit(closing_brackets.pop())
         elif not (yield from (syntax.string if syntax.quote.startswith(first or " ") else _scalar)(source, emit)):
             return False
-        more = yield from _after_value(source, emit, open_, syntax)
+        more = yield from _after_value(source, emit, closing_brackets, syntax)
         if not more:
             return more is not None
 
 
-def _after_value(source: TextSource, emit: Emit, open_: list[str], syntax: JsonSyntax) -> Steps[bool | None]:
-    """What follows a value: whether another one does; None: neither that nor the end."""
-    while open_:
+def _after_value(source: TextSource, emit: Emit, closing_brackets: list[str], syntax: JsonSyntax) -> Steps[bool | None]:
+    """Parse what follows a value: True: another value; False: the end; None: invalid."""
+    while closing_brackets:
         yield from source.match(SPACE, emit)
-        if (yield from source.accept(open_[-1])):
-            emit(open_.pop())
+        if (yield from source.accept(closing_brackets[-1])):
+            emit(closing_brackets.pop())
         elif (yield from source.accept(",")):
             emit(",")
             yield from source.match(SPACE, emit)
-            return True if open_[-1] == "]" or (yield from _key(source, emit, syntax)) else None
+            return True if closing_brackets[-1] == "]" or (yield from _key(source, emit, syntax)) else None
         else:
             return None
     return False
@@ -129,5 +128,5 @@ def _scalar(source: TextSource, emit: Emit) -> Steps[bool]:
 
 
 def json_escaped(text: str) -> str:
-    """A text as the inside of a JSON string; joined pieces are what the joined text gives."""
+    """The inside of a JSON string for `text`; escaped parts may be concatenated."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

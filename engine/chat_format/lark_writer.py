@@ -1,8 +1,8 @@
-"""Writes a grammar in llguidance's dialect of Lark, where a marker that is one token is a terminal of its own.
+"""Writes grammars in llguidance's variant of Lark; markers that are one token become terminals of that token.
 
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Terminals have upper-case names, rules lower-case
-ones. A terminal reads as much as it can and never gives back: so text that ends with a marker in letters is a lazy
-rule together with the marker, and text without a marker is a terminal that cannot hold it.
+names. Terminals are greedy and never backtrack: text up to a marker of several tokens is one lazy rule with the marker,
+and text without a marker is a terminal that excludes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.types.request import Grammar
 
 ANYTHING = "(?s:.)*"
 
-# Compact JSON, with at most the spaces that json.dumps writes: fewer tokens, and no model loses itself in whitespace.
+# Compact JSON with at most the whitespace of json.dumps: fewer tokens, and no endless whitespace.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _SPACE = r"/[ \n]{1,2}/"
 _REGEX_SPECIALS = re.compile(r"[\\.+*?()|\[\]{}^$]")
@@ -27,9 +27,9 @@ _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class LarkWriter:
-    """A grammar that is being written. What its methods return are expressions for other rules.
+    """A grammar under construction. Methods return expressions for use in other rules.
 
-    tokens  texts that are a token of their own
+    tokens  added tokens by their text
     """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
@@ -37,100 +37,99 @@ class LarkWriter:
         self._lines: dict[str, str] = {}
 
     def rule(self, expression: str, *, options: str = "") -> str:
-        """A rule of its own."""
+        """Name of a new rule for `expression`."""
         return self._name("r", options, expression)
 
     def pattern(self, expression: str) -> str:
-        """A terminal of its own, made of regular expressions."""
+        """Name of a new terminal for `expression`, which consists of regular expressions."""
         return self._name("T", "", expression)
 
     def space(self) -> str:
-        """The whitespace that may stand between parts."""
+        """Optional whitespace between parts."""
         return self.pattern(_SPACE) + "?"
 
     def plain_text(self, text: str) -> str:
-        """A text in ordinary tokens."""
+        """`text` in ordinary tokens."""
         return json.dumps(text, ensure_ascii=False)
 
     def literal(self, text: str) -> str:
-        """A marker: a token of its own, or letters."""
-        number = self._tokens.get(text)
-        return self.plain_text(text) if number is None else f"<[{number}]>"
+        """A marker, as one token if the vocabulary has it, else as ordinary tokens."""
+        token = self._tokens.get(text)
+        return self.plain_text(text) if token is None else f"<[{token}]>"
 
     def literals(self, *texts: str) -> str:
-        """Markers behind each other, with whitespace between."""
+        """Markers in sequence, with optional whitespace between them."""
         return f" {self.space()} ".join(self.literal(text) for text in texts if text)
 
-    def text(self, *without: str, like: Sequence[str] = (ANYTHING,)) -> str:
-        """Text that holds none of these literals and follows all of these expressions."""
-        barred = "|".join(map(escaped, without))
-        parts = [*map(regex, like), *([f"~{regex(f'{ANYTHING}({barred}){ANYTHING}')}"] if barred else [])]
+    def text(self, *without: str, patterns: Sequence[str] = (ANYTHING,)) -> str:
+        """Text that contains none of the literals `without` and matches all of `patterns`."""
+        excluded = "|".join(map(escaped, without))
+        parts = [*map(regex, patterns), *([f"~{regex(f'{ANYTHING}({excluded}){ANYTHING}')}"] if excluded else [])]
         return self.pattern(" & ".join(parts))
 
-    def until(self, literal: str, *, like: Sequence[str] = (ANYTHING,), before: str = "") -> str:
-        """Such text up to a literal, and that; `before` stands before it, where the text is no such token's."""
-        text = self.text(literal, like=like)
+    def until(self, literal: str, *, patterns: Sequence[str] = (ANYTHING,), before: str = "") -> str:
+        """Text as in `text`, then `literal`; `before` precedes a literal of ordinary tokens."""
+        text = self.text(literal, patterns=patterns)
         if literal in self._tokens:
             return f"{text} {self.literal(literal)}"
         return self.rule(f"{text} {self.plain_text(before + literal)}", options="[lazy]")
 
     def json(self, schema: Mapping[str, object], *, lenient: bool = False) -> str:
-        """JSON that follows a schema; lenient: as far as it can be kept."""
+        """JSON that follows `schema`; lenient: unsupported keywords are ignored."""
         options = {**_COMPACT, **({"lenient": True} if lenient else {})}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
-    def answer_body(self, body: AnswerConstraint) -> str:
-        """What a client wants as the text of the answer. Raises InvalidRequest."""
-        match body.kind:
+    def constrained_text(self, constraint: AnswerConstraint) -> str:
+        """The text of an answer under a client's constraint. Raises InvalidRequest."""
+        match constraint.kind:
             case "json_schema":
-                return self.json(json.loads(body.source), lenient=not body.strict)
+                return self.json(json.loads(constraint.source), lenient=not constraint.strict)
             case "json_object":
                 return self.json({"type": "object"})
             case "regex":
-                return self.pattern(regex(body.source))
+                return self.pattern(regex(constraint.source))
             case "choices":
-                return alternatives(map(self.plain_text, body.choices))
+                return alternatives(map(self.plain_text, constraint.choices))
             case "grammar":
-                return self.nested(_to_lark(body.source))
+                return self.nested(_to_lark(constraint.source))
 
     def nested(self, source: str) -> str:
-        """What follows a Lark grammar of its own."""
+        """Text that follows a Lark grammar of its own."""
         return self.rule(f"%lark {{\n{source}\n}}")
 
     def grammar(self, start: str) -> Grammar:
-        """The whole of it."""
-        return Grammar(
-            "\n".join([f"start: {start}", *(f"{head}: {body}" for body, head in self._lines.items())]) + "\n"
-        )
+        """The complete grammar."""
+        lines = [f"start: {start}", *(f"{head}: {expression}" for expression, head in self._lines.items())]
+        return Grammar("\n".join(lines) + "\n")
 
-    def _name(self, letter: str, options: str, expression: str) -> str:
-        name = self._lines.setdefault(expression, f"{letter}{len(self._lines)}{options}")
+    def _name(self, prefix: str, options: str, expression: str) -> str:
+        name = self._lines.setdefault(expression, f"{prefix}{len(self._lines)}{options}")
         return name.removesuffix(options)
 
 
 def alternatives(expressions: Iterable[str]) -> str:
-    """One of these."""
+    """One of `expressions`."""
     return f"({' | '.join(expressions)})"
 
 
 def regex(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """A regular expression in Lark's notation."""
     return f"/{_SLASH.sub(_slashed, pattern)}/"
 
 
 def escaped(text: str) -> str:
-    """A text as a regular expression."""
+    """A regular expression that matches `text` only."""
     return _REGEX_SPECIALS.sub(r"\\\g<0>", text)
 
 
 def _to_lark(grammar: str) -> str:
-    """A client's Lark or GBNF as Lark."""
+    """A client's Lark or GBNF grammar as Lark."""
     try:
         return any_to_lark(grammar)
     except Exception as error:
-        # llguidance raises Exception itself for a rule that is not there, and what Python does for nesting too deep.
+        # llguidance raises Exception itself for a missing rule, and RecursionError for deep nesting.
         raise InvalidRequest("response_format", f"the grammar is neither Lark nor GBNF: {error}") from error
 
 
-def _slashed(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found.group(), found.group())
+def _slashed(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match.group(), match.group())

@@ -1,4 +1,4 @@
-"""An answer as its reader takes it: text, reasoning and tool calls, in pieces as they come; and the tools."""
+"""Tools of a request, constraints on its answer, and the deltas of a parsed answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 ToolMode = Literal["none", "auto", "required"]
-# A function takes an object; a custom tool takes a text, which models that know only functions give as this argument.
+# The argument of a function is an object; of a custom tool it is text. Models know functions only: for them a custom
+# tool is a function with one argument of this name.
 ToolKind = Literal["function", "custom"]
 INPUT_FIELD = "input"
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
@@ -17,9 +18,9 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choices", "gram
 class Tool:
     """A tool that the model may call.
 
-    parameters  a JSON schema, as JSON text
+    parameters  JSON schema, as JSON text
     strict      whether arguments must follow the schema exactly
-    grammar     of a custom tool: what its text must follow, in Lark; "": the schema says all
+    grammar     Lark grammar of a custom tool's text; "": the schema is the whole constraint
     """
 
     name: str
@@ -31,7 +32,7 @@ class Tool:
 
 
 def custom_tool(name: str, description: str = "", *, pattern: str = "", grammar: str = "") -> Tool:
-    """A tool that takes a text: any, one that follows a regular expression, or one that follows a grammar in Lark."""
+    """A tool with text input: unconstrained, or constrained by a regular expression or a Lark grammar."""
     taken: dict[str, object] = {"type": "string"}
     if pattern:
         taken["pattern"] = f"^(?:{pattern})$"
@@ -49,7 +50,7 @@ def custom_tool(name: str, description: str = "", *, pattern: str = "", grammar:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools must be called, and which may be; no names: all. `parallel`: more than one in an answer."""
+    """Whether tools must be called, and which; no names: all of them. `parallel`: an answer may have several calls."""
 
     mode: ToolMode = "auto"
     names: tuple[str, ...] = ()
@@ -58,12 +59,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerConstraint:
-    """What the text of an answer must be, behind its reasoning.
+    """Constraint on the text of an answer, after its reasoning.
 
-    source   of "json_schema" the schema as JSON text, of "regex" the expression (without lookaround), of "grammar" Lark
-             in llguidance's dialect, or GBNF
-    choices  of "choices": the answer is one of these
-    strict   of "json_schema": whether it is followed exactly, or as far as it can be
+    source   JSON schema as text, regular expression (without lookaround), or grammar in llguidance's Lark or GBNF
+    choices  kind "choices": the answer is one of them
+    strict   kind "json_schema": whether unsupported keywords are an error; else they are ignored
     """
 
     kind: ConstraintKind
@@ -74,21 +74,21 @@ class AnswerConstraint:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of what is said to the user."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what is said before the answer."""
+    """More text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The call number `index` of this answer begins."""
+    """The tool call number `index` of this answer begins."""
 
     index: int
     name: str
@@ -97,7 +97,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of the arguments of call number `index`: of their JSON text, or of the text that a custom tool takes."""
+    """More arguments of tool call number `index`: of their JSON text, or of the text input of a custom tool."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""A tool call whose arguments stand one by one between markers, as XML-like formats write them; they become JSON."""
+"""Tool calls in XML-like notations: each argument between markers of its own; parsed arguments are emitted as JSON."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _STRING = frozenset(("string",))
 
 @dataclass(frozen=True, slots=True)
 class ParameterCall:
-    """A name, then keys and values, each between two markers, then the end.
+    """A name, then keys and values, each between two markers, then a closing marker.
 
-    on_own_lines  whether a value stands on lines of its own
-    typed  what stands behind a key before a string, and before any other value; else the tool's schema says what it is
-    A string stands as it is; any other value is JSON.
+    on_own_lines  whether a value is on lines of its own
+    type_markers  after the key of a string, and after the key of any other value; unset: the tool's schema has the type
+    Strings are unquoted; other values are JSON.
     """
 
     name: tuple[str, str]
@@ -40,46 +40,47 @@ class ParameterCall:
     value: tuple[str, str]
     close: str
     on_own_lines: bool = False
-    typed: tuple[str, str] = ("", "")
-    _next: Literals = field(init=False, repr=False, compare=False)
+    type_markers: tuple[str, str] = ("", "")
+    _next_literals: Literals = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_next", Literals((self.key[0], self.close)))
+        object.__setattr__(self, "_next_literals", Literals((self.key[0], self.close)))
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What stands around keys and values."""
-        return (*self.name, *self.key, *self.typed, *self.value, self.close)
+        return (*self.name, *self.key, *self.type_markers, *self.value, self.close)
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read the name on trial, then one argument after the other; a string goes on as it comes, others whole."""
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse the name with lookahead, then emit strings as they arrive and other arguments when complete."""
         yield from source.expect(self.name[0])
-        name = offer.check_name((yield from parse_name(source)))
+        name = callable_tools.check_name((yield from parse_name(source)))
         yield from source.expect(self.name[1])
-        begin_call(source, speech, name)
-        schema = offer.schema(name)
-        described = properties_of(schema, schema)
+        begin_call(source, deltas, name)
+        schema = callable_tools.schema(name)
+        value_schema = properties_of(schema, schema)
         before = "{"
-        while (found := (yield from source.until(self._next, _discard))) == self.key[0]:
+        while (found := (yield from source.until(self._next_literals, _discard))) == self.key[0]:
             key: list[str] = []
             if not (yield from source.until(Literals((self.key[1],)), key.append)):
                 return False
             text = "".join(key)
-            speech.add_arguments(f"{before}{json.dumps(text, ensure_ascii=False)}: ")
-            # What follows a grammar is written as JSON, or nobody could tell where it ends.
-            types = frozenset[str]() if offer.has_grammar(name) else types_of(described.get(text, {}), schema)
+            deltas.add_arguments(f"{before}{json.dumps(text, ensure_ascii=False)}: ")
+            # Input under a grammar is written as a JSON string, since the closing marker could be part of it.
+            types = (
+                frozenset[str]() if callable_tools.has_grammar(name) else types_of(value_schema.get(text, {}), schema)
+            )
             if not (
-                yield from self._value(source, speech.add_arguments, (yield from self._declared_types(source, types)))
+                yield from self._value(source, deltas.add_arguments, (yield from self._declared_types(source, types)))
             ):
                 return False
             before = ", "
         if found:
-            speech.add_arguments("{}" if before == "{" else "}")
+            deltas.add_arguments("{}" if before == "{" else "}")
         return bool(found)
 
     def _declared_types(self, source: TextSource, types: frozenset[str]) -> Steps[frozenset[str]]:
-        """The types that a value may have: what stands before it goes first."""
-        as_string, as_json = self.typed
+        """The types that a value may have; a type marker before it has priority over the schema."""
+        as_string, as_json = self.type_markers
         if as_string and (yield from source.accept(as_string)):
             return _STRING
         return frozenset() if as_json and (yield from source.accept(as_json)) else types
@@ -102,14 +103,14 @@ class ParameterCall:
         return bool(found)
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
-        """The arguments in the order of the schema, at least those that are required."""
+        """Arguments in the order of the schema; optional ones may be missing."""
         schema, space = schema_of(tool), lark.space()
         required = required_of(schema)
         parts = [f"{lark.literals(self.name[0])} {lark.plain_text(tool.name)} {lark.literals(self.name[1])}"]
         for key, part in properties_of(schema, schema).items():
-            bare = not tool.grammar and types_of(part, schema) == _STRING
-            behind = self.key[1] + self.typed[0 if bare else 1]
-            head = f"{lark.literal(self.key[0])} {lark.plain_text(key)} {lark.literal(behind)}"
+            is_string = not tool.grammar and types_of(part, schema) == _STRING
+            key_end = self.key[1] + self.type_markers[0 if is_string else 1]
+            head = f"{lark.literal(self.key[0])} {lark.plain_text(key)} {lark.literal(key_end)}"
             value = self._write_value(lark, tool, part, schema)
             opens = f"{space} {lark.literal(self.value[0])}" if self.value[0] else ""
             argument = f"{head} {opens} {value} {space}"
@@ -119,19 +120,19 @@ class ParameterCall:
     def _write_value(self, lark: LarkWriter, tool: Tool, schema: Schema, root: Schema) -> str:
         close = lark.literal(self.value[1])
         if tool.grammar or types_of(schema, root) != _STRING:
-            break_ = f"{lark.space()} " if self.on_own_lines else ""
-            described = {**schema, **defined_in(root)}
-            value = quoted_input_rule(lark, tool) if tool.grammar else lark.json(described, lenient=not tool.strict)
-            return f"{break_}{value} {break_}{close}"
+            space_around = f"{lark.space()} " if self.on_own_lines else ""
+            value_schema = {**schema, **defined_in(root)}
+            value = quoted_input_rule(lark, tool) if tool.grammar else lark.json(value_schema, lenient=not tool.strict)
+            return f"{space_around}{value} {space_around}{close}"
         line = "\n" if self.on_own_lines else ""
         before = lark.plain_text(line) if line else ""
         if values := values_of(schema):
             return f"{before} {alternatives(lark.plain_text(str(value)) for value in values)} {before} {close}"
-        return f"{before} {lark.until(self.value[1], like=patterns_of(schema), before=line)}"
+        return f"{before} {lark.until(self.value[1], patterns=patterns_of(schema), before=line)}"
 
 
 class _StripOuterNewlines:
-    """A text without the line breaks that set it apart: one in front, one behind."""
+    """Emits a text without one line break at its start and one at its end."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -139,7 +140,6 @@ class _StripOuterNewlines:
         self._started = False
 
     def push(self, text: str) -> None:
-        """More of the text."""
         if not self._started:
             self._started, text = True, text.removeprefix("\n")
         text = self._pending + text
@@ -147,5 +147,4 @@ class _StripOuterNewlines:
         self._emit(json_escaped(text.removesuffix("\n")))
 
 
-def _discard(_: str) -> None:
-    """Text between arguments is nobody's."""
+def _discard(_: str) -> None: ...

@@ -1,8 +1,8 @@
-"""A grammar of texts as a grammar of what JSON writes for them between quotes: `"` becomes `\\"`, a line break `\\n`.
+r"""Converts a grammar of texts into the grammar of their JSON strings: `"` becomes `\"`, a line break `\n`.
 
-A lexer reads as much as it can and never gives back. All escapes begin with the same letter, so one that follows a
-terminal must not look like more of it: terminals become rules, in which every escape is a terminal of its own. What a
-class of letters holds of the characters that JSON escapes, llguidance itself says.
+The lexer of llguidance is greedy and never backtracks. All escapes begin with a backslash, so an escape after a
+terminal must not look like a continuation of it: terminals become rules in which each escape is a terminal of its own.
+llguidance itself finds the characters of a class that JSON escapes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.errors import InvalidRequest
 
 _ESCAPED = ('"', "\\", *map(chr, range(0x20)))
-_PLAIN = r'[^"\\\x00-\x1f]'
+_UNESCAPED = r'[^"\\\x00-\x1f]'
 
-_PIECE = re.compile(
+_LARK_TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
     |"(?P<first>(?:\\.|[^"\\\n])+)"\.\."(?P<last>(?:\\.|[^"\\\n])+)"
     |(?P<string>"(?:\\.|[^"\\\n])*")(?P<case>i?)
@@ -34,15 +34,15 @@ _PIECE = re.compile(
 )
 _CLASS = r"\[(?:\\.|\[(?:\\.|[^\]\\])*\]|(?<=\[)\]|(?<=\[\^)\]|[^\]\\\[])*\]"
 _ATOM = re.compile(
-    rf"""(?P<letters>{_CLASS}|\\(?:[xuU]\{{[^}}]*\}}|x..|u.{{4}}|U.{{8}}|[pP]\{{[^}}]*\}}|[pP].|.))
+    rf"""(?P<characters>{_CLASS}|\\(?:[xuU]\{{[^}}]*\}}|x..|u.{{4}}|U.{{8}}|[pP]\{{[^}}]*\}}|[pP].|.))
     |(?P<group>\((?:\?:|\?P?<\w+>)?(?!\?))
     |(?P<operator>[|)]|[*+?]|\{{\d+(?:,\d*)?\}})
     |(?P<foreign>[\^$(])
-    |(?P<letter>.)""",
+    |(?P<character>.)""",
     re.VERBOSE | re.DOTALL,
 )
-_REPEATED = re.compile(rf"\(?(?P<letters>{_CLASS}|\\.|\.)(?P<times>[*+])\)?", re.DOTALL)
-# llguidance's own terminals that hold what JSON escapes, and some that do not.
+_REPEATED = re.compile(rf"\(?(?P<characters>{_CLASS}|\\.|\.)(?P<times>[*+])\)?", re.DOTALL)
+# llguidance's common terminals with characters that JSON escapes, and some without.
 _COMMON = {"CR": r"\r", "LF": r"\n", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+"}
 _NAMES = (
     "DIGIT HEXDIGIT INT SIGNED_INT DECIMAL FLOAT NUMBER SIGNED_NUMBER SIGNED_FLOAT LCASE_LETTER UCASE_LETTER LETTER "
@@ -52,15 +52,15 @@ _UNESCAPED_TERMINALS = frozenset(_NAMES.split())
 
 
 def quoted_grammar(source: str) -> str:
-    """The Lark grammar of what JSON writes for the texts of the grammar `source`.
+    """The Lark grammar of the JSON strings (without quotes) for the texts of the grammar `source`.
 
-    Raises InvalidRequest where it uses what has no such image: JSON, special tokens, "&" and "~" between terminals.
+    Raises InvalidRequest for constructs without an equivalent: JSON, special tokens, "&" and "~" between terminals.
     """
-    return _PIECE.sub(_piece, source)
+    return _LARK_TOKEN.sub(_convert, source)
 
 
-def _piece(found: re.Match[str]) -> str:
-    """A terminal as an expression for rules, and its name as the name of a rule."""
+def _convert(found: re.Match[str]) -> str:
+    """A terminal as an expression for rules; the name of a terminal as the name of a rule."""
     parts = found.groupdict()
     if parts["first"]:
         return _expression(f"[{_bounds(parts['first'])}-{_bounds(parts['last'])}]", "")
@@ -79,7 +79,7 @@ def _piece(found: re.Match[str]) -> str:
 
 
 def _rule(terminal: str) -> str:
-    """The name of the rule that a terminal becomes."""
+    """Name of the rule for a terminal."""
     return f"terminal_{terminal.lower()}"
 
 
@@ -88,16 +88,16 @@ def _bounds(text: str) -> str:
 
 
 def _string(literal: str, case: str) -> str:
-    # JSON has no \x41; the rest of Lark's escapes it has.
+    # JSON has no \x41; it has all other escapes of Lark.
     text = str(json.loads(re.sub(r"\\x(..)", r"\\u00\1", literal)))
-    pieces = re.findall(r'["\\\x00-\x1f]|[^"\\\x00-\x1f]+', text)
-    written = [_escape(piece) if piece in _ESCAPED else f"{json.dumps(piece)}{case}" for piece in pieces]
+    segments = re.findall(r'["\\\x00-\x1f]|[^"\\\x00-\x1f]+', text)
+    written = [_escape(segment) if segment in _ESCAPED else f"{json.dumps(segment)}{case}" for segment in segments]
     return f"({' '.join(written)})" if len(written) > 1 else "".join(written) or '""'
 
 
-def _escape(letter: str) -> str:
-    """What JSON writes for it, as a string of Lark."""
-    return json.dumps(json.dumps(letter)[1:-1])
+def _escape(character: str) -> str:
+    """The JSON escape of a character, as a Lark string."""
+    return json.dumps(json.dumps(character)[1:-1])
 
 
 def _imported(name: str, alias: str) -> str:
@@ -108,13 +108,13 @@ def _imported(name: str, alias: str) -> str:
     return f"{_rule(alias)}: {_expression(_COMMON[name], '')}"
 
 
-def _ignored(what: str) -> str:
-    """What may stand between terminals, letter by letter."""
-    repeated = _REPEATED.fullmatch(_COMMON.get(what, what[1:-1]))
-    if repeated is None or (what not in _COMMON and not what.startswith("/")):
-        raise _unquotable(f"'%ignore {what}'")
-    letters, bare = _members(repeated["letters"])
-    return "\n".join(f"%ignore {terminal}" for terminal in [*map(_escape, letters), *bare])
+def _ignored(construct: str) -> str:
+    """%ignore for each character of an ignored terminal."""
+    repeated = _REPEATED.fullmatch(_COMMON.get(construct, construct[1:-1]))
+    if repeated is None or (construct not in _COMMON and not construct.startswith("/")):
+        raise _unquotable(f"'%ignore {construct}'")
+    characters, other = _members(repeated["characters"])
+    return "\n".join(f"%ignore {terminal}" for terminal in [*map(_escape, characters), *other])
 
 
 def _expression(regex: str, flags: str) -> str:
@@ -122,19 +122,19 @@ def _expression(regex: str, flags: str) -> str:
     flags = "".join(flag for flag in flags if flag in "isx")
     repeated = _REPEATED.fullmatch(regex)
     if repeated is not None and "x" not in flags:
-        # The letters between two escapes are one terminal: as greedy as the whole of it was.
-        escapes, bare = _members(_dotted(repeated["letters"], flags))
-        runs = [f"{terminal[:-1]}+/{flags}" for terminal in bare]
+        # Characters between two escapes are one terminal, as greedy as the original.
+        escapes, other = _members(_dotted(repeated["characters"], flags))
+        runs = [f"{terminal[:-1]}+/{flags}" for terminal in other]
         return f"({' | '.join([*map(_escape, escapes), *runs])}){repeated['times']}"
     written = list(_atoms(regex, flags))
     if any(part.startswith(('"\\\\', "(")) and part != "(" for part in written):
         return f"({' '.join(written)})"
-    # Nothing that JSON escapes: the terminal stays what it was.
+    # No characters that JSON escapes: the terminal is unchanged.
     return f"/{regex}/{flags}"
 
 
 def _atoms(regex: str, flags: str) -> Iterator[str]:
-    """Its letters as terminals, one by one, between brackets and what repeats them."""
+    """Characters and classes as terminals, one by one, with groups and repetitions between them."""
     if "x" in flags:
         raise _unquotable("the flag 'x'")
     for found in _ATOM.finditer(regex):
@@ -145,30 +145,30 @@ def _atoms(regex: str, flags: str) -> Iterator[str]:
         elif found["operator"]:
             yield found["operator"]
         else:
-            escapes, bare = _members(_dotted(found.group(), flags))
-            options = [*map(_escape, escapes), *(f"{terminal}{flags}" for terminal in bare)]
+            escapes, other = _members(_dotted(found.group(), flags))
+            options = [*map(_escape, escapes), *(f"{terminal}{flags}" for terminal in other)]
             yield options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 
-def _dotted(letters: str, flags: str) -> str:
-    return "(?s:.)" if letters == "." and "s" in flags else letters
+def _dotted(characters: str, flags: str) -> str:
+    return "(?s:.)" if characters == "." and "s" in flags else characters
 
 
 @functools.lru_cache(1024)
-def _members(letters: str) -> tuple[list[str], list[str]]:
-    """What a class, given as a regular expression, holds that JSON escapes; and a terminal of the rest, if any is."""
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_regex(letters), log_level=0)
+def _members(characters: str) -> tuple[list[str], list[str]]:
+    """The JSON-escaped characters of a character class, and a terminal of its other characters, if any."""
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_regex(characters), log_level=0)
     if matcher.is_error():
-        raise InvalidRequest("grammar", f"'{letters}' is no class of letters that can be followed")
-    begun = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
-    members = [letter for letter in _ESCAPED if begun[ord(letter)]]
-    if int(begun.sum()) == len(members):
+        raise InvalidRequest("grammar", f"'{characters}' is not a supported character class")
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
+    members = [character for character in _ESCAPED if allowed[ord(character)]]
+    if int(allowed.sum()) == len(members):
         return members, []
-    if letters in (".", "(?s:.)"):
-        return members, [f"/{_PLAIN}/"]
+    if characters in (".", "(?s:.)"):
+        return members, [f"/{_UNESCAPED}/"]
     if not members:
-        return members, [f"/{_slashed(letters)}/"]
-    return members, [f"/[{_slashed(letters)}&&{_PLAIN}]/"]
+        return members, [f"/{_slashed(characters)}/"]
+    return members, [f"/[{_slashed(characters)}&&{_UNESCAPED}]/"]
 
 
 @functools.lru_cache(1)
@@ -176,9 +176,9 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-def _slashed(letters: str) -> str:
-    return r"\/" if letters == "/" else letters
+def _slashed(characters: str) -> str:
+    return r"\/" if characters == "/" else characters
 
 
-def _unquotable(what: str) -> InvalidRequest:
-    return InvalidRequest("grammar", f"this model writes the input as JSON, and {what} cannot be followed in that")
+def _unquotable(construct: str) -> InvalidRequest:
+    return InvalidRequest("grammar", f"this model writes the input as JSON, and {construct} is not supported there")

@@ -1,4 +1,4 @@
-"""Reasoning: what opens and closes it, and whether a prompt has opened it."""
+"""Markers of reasoning."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from engine.types.request import ReasoningLimit
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """The markers around what a model says before its answer.
+    """Markers around the reasoning before an answer.
 
-    label  what stands behind what opens it
-    first  the token that opens it, where that is one
-    last   the tokens that close it
+    label        literal after the opening marker
+    start_token  opening marker as a token, if it is one token
+    end_tokens   tokens of the closing marker
     """
 
     opens: str
     closes: str
     label: str = ""
-    first: int | None = None
-    last: tuple[int, ...] = ()
+    start_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
 
-    def is_open(self, opened: str) -> bool:
-        """Whether the prompt's end `opened` leaves the model inside its reasoning."""
-        return opened.rfind(self.opens) > opened.rfind(self.closes)
+    def is_open(self, generation_prompt: str) -> bool:
+        """Whether the generation prompt ends inside reasoning."""
+        return generation_prompt.rfind(self.opens) > generation_prompt.rfind(self.closes)
 
-    def is_closed(self, opened: str) -> bool:
-        """Whether the reasoning is behind it, if there was any."""
-        return self.closes in opened and not self.is_open(opened)
+    def is_closed(self, generation_prompt: str) -> bool:
+        """Whether the generation prompt ends after closed reasoning."""
+        return self.closes in generation_prompt and not self.is_open(generation_prompt)
 
-    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
-        """A limit in tokens; None: the prompt has closed the reasoning, or nobody can tell where it begins."""
-        if self.is_open(opened):
-            return ReasoningLimit(None, self.last, budget)
-        return None if self.first is None or self.is_closed(opened) else ReasoningLimit(self.first, self.last, budget)
+    def reasoning_limit(self, budget: int, generation_prompt: str) -> ReasoningLimit | None:
+        """A limit of `budget` tokens; None: reasoning is closed already, or its opening marker is not one token."""
+        if self.is_open(generation_prompt):
+            return ReasoningLimit(None, self.end_tokens, budget)
+        return (
+            None
+            if self.start_token is None or self.is_closed(generation_prompt)
+            else ReasoningLimit(self.start_token, self.end_tokens, budget)
+        )
 
-    def grammar_rule(self, lark: LarkWriter, opened: str) -> str:
-        """Reasoning up to its end as an expression of the grammar: there must be some, may be some, or is none."""
-        if self.is_open(opened):
+    def grammar_rule(self, lark: LarkWriter, generation_prompt: str) -> str:
+        """Reasoning up to its closing marker: required if it is open, absent if it is closed, else optional."""
+        if self.is_open(generation_prompt):
             return f"{lark.until(self.closes)} {lark.space()}"
-        if self.is_closed(opened):
+        if self.is_closed(generation_prompt):
             return ""
         return f"({lark.space()} {lark.literals(self.opens, self.label)} {lark.until(self.closes)} {lark.space()})?"

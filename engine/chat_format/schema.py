@@ -1,4 +1,4 @@
-"""What a JSON schema says about types, for formats that write values in their own way."""
+"""Types and constraints of a JSON schema, for chat formats with their own notation of values."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _OF_PYTHON: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-# Whatever this file does not know is followed so many times at most, or a schema could lead in a circle.
+# Limit of followed references: schemas may be circular.
 _MAX_DEPTH = 16
-# Choices inside choices are looked at together: a few that lead back to themselves would be millions.
+# Limit of nested choices that are visited: recursive choices grow exponentially.
 _MAX_CHOICES = 512
 
 
 def schema_of(tool: Tool) -> Schema:
-    """The schema of a tool's arguments; of a tool that is not strict, as far as it can be kept."""
+    """The schema of a tool's arguments; without `strict`, unsupported expressions are removed."""
     schema = json.loads(tool.parameters)
     return as_schema(schema if tool.strict else loosened(schema))
 
 
 def loosened(value: object) -> object:
-    """A schema without the expressions that llguidance cannot follow, such as lookaround."""
+    """The schema without regular expressions that llguidance does not support, such as lookaround."""
     if isinstance(value, list):
         return [loosened(item) for item in value]
     if not isinstance(value, dict):
@@ -51,25 +51,25 @@ def _regular(expression: str) -> bool:
 
 
 def as_schema(value: object) -> Schema:
-    """A part of a schema; one that says nothing where it is none, such as `true`."""
+    """A part of a schema; {} if it is no object, such as `true`."""
     return value if isinstance(value, dict) else {}
 
 
 def properties_of(schema: Schema, root: Schema) -> dict[str, Schema]:
-    """The members of an object, what they refer to in their place; required ones that nothing describes too."""
+    """The members of an object, with references resolved; {} for required members without a description."""
     described = as_schema(schema.get("properties"))
     required: dict[str, object] = {name: {} for name in required_of(schema) if name not in described}
     return {name: resolved(as_schema(part), root) for name, part in {**described, **required}.items()}
 
 
 def required_of(schema: Schema) -> list[str]:
-    """The members that an object must have."""
+    """Names of required members."""
     required = schema.get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """The schema that is meant where one refers to another part of the whole."""
+    """The schema with `$ref` replaced by its target in `root`."""
     for _ in range(_MAX_DEPTH):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -82,39 +82,39 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
-    """The types that a value may have, as far as they are told; none: any."""
+    """The JSON types that a value may have; empty: any."""
     found, parts = set[str](), deque([schema])
     for _ in range(_MAX_CHOICES):
         if not parts:
             return frozenset(found)
         part = resolved(parts.popleft(), root)
         choices = part.get("anyOf", part.get("oneOf"))
-        told = _declared_types(part)
-        if not told and isinstance(choices, list) and choices:
+        declared = _declared_types(part)
+        if not declared and isinstance(choices, list) and choices:
             parts.extend(as_schema(choice) for choice in choices)
-        elif not told:
+        elif not declared:
             return frozenset()
-        found |= told
+        found |= declared
     return frozenset()
 
 
 def _declared_types(schema: Schema) -> frozenset[str]:
-    """The types that a schema names, or that its only values have."""
-    told = schema.get("type")
-    if isinstance(told, str):
-        return frozenset((told,))
-    if isinstance(told, list):
-        return frozenset(name for name in told if isinstance(name, str))
+    """Types by the `type` keyword, else by `enum` or `const`."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset((declared,))
+    if isinstance(declared, list):
+        return frozenset(name for name in declared if isinstance(name, str))
     return frozenset(name for value in values_of(schema) for name in _OF_PYTHON[type(value)])
 
 
 def defined_in(root: Schema) -> dict[str, object]:
-    """What parts of a schema may refer to."""
+    """The definitions that references may point to."""
     return {key: root[key] for key in ("$defs", "definitions") if key in root}
 
 
 def values_of(schema: Schema) -> list[object]:
-    """The only values that there may be; none: others too."""
+    """The allowed values; empty: unrestricted."""
     values = schema.get("enum")
     if isinstance(values, list):
         return values
@@ -122,7 +122,7 @@ def values_of(schema: Schema) -> list[object]:
 
 
 def patterns_of(schema: Schema) -> tuple[str, ...]:
-    """Regular expressions that a string must follow, all of them."""
+    """Regular expressions that a string must match, all of them."""
     least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
     bounds = f"(?s:.){{{least or 0},{'' if most is None else most}}}"
     found = [ANYTHING] if least is None and most is None else [bounds]
@@ -134,7 +134,7 @@ def patterns_of(schema: Schema) -> tuple[str, ...]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A value that a model wrote bare, as JSON of one of these types if it is that, else as a string."""
+    """A value without quotes as JSON of one of `types` if it is valid for them, else as a JSON string."""
     text = text.strip()
     text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, for readers that are written as if it were whole.
+"""Text in chunks for parsers that are written as if the text were complete.
 
-A reader is a generator: it yields where it needs more text than there is. So what it reads cannot depend on how the
-text was cut. What may turn out to be no call after all is read on trial (`attempt`).
+A parser is a generator that yields where it needs more text, so its result cannot depend on how the text is chunked.
+Text that may turn out to be no tool call is parsed with lookahead (`attempt`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-# A reader's work; it yields where it waits for text.
+# A parser; it yields where it needs more text.
 Steps = Generator[None, None, Result]
 Emit = Callable[[str], None]
 
-# What is read on trial is at most so long, so that text full of openings costs no more than its length times this.
+# Limit of the lookahead, in characters: text with many opening markers costs at most its length times this limit.
 MAX_LOOKAHEAD = 4096
 
 SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class NoMatch(Exception):
-    """What was read on trial is no call."""
+    """The attempted text is no tool call."""
 
 
 class Literals:
-    """Strings that are looked for together: the one that begins first wins, then the longest."""
+    """Literals that are searched together: the first match in the text, then the longest."""
 
     def __init__(self, literals: Iterable[str]) -> None:
         ordered = sorted({*literals} - {""}, key=len, reverse=True)
@@ -34,127 +34,125 @@ class Literals:
         self._prefixes = frozenset(literal[:length] for literal in ordered for length in range(1, len(literal)))
         self._longest = max((len(beginning) for beginning in self._prefixes), default=0)
 
-    def find(self, text: str, at: int, *, ended: bool) -> tuple[int, str]:
-        """Where the first one begins, and which; "" with the place up to which there is certainly none."""
-        found = self._pattern.search(text, at)
-        safe = len(text) if ended else self._unfinished(text, at)
+    def find(self, text: str, position: int, *, ended: bool) -> tuple[int, str]:
+        """Position of the first match, and its literal; "" with the position up to which there is no match."""
+        found = self._pattern.search(text, position)
+        safe = len(text) if ended else self._unfinished(text, position)
         if found is not None and (found.start() < safe or ended):
             return found.start(), found.group()
         return safe, ""
 
-    def _unfinished(self, text: str, at: int) -> int:
-        """Where the longest end of the text begins that may yet become one of them."""
-        for start in range(max(at, len(text) - self._longest), len(text)):
+    def _unfinished(self, text: str, position: int) -> int:
+        """Start of the longest suffix of the text that may become a literal."""
+        for start in range(max(position, len(text) - self._longest), len(text)):
             if text[start:] in self._prefixes:
                 return start
         return len(text)
 
 
 class TextSource:
-    """What has come and is not read yet.
+    """Text that has arrived and is not parsed yet.
 
-    is_broken  the text was cut, and in what was being read: more of it was needed
+    is_broken  whether the text was truncated inside the part that is parsed
     """
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._cut = False
+        self._truncated = False
         self._text = ""
-        self._at = 0
+        self._position = 0
         self._lookahead: int | None = None
         self._ended = False
 
     def push(self, text: str) -> None:
-        """More text has come."""
-        cut = self._at if self._lookahead is None else self._lookahead
+        cut = self._position if self._lookahead is None else self._lookahead
         self._text = self._text[cut:] + text
-        self._at -= cut
+        self._position -= cut
         if self._lookahead is not None:
             self._lookahead = 0
 
     def end(self) -> None:
-        """No more will come."""
+        """The text is complete."""
         self._ended = True
 
     def cut(self) -> None:
-        """No more will come, though the text is not over."""
-        self._ended = self._cut = True
+        """The text is truncated: no more arrives."""
+        self._ended = self._truncated = True
 
     def discard(self) -> None:
-        """Nobody reads what is left."""
-        self._at = len(self._text)
+        """Skip the remaining text."""
+        self._position = len(self._text)
 
     def attempt(self, steps: Steps[object]) -> Steps[bool]:
-        """Read on trial. Where that raises Unlike, nothing was read, and the answer is False."""
-        self._lookahead = self._at
+        """Run a parser with lookahead. If it raises NoMatch, nothing is consumed and the result is False."""
+        self._lookahead = self._position
         try:
             yield from steps
         except NoMatch:
             assert self._lookahead is not None
-            self._at = self._lookahead
+            self._position = self._lookahead
             return False
         finally:
             self._lookahead = None
         return True
 
     def commit(self) -> None:
-        """It is certain by now: what was read on trial is not read again."""
+        """End the lookahead: consumed text is not restored any more."""
         self._lookahead = None
 
     def push_back(self, literal: str) -> None:
-        """Take back what was read last."""
-        self._at -= len(literal)
+        """Restore the literal that was consumed last."""
+        self._position -= len(literal)
 
     def peek(self) -> Steps[str]:
-        """The next letter; "" at the end."""
-        while self._at == len(self._text):
+        """The next character; "" at the end."""
+        while self._position == len(self._text):
             if self._ended:
-                self.is_broken = self._cut
+                self.is_broken = self._truncated
                 return ""
             yield
-        return self._text[self._at]
+        return self._text[self._position]
 
     def take(self, count: int) -> Steps[str]:
-        """The next letters, fewer at the end."""
-        while len(self._text) < self._at + count and not self._ended:
+        """Consume the next `count` characters, fewer at the end."""
+        while len(self._text) < self._position + count and not self._ended:
             yield
-        return self._advance(min(self._at + count, len(self._text)))
+        return self._advance(min(self._position + count, len(self._text)))
 
     def match(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Steps[str]:
-        """The letters that come and match `pattern`, a repeated class of letters; with `emit` they go there instead."""
-        taken = []
+        """Consume characters that match `pattern`, a repeated character class; with `emit`, emit them instead."""
+        parts = []
         while True:
-            found = pattern.match(self._text, self._at)
+            found = pattern.match(self._text, self._position)
             if found is not None:
                 text = self._advance(found.end())
                 if emit is None:
-                    taken.append(text)
+                    parts.append(text)
                 else:
                     emit(text)
-            if self._at < len(self._text) or self._ended:
-                return "".join(taken)
+            if self._position < len(self._text) or self._ended:
+                return "".join(parts)
             yield
 
     def skip_space(self) -> Steps[None]:
-        """Read whitespace away."""
         yield from self.match(SPACE, lambda _: None)
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Read this literal if it comes next."""
+        """Consume `literal` if it is next."""
         while True:
-            there = self._text[self._at : self._at + len(literal)]
-            if there == literal:
-                self._advance(self._at + len(literal))
+            upcoming = self._text[self._position : self._position + len(literal)]
+            if upcoming == literal:
+                self._advance(self._position + len(literal))
                 return True
-            if not literal.startswith(there):
+            if not literal.startswith(upcoming):
                 return False
             if self._ended:
-                self.is_broken = self._cut
+                self.is_broken = self._truncated
                 return False
             yield
 
     def expect(self, *literals: str) -> Steps[None]:
-        """Read these literals, with whitespace before each but the first; raises Unlike where another text comes."""
+        """Consume `literals`, with optional whitespace before each but the first; raises NoMatch for other text."""
         for number, literal in enumerate(literals):
             if number:
                 yield from self.skip_space()
@@ -162,10 +160,10 @@ class TextSource:
                 raise NoMatch
 
     def until(self, literals: Literals, emit: Emit) -> Steps[str]:
-        """Pass on the text before the first of the literals, and read that; "" where the text ends before one."""
+        """Emit the text before the first of `literals` and consume that literal; "" if the text ends before one."""
         while True:
-            stop, literal = literals.find(self._text, self._at, ended=self._ended)
-            if stop > self._at:
+            stop, literal = literals.find(self._text, self._position, ended=self._ended)
+            if stop > self._position:
                 emit(self._advance(stop))
             if literal:
                 self._advance(stop + len(literal))
@@ -175,8 +173,8 @@ class TextSource:
             yield
 
     def _advance(self, stop: int) -> str:
-        text = self._text[self._at : stop]
-        self._at = stop
+        text = self._text[self._position : stop]
+        self._position = stop
         if self._lookahead is not None and stop - self._lookahead > MAX_LOOKAHEAD:
             raise NoMatch
         return text

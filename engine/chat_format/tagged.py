@@ -1,4 +1,4 @@
-"""Answers in which reasoning and calls stand between markers, and everything else is text."""
+"""Answers with reasoning and tool calls between markers; everything else is text."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from engine.chat_format.source import Literals, Steps, TextSource
 from engine.chat_format.tool_call_markers import ToolCallMarkers
 from engine.types.request import ReasoningLimit
 
-# Where a call may be a bare object, no text begins like one.
+# If a call needs no opening marker, text must not begin with an object.
 _NO_OBJECT = r"(\s*[^{\s](?s:.)*)?"
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat:
-    """How such an answer is read.
+    """Layout of an answer with marked reasoning and tool calls.
 
     hidden_markers  special tokens that are part of no text
     """
 
     reasoning: ReasoningMarkers | None = None
-    frame: ToolCallMarkers | None = None
+    tool_calls: ToolCallMarkers | None = None
     hidden_markers: frozenset[str] = frozenset()
     _end_literals: Literals = field(init=False, repr=False, compare=False)
 
@@ -36,93 +36,104 @@ class TaggedFormat:
 
     @property
     def supports_reasoning(self) -> bool:
-        """Whether the model may reason before it answers."""
+        """Whether the model may write reasoning before its answer."""
         return self.reasoning is not None
 
     @property
     def supports_tool_calls(self) -> bool:
-        """Whether it has a way to call tools."""
-        return self.frame is not None
+        """Whether the model can call tools."""
+        return self.tool_calls is not None
 
-    def reasoning_limit(self, budget: int, opened: str) -> ReasoningLimit | None:
-        """A limit to the reasoning in tokens; None: there is none to limit."""
-        return None if self.reasoning is None else self.reasoning.reasoning_limit(budget, opened)
+    def reasoning_limit(self, budget: int, generation_prompt: str) -> ReasoningLimit | None:
+        """A limit of `budget` reasoning tokens; None: the answer has no reasoning to limit."""
+        return None if self.reasoning is None else self.reasoning.reasoning_limit(budget, generation_prompt)
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool], opened: str) -> Steps[None]:
-        """Read an answer behind what the prompt ended with."""
+    def parse(
+        self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
+    ) -> Steps[None]:
+        """Parse an answer that follows `generation_prompt` into `deltas`."""
         if self.reasoning is not None:
-            yield from self._reasoning(self.reasoning, source, speech, opened)
-        if self.frame is not None and tools:
-            yield from self._calls(self.frame, source, speech, tools)
+            yield from self._reasoning(self.reasoning, source, deltas, generation_prompt)
+        if self.tool_calls is not None and tools:
+            yield from self._calls(self.tool_calls, source, deltas, tools)
         else:
-            yield from self._text(Literals(self.hidden_markers), source, speech)
-        speech.finish()
+            yield from self._text(Literals(self.hidden_markers), source, deltas)
+        deltas.finish()
 
     def grammar_rule(
-        self, lark: LarkWriter, tools: Sequence[Tool], choice: ToolChoice, body: AnswerConstraint | None, opened: str
+        self,
+        lark: LarkWriter,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        constraint: AnswerConstraint | None,
+        generation_prompt: str,
     ) -> str:
-        """An answer as an expression of the grammar."""
-        thoughts = "" if self.reasoning is None else self.reasoning.grammar_rule(lark, opened)
-        if self.frame is None or not tools:
-            return f"{thoughts} {lark.answer_body(body) if body else lark.text()}"
-        return f"{thoughts} {self._answer(lark, self.frame, tools, choice, body)}"
+        """A grammar expression for the whole answer."""
+        reasoning = "" if self.reasoning is None else self.reasoning.grammar_rule(lark, generation_prompt)
+        if self.tool_calls is None or not tools:
+            return f"{reasoning} {lark.constrained_text(constraint) if constraint else lark.text()}"
+        return f"{reasoning} {self._answer(lark, self.tool_calls, tools, choice, constraint)}"
 
     def _answer(
         self,
         lark: LarkWriter,
-        frame: ToolCallMarkers,
+        tool_calls: ToolCallMarkers,
         tools: Sequence[Tool],
         choice: ToolChoice,
-        body: AnswerConstraint | None,
+        constraint: AnswerConstraint | None,
     ) -> str:
-        text = lark.text(frame.opening[0], like=(_NO_OBJECT if frame.allows_unmarked else ANYTHING,))
-        calls = frame.grammar_rule(lark, tools, parallel=choice.parallel)
+        text = lark.text(tool_calls.opening[0], patterns=(_NO_OBJECT if tool_calls.allows_unmarked else ANYTHING,))
+        calls = tool_calls.grammar_rule(lark, tools, parallel=choice.parallel)
         if choice.mode == "required":
             return calls
-        if body is not None:
-            return lark.answer_body(body) if choice.mode == "none" else f"({lark.answer_body(body)} | {calls})"
+        if constraint is not None:
+            return (
+                lark.constrained_text(constraint)
+                if choice.mode == "none"
+                else f"({lark.constrained_text(constraint)} | {calls})"
+            )
         if choice.mode == "none":
             return text
-        rest = frame.grammar_after_opening(lark, tools, parallel=choice.parallel)
-        later = f"({lark.until(frame.opening[0])} {rest} {lark.space()}){'*' if choice.parallel else '?'} {text}"
-        return f"({calls} | {later})" if frame.allows_unmarked else later
+        rest = tool_calls.grammar_after_opening(lark, tools, parallel=choice.parallel)
+        later = f"({lark.until(tool_calls.opening[0])} {rest} {lark.space()}){'*' if choice.parallel else '?'} {text}"
+        return f"({calls} | {later})" if tool_calls.allows_unmarked else later
 
     def _reasoning(
-        self, thoughts: ReasoningMarkers, source: TextSource, speech: DeltaBuffer, opened: str
+        self, reasoning: ReasoningMarkers, source: TextSource, deltas: DeltaBuffer, generation_prompt: str
     ) -> Steps[None]:
-        if not thoughts.is_open(opened):
-            if thoughts.is_closed(opened):
+        if not reasoning.is_open(generation_prompt):
+            if reasoning.is_closed(generation_prompt):
                 return
-            if not (yield from source.attempt(source.expect("", thoughts.opens))):
+            if not (yield from source.attempt(source.expect("", reasoning.opens))):
                 return
-            yield from source.accept(thoughts.label)
-        while (found := (yield from source.until(self._end_literals, speech.add_reasoning))) in self.hidden_markers:
-            if found == thoughts.closes:
+            yield from source.accept(reasoning.label)
+        while (found := (yield from source.until(self._end_literals, deltas.add_reasoning))) in self.hidden_markers:
+            if found == reasoning.closes:
                 break
         if found:
-            speech.end_part()
+            deltas.end_part()
 
-    def _text(self, literals: Literals, source: TextSource, speech: DeltaBuffer) -> Steps[None]:
-        while (yield from source.until(literals, speech.add_text)):
+    def _text(self, literals: Literals, source: TextSource, deltas: DeltaBuffer) -> Steps[None]:
+        while (yield from source.until(literals, deltas.add_text)):
             pass
 
     def _calls(
-        self, frame: ToolCallMarkers, source: TextSource, speech: DeltaBuffer, tools: Mapping[str, Tool]
+        self, tool_calls: ToolCallMarkers, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool]
     ) -> Steps[None]:
-        opening = frame.opening[0]
-        offer = CallableTools(tools, only=frame.allows_unmarked)
-        if frame.allows_unmarked:
-            called = yield from frame.parse_unmarked(source, speech, offer)
-            # Without a marker nothing says that the beginning of an object is no text.
+        opening = tool_calls.opening[0]
+        callable_tools = CallableTools(tools, known_only=tool_calls.allows_unmarked)
+        if tool_calls.allows_unmarked:
+            called = yield from tool_calls.parse_unmarked(source, deltas, callable_tools)
+            # An unmarked object that was cut is an incomplete call, not text.
             if called and source.is_broken:
                 source.discard()
         literals = Literals((opening, *self.hidden_markers))
-        while found := (yield from source.until(literals, speech.add_text)):
+        while found := (yield from source.until(literals, deltas.add_text)):
             if found != opening:
                 continue
-            called = yield from frame.parse(source, speech, offer)
+            called = yield from tool_calls.parse(source, deltas, callable_tools)
             if source.is_broken:
                 source.discard()
-                speech.end_part()
+                deltas.end_part()
             elif not called and opening not in self.hidden_markers:
-                speech.add_text(opening)
+                deltas.add_text(opening)

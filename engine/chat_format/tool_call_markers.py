@@ -1,4 +1,4 @@
-"""Where tool calls stand in a text: what opens and closes them, one by one and all together."""
+"""Markers of tool calls: literals around one call and around all calls of an answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.chat_format.source import Literals, Steps, TextSource
 
 @dataclass(frozen=True, slots=True)
 class ToolCallMarkers:
-    """The markers around calls; whitespace may stand between any two.
+    """Literals around tool calls; whitespace may separate any two.
 
-    opens, closes  around all calls
-    call, ends     around each call
-    separator        what separates two calls
-    allows_unmarked           an answer may also begin with a call that nothing opens
+    opens, closes     around all calls
+    call, call_ends   around each call
+    separator         between two calls
+    allows_unmarked   whether an answer may begin with a call without opening marker
     """
 
     notation: CallNotation
@@ -32,7 +32,7 @@ class ToolCallMarkers:
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """What stands before the first call."""
+        """Literals before the first call."""
         return self.opens + self.call
 
     @property
@@ -40,26 +40,26 @@ class ToolCallMarkers:
         """All literals."""
         return frozenset((*self.opens, *self.call, *self.notation.markers, *self.call_ends, *self.closes))
 
-    def parse(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read calls behind the first literal of the opening; False where there is none, and nothing was read."""
-        return (yield from self._parse(source, speech, offer, self.opening[1:]))
+    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse calls after the first literal of the opening. False: there is none; nothing is consumed."""
+        return (yield from self._parse(source, deltas, callable_tools, self.opening[1:]))
 
-    def parse_unmarked(self, source: TextSource, speech: DeltaBuffer, offer: CallableTools) -> Steps[bool]:
-        """Read calls that nothing opens."""
-        return (yield from self._parse(source, speech, offer, ()))
+    def parse_unmarked(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+        """Parse calls without opening marker. False: there is none, and nothing is consumed."""
+        return (yield from self._parse(source, deltas, callable_tools, ()))
 
     def grammar_rule(self, lark: LarkWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Calls of these tools and nothing else, at least one."""
-        first = f"{lark.literal(self.opening[0])} {lark.space()} {self.grammar_after_opening(lark, tools, parallel=parallel)}"
+        """One or more calls of `tools`, and nothing else."""
+        after_opening = self.grammar_after_opening(lark, tools, parallel=parallel)
+        first = f"{lark.literal(self.opening[0])} {lark.space()} {after_opening}"
         if self.allows_unmarked:
             return f"({first} | {self._all_calls_rule(lark, tools, parallel=parallel)})"
         return f"{first} ({lark.space()} {first})*" if parallel and not self.opens else first
 
     def grammar_after_opening(self, lark: LarkWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """What follows the first literal: of all calls where something opens them all, or else of one."""
-        return (
-            f"{lark.literals(*self.opening[1:])} {lark.space()} {self._all_calls_rule(lark, tools, parallel=parallel)}"
-        )
+        """The rest of `grammar_rule` after the first literal: of all calls if `opens` is set, else of one call."""
+        calls = self._all_calls_rule(lark, tools, parallel=parallel)
+        return f"{lark.literals(*self.opening[1:])} {lark.space()} {calls}"
 
     def _all_calls_rule(self, lark: LarkWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
         space = lark.space()
@@ -67,51 +67,52 @@ class ToolCallMarkers:
             lark.rule(alternatives(self.notation.grammar_rule(lark, tool) for tool in tools)),
             lark.literals(*self.call_ends),
         ]
-        one = f" {space} ".join(filter(None, parts))
+        call_rule = f" {space} ".join(filter(None, parts))
         if parallel and self.opens:
-            before = f" {space} ".join(filter(None, [lark.literals(self.separator), lark.literals(*self.call)]))
-            one += f" ({space} {before} {space} {one})*"
-        return f"{one} {space} {lark.literals(*self.closes)}" if self.closes else one
+            literals = f" {space} ".join(filter(None, [lark.literals(self.separator), lark.literals(*self.call)]))
+            call_rule += f" ({space} {literals} {space} {call_rule})*"
+        return f"{call_rule} {space} {lark.literals(*self.closes)}" if self.closes else call_rule
 
     def _parse(
-        self, source: TextSource, speech: DeltaBuffer, offer: CallableTools, rest: tuple[str, ...]
+        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
     ) -> Steps[bool]:
-        if not (yield from self._parse_call(source, speech, offer, rest)):
+        if not (yield from self._parse_call(source, deltas, callable_tools, literals)):
             return False
-        # Without an opening for all of them, each call opens and closes for itself.
-        while self.opens and (yield from self._parse_call(source, speech, offer, (self.separator, *self.call))):
+        # Without a marker around all calls, each call has its own.
+        while self.opens and (
+            yield from self._parse_call(source, deltas, callable_tools, (self.separator, *self.call))
+        ):
             pass
         yield from _skip(source, self.closes)
         return True
 
     def _parse_call(
-        self, source: TextSource, speech: DeltaBuffer, offer: CallableTools, before: tuple[str, ...]
+        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
     ) -> Steps[bool]:
-        """Read one call; whether there was one."""
-        return (yield from source.attempt(self._parse_one(source, speech, offer, before)))
+        return (yield from source.attempt(self._parse_one(source, deltas, callable_tools, literals)))
 
     def _parse_one(
-        self, source: TextSource, speech: DeltaBuffer, offer: CallableTools, before: tuple[str, ...]
+        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
     ) -> Steps[None]:
-        yield from source.expect("", *before)
+        yield from source.expect("", *literals)
         yield from source.skip_space()
-        if (yield from self.notation.parse(source, speech, offer)):
+        if (yield from self.notation.parse(source, deltas, callable_tools)):
             yield from _skip(source, self.call_ends)
         else:
-            yield from self._emit_invalid(source, speech)
+            yield from self._emit_invalid(source, deltas)
 
-    def _emit_invalid(self, source: TextSource, speech: DeltaBuffer) -> Steps[None]:
-        """What a model writes instead of JSON goes out as it is: who called sees what is wrong. Nothing means {}."""
-        found = yield from source.until(
-            Literals((*self.call_ends, *self.closes, *self.opening[:1])), speech.add_arguments
+    def _emit_invalid(self, source: TextSource, deltas: DeltaBuffer) -> Steps[None]:
+        """Pass invalid arguments on unchanged, so that the client can see the error; missing arguments are {}."""
+        literal = yield from source.until(
+            Literals((*self.call_ends, *self.closes, *self.opening[:1])), deltas.add_arguments
         )
-        if found and not speech.has_arguments:
-            speech.add_arguments("{}")
-        if found and found not in self.call_ends:
-            source.push_back(found)
+        if literal and not deltas.has_arguments:
+            deltas.add_arguments("{}")
+        if literal and literal not in self.call_ends:
+            source.push_back(literal)
 
 
 def _skip(source: TextSource, literals: tuple[str, ...]) -> Steps[None]:
-    """Read these literals away as far as they come."""
+    """Consume `literals` in order, as far as they are there."""
     for literal in literals:
         yield from source.attempt(source.expect("", literal))

@@ -1,4 +1,4 @@
-"""The one text of a custom tool's call: formats carry it as `{"input": text}`, and clients get the text itself."""
+"""Text input of a custom tool call: models write `{"input": text}`, clients get the text itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from engine.chat_format.message import INPUT_FIELD
 from engine.chat_format.source import Emit, Steps, TextSource
 
-_LETTERS = re.compile(r'[^"\\]+')
+_UNESCAPED = re.compile(r'[^"\\]+')
 _ALL = re.compile(r"(?s:.)+")
-_HIGH = re.compile(r"\\u[dD][89abAB]..")
+_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB]..")
 
 
 class ToolInputDecoder:
-    """Reads the arguments of one call as they come; how they are cut does not change the text.
+    """Decodes the arguments of one call incrementally; the text does not depend on how they are chunked.
 
-    Arguments of another shape are the text themselves.
+    Arguments of another shape are returned unchanged.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class ToolInputDecoder:
         self._steps = _decode(self._source, self._decoded.append)
 
     def push(self, arguments: str) -> str:
-        """More of the arguments; what they add to the text."""
+        """Add arguments; the text that they complete."""
         self._source.push(arguments)
         return self._next()
 
     def finish(self) -> str:
-        """The arguments are over; what was still held back."""
+        """End of the arguments; the remaining text."""
         self._source.end()
         return self._next()
 
@@ -47,20 +47,20 @@ def _decode(source: TextSource, emit: Callable[[str], None]) -> Steps[None]:
         yield from source.match(_ALL, emit)
         return
     while True:
-        yield from source.match(_LETTERS, emit)
+        yield from source.match(_UNESCAPED, emit)
         if (yield from source.peek()) != "\\":
-            # The quote, and whatever stands behind it.
+            # The closing quote and everything after it.
             yield from source.match(_ALL, lambda _: None)
             return
         yield from _escape(source, emit)
 
 
 def _escape(source: TextSource, emit: Emit) -> Steps[None]:
-    """One escape, or the two of a character that takes two. Half of one, where the text was cut, is nothing."""
+    """Decode one escape, or both of a surrogate pair; an incomplete escape is dropped."""
     text = yield from source.take(2)
     if text == "\\u":
         text += yield from source.take(4)
-    if _HIGH.fullmatch(text) and (yield from source.accept("\\u")):
+    if _HIGH_SURROGATE.fullmatch(text) and (yield from source.accept("\\u")):
         text += "\\u" + (yield from source.take(4))
     try:
         emit(json.loads(f'"{text}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace"))

@@ -1,4 +1,4 @@
-"""Models of every format: the markers that give it away, and how it writes calls. Only tests write calls by hand."""
+"""One example model per chat format: template, added tokens, and tool calls as the model writes them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ TOOLS = [Tool("get_weather", "", json.dumps(PARAMETERS), strict=True), Tool("rin
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
-    """A model: what its template holds, which of that are tokens, and how it writes calls."""
+class FormatExample:
+    """A model with one chat format: its template, its special tokens, and its notation of tool calls."""
 
     template: str
     tokens: tuple[str, ...]
     write: Callable[[Calls], str]
     reasoning: tuple[str, str] = ("<think>", "</think>")
-    opened: str = ""
+    generation_prompt: str = ""
 
     @property
-    def dialect(self) -> ChatFormat:
-        """The dialect that is found for it, with tokens numbered from 0 that are special."""
-        return dialect_of(self.template, self.tokens)
+    def chat_format(self) -> ChatFormat:
+        """The detected chat format; the special tokens are numbered from 0."""
+        return chat_format_of(self.template, self.tokens)
 
 
 @cache
-def dialect_of(template: str, tokens: tuple[str, ...]) -> ChatFormat:
-    """A dialect of a vocabulary in which these are special tokens, and any letter is one too."""
+def chat_format_of(template: str, tokens: tuple[str, ...]) -> ChatFormat:
+    """The chat format detected for a template and a vocabulary of special tokens and single characters."""
     added = {token: number for number, token in enumerate(tokens)}
 
     def encode(text: str) -> list[int]:
@@ -62,7 +62,7 @@ def plain(value: object) -> str:
 
 
 def bare(value: object) -> str:
-    """A string as it is, anything else as JSON."""
+    """A string without quotes, anything else as JSON."""
     return value if isinstance(value, str) else plain(value)
 
 
@@ -268,56 +268,58 @@ _KIMI = (
 )
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
-SPEAKERS = {
-    "hermes": Speaker(_THINK + "".join(_PAIR), (), _hermes),
-    "hermes tokens": Speaker(_THINK + "".join(_PAIR), (*_PAIR, "<think>", "</think>", "<|im_end|>"), _hermes),
-    "qwen xml": Speaker(_THINK + "<tool_call><function=", _PAIR, _qwen_xml),
-    "glm": Speaker(_THINK + "<tool_call><arg_key>", (*_PAIR, "<arg_key>", "</arg_key>"), _glm),
-    "minimax": Speaker(_THINK + "<minimax:tool_call>", (), _minimax),
-    "dsml": Speaker(_THINK + "<｜DSML｜function_calls>", (), _dsml),
-    "dsml 4": Speaker(_THINK + "<｜DSML｜tool_calls>", (), _dsml_4),
-    "llama": Speaker(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _llama),
-    "python tag": Speaker(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _python_tag),
-    "mistral": Speaker("[TOOL_CALLS][ARGS]", _MISTRAL, _mistral, ("[THINK]", "[/THINK]")),
-    "mistral numbered": Speaker("[TOOL_CALLS][CALL_ID][ARGS]", _MISTRAL, _mistral_numbered, ("[THINK]", "[/THINK]")),
-    "mistral list": Speaker("[TOOL_CALLS]", _MISTRAL[:1], _mistral_list, ("", "")),
-    "seed": Speaker(
+EXAMPLES = {
+    "hermes": FormatExample(_THINK + "".join(_PAIR), (), _hermes),
+    "hermes tokens": FormatExample(_THINK + "".join(_PAIR), (*_PAIR, "<think>", "</think>", "<|im_end|>"), _hermes),
+    "qwen xml": FormatExample(_THINK + "<tool_call><function=", _PAIR, _qwen_xml),
+    "glm": FormatExample(_THINK + "<tool_call><arg_key>", (*_PAIR, "<arg_key>", "</arg_key>"), _glm),
+    "minimax": FormatExample(_THINK + "<minimax:tool_call>", (), _minimax),
+    "dsml": FormatExample(_THINK + "<｜DSML｜function_calls>", (), _dsml),
+    "dsml 4": FormatExample(_THINK + "<｜DSML｜tool_calls>", (), _dsml_4),
+    "llama": FormatExample(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _llama),
+    "python tag": FormatExample(_THINK + '{"name": "parameters": ', ("<|python_tag|>", "<|eom_id|>"), _python_tag),
+    "mistral": FormatExample("[TOOL_CALLS][ARGS]", _MISTRAL, _mistral, ("[THINK]", "[/THINK]")),
+    "mistral numbered": FormatExample(
+        "[TOOL_CALLS][CALL_ID][ARGS]", _MISTRAL, _mistral_numbered, ("[THINK]", "[/THINK]")
+    ),
+    "mistral list": FormatExample("[TOOL_CALLS]", _MISTRAL[:1], _mistral_list, ("", "")),
+    "seed": FormatExample(
         "<seed:think></seed:think><seed:tool_call><function=", (), _seed, ("<seed:think>", "</seed:think>")
     ),
-    "phi": Speaker(_THINK + "<|tool_call|>{}<|/tool_call|>", (), _phi),
-    "phi list": Speaker(_THINK + "<|tool_call|><|/tool_call|>", (), _phi_list),
-    "granite": Speaker(_THINK + "<|tool_call|>", ("<|tool_call|>",), _granite),
-    "apriel": Speaker(_THINK + "<tool_calls>[</tool_calls><tool_call>", (), _apriel),
-    "minimax 1": Speaker(_THINK + "<tool_calls></tool_calls>", (), _minimax_1),
-    "nemotron": Speaker(_THINK + "<TOOLCALL>[]</TOOLCALL>", (), _nemotron),
-    "firefunction": Speaker(_THINK + "functools[]", (), _firefunction),
-    "gigachat": Speaker(_THINK + "<|function_call|>", ("<|function_call|>",), _gigachat),
-    "functionary": Speaker(_THINK + "<function=></function>", (), _functionary),
-    "minicpm": Speaker(_THINK + '<function name="<param name="', (), _minicpm),
-    "hunyuan": Speaker(
+    "phi": FormatExample(_THINK + "<|tool_call|>{}<|/tool_call|>", (), _phi),
+    "phi list": FormatExample(_THINK + "<|tool_call|><|/tool_call|>", (), _phi_list),
+    "granite": FormatExample(_THINK + "<|tool_call|>", ("<|tool_call|>",), _granite),
+    "apriel": FormatExample(_THINK + "<tool_calls>[</tool_calls><tool_call>", (), _apriel),
+    "minimax 1": FormatExample(_THINK + "<tool_calls></tool_calls>", (), _minimax_1),
+    "nemotron": FormatExample(_THINK + "<TOOLCALL>[]</TOOLCALL>", (), _nemotron),
+    "firefunction": FormatExample(_THINK + "functools[]", (), _firefunction),
+    "gigachat": FormatExample(_THINK + "<|function_call|>", ("<|function_call|>",), _gigachat),
+    "functionary": FormatExample(_THINK + "<function=></function>", (), _functionary),
+    "minicpm": FormatExample(_THINK + '<function name="<param name="', (), _minicpm),
+    "hunyuan": FormatExample(
         _THINK + "'<tool_calls' ~ ':opensource'",
         ("<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>", "</tool_call:opensource>"),
         _hunyuan,
     ),
-    "cohere": Speaker(
+    "cohere": FormatExample(
         "<|START_THINKING|><|END_THINKING|><|START_ACTION|>",
         ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>"),
         _cohere,
         ("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
-    "deepseek 3": Speaker(_THINK + "<｜tool▁calls▁begin｜>```json", _DEEPSEEK, _deepseek_3),
-    "deepseek 3.1": Speaker(_THINK + "<｜tool▁calls▁begin｜>", _DEEPSEEK, _deepseek_3_1),
-    "kimi": Speaker(_THINK + "{% if tools %}", _KIMI, _kimi),
-    "gemma": Speaker(
+    "deepseek 3": FormatExample(_THINK + "<｜tool▁calls▁begin｜>```json", _DEEPSEEK, _deepseek_3),
+    "deepseek 3.1": FormatExample(_THINK + "<｜tool▁calls▁begin｜>", _DEEPSEEK, _deepseek_3_1),
+    "kimi": FormatExample(_THINK + "{% if tools %}", _KIMI, _kimi),
+    "gemma": FormatExample(
         "<|tool_call><|channel><channel|>",
         ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
         _gemma,
         ("<|channel>thought\n", "<channel|>"),
     ),
-    "function gemma": Speaker(
+    "function gemma": FormatExample(
         "<start_function_call>", ("<start_function_call>", "<end_function_call>", "<escape>"), _function_gemma, ("", "")
     ),
-    "harmony": Speaker(
+    "harmony": FormatExample(
         "".join(_HARMONY),
         (*_HARMONY, "analysis"),
         _harmony,
@@ -328,19 +330,19 @@ SPEAKERS = {
 
 
 def read(
-    dialect: ChatFormat, parts: Iterable[str], tools: Sequence[Tool] = TOOLS, opened: str = ""
+    chat_format: ChatFormat, parts: Iterable[str], tools: Sequence[Tool] = TOOLS, generation_prompt: str = ""
 ) -> list[AnswerDelta]:
-    """What a reader says of a text that comes in these parts, neighbours of one kind as one."""
-    reader = dialect.parser(tools, opened)
-    found = [piece for part in parts for piece in reader.push(part)]
+    """The deltas of an answer that arrives in `parts`, adjacent ones merged."""
+    reader = chat_format.parser(tools, generation_prompt)
+    found = [delta for part in parts for delta in reader.push(part)]
     return joined([*found, *reader.finish()])
 
 
-def joined(pieces: Iterable[AnswerDelta]) -> list[AnswerDelta]:
-    """Pieces with neighbours of one kind as one."""
+def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
+    """Deltas with adjacent ones of one kind merged."""
     whole: list[AnswerDelta] = []
-    for piece in pieces:
-        match whole[-1:], piece:
+    for delta in deltas:
+        match whole[-1:], delta:
             case [TextDelta(before)], TextDelta(after):
                 whole[-1] = TextDelta(before + after)
             case [ReasoningDelta(before)], ReasoningDelta(after):
@@ -348,15 +350,15 @@ def joined(pieces: Iterable[AnswerDelta]) -> list[AnswerDelta]:
             case [ToolCallDelta(index, before)], ToolCallDelta(same, after) if index == same:
                 whole[-1] = ToolCallDelta(index, before + after)
             case _:
-                whole.append(piece)
+                whole.append(delta)
     return whole
 
 
-def calls_of(pieces: Iterable[AnswerDelta]) -> list[tuple[str, str]]:
-    """The names and arguments of the calls."""
+def calls_of(deltas: Iterable[AnswerDelta]) -> list[tuple[str, str]]:
+    """Names and arguments of the tool calls."""
     calls: list[tuple[str, str]] = []
-    for piece in pieces:
-        match piece:
+    for delta in deltas:
+        match delta:
             case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls.append((name, ""))

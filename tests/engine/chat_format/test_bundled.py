@@ -1,4 +1,4 @@
-"""The bundled model was trained on tools: its answers, through the engine, are calls."""
+"""The bundled model was trained on tools: its greedy answers are tool calls in the detected chat format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = 1024
 
 
 def tool(name: str, about: str, **fields: str) -> Tool:
-    """A tool of required arguments, given by their types."""
+    """A tool with required parameters, given by their types."""
     properties = {key: {"type": kind} for key, kind in fields.items()}
     return Tool(name, about, json.dumps({"type": "object", "properties": properties, "required": list(fields)}))
 
@@ -32,12 +32,11 @@ MESSAGE = tool("send_message", "Send a message to a person", to="string", text="
 
 @cache
 def bundled() -> LoadedModel:
-    """The bundled model as the engine loads it."""
     return load_model(FOLDER, "float32", context=CONTEXT)
 
 
 def answer(messages: Sequence[dict[str, object]], tools: Sequence[Tool]) -> list[AnswerDelta]:
-    """What the model's likeliest answer says."""
+    """The deltas of the model's greedy answer."""
     loaded = bundled()
     rendering = loaded.tokenizer.render_chat(messages, tools=tools)
     request = Request(
@@ -54,22 +53,22 @@ def answer(messages: Sequence[dict[str, object]], tools: Sequence[Tool]) -> list
         ("Send Anna the message: blue house", "send_message", {"to": "Anna", "text": "blue house"}),
     ],
 )
-def test_a_question_for_a_tool_is_answered_by_a_call(question: str, name: str, arguments: dict[str, object]) -> None:
-    """The right tool with the right arguments, and no text around it."""
-    pieces = answer([{"role": "user", "content": question}], [WEATHER, MESSAGE])
+def test_question_for_a_tool_is_answered_by_a_call(question: str, name: str, arguments: dict[str, object]) -> None:
+    """The right tool with the right arguments, and no text."""
+    deltas = answer([{"role": "user", "content": question}], [WEATHER, MESSAGE])
 
-    assert [(name, arguments)] == [(called, json.loads(given)) for called, given in calls_of(pieces)]
-    assert not [piece for piece in pieces if isinstance(piece, TextDelta)]
+    assert [(name, arguments)] == [(called, json.loads(given)) for called, given in calls_of(deltas)]
+    assert not [delta for delta in deltas if isinstance(delta, TextDelta)]
 
 
-def test_what_a_tool_returned_is_told_in_words() -> None:
-    """The second turn of a round trip: the call and its result are in the history, the answer is text."""
+def test_tool_result_is_answered_in_text() -> None:
+    """The second turn of a round trip: call and result are in the history."""
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     messages: list[dict[str, object]] = [
         {"role": "user", "content": "What is the weather in Paris?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": '{"sky": "sunny"}'},
     ]
-    pieces = answer(messages, [WEATHER])
+    deltas = answer(messages, [WEATHER])
 
-    assert [True] == ["sunny" in piece.text for piece in pieces if isinstance(piece, TextDelta)]
+    assert [True] == ["sunny" in delta.text for delta in deltas if isinstance(delta, TextDelta)]

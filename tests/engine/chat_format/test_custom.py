@@ -1,4 +1,4 @@
-"""Custom tools: their text is constrained in every format, and comes out as it was meant."""
+"""Custom tools: their input is constrained in every chat format, and decoded without loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.chat_format.message import AnswerDelta, Tool, ToolCallDelta, ToolCal
 from engine.chat_format.quoted_grammar import quoted_grammar
 from engine.chat_format.tool_input import ToolInputDecoder
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.speakers import SPEAKERS, calls_of, read
-from tests.engine.chat_format.test_grammar import dialect, everyone, walk
+from tests.engine.chat_format.speakers import EXAMPLES, calls_of, read
+from tests.engine.chat_format.test_grammar import chat_format, every_format, walk
 
-# As in the patches that coding agents write: lines, of which some hold anything.
+# Similar to the patch format of coding agents.
 LINES = r"""
 start: "*** Begin" LF line{1,2} "*** \"End\"" LF?
 line: ("+" | "-") /(.{0,3})/ LF
@@ -30,47 +30,45 @@ ONE = LLTokenizer("byte")
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether a text follows a grammar."""
     matcher = LLMatcher(ONE, LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.get_error(), matcher.get_error()
     return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
 
 
 def inputs(name: str, tool: Tool) -> list[str]:
-    """What is given to a custom tool in random answers that must call it."""
-    speaker, random = SPEAKERS[name], Random(f"{name} {tool.name}")
-    grammar = dialect(name).grammar([tool], ToolChoice("required", parallel=False), None, speaker.opened)
+    """Inputs of a custom tool in random answers that must call it."""
+    example, random = EXAMPLES[name], Random(f"{name} {tool.name}")
+    grammar = chat_format(name).grammar([tool], ToolChoice("required", parallel=False), None, example.generation_prompt)
     assert grammar is not None
     texts = [text for _ in range(2) if (text := walk(name, grammar.source, random)) is not None]
-    found = [read(dialect(name), [text], [tool], speaker.opened) for text in texts]
-    assert all(ToolCallStart(0, tool.name, "custom") in pieces for pieces in found)
-    return [calls_of(pieces)[0][1] for pieces in found]
+    found = [read(chat_format(name), [text], [tool], example.generation_prompt) for text in texts]
+    assert all(ToolCallStart(0, tool.name, "custom") in deltas for deltas in found)
+    return [calls_of(deltas)[0][1] for deltas in found]
 
 
-@everyone
-def test_a_text_follows_its_grammar_in_every_format(name: str) -> None:
-    """Line breaks, quotes and all, whether the format writes them as they are or escaped."""
+@every_format
+def test_input_follows_its_grammar_in_every_format(name: str) -> None:
+    """With line breaks and quotes, whether the format escapes them or not."""
     for text in inputs(name, custom_tool("patch", grammar=LINES)):
         assert WRITTEN.fullmatch(text), text
 
 
-@everyone
-def test_a_text_follows_its_regular_expression_in_every_format(name: str) -> None:
-    """The same, whatever the expression holds."""
+@every_format
+def test_input_follows_its_regular_expression_in_every_format(name: str) -> None:
     for text in inputs(name, custom_tool("say", pattern=r'[a-c"\n]{2,4}!')):
         assert re.fullmatch(r'[a-c"\n]{2,4}!', text), text
 
 
-@everyone
-def test_any_text_comes_out_as_it_was_written(name: str) -> None:
-    """However it is cut: the call is opened as one of a custom tool, and its pieces are the text."""
-    speaker, tool = SPEAKERS[name], custom_tool("run")
+@every_format
+def test_any_input_is_decoded_without_loss(name: str) -> None:
+    """In one chunk or per character; the call is started as one of a custom tool."""
+    example, tool = EXAMPLES[name], custom_tool("run")
     wanted = 'print("é\\n😀")\n\tx = {1}'
-    written = speaker.write([("run", {"input": wanted})])
+    written = example.write([("run", {"input": wanted})])
     expected: list[AnswerDelta] = [ToolCallStart(0, "run", "custom"), ToolCallDelta(0, wanted)]
 
-    assert expected == read(speaker.dialect, [written], [tool], speaker.opened)
-    assert expected == read(speaker.dialect, list(written), [tool], speaker.opened)
+    assert expected == read(example.chat_format, [written], [tool], example.generation_prompt)
+    assert expected == read(example.chat_format, list(written), [tool], example.generation_prompt)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +78,8 @@ def test_any_text_comes_out_as_it_was_written(name: str) -> None:
         *(r"\t\\\/x", r"a\nb", r"(?:ab){2}", r'"[^"]*"', r'(a|"|\n){2,3}', r"\r?\n", r"[^]]", r"(.+)", r"[a-z]+"),
     ],
 )
-def test_what_json_writes_follows_the_quoted_grammar(expression: str) -> None:
-    """A text follows a grammar exactly if its JSON follows the quoted one."""
+def test_json_string_follows_the_quoted_grammar(expression: str) -> None:
+    """A text follows a grammar if and only if its JSON string follows the quoted grammar."""
     for flags in ("", "s", "i"):
         grammar = f"start: /{expression}/{flags}\n"
         quoted = quoted_grammar(grammar)
@@ -116,16 +114,15 @@ def test_terminals_of_every_kind_are_quoted(grammar: str, text: str) -> None:
         *("start: X\n%import common.C_COMMENT -> X", '%ignore /(ab)+/\nstart: "a"', "start: /[/"),
     ],
 )
-def test_what_cannot_be_quoted_is_refused(grammar: str) -> None:
-    """Rather than followed in part."""
+def test_constructs_without_quoted_form_are_refused(grammar: str) -> None:
     with pytest.raises(InvalidRequest):
-        dialect("hermes").grammar([custom_tool("f", grammar=grammar)], ToolChoice("required"), None, "")
+        chat_format("hermes").grammar([custom_tool("f", grammar=grammar)], ToolChoice("required"), None, "")
 
 
 @given(text=st.text('ab"\\\n\t\x00\x7fé😀\u2028', max_size=12), data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_text_is_read_out_of_its_arguments(text: str, data: st.DataObject) -> None:
-    """However JSON writes it, and wherever it is cut."""
+def test_input_is_decoded_from_arguments(text: str, data: st.DataObject) -> None:
+    """With any JSON escapes and any chunk boundary."""
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         cut = data.draw(st.integers(0, len(arguments)))
@@ -143,8 +140,8 @@ def test_a_text_is_read_out_of_its_arguments(text: str, data: st.DataObject) -> 
         ("x", "x"),
     ],
 )
-def test_what_is_cut_or_of_another_shape(arguments: str, text: str) -> None:
-    """Half of an escape is nothing; what is no such object is the text itself."""
+def test_truncated_or_unexpected_arguments(arguments: str, text: str) -> None:
+    """An incomplete escape is dropped; arguments of another shape are the input themselves."""
     reader = ToolInputDecoder()
 
     assert text == reader.push(arguments) + reader.finish()

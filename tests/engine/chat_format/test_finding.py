@@ -1,4 +1,4 @@
-"""A model's dialect is found by the markers in its template and vocabulary, or in its response template."""
+"""The chat format is detected by markers in the template and the vocabulary, or by the response template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.chat_format.chat_format import ChatFormat
 from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.chat_format.message import ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
 from engine.types.request import ReasoningLimit
-from tests.engine.chat_format.speakers import SPEAKERS, read
+from tests.engine.chat_format.speakers import EXAMPLES, read
 
 WEATHER = [Tool("weather")]
 RESPONSE = {
@@ -20,63 +20,69 @@ RESPONSE = {
 
 
 def found(template: str, *tokens: str, response: dict[str, object] | None = None) -> ChatFormat:
-    """The dialect of a template, where these are special tokens."""
+    """The chat format of a template with these special tokens."""
     added = {token: number for number, token in enumerate(tokens)}
-    lexicon = Vocabulary(added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode()))
-    return detect_chat_format(template, lexicon, response)
+    vocabulary = Vocabulary(
+        added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode())
+    )
+    return detect_chat_format(template, vocabulary, response)
 
 
-@pytest.mark.parametrize("name", SPEAKERS)
-def test_no_two_formats_are_taken_for_each_other(name: str) -> None:
-    """Whatever the format, its own way to write a call is read as one."""
-    speaker = SPEAKERS[name]
-    pieces = read(speaker.dialect, [speaker.write([("ring-2", {})])], opened=speaker.opened)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_format_is_detected_as_itself(name: str) -> None:
+    """The detected format parses a call in its own notation."""
+    example = EXAMPLES[name]
+    deltas = read(example.chat_format, [example.write([("ring-2", {})])], generation_prompt=example.generation_prompt)
 
-    assert [ToolCallStart(0, "ring-2"), ToolCallDelta(0, "{}")] == pieces
+    assert [ToolCallStart(0, "ring-2"), ToolCallDelta(0, "{}")] == deltas
 
 
-def test_a_plain_template_knows_neither_calls_nor_reasoning() -> None:
-    """Then everything is text."""
-    dialect = found("{{ messages }}")
+def test_template_without_markers_has_text_only() -> None:
+    chat_format = found("{{ messages }}")
     text = '<think>\n<tool_call>{"name": "weather"}</tool_call> '
 
-    assert (False, False, False) == (dialect.supports_tool_calls, dialect.supports_reasoning, dialect.special)
-    assert [TextDelta(text)] == read(dialect, [text], WEATHER)
+    assert (False, False, False) == (
+        chat_format.supports_tool_calls,
+        chat_format.supports_reasoning,
+        chat_format.special,
+    )
+    assert [TextDelta(text)] == read(chat_format, [text], WEATHER)
 
 
-def test_reasoning_is_known_by_the_vocabulary_too() -> None:
-    """Some templates leave it to the model."""
-    dialect = found("{{ messages }}", "<think>", "</think>")
+def test_reasoning_markers_are_found_in_the_vocabulary() -> None:
+    """Some templates leave the markers to the model."""
+    chat_format = found("{{ messages }}", "<think>", "</think>")
 
-    assert dialect.special
-    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(dialect, ["<think>hm</think>yes"], [])
+    assert chat_format.special
+    assert [ReasoningDelta("hm"), TextDelta("yes")] == read(chat_format, ["<think>hm</think>yes"], [])
 
 
-def test_a_response_template_tells_its_markers() -> None:
-    """Where no format of ours is there, calls are JSON between the literals that it names."""
-    dialect = found("{{ messages }}", response=RESPONSE)
+def test_response_template_declares_markers() -> None:
+    """Without a known format, calls are JSON between the declared literals."""
+    chat_format = found("{{ messages }}", response=RESPONSE)
     text = '<muse>hm</muse>\n<use|>{"name": "weather", "arguments": {}}<|use>'
 
-    assert [ReasoningDelta("hm"), ToolCallStart(0, "weather"), ToolCallDelta(0, "{}")] == read(dialect, [text], WEATHER)
+    assert [ReasoningDelta("hm"), ToolCallStart(0, "weather"), ToolCallDelta(0, "{}")] == read(
+        chat_format, [text], WEATHER
+    )
 
 
-def test_a_budget_names_the_tokens_around_reasoning() -> None:
-    """From the token that opens it, or from the beginning where the prompt has opened it; none where it is over."""
-    dialect = found("<think></think>", "<think>", "</think>")
+def test_reasoning_limit_has_the_tokens_of_the_markers() -> None:
+    """No start token if the prompt opens the reasoning; no limit if the prompt closes it."""
+    chat_format = found("<think></think>", "<think>", "</think>")
 
-    assert ReasoningLimit(0, (1,), 9) == dialect.reasoning_limit(9, "<|im_start|>assistant\n")
-    assert ReasoningLimit(None, (1,), 9) == dialect.reasoning_limit(9, "<|im_start|>assistant\n<think>\n")
-    assert dialect.reasoning_limit(9, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
+    assert ReasoningLimit(0, (1,), 9) == chat_format.reasoning_limit(9, "<|im_start|>assistant\n")
+    assert ReasoningLimit(None, (1,), 9) == chat_format.reasoning_limit(9, "<|im_start|>assistant\n<think>\n")
+    assert chat_format.reasoning_limit(9, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
     assert found("").reasoning_limit(9, "") is None
 
 
-def test_a_budget_in_channels_names_the_channel() -> None:
-    """Reasoning is a message of its own, which a token names and another one ends."""
-    dialect = SPEAKERS["harmony"].dialect
-    end, named = SPEAKERS["harmony"].tokens.index("<|end|>"), SPEAKERS["harmony"].tokens.index("analysis")
+def test_reasoning_limit_of_harmony_starts_at_the_channel() -> None:
+    chat_format = EXAMPLES["harmony"].chat_format
+    end, named = EXAMPLES["harmony"].tokens.index("<|end|>"), EXAMPLES["harmony"].tokens.index("analysis")
 
-    assert ReasoningLimit(named, (end,), 9) == dialect.reasoning_limit(9, "<|start|>assistant")
-    assert ReasoningLimit(None, (end,), 9) == dialect.reasoning_limit(
+    assert ReasoningLimit(named, (end,), 9) == chat_format.reasoning_limit(9, "<|start|>assistant")
+    assert ReasoningLimit(None, (end,), 9) == chat_format.reasoning_limit(
         9, "<|start|>assistant<|channel|>analysis<|message|>hm"
     )
-    assert dialect.reasoning_limit(9, "<|start|>assistant<|channel|>final<|message|>Oh") is None
+    assert chat_format.reasoning_limit(9, "<|start|>assistant<|channel|>final<|message|>Oh") is None

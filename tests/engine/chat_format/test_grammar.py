@@ -1,4 +1,4 @@
-"""What a grammar lets a model say, its reader understands: calls follow their schemas, and choices are kept."""
+"""Random answers under a grammar are parsed: tool calls follow their schemas, and tool choices are enforced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.chat_format.message import (
     ToolChoice,
 )
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.speakers import SPEAKERS, calls_of, read
+from tests.engine.chat_format.speakers import EXAMPLES, calls_of, read
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
 ORDINARY = 2048
@@ -62,32 +62,31 @@ EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [Tool("get_weather", "", json.dumps(SCHEMA), strict=True), Tool("ring-2", "", json.dumps(EMPTY), strict=True)]
 BODY = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
-everyone = pytest.mark.parametrize("name", SPEAKERS)
+every_format = pytest.mark.parametrize("name", EXAMPLES)
 
 
 @cache
 def vocabulary(name: str) -> tuple[PreTrainedTokenizerFast, LLTokenizer, ChatFormat]:
-    """The bundled tokenizer, to which the markers of a format are added as special tokens, and the format's dialect."""
+    """The bundled tokenizer with the markers of a format as special tokens, and the detected chat format."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    speaker = SPEAKERS[name]
-    special = [token for token in speaker.tokens if not token.isalpha()]
+    example = EXAMPLES[name]
+    special = [token for token in example.tokens if not token.isalpha()]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     added = {str(token): number for token, number in tokenizer.get_added_vocab().items()}
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    dialect = detect_chat_format(speaker.template, Vocabulary(added, frozenset(special), encode))
-    return tokenizer, from_tokenizer(tokenizer), dialect
+    chat_format = detect_chat_format(example.template, Vocabulary(added, frozenset(special), encode))
+    return tokenizer, from_tokenizer(tokenizer), chat_format
 
 
-def dialect(name: str) -> ChatFormat:
-    """A format's dialect in that vocabulary."""
+def chat_format(name: str) -> ChatFormat:
     return vocabulary(name)[2]
 
 
 def walk(name: str, source: str, random: Random) -> str | None:
-    """A random text that a grammar allows, mostly ended where it may; None where it did not end in time."""
+    """A random text under a grammar, usually ended at a possible end; None: not ended within LONGEST tokens."""
     tokenizer, llguidance, _ = vocabulary(name)
     matcher = LLMatcher(llguidance, LLMatcher.grammar_from_lark(source))
     assert not matcher.is_error(), f"{matcher.get_error()}\n{source}"
@@ -97,7 +96,7 @@ def walk(name: str, source: str, random: Random) -> str | None:
             return str(tokenizer.decode(tokens, skip_special_tokens=False))
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.setdiff1d(np.flatnonzero(mask), llguidance.eos_tokens)
-        # A marker ends what would else go on for long; the bundled model's own tokens come before all of them.
+        # Markers end parts that would be long otherwise; their ids follow those of the bundled model.
         marks = allowed[allowed >= ORDINARY]
         token = int(random.choice(marks if len(marks) and random.random() < 0.3 else allowed))
         assert matcher.consume_token(token), matcher.get_error()
@@ -106,71 +105,71 @@ def walk(name: str, source: str, random: Random) -> str | None:
 
 
 def walks(
-    name: str, choice: ToolChoice, body: AnswerConstraint | None = None, opened: str = ""
+    name: str, choice: ToolChoice, body: AnswerConstraint | None = None, generation_prompt: str = ""
 ) -> list[list[AnswerDelta]]:
-    """What a reader says of random answers."""
-    speaker, random = SPEAKERS[name], Random(f"{name} {choice} {body}")
-    opened = speaker.opened + opened
-    grammar = dialect(name).grammar(TOOLS, choice, body, opened)
+    """The deltas of random answers."""
+    example, random = EXAMPLES[name], Random(f"{name} {choice} {body}")
+    generation_prompt = example.generation_prompt + generation_prompt
+    grammar = chat_format(name).grammar(TOOLS, choice, body, generation_prompt)
     assert grammar is not None
     texts = [text for _ in range(WALKS) if (text := walk(name, grammar.source, random)) is not None]
     tools = [] if choice.mode == "none" else TOOLS
-    return [read(dialect(name), [text], tools, opened) for text in texts]
+    return [read(chat_format(name), [text], tools, generation_prompt) for text in texts]
 
 
-def check_calls(pieces: list[AnswerDelta]) -> None:
-    """Every call is of a tool, and its arguments follow the schema."""
-    for called, arguments in calls_of(pieces):
+def check_calls(deltas: list[AnswerDelta]) -> None:
+    """Every call is of a known tool, with arguments that follow its schema."""
+    for called, arguments in calls_of(deltas):
         tool = next(tool for tool in TOOLS if tool.name == called)
         jsonschema.validate(json.loads(arguments), json.loads(tool.parameters))
 
 
-@everyone
-def test_required_calls_are_made_and_follow_their_schemas(name: str) -> None:
-    """At least one call and no text, whatever else the model would say."""
-    for pieces in walks(name, ToolChoice("required")):
-        check_calls(pieces)
+@every_format
+def test_required_calls_follow_their_schemas(name: str) -> None:
+    """At least one call, and no text."""
+    for deltas in walks(name, ToolChoice("required")):
+        check_calls(deltas)
 
-        assert calls_of(pieces)
-        assert not [piece for piece in pieces if isinstance(piece, TextDelta)], pieces
-
-
-@everyone
-def test_a_named_tool_is_called_once_where_calls_are_not_parallel(name: str) -> None:
-    """One call, of that tool."""
-    for pieces in walks(name, ToolChoice("required", ("get_weather",), parallel=False)):
-        check_calls(pieces)
-
-        assert ["get_weather"] == [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
+        assert calls_of(deltas)
+        assert not [delta for delta in deltas if isinstance(delta, TextDelta)], deltas
 
 
-@everyone
-def test_strict_tools_are_kept_to_beside_free_text(name: str) -> None:
-    """Calls may be made or not; those that are made follow their schemas."""
-    for pieces in walks(name, ToolChoice("auto")):
-        check_calls(pieces)
+@every_format
+def test_named_tool_without_parallel_calls_is_called_once(name: str) -> None:
+    for deltas in walks(name, ToolChoice("required", ("get_weather",), parallel=False)):
+        check_calls(deltas)
+
+        assert ["get_weather"] == [delta.name for delta in deltas if isinstance(delta, ToolCallStart)]
 
 
-@everyone
-def test_no_calls_are_written_where_none_may_be(name: str) -> None:
-    """What is said holds nothing that a reader with tools would take for a call."""
-    speaker = SPEAKERS[name]
-    grammar = dialect(name).grammar(TOOLS, ToolChoice("none"), None, speaker.opened)
+@every_format
+def test_strict_tools_follow_their_schemas_beside_text(name: str) -> None:
+    for deltas in walks(name, ToolChoice("auto")):
+        check_calls(deltas)
+
+
+@every_format
+def test_tool_choice_none_excludes_calls(name: str) -> None:
+    """A parser with tools finds no calls in the answer."""
+    example = EXAMPLES[name]
+    grammar = chat_format(name).grammar(TOOLS, ToolChoice("none"), None, example.generation_prompt)
     assert grammar is not None
     texts = [walk(name, grammar.source, Random(seed)) for seed in range(WALKS)]
 
-    assert [[]] * WALKS == [calls_of(read(dialect(name), [text or ""], TOOLS, speaker.opened)) for text in texts]
+    assert [[]] * WALKS == [
+        calls_of(read(chat_format(name), [text or ""], TOOLS, example.generation_prompt)) for text in texts
+    ]
 
 
-@everyone
-def test_a_body_follows_its_schema_behind_reasoning(name: str) -> None:
-    """The prompt opened reasoning: the answer is the body, or calls."""
-    opens = SPEAKERS[name].reasoning[0]
-    for pieces in walks(name, ToolChoice("auto"), AnswerConstraint("json_schema", json.dumps(BODY)), opens):
-        check_calls(pieces)
-        text = "".join(piece.text for piece in pieces if isinstance(piece, TextDelta))
+@every_format
+def test_answer_follows_its_schema_after_reasoning(name: str) -> None:
+    """The prompt opens reasoning: the answer is constrained, or consists of calls."""
+    opens = EXAMPLES[name].reasoning[0]
+    for deltas in walks(name, ToolChoice("auto"), AnswerConstraint("json_schema", json.dumps(BODY)), opens):
+        check_calls(deltas)
+        text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
-        assert bool(text) != bool(calls_of(pieces))
+        assert bool(text) != bool(calls_of(deltas))
         if text:
             jsonschema.validate(json.loads(text), BODY)
 
@@ -185,9 +184,8 @@ def test_a_body_follows_its_schema_behind_reasoning(name: str) -> None:
         (AnswerConstraint("grammar", 'root ::= "a" ("b" | "c")'), lambda text: text in ("ab", "ac")),
     ],
 )
-def test_bodies_of_every_kind(body: AnswerConstraint, said: Callable[[str], bool]) -> None:
-    """Without tools the answer is what the client asked for."""
-    grammar = dialect("hermes").grammar([], ToolChoice(), body, "<think></think>")
+def test_constraints_of_every_kind(body: AnswerConstraint, said: Callable[[str], bool]) -> None:
+    grammar = chat_format("hermes").grammar([], ToolChoice(), body, "<think></think>")
     assert grammar is not None
     texts = [text for seed in range(5) if (text := walk("hermes", grammar.source, Random(seed))) is not None]
 
@@ -195,19 +193,18 @@ def test_bodies_of_every_kind(body: AnswerConstraint, said: Callable[[str], bool
     assert all(said(text) for text in texts)
 
 
-def test_nothing_is_constrained_that_need_not_be() -> None:
-    """Tools that are not strict, and no tools: no grammar."""
+def test_unconstrained_requests_have_no_grammar() -> None:
+    """Tools without `strict`, and no tools."""
     loose = [Tool("f")]
 
-    assert dialect("hermes").grammar(loose, ToolChoice(), None, "") is None
-    assert dialect("hermes").grammar([], ToolChoice("none"), None, "") is None
-    assert dialect("hermes").grammar(loose, ToolChoice(parallel=False), None, "") is not None
+    assert chat_format("hermes").grammar(loose, ToolChoice(), None, "") is None
+    assert chat_format("hermes").grammar([], ToolChoice("none"), None, "") is None
+    assert chat_format("hermes").grammar(loose, ToolChoice(parallel=False), None, "") is not None
 
 
-def test_what_cannot_be_done_is_refused() -> None:
-    """A call where there is no tool, or no way to call one."""
+def test_required_call_without_callable_tool_is_refused() -> None:
     with pytest.raises(InvalidRequest):
-        dialect("hermes").grammar([], ToolChoice("required"), None, "")
+        chat_format("hermes").grammar([], ToolChoice("required"), None, "")
     with pytest.raises(InvalidRequest):
         detect_chat_format("", Vocabulary({}, frozenset(), lambda _: [])).grammar(
             TOOLS, ToolChoice("required"), None, ""
@@ -226,41 +223,40 @@ def test_what_cannot_be_done_is_refused() -> None:
     ],
     ids=lambda source: source[:30],
 )
-def test_a_grammar_that_cannot_be_read_is_refused(source: str) -> None:
-    """Whatever its reader raises."""
+def test_invalid_grammar_is_refused(source: str) -> None:
+    """Whatever exception the grammar parser raises."""
     with pytest.raises(InvalidRequest, match="neither Lark nor GBNF"):
-        dialect("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", source), "")
+        chat_format("hermes").grammar([], ToolChoice(), AnswerConstraint("grammar", source), "")
 
 
 def test_reasoning_may_come_before_required_calls() -> None:
-    """Where the model may reason, it still may, and the calls follow."""
-    found = [pieces for pieces in walks("hermes tokens", ToolChoice("required"), opened="<think>\n")]
+    found = [deltas for deltas in walks("hermes tokens", ToolChoice("required"), generation_prompt="<think>\n")]
 
-    assert all(isinstance(pieces[0], ReasoningDelta | ToolCallStart) for pieces in found)
-    assert any(isinstance(pieces[0], ReasoningDelta) for pieces in found)
+    assert all(isinstance(deltas[0], ReasoningDelta | ToolCallStart) for deltas in found)
+    assert any(isinstance(deltas[0], ReasoningDelta) for deltas in found)
 
 
-@everyone
-def test_a_loose_schema_is_kept_as_far_as_it_can_be(name: str) -> None:
-    """What llguidance does not know in the schema of a tool that is not strict costs that keyword only."""
+@every_format
+def test_unsupported_keywords_of_a_loose_schema_are_ignored(name: str) -> None:
+    """Keywords that llguidance does not support are ignored in schemas of tools without `strict`."""
     unknown = {"type": "string", "pattern": "^(?=x)", "not": {"const": "y"}, "format": "moon"}
     schema = {"type": "object", "properties": {"a": unknown, "b": True}, "dependentRequired": {"a": ["b"]}}
     loose = [Tool("ring-2", "", json.dumps(schema))]
-    grammar = dialect(name).grammar(loose, ToolChoice("required"), None, SPEAKERS[name].opened)
+    grammar = chat_format(name).grammar(loose, ToolChoice("required"), None, EXAMPLES[name].generation_prompt)
 
     assert grammar is not None
     assert not LLMatcher(vocabulary(name)[1], LLMatcher.grammar_from_lark(grammar.source)).get_error()
 
 
-@everyone
+@every_format
 @pytest.mark.parametrize("times", [2, 9])
-def test_a_schema_that_contains_itself_many_times_is_written_soon(name: str, times: int) -> None:
-    """In its choices or its members: what is behind some hundreds of them is left free."""
+def test_recursive_schema_is_converted_in_bounded_time(name: str, times: int) -> None:
+    """Values beyond some hundreds are unconstrained."""
     choices = {"anyOf": [{"$ref": "#/properties/a"}] * times}
     members = {"type": "object", "properties": {f"m{at}": {"$ref": "#"} for at in range(times)}}
     began = time.thread_time()
     for schema in ({"type": "object", "properties": {"a": choices}}, members):
         tool = Tool("f", "", json.dumps(schema), strict=True)
-        SPEAKERS[name].dialect.grammar([tool], ToolChoice("required", ("f",)), None, "")
+        EXAMPLES[name].chat_format.grammar([tool], ToolChoice("required", ("f",)), None, "")
 
     assert time.thread_time() - began < 2

@@ -1,4 +1,4 @@
-"""JSON is passed on as it comes, exactly as far as it is valid."""
+"""JSON is streamed up to its first invalid character."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def refuse(name: str) -> object:
 @given(value=VALUES, indent=st.none() | st.just(1), letters=st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_a_value_is_passed_on_as_it_is(value: object, indent: int | None, *, letters: bool) -> None:
-    """Any value, compact or not, in pieces or whole; what follows is left alone."""
+    """Any value, compact or not, in deltas or whole; what follows is left alone."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
 
     assert (True, text, " tail") == passed([*text, " tail"] if letters else [f"{text} tail"])
@@ -101,5 +101,5 @@ def test_control_characters_become_escapes() -> None:
 @given(left=st.text(max_size=5), right=st.text(max_size=5))
 @settings(max_examples=100, deadline=None)
 def test_quoted_pieces_join(left: str, right: str) -> None:
-    """A string may be quoted piece by piece."""
+    """A string may be quoted delta by delta."""
     assert left + right == json.loads(f'"{json_escaped(left)}{json_escaped(right)}"')
