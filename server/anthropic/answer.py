@@ -1,4 +1,4 @@
-"""A chat's answer as Anthropic's: one message, or the events of one."""
+"""Anthropic's response to a chat turn: one message, or its stream of events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Sto
 
 @dataclass(frozen=True, slots=True)
 class AnthropicAnswer:
-    """The answer to one request. `breakpoints`: the client said what is worth keeping, and reads what was kept."""
+    """The answer to one request. `breakpoints`: the client sets cache breakpoints, so usage includes cache writes."""
 
     turn: ChatTurn
     breakpoints: bool
@@ -36,25 +36,29 @@ class AnthropicAnswer:
                 message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
         return {**message, "content": blocks.content}
 
-    def teller(self) -> StreamEncoder:
-        """Tells the events in Anthropic's words."""
+    def encoder(self) -> StreamEncoder:
+        """Encoder of the events of a stream."""
         return _EventEncoder(self)
 
-    def events(self, heard: ChoiceEvent, blocks: ContentBlocks) -> Iterator[Mapping[str, object]]:
-        """Each block begins, is told in pieces, and stops."""
-        match heard:
+    def events(self, choice_event: ChoiceEvent, blocks: ContentBlocks) -> Iterator[Mapping[str, object]]:
+        """Anthropic's events of one choice event; content blocks are started, extended and stopped."""
+        match choice_event:
             case Started():
-                yield {"type": "message_start", "message": self._empty(heard.cached_tokens)}
+                yield {"type": "message_start", "message": self._empty(choice_event.cached_tokens)}
                 yield {"type": "ping"}
             case ChoiceDelta():
-                yield from blocks.push(heard.deltas)
+                yield from blocks.push(choice_event.deltas)
             case ChoiceEnd():
-                check_deadline([heard.finished])
+                check_deadline([choice_event.finished])
                 yield from blocks.stop()
-                yield {"type": "message_delta", "delta": _stopping(heard), "usage": self._usage(heard.finished)}
+                yield {
+                    "type": "message_delta",
+                    "delta": _stopping(choice_event),
+                    "usage": self._usage(choice_event.finished),
+                }
 
     def blocks(self) -> ContentBlocks:
-        """Those of the answer, before anything is said."""
+        """Empty content blocks of the answer."""
         return ContentBlocks(partial(self.turn.call_id, 0))
 
     def _empty(self, cached: int) -> AnsweredMessage:
@@ -90,9 +94,11 @@ class _EventEncoder:
         self._answer, self._parser, self._blocks = answer, ChoiceParser(answer.turn), answer.blocks()
 
     def encode(self, choice: int, event: Event) -> bytes:
-        """The events of what is heard."""
-        heard = self._parser.parse(event)
-        return b"".join([named_frame(told) for each in heard for told in self._answer.events(each, self._blocks)])
+        """Encode Anthropic's events for an engine event."""
+        choice_event = self._parser.parse(event)
+        return b"".join(
+            [named_frame(told) for each in choice_event for told in self._answer.events(each, self._blocks)]
+        )
 
     async def close(self) -> bytes:
         """The last event."""

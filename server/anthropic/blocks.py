@@ -1,4 +1,4 @@
-"""The blocks of an answer while they grow: what they are told in, and what they are in the end."""
+"""Content blocks of an answer under construction, and their events."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Kind = Literal["text", "thinking", "tool_use"]
 
 
 class ContentBlocks:
-    """One after the other, in the order in which they are said.
+    """Content blocks in the order of the answer.
 
-    call_id  the id of the call with a number
+    call_id  id of a tool call by its number
     """
 
     def __init__(self, call_id: Callable[[int], str]) -> None:
@@ -26,9 +26,9 @@ class ContentBlocks:
         self._text: list[str] = []
 
     def push(self, pieces: Iterable[AnswerDelta]) -> Iterator[AnthropicEvent]:
-        """The events of more of the answer."""
-        for piece in pieces:
-            match piece:
+        """Events of more deltas."""
+        for delta in pieces:
+            match delta:
                 case TextDelta(text):
                     if self._open != "text":
                         yield from self._begin("text", {"type": "text", "text": "", "citations": None})
@@ -44,7 +44,7 @@ class ContentBlocks:
                     yield self._more(text, {"type": "input_json_delta", "partial_json": text})
 
     def stop(self) -> Iterator[AnthropicEvent]:
-        """The events of the end of the block that is open, if one is."""
+        """Events of the end of the current block, if any."""
         if self._open is None:
             return
         text = "".join(self._text)
@@ -74,6 +74,6 @@ class ContentBlocks:
         return AnthropicEvent(type="content_block_delta", index=self._index, delta=delta)
 
 
-def _signature(thought: str) -> str:
-    """Clients drop thinking without one. There is nothing to prove, so it is a digest."""
-    return hashlib.sha256(thought.encode()).hexdigest()
+def _signature(text: str) -> str:
+    """Clients drop thinking without a signature. There is nothing to prove, so it is a digest."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Anthropic's requests as chats: the same wishes under other names, and errors back to the first ones."""
+"""Translates Anthropic's requests to chat requests, and field names in errors back."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from server.schemas.anthropic import (
 )
 from server.schemas.chat import ChatRequest
 
-# Claude Code puts a line of this into its system prompt that differs with every request, and would be the end of every
-# cached prefix.
+# Claude Code's system prompt has a line that differs in every request, and would end every cached prefix.
 BILLING_HEADER = "x-anthropic-billing-header"
 _NAMES = {
     r"prompt|messages.*": "messages",
@@ -46,8 +45,8 @@ Fields = dict[str, object]
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The chat that answers the body; ApiError at what no chat can hold."""
-    asked: Fields = {
+    """The chat request for a body; ApiError if it cannot be translated."""
+    fields: Fields = {
         "model": body.model,
         "messages": [*_system(body), *(told for message in body.messages for told in _messages(message))],
         "continue_final_message": _is_begun(body) or None,
@@ -57,50 +56,50 @@ def chat_request(body: CountRequest) -> ChatRequest:
         **_output(body),
     }
     if isinstance(body, MessagesRequest):
-        asked.update(_generating(body))
+        fields.update(_generating(body))
     try:
-        return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
+        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise invalid_value("messages", error.errors()[0]["msg"]) from error
 
 
 def with_anthropic_field_names(error: ApiError | EngineError) -> ApiError:
-    """An error of the chat, with the names that Anthropic's client used."""
+    """The error with Anthropic's field names."""
     return with_client_field_names(error, ANTHROPIC_PREFIX, _NAMES)
 
 
 def has_cache_control(body: CountRequest) -> bool:
-    """Whether the client said anywhere what is worth keeping in the cache."""
+    """Whether the client has set cache breakpoints."""
     system = [] if isinstance(body.system, str | None) else body.system
-    said = [block for message in body.messages if not isinstance(message.content, str) for block in message.content]
-    parts: Sequence[object] = [*system, *said, *(body.tools or ())]
+    blocks = [block for message in body.messages if not isinstance(message.content, str) for block in message.content]
+    parts: Sequence[object] = [*system, *blocks, *(body.tools or ())]
     marked = any(isinstance(part, Cached) and part.cache_control is not None for part in parts)
     return marked or body.cache_control is not None
 
 
 def _system(body: CountRequest) -> list[Fields]:
-    """The system's message, without what would keep it from ever being found in the cache."""
+    """The system message, without the billing header, which would invalidate the prefix cache."""
     texts = [TextBlock(type="text", text=body.system)] if isinstance(body.system, str) else body.system or []
-    kept = [_part(block.text, block) for block in texts if not block.text.startswith(BILLING_HEADER)]
-    return [{"role": "system", "content": kept}] if kept else []
+    parts = [_part(block.text, block) for block in texts if not block.text.startswith(BILLING_HEADER)]
+    return [{"role": "system", "content": parts}] if parts else []
 
 
 def _messages(message: AnthropicMessage) -> Iterator[Fields]:
-    """One message as those of a chat: there, what tools answered stands alone, before what the user says."""
+    """Chat messages for one message: tool results are separate messages, before the user's text."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     texts = [_part(block.text, block) for block in message.content if isinstance(block, TextBlock)]
     calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
-    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    reasoning = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     results = [_result(block) for block in message.content if isinstance(block, ToolResultBlock)]
     yield from results
     told: Fields = {"role": message.role, "content": texts or None}
-    if thoughts:
-        told["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        told["reasoning_content"] = "\n".join(reasoning)
     if calls:
         told["tool_calls"] = calls
-    if texts or calls or thoughts or not results:
+    if texts or calls or reasoning or not results:
         yield told
 
 
@@ -111,7 +110,7 @@ def _part(text: str, block: Cached) -> Fields:
 
 def _result(block: ToolResultBlock) -> Fields:
     content = [block.content] if isinstance(block.content, str) else [part.text for part in block.content or ()]
-    # Chats have no mark for it.
+    # Chat messages have no error flag.
     text = "\n".join(["Error:", *content] if block.is_error else content)
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": [_part(text, block)]}
 
@@ -122,7 +121,7 @@ def _call(block: ToolUseBlock) -> Fields:
 
 
 def _is_begun(body: CountRequest) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Whether the last message is a prefill of the answer."""
     last = body.messages[-1]
     called = not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content)
     return last.role == "assistant" and not called
@@ -147,7 +146,7 @@ def _choice(body: CountRequest) -> Fields:
 
 
 def _thinking(body: CountRequest) -> Fields:
-    """Templates that have a switch for it are told; others think as they do."""
+    """Sets the switch of templates that have one."""
     match body.thinking:
         case ThinkingOff():
             return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, False)}

@@ -1,4 +1,4 @@
-"""One answer, streamed or in one piece. Both stop the work as soon as the client has gone."""
+"""Runs the requests of a body and responds, streamed or not; a disconnect of the client cancels the work."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ from server.service import Service
 
 
 class AnswerWriter(Protocol):
-    """What ChatAnswer and CompletionAnswer are: two ways to write the same events."""
+    """Writes the events of a request as one JSON object or as a stream."""
 
     @property
     def body(self) -> Generation:
-        """What was asked for."""
+        """The request body."""
 
     async def response(self, events: ChoiceEvents) -> Mapping[str, object]:
-        """The events as one JSON object."""
+        """All events as one JSON object."""
 
-    def teller(self) -> StreamEncoder:
-        """Tells the events as those of a stream."""
+    def encoder(self) -> StreamEncoder:
+        """Encoder of the events of a stream."""
 
 
 async def answer(
-    http: HttpRequest, service: Service, requests: Sequence[Request], shape: AnswerWriter, endpoint: Endpoint
+    http: HttpRequest, service: Service, requests: Sequence[Request], writer: AnswerWriter, endpoint: Endpoint
 ) -> Response:
-    """Run `requests` and answer as the body asks."""
+    """Run `requests` and respond as a stream or as one JSON object."""
     opening = generate(service, requests, endpoint)
-    if shape.body.stream:
-        return EventStream(opening, shape.teller(), service.settings.limits)
-    return await cancel_on_disconnect(http, _respond(opening, shape))
+    if writer.body.stream:
+        return EventStream(opening, writer.encoder(), service.settings.limits)
+    return await cancel_on_disconnect(http, _respond(opening, writer))
 
 
-async def _respond(opening: AbstractAsyncContextManager[ChoiceEvents], shape: AnswerWriter) -> Response:
+async def _respond(opening: AbstractAsyncContextManager[ChoiceEvents], writer: AnswerWriter) -> Response:
     async with opening as events:
-        answer, body = await shape.response(events), shape.body
+        answer, body = await writer.response(events), writer.body
         scored = body.prompt_logprobs is not None or getattr(body, "logprobs", None)
         return await large_json_response(answer) if scored else JsonResponse(answer)
 
 
 async def cancel_on_disconnect(http: HttpRequest, work: Coroutine[None, None, Response]) -> Response:
-    """What `work` answers; it is cancelled as soon as the client has gone."""
-    own, leaving = asyncio.current_task(), asyncio.create_task(_disconnected(http))
+    """The response of `work`, which is cancelled when the client disconnects."""
+    own, disconnect = asyncio.current_task(), asyncio.create_task(_disconnected(http))
     assert own is not None, "requests run in tasks"
     working = True
 
-    def stop(left: asyncio.Task[None]) -> None:
-        if working and not left.cancelled():
+    def stop(task: asyncio.Task[None]) -> None:
+        if working and not task.cancelled():
             own.cancel()
 
-    leaving.add_done_callback(stop)
+    disconnect.add_done_callback(stop)
     try:
         return await work
     except asyncio.CancelledError:
-        # Others may cancel it too, at the end of the server.
-        if not leaving.done() or own.uncancel():
+        # The task may also be cancelled by a shutdown.
+        if not disconnect.done() or own.uncancel():
             raise
         return Response(status_code=CLIENT_CLOSED)
     finally:
         working = False
-        leaving.cancel()
+        disconnect.cancel()
 
 
 async def _disconnected(http: HttpRequest) -> None:

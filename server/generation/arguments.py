@@ -1,4 +1,4 @@
-"""What a model calls a function with, for APIs whose clients read an object and not its text."""
+"""Arguments of tool calls as objects, for APIs without JSON text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic_core import from_json
 
 
 def read_arguments(text: str) -> dict[str, object]:
-    """The arguments as an object; of those that were cut, the members that are whole; of what is no object, nothing.
+    """The arguments as an object: of truncated JSON its complete members; {} if it is no object.
 
-    Anthropic's clients read the pieces of a stream with the same reader, so they find the same there. A number too
-    large for a float is the largest.
+    Anthropic's client uses the same partial parser, so streamed and non-streamed answers agree. Numbers beyond the
+    range of a float become the largest float.
     """
     try:
         found = from_json(text, allow_partial=True)

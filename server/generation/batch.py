@@ -1,4 +1,4 @@
-"""Many small requests as one piece of work, such as the inputs of an embedding or the questions of a decision."""
+"""Runs a list of short requests, such as the inputs of an embeddings request or the questions of a decision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.service import Service
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """What one request told: its end, log-probabilities of what it said, and its vector if it asked for one."""
+    """Result of one request: its last event, log-probabilities and, if requested, embedding vector (float32 bytes)."""
 
     finished: Finished
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -24,41 +24,40 @@ class PromptResult:
 
 
 async def run_all(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> list[PromptResult]:
-    """Run the requests, as many at a time as the engine has slots; what they told, in order.
+    """Run `requests` with at most one per engine slot at a time; results in order.
 
-    So a long list takes no more places in the queue than that. The first error ends all of them; where the queue is
-    full, the rest goes on in fewer places, down to one.
+    Thus a long list does not fill the queue. The first error cancels the others. If the queue is full, the number of
+    concurrent requests is reduced, down to one.
     """
-    work = _PromptBatch(service, requests, endpoint)
-    workers = [asyncio.create_task(work.work()) for _ in range(work.workers)]
+    batch = _PromptBatch(service, requests, endpoint)
+    workers = [asyncio.create_task(batch.run_pending()) for _ in range(batch.workers)]
     try:
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return [work.outcomes[at] for at in range(len(requests))]
+    return [batch.results[index] for index in range(len(requests))]
 
 
 class _PromptBatch:
-    """The work that is left, and what came of what is done."""
+    """Pending requests and results."""
 
     def __init__(self, service: Service, requests: Sequence[Request], endpoint: Endpoint) -> None:
         self._service, self._endpoint = service, endpoint
         self._pending = deque(enumerate(requests))
         self.workers = min(len(requests), service.engine.info.slots)
-        self.outcomes: dict[int, PromptResult] = {}
+        self.results: dict[int, PromptResult] = {}
 
-    async def work(self) -> None:
-        """Run one after the other until nothing is left."""
+    async def run_pending(self) -> None:
         while self._pending:
-            at, request = self._pending.popleft()
+            index, request = self._pending.popleft()
             try:
-                self.outcomes[at] = await self._run(request)
+                self.results[index] = await self._run(request)
             except Overloaded:
                 if self.workers == 1:
                     raise
-                self._pending.appendleft((at, request))
+                self._pending.appendleft((index, request))
                 self.workers -= 1
                 return
 

@@ -1,7 +1,7 @@
-"""One turn of a conversation: what every chat API boils down to.
+"""One chat completion, as all chat APIs run it.
 
-An API translates its body into a `ChatRequest`, makes a `Turn` of it, runs the turn's requests
-(`generation.generate`), and reads what is `said`: text, reasoning and calls, in pieces as they come.
+Each API translates its body into a `ChatRequest`, prepares a `ChatTurn` from it (`prepare_chat`), runs the turn's
+requests (`requests.generate`), and parses the events into deltas of text, reasoning and tool calls (`parse_choices`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """More of one choice. `tokens` and `logprobs` belong to the text that the pieces were read from."""
+    """Deltas of one choice, with the tokens and log-probabilities of the text that they were parsed from."""
 
     deltas: tuple[AnswerDelta, ...]
     tokens: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
-    """The end of one choice. A choice that called a tool ended for that, unless it was cut."""
+    """The end of one choice; its reason is "tool_calls" if it has tool calls and was not truncated."""
 
     reason: Reason
     finished: Finished
@@ -58,13 +58,13 @@ ChoiceEvent = ChoiceDelta | ChoiceEnd | Started | PrefillProgress | PromptScored
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A body that is checked and rendered.
+    """A validated and rendered chat request.
 
-    requests  one for each choice, of one prompt
-    message_locator    where its messages stand in the prompt
-    cache_bypassed  whether it wants nothing from the cache
-    prompt_end    what the template wrote behind the last message
-    warnings  what was asked for and is not done, where the server or the schema of the answer is lenient
+    requests           one per choice, with the same prompt
+    message_locator    finds messages in the prompt
+    cache_bypassed     whether the request does not use the prefix cache
+    generation_prompt  the template's text after the last message
+    warnings           ignored parameters, and parts of schemas that are not enforced
     """
 
     id: str
@@ -77,31 +77,31 @@ class ChatTurn:
     message_locator: MessageLocator
     cache_bypassed: bool = False
     tool_set: ToolSet = field(default_factory=ToolSet)
-    prompt_end: str = ""
+    generation_prompt: str = ""
     warnings: tuple[str, ...] = ()
 
     def answer_parser(self) -> AnswerParser:
-        """For the text of one choice."""
-        return self.chat_format.parser(self.tool_set.tools, self.prompt_end)
+        """A parser of one choice."""
+        return self.chat_format.parser(self.tool_set.tools, self.generation_prompt)
 
     def call_id(self, choice: int, index: int) -> str:
-        """The id of call number `index`: the same however often it is asked for."""
-        # Of the engine's id, not of the answer's own: a client may have chosen that, and more than once.
-        asked = self.requests[0].id
-        return f"call_{hashlib.sha256(f'{asked}/{choice}/{index}'.encode()).hexdigest()[:24]}"
+        """The id of tool call number `index`; deterministic."""
+        # Derived from the engine's request id: clients may choose the answer's own id, and repeat it.
+        engine_id = self.requests[0].id
+        return f"call_{hashlib.sha256(f'{engine_id}/{choice}/{index}'.encode()).hexdigest()[:24]}"
 
 
 async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn:
-    """Check and render a body; raises ApiError or EngineError for what is wrong with it, before anything runs."""
+    """Validate and render a body; raises ApiError or EngineError before anything runs."""
     model = service.resolve(body.model)
     service.check_ready()
     _check(body)
-    can, talk, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
-    dialect = service.engine.tokenizer.chat_format
+    supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
+    chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))
-    followed = await answer_grammar(service, body, dialect, can.tool_set, prompt.generation_prompt)
-    full = await _request(service, body, prompt, can.reasoning_budget, id)
-    requests = choice_requests(replace(full, grammar=followed.grammar), body.n or 1)
+    constraint = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
+    single = await _request(service, body, prompt, supported.reasoning_budget, id)
+    requests = choice_requests(replace(single, grammar=constraint.grammar), body.n or 1)
     check_capacity(service, requests)
     return ChatTurn(
         id=id if body.request_id is None else f"chatcmpl-{body.request_id}",
@@ -110,77 +110,79 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
         fingerprint=service.fingerprint(),
         body=body,
         requests=requests,
-        chat_format=dialect,
-        message_locator=MessageLocator(talk.messages, prompt.tokens, lambda messages: render(messages).tokens),
-        cache_bypassed=_uses_cache(body).cache_prompt is False,
-        tool_set=can.tool_set,
-        prompt_end=prompt.generation_prompt,
-        warnings=(*can.warnings, *(error.message for error in can.missing), *followed.warnings),
+        chat_format=chat_format,
+        message_locator=MessageLocator(prepared.messages, prompt.tokens, lambda messages: render(messages).tokens),
+        cache_bypassed=_with_cache_mode(body).cache_prompt is False,
+        tool_set=supported.tool_set,
+        generation_prompt=prompt.generation_prompt,
+        warnings=(*supported.warnings, *(error.message for error in supported.missing), *constraint.warnings),
     )
 
 
 async def parse_choices(turn: ChatTurn, events: ChoiceEvents) -> AsyncGenerator[tuple[int, ChoiceEvent], None]:
-    """What the choices say, as it comes."""
-    voices = [ChoiceParser(turn) for _ in turn.requests]
+    """Parse the events of all choices."""
+    parsers = [ChoiceParser(turn) for _ in turn.requests]
     async for choice, event in events:
-        for heard in voices[choice].parse(event):
-            yield choice, heard
+        for choice_event in parsers[choice].parse(event):
+            yield choice, choice_event
 
 
 class ChoiceParser:
-    """One choice as it is read: of its events what they say, and exactly one Ended at its end."""
+    """Parses the events of one choice into choice events; the last one is a ChoiceEnd."""
 
     def __init__(self, turn: ChatTurn) -> None:
         self._parser = turn.answer_parser()
-        self._supports_reasoning = turn.body.include_reasoning is not False
-        # What a regular expression matched is part of the text already.
+        self._include_reasoning = turn.body.include_reasoning is not False
+        # A match of a stop expression is part of the text already.
         self._shown_stops = frozenset(turn.body.stop or ()) if turn.body.include_stop_str_in_output else frozenset()
         self._called = False
         self._reasoning_tokens = 0.0
-        # Tokens that no piece has come of yet, such as those of a marker: they count with what comes next.
+        # Tokens without a delta yet, such as those of a marker: they count with the next delta.
         self._pending = 0
 
     def parse(self, event: Event) -> Sequence[ChoiceEvent]:
-        """What an event says."""
+        """Choice events of an engine event."""
         match event:
             case Delta(text, tokens, logprobs):
                 self._pending += len(tokens)
                 return (ChoiceDelta(self._shown(self._parser.push(text)), tokens, logprobs),)
             case Finished():
-                rest, ended = self._flush(event), self._ended(event)
-                return (ChoiceDelta(rest), ended) if rest else (ended,)
+                deltas, end = self._flush(event), self._end(event)
+                return (ChoiceDelta(deltas), end) if deltas else (end,)
             case Started() | PrefillProgress() | PromptScored():
                 return (event,)
         return ()
 
     def _flush(self, finished: Finished) -> tuple[AnswerDelta, ...]:
-        """What was held back until the end was certain."""
+        """Deltas that were held back until the end."""
         ending = finished.stop if finished.stop in self._shown_stops and finished.reason == "stop" else None
         close = self._parser.cut if finished.reason == "length" else self._parser.finish
         return self._shown([*(self._parser.push(ending) if isinstance(ending, str) else ()), *close()])
 
-    def _ended(self, finished: Finished) -> ChoiceEnd:
+    def _end(self, finished: Finished) -> ChoiceEnd:
         reason: Reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
         return ChoiceEnd(reason, finished, round(self._reasoning_tokens))
 
-    def _shown(self, pieces: Sequence[AnswerDelta]) -> tuple[AnswerDelta, ...]:
-        """The pieces that are shown; all of them count."""
-        match pieces:
+    def _shown(self, deltas: Sequence[AnswerDelta]) -> tuple[AnswerDelta, ...]:
+        """The deltas that the client gets; all of them count."""
+        match deltas:
             case []:
                 return ()
             case [TextDelta() as text]:
-                # As nearly always: it need not be counted to be known.
+                # The common case needs no counting.
                 self._pending = 0
                 return (text,)
-        self._count(pieces)
-        return tuple(piece for piece in pieces if self._supports_reasoning or not isinstance(piece, ReasoningDelta))
+        self._count(deltas)
+        return tuple(delta for delta in deltas if self._include_reasoning or not isinstance(delta, ReasoningDelta))
 
-    def _count(self, pieces: Sequence[AnswerDelta]) -> None:
-        """Tokens of a delta that holds reasoning and something else are shared out by letters."""
-        self._called = self._called or any(isinstance(piece, ToolCallStart) for piece in pieces)
-        letters = [0 if isinstance(piece, ToolCallStart) else len(piece.text) for piece in pieces]
-        thought = sum(size for piece, size in zip(pieces, letters, strict=True) if isinstance(piece, ReasoningDelta))
-        self._reasoning_tokens += self._pending * thought / max(sum(letters), 1)
+    def _count(self, deltas: Sequence[AnswerDelta]) -> None:
+        """Count reasoning tokens; tokens of mixed deltas are divided in proportion to characters."""
+        self._called = self._called or any(isinstance(delta, ToolCallStart) for delta in deltas)
+        lengths = [0 if isinstance(delta, ToolCallStart) else len(delta.text) for delta in deltas]
+        reasoning_length = sum(
+            size for delta, size in zip(deltas, lengths, strict=True) if isinstance(delta, ReasoningDelta)
+        )
+        self._reasoning_tokens += self._pending * reasoning_length / max(sum(lengths), 1)
         self._pending = 0
 
 
@@ -190,13 +192,9 @@ def _check(body: ChatRequest) -> None:
             raise invalid_value(field_, "it needs 'logprobs' to be true")
     budgets = (body.thinking_token_budget, body.thinking_budget_tokens)
     if None not in budgets and budgets[0] != budgets[1]:
-        raise invalid_value(
-            "thinking_budget_tokens", "it is another name of 'thinking_token_budget' and differs from it"
-        )
+        raise invalid_value("thinking_budget_tokens", "it is an alias of 'thinking_token_budget' with another value")
     if body.return_cache_diagnostics and body.truncate_prompt_tokens is not None:
-        raise invalid_value(
-            "return_cache_diagnostics", "a prompt that 'truncate_prompt_tokens' cuts has no known messages"
-        )
+        raise invalid_value("return_cache_diagnostics", "it cannot be combined with 'truncate_prompt_tokens'")
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid_value("add_generation_prompt", "it cannot be true together with 'continue_final_message'")
     if body.continue_final_message and body.messages[-1].role != "assistant":
@@ -213,53 +211,53 @@ def _max_tokens(body: ChatRequest) -> int | None:
 def _rendered(
     service: Service, body: ChatRequest
 ) -> tuple[SupportedRequest, PreparedMessages, Callable[[Messages], RenderedPrompt], RenderedPrompt]:
-    """What the model can do of a body, its conversation, how that is rendered, and its prompt; for a worker thread."""
+    """The supported part of a body, its messages, their renderer, and the prompt; for a worker thread."""
     tokenizer = service.engine.tokenizer
-    can = supported_request(body, tokenizer.chat_format, undeclared_variables(tokenizer.template))
-    if can.missing and not service.settings.lenient:
-        raise can.missing[0]
-    talk = prepare_messages(body.messages)
-    render = _renderer(service, body, talk, can)
-    return can, talk, render, render(talk.messages)
+    supported = supported_request(body, tokenizer.chat_format, undeclared_variables(tokenizer.template))
+    if supported.missing and not service.settings.lenient:
+        raise supported.missing[0]
+    prepared = prepare_messages(body.messages)
+    render = _renderer(service, body, prepared, supported)
+    return supported, prepared, render, render(prepared.messages)
 
 
 def _renderer(
-    service: Service, body: ChatRequest, talk: PreparedMessages, can: SupportedRequest
+    service: Service, body: ChatRequest, prepared: PreparedMessages, supported: SupportedRequest
 ) -> Callable[[Messages], RenderedPrompt]:
     continued = bool(body.continue_final_message)
     return functools.partial(
         service.engine.tokenizer.render_chat,
-        tools=can.tool_set.tools,
+        tools=supported.tool_set.tools,
         add_generation_prompt=not continued and body.add_generation_prompt is not False,
         continue_final_message=continued,
-        arguments=can.template_arguments,
-        breakpoints=talk.breakpoints,
+        arguments=supported.template_arguments,
+        breakpoints=prepared.breakpoints,
     )
 
 
 async def _request(service: Service, body: ChatRequest, prompt: RenderedPrompt, budget: int | None, id: str) -> Request:
-    dialect = service.engine.tokenizer.chat_format
+    chat_format = service.engine.tokenizer.chat_format
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     plain = await engine_request(
-        service, _uses_cache(body), prompt, id=id, max_tokens=_max_tokens(body), logprobs=logprobs
+        service, _with_cache_mode(body), prompt, id=id, max_tokens=_max_tokens(body), logprobs=logprobs
     )
     return replace(
         plain,
-        reasoning_limit=_reasoning_limit(budget, dialect, prompt.generation_prompt),
-        include_special_tokens=dialect.special or plain.include_special_tokens,
+        reasoning_limit=_reasoning_limit(budget, chat_format, prompt.generation_prompt),
+        include_special_tokens=chat_format.special or plain.include_special_tokens,
     )
 
 
-def _reasoning_limit(budget: int | None, dialect: ChatFormat, opened: str) -> ReasoningLimit | None:
-    thinking = None if budget is None else dialect.reasoning_limit(budget, opened)
-    # Where the template has closed the reasoning there is none to limit; else nobody could tell where it begins.
-    if budget is not None and thinking is None and dialect.reasoning_limit(budget, "") is None:
-        raise unsupported_parameter(REASONING_BUDGETS[0], "its reasoning does not begin with one token")
-    return thinking
+def _reasoning_limit(budget: int | None, chat_format: ChatFormat, generation_prompt: str) -> ReasoningLimit | None:
+    limit = None if budget is None else chat_format.reasoning_limit(budget, generation_prompt)
+    # None if the template has closed the reasoning; an error if the start of the reasoning cannot be recognised.
+    if budget is not None and limit is None and chat_format.reasoning_limit(budget, "") is None:
+        raise unsupported_parameter(REASONING_BUDGETS[0], "its reasoning has no single start token")
+    return limit
 
 
-def _uses_cache(body: ChatRequest) -> ChatRequest:
-    """In OpenAI's words, a prompt with explicit breakpoints only and none of them does not use the cache."""
+def _with_cache_mode(body: ChatRequest) -> ChatRequest:
+    """The body, with caching disabled in OpenAI's explicit mode without breakpoints."""
     options = body.prompt_cache_options
     if options is None or options.mode != "explicit" or has_breakpoints(body.messages):
         return body

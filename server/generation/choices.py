@@ -1,4 +1,4 @@
-"""From events to whole choices: what a completion in one piece is made of, and what a stream adds up to."""
+"""Collects the events of completion choices into complete choices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_INLINE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class CompletedChoice:
-    """One generation that ended well. `scored` is its prompt's, where it was asked for.
+    """One complete choice. `scored`: log-probabilities of its prompt, if requested.
 
-    logprobs  of the tokens of the text and, behind them, of the one that ended it
+    logprobs  of the tokens of the text, followed by the end token's
     """
 
     text: str
@@ -30,12 +30,12 @@ class CompletedChoice:
 
     @property
     def scores(self) -> int:
-        """Its tokens with log-probabilities, those of the prompt too."""
+        """Number of tokens with log-probabilities, including the prompt's."""
         return len(self.logprobs) + (0 if self.scored is None else len(self.scored.entries))
 
     @property
     def mean_logprob(self) -> float:
-        """The mean log-probability of its tokens."""
+        """Mean log-probability of the generated tokens."""
         return sum(token.chosen.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
 
 
@@ -49,31 +49,31 @@ class _PartialChoice:
 
 
 async def collect_choices(events: ChoiceEvents, choices: int) -> list[CompletedChoice]:
-    """Take all events of `choices` generations; what a Failed one raises passes through."""
-    growing = [_PartialChoice() for _ in range(choices)]
+    """Consume all events of `choices` choices; errors of the stream are raised."""
+    partial = [_PartialChoice() for _ in range(choices)]
     async for index, event in events:
         match event:
             case Delta():
-                growing[index].text.append(event.text)
-                growing[index].tokens.extend(event.tokens)
-                growing[index].logprobs.extend(event.logprobs)
+                partial[index].text.append(event.text)
+                partial[index].tokens.extend(event.tokens)
+                partial[index].logprobs.extend(event.logprobs)
             case Finished():
-                growing[index].finished = event
+                partial[index].finished = event
                 if event.end_logprob is not None:
-                    growing[index].logprobs.append(
-                        replace(event.end_logprob, text_offset=sum(map(len, growing[index].text)))
+                    partial[index].logprobs.append(
+                        replace(event.end_logprob, text_offset=sum(map(len, partial[index].text)))
                     )
             case PromptScored():
-                growing[index].scored = event
-    return [_whole(choice) for choice in growing]
+                partial[index].scored = event
+    return [_completed(choice) for choice in partial]
 
 
 async def assembled(tokens: int, work: Callable[[], Answer]) -> Answer:
-    """The answer that `work` makes; in a worker thread where it tells so many tokens with their log-probabilities."""
+    """The result of `work`, run in a worker thread if it formats more than MAX_INLINE_TOKENS log-probabilities."""
     return work() if tokens <= MAX_INLINE_TOKENS else await anyio.to_thread.run_sync(work)
 
 
-def _whole(choice: _PartialChoice) -> CompletedChoice:
+def _completed(choice: _PartialChoice) -> CompletedChoice:
     assert choice.finished is not None, "the engine ends every stream with Finished or Failed"
     text, tokens, logprobs = "".join(choice.text), tuple(choice.tokens), tuple(choice.logprobs)
     return CompletedChoice(text, tokens, logprobs, choice.finished, choice.scored)

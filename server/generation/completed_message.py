@@ -1,4 +1,4 @@
-"""Whole answers of a turn: what its pieces add up to."""
+"""Collects the deltas of chat choices into complete messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from server.http.events import ChoiceEvents
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool; `arguments` is JSON text, of a custom tool the text that it takes."""
+class CompletedToolCall:
+    """A complete tool call; `arguments`: JSON text, or the text input of a custom tool."""
 
     id: str
     name: str
@@ -23,11 +23,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CompletedMessage:
-    """One choice that ended well. `scored` is the prompt's, where it was asked for."""
+    """One complete choice. `scored`: log-probabilities of its prompt, if requested."""
 
     text: str
     reasoning: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[CompletedToolCall, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     ended: ChoiceEnd
@@ -35,67 +35,67 @@ class CompletedMessage:
 
     @property
     def scores(self) -> int:
-        """Its tokens with log-probabilities, those of the prompt too."""
+        """Number of tokens with log-probabilities, including the prompt's."""
         return len(self.logprobs) + (0 if self.scored is None else len(self.scored.entries))
 
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """One choice as it is told, piece by piece."""
+    """A choice under construction."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    opened: list[ToolCallStart] = field(default_factory=list)
+    call_starts: list[ToolCallStart] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     ended: ChoiceEnd | None = None
     scored: PromptScored | None = None
 
-    def add(self, more: ChoiceDelta) -> None:
-        """More of it."""
-        self.tokens.extend(more.tokens)
-        self.logprobs.extend(more.logprobs)
-        for piece in more.deltas:
-            self._add(piece)
+    def add(self, delta: ChoiceDelta) -> None:
+        self.tokens.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+        for part in delta.deltas:
+            self._add(part)
 
-    def _add(self, piece: AnswerDelta) -> None:
-        match piece:
+    def _add(self, part: AnswerDelta) -> None:
+        match part:
             case TextDelta(text):
                 self.text.append(text)
             case ReasoningDelta(text):
                 self.reasoning.append(text)
             case ToolCallStart():
-                self.opened.append(piece)
+                self.call_starts.append(part)
                 self.arguments.append([])
             case ToolCallDelta(index, text):
                 self.arguments[index].append(text)
 
-    def calls(self, turn: ChatTurn, index: int) -> tuple[ToolCall, ...]:
-        """The calls so far, of choice number `index`."""
-        pairs = zip(self.opened, self.arguments, strict=True)
+    def calls(self, turn: ChatTurn, index: int) -> tuple[CompletedToolCall, ...]:
+        """Tool calls so far, of choice number `index`."""
+        pairs = zip(self.call_starts, self.arguments, strict=True)
         return tuple(
-            ToolCall(turn.call_id(index, call.index), call.name, "".join(parts), call.kind) for call, parts in pairs
+            CompletedToolCall(turn.call_id(index, call.index), call.name, "".join(parts), call.kind)
+            for call, parts in pairs
         )
 
 
 async def collect_messages(turn: ChatTurn, events: ChoiceEvents) -> list[CompletedMessage]:
-    """All choices of a turn, in order. ApiError where the time ran out before any of them said anything."""
-    growing = [MessageBuilder() for _ in turn.requests]
-    async for index, what in parse_choices(turn, events):
-        match what:
+    """All choices in order. ApiError if the request timed out before its first token."""
+    builders = [MessageBuilder() for _ in turn.requests]
+    async for index, event in parse_choices(turn, events):
+        match event:
             case ChoiceDelta():
-                growing[index].add(what)
+                builders[index].add(event)
             case ChoiceEnd():
-                growing[index].ended = what
+                builders[index].ended = event
             case PromptScored():
-                growing[index].scored = what
-    replies = [_reply(turn, index, choice) for index, choice in enumerate(growing)]
-    check_deadline([reply.ended.finished for reply in replies])
-    return replies
+                builders[index].scored = event
+    messages = [_completed(turn, index, choice) for index, choice in enumerate(builders)]
+    check_deadline([reply.ended.finished for reply in messages])
+    return messages
 
 
-def _reply(turn: ChatTurn, index: int, choice: MessageBuilder) -> CompletedMessage:
+def _completed(turn: ChatTurn, index: int, choice: MessageBuilder) -> CompletedMessage:
     assert choice.ended is not None, "the engine ends every stream with Finished or Failed"
     return CompletedMessage(
         text="".join(choice.text),

@@ -1,4 +1,4 @@
-"""Errors of a chat in the words of another API: its client never sent the fields that they name."""
+"""Renames fields in errors of a chat request for APIs that were translated to it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from server.http.errors import ApiError, from_engine_error
 def with_client_field_names(error: ApiError | EngineError, path: str, names: Mapping[str, str]) -> ApiError:
     """The error for a client of `path`.
 
-    names  what the first pattern that matches a whole name becomes, with its groups as in `re.sub`
+    names  patterns of complete field names, and their replacements as in `re.sub`; the first match applies
     """
-    told = from_engine_error(error, path) if isinstance(error, EngineError) else error
-    if told.param is None:
-        return told
-    found = (match.expand(new) for old, new in names.items() if (match := re.fullmatch(old, told.param, re.DOTALL)))
-    param = next(found, told.param)
-    message = told.message.replace(f"'{told.param}'", f"'{param}'")
-    return ApiError(told.kind, message, param=param, headers=told.headers, details=told.details)
+    api_error = from_engine_error(error, path) if isinstance(error, EngineError) else error
+    if api_error.param is None:
+        return api_error
+    renamed = (
+        match.expand(new) for old, new in names.items() if (match := re.fullmatch(old, api_error.param, re.DOTALL))
+    )
+    param = next(renamed, api_error.param)
+    message = api_error.message.replace(f"'{api_error.param}'", f"'{param}'")
+    return ApiError(api_error.kind, message, param=param, headers=api_error.headers, details=api_error.details)

@@ -1,4 +1,4 @@
-"""The grammar of an answer: made of what is asked for, tried before anything runs, and refused by the asking field."""
+"""The grammar of an answer, compiled before the request is admitted; errors name the field of the constraint."""
 
 from __future__ import annotations
 
@@ -16,102 +16,111 @@ from server.generation.tools import ToolSet, tool_path
 from server.schemas.common import Generation
 from server.service import Service
 
-ANYTHING = {"type": "object"}
-PARTIALLY_FOLLOWED = "'{}' is followed in part, since it is not strict: {}."
+ANY_OBJECT = {"type": "object"}
+PARTIALLY_ENFORCED = "'{}' is enforced only in part, because it is not strict: {}."
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """The grammar of an answer, if it has one, and a warning of what in its schema could not be kept."""
+    """The grammar of an answer, if any, and a warning for each part of a schema that is not enforced."""
 
     grammar: Grammar | None = None
     warnings: tuple[str, ...] = ()
 
 
 async def answer_grammar(
-    service: Service, body: Generation, dialect: ChatFormat, offered: ToolSet, opened: str
+    service: Service, body: Generation, chat_format: ChatFormat, tool_set: ToolSet, generation_prompt: str
 ) -> AnswerGrammar:
-    """What the whole answer must follow; InvalidRequest names the field that cannot be followed."""
-    # A schema may be a text of megabytes that is to be parsed.
-    structured = not STRUCTURES.isdisjoint(body.model_fields_set)
-    asked = await anyio.to_thread.run_sync(structure, body) if structured else None
-    if asked is None and not offered.tools:
+    """The grammar for the whole answer; InvalidRequest names the field of the invalid constraint."""
+    # Parsing a schema of megabytes takes long.
+    has_structure = not STRUCTURES.isdisjoint(body.model_fields_set)
+    requested = await anyio.to_thread.run_sync(structure, body) if has_structure else None
+    if requested is None and not tool_set.tools:
         return AnswerGrammar()
     return await anyio.to_thread.run_sync(
-        _answer_grammar, service, body, asked, dialect, offered, opened, limiter=service.grammar_threads
+        _answer_grammar,
+        service,
+        body,
+        requested,
+        chat_format,
+        tool_set,
+        generation_prompt,
+        limiter=service.grammar_threads,
     )
 
 
 def _answer_grammar(
     service: Service,
     body: Generation,
-    asked: tuple[str, AnswerConstraint] | None,
-    dialect: ChatFormat,
-    offered: ToolSet,
-    opened: str,
+    requested: tuple[str, AnswerConstraint] | None,
+    chat_format: ChatFormat,
+    tool_set: ToolSet,
+    generation_prompt: str,
 ) -> AnswerGrammar:
-    field, wanted = asked or ("response_format", None)
-    exactly = None if wanted is None else replace(wanted, strict=True)
-    made = _compile(dialect, offered, field, exactly, opened)
-    if made is None:
+    field, constraint = requested or ("response_format", None)
+    strict_constraint = None if constraint is None else replace(constraint, strict=True)
+    grammar = _build_grammar(chat_format, tool_set, field, strict_constraint, generation_prompt)
+    if grammar is None:
         return AnswerGrammar()
     if body.ignore_eos:
-        raise InvalidRequest("ignore_eos", "what follows a structure ends with it")
-    blamed = "tools" if wanted is None else field
-    if _compile_error(service, made, blamed) is None:
-        return AnswerGrammar(made)
-    tools, warnings = _lenient_tools(service, dialect, offered, opened)
-    eased = _compile(dialect, replace(offered, tools=tools), field, wanted, opened)
-    reason = None if eased is None else _compile_error(service, eased, blamed)
+        raise InvalidRequest("ignore_eos", "a structured answer ends when it is complete")
+    error_field = "tools" if constraint is None else field
+    if _compile_error(service, grammar, error_field) is None:
+        return AnswerGrammar(grammar)
+    tools, warnings = _lenient_tools(service, chat_format, tool_set, generation_prompt)
+    lenient_grammar = _build_grammar(chat_format, replace(tool_set, tools=tools), field, constraint, generation_prompt)
+    reason = None if lenient_grammar is None else _compile_error(service, lenient_grammar, error_field)
     if reason is not None:
-        raise InvalidRequest(blamed, reason)
-    return AnswerGrammar(eased, warnings or (PARTIALLY_FOLLOWED.format(field, _compile_error(service, made, blamed)),))
+        raise InvalidRequest(error_field, reason)
+    return AnswerGrammar(
+        lenient_grammar, warnings or (PARTIALLY_ENFORCED.format(field, _compile_error(service, grammar, error_field)),)
+    )
 
 
-def _compile(
-    dialect: ChatFormat, offered: ToolSet, field: str, wanted: AnswerConstraint | None, opened: str
+def _build_grammar(
+    chat_format: ChatFormat, tool_set: ToolSet, field: str, constraint: AnswerConstraint | None, generation_prompt: str
 ) -> Grammar | None:
     try:
-        return dialect.grammar(offered.tools, offered.choice, wanted, opened)
+        return chat_format.grammar(tool_set.tools, tool_set.choice, constraint, generation_prompt)
     except InvalidRequest as error:
-        named = {"response_format": field, "grammar": _unsupported_tool(dialect, offered, opened)}
-        raise InvalidRequest(named.get(error.field, error.field), error.reason) from error
+        fields = {"response_format": field, "grammar": _unsupported_tool(chat_format, tool_set, generation_prompt)}
+        raise InvalidRequest(fields.get(error.field, error.field), error.reason) from error
 
 
-def _unsupported_tool(dialect: ChatFormat, offered: ToolSet, opened: str) -> str:
-    """Where the first custom tool stands whose grammar the model's format cannot hold."""
-    for at, tool in enumerate(offered.tools):
+def _unsupported_tool(chat_format: ChatFormat, tool_set: ToolSet, generation_prompt: str) -> str:
+    """Field of the first custom tool with a grammar that the chat format does not support."""
+    for at, tool in enumerate(tool_set.tools):
         try:
-            dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
+            chat_format.grammar((tool,), ToolChoice("required", (tool.name,)), None, generation_prompt)
         except InvalidRequest:
-            return f"{tool_path(at, tool, legacy=offered.legacy)}.format"
+            return f"{tool_path(at, tool, legacy=tool_set.legacy)}.format"
     return "tools"
 
 
-def _compile_error(service: Service, made: Grammar, blamed: str) -> str | None:
-    """Why it cannot be followed, if it cannot; InvalidRequest where that took so long that nothing else is tried."""
+def _compile_error(service: Service, grammar: Grammar, error_field: str) -> str | None:
+    """The compiler's error, if any; InvalidRequest if compilation takes too long, so that nothing else is compiled."""
     try:
-        service.engine.grammars.compile(made)
+        service.engine.grammars.compile(grammar)
     except GrammarTooCostly as error:
-        raise InvalidRequest(blamed, error.reason) from error
+        raise InvalidRequest(error_field, error.reason) from error
     except InvalidRequest as error:
         return error.reason
     return None
 
 
 def _lenient_tools(
-    service: Service, dialect: ChatFormat, offered: ToolSet, opened: str
+    service: Service, chat_format: ChatFormat, tool_set: ToolSet, generation_prompt: str
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools without schemas that cannot be followed, and a warning of each; InvalidRequest where it is strict."""
-    tools, warnings = list(offered.tools), []
+    """Tools without the schemas that cannot be enforced, and a warning for each; InvalidRequest for strict tools."""
+    tools, warnings = list(tool_set.tools), []
     for at, tool in enumerate(tools):
-        alone = dialect.grammar((tool,), ToolChoice("required", (tool.name,)), None, opened)
+        tool_grammar = chat_format.grammar((tool,), ToolChoice("required", (tool.name,)), None, generation_prompt)
         part = "parameters" if tool.kind == "function" else "format"
-        field = f"{tool_path(at, tool, legacy=offered.legacy)}.{part}"
-        reason = None if alone is None else _compile_error(service, alone, field)
+        field = f"{tool_path(at, tool, legacy=tool_set.legacy)}.{part}"
+        reason = None if tool_grammar is None else _compile_error(service, tool_grammar, field)
         if reason is not None and tool.strict:
             raise InvalidRequest(field, reason)
         if reason is not None:
-            tools[at] = replace(tool, parameters=json.dumps(ANYTHING))
-            warnings.append(PARTIALLY_FOLLOWED.format(field, reason))
+            tools[at] = replace(tool, parameters=json.dumps(ANY_OBJECT))
+            warnings.append(PARTIALLY_ENFORCED.format(field, reason))
     return tuple(tools), tuple(warnings)

@@ -1,4 +1,4 @@
-"""Jobs for the embedding model: its inputs are read in a worker thread, and come back as vectors or as scores."""
+"""Runs inputs on the embedding model, which returns vectors or scores."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from server.service import Service
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """What became of the inputs, in order, little-endian float32; and how many tokens they had."""
+    """One little-endian float32 vector (or score) per input, in order, and the number of input tokens."""
 
     vectors: list[bytes]
     tokens: int
 
 
-# Reads one input; raises as the engine's Reader.
+# Tokenizes one input; raises ContextTooLong or InvalidRequest.
 InputReader = Callable[[], EmbeddingInput]
 
 
 async def run_embedding_job(
-    service: Service, readings: Sequence[tuple[str, InputReader]], id: str, endpoint: Endpoint
+    service: Service, readers: Sequence[tuple[str, InputReader]], id: str, endpoint: Endpoint
 ) -> EmbeddingResult:
-    """Read the inputs, each with the place in the body that an error shall name, and run them."""
-    inputs = await anyio.to_thread.run_sync(lambda: tuple(_read(readings)))
+    """Tokenize the inputs in a worker thread and run them; each has the field name that errors refer to."""
+    inputs = await anyio.to_thread.run_sync(lambda: tuple(_read(readers)))
     vectors = []
     async with service.embed(EmbeddingJob(id, inputs), endpoint) as events:
         async for _, event in events:
@@ -43,16 +43,16 @@ async def run_embedding_job(
     raise AssertionError("a job ends with Finished, or with an error")
 
 
-def _read(readings: Sequence[tuple[str, InputReader]]) -> Iterator[EmbeddingInput]:
-    for place, reading in readings:
+def _read(readers: Sequence[tuple[str, InputReader]]) -> Iterator[EmbeddingInput]:
+    for field, reader in readers:
         try:
-            read = reading()
+            tokenized = reader()
         except ContextTooLong as error:
-            advice = ". Please shorten it, or have it cut."
-            raise context_too_long(error, place, subject=f"'{place}'", advice=advice) from error
+            advice = ". Please shorten or truncate it."
+            raise context_too_long(error, field, subject=f"'{field}'", advice=advice) from error
         except InvalidRequest as error:
-            # Half of what can be wrong is about the input itself, whose name is the body's affair.
-            raise invalid_value(place if error.field == "input" else error.field, error.reason) from error
-        if not read.tokens:
-            raise invalid_value(place, "it has no tokens")
-        yield read
+            # Errors of the input itself get the field name of the body.
+            raise invalid_value(field if error.field == "input" else error.field, error.reason) from error
+        if not tokenized.tokens:
+            raise invalid_value(field, "it has no tokens")
+        yield tokenized

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI has for them, and vLLM's for those of a prompt."""
+"""Log-probabilities in OpenAI's formats, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from server.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
 from server.schemas.common import Generation, PromptLogprob, PromptLogprobs
 from server.schemas.completions import TextLogprobs
 
-# JSON has no infinity; vLLM's number for it, which clients know.
+# JSON has no infinity; vLLM uses this number, and clients know it.
 IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobFormat:
-    """How many of the likeliest tokens are shown beside the chosen one, and whether tokens are named by their ids.
+    """Number of top tokens beside the sampled one, and whether tokens are named by their ids.
 
-    Behind the likeliest stand those that `logprob_token_ids` asks for.
+    `logprob_token_ids` are appended to the top tokens.
     """
 
     top: int
@@ -28,7 +28,7 @@ class LogprobFormat:
 
     @classmethod
     def of(cls, body: Generation, top: int) -> LogprobFormat:
-        """As the body wants it."""
+        """The format that the body requests."""
         return cls(top, bool(body.return_tokens_as_token_ids))
 
     def name(self, alternative: Logprob) -> str:
@@ -36,7 +36,7 @@ class LogprobFormat:
         return f"token_id:{alternative.token}" if self.by_id else alternative.text
 
     def alternatives(self, token: TokenLogprob) -> list[Logprob]:
-        """The likeliest and the labels, each token once."""
+        """Top tokens and requested tokens, each once."""
         found = {other.token: other for other in (*token.top[: self.top], *token.labels)}
         return list(found.values())
 
@@ -44,23 +44,23 @@ class LogprobFormat:
 ALL_LOGPROBS = LogprobFormat(20)
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprob], wording: LogprobFormat = ALL_LOGPROBS) -> ChatLogprobs:
-    """The shape of chat completions."""
-    return ChatLogprobs(content=[_entry(token, wording) for token in tokens], refusal=None)
+def chat_logprobs(tokens: Sequence[TokenLogprob], logprob_format: LogprobFormat = ALL_LOGPROBS) -> ChatLogprobs:
+    """OpenAI's format for chat completions."""
+    return ChatLogprobs(content=[_entry(token, logprob_format) for token in tokens], refusal=None)
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, wording: LogprobFormat) -> TextLogprobs:
-    """The shape of completions; `offset` is where the answer starts in the text of its choice."""
+def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, logprob_format: LogprobFormat) -> TextLogprobs:
+    """OpenAI's format for completions; `offset`: start of the answer in the text of its choice."""
     return TextLogprobs(
-        tokens=[wording.name(token.chosen) for token in tokens],
+        tokens=[logprob_format.name(token.chosen) for token in tokens],
         token_logprobs=[_finite(token.chosen.logprob) for token in tokens],
-        top_logprobs=[_top(token, wording) for token in tokens],
+        top_logprobs=[_top(token, logprob_format) for token in tokens],
         text_offset=[offset + token.text_offset for token in tokens],
     )
 
 
 def concatenated(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
-    """The lists of both, one behind the other."""
+    """The lists of both, concatenated."""
     return TextLogprobs(
         tokens=first["tokens"] + second["tokens"],
         token_logprobs=first["token_logprobs"] + second["token_logprobs"],
@@ -70,12 +70,12 @@ def concatenated(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:
-    """vLLM's shape: of each token of the prompt itself and the likeliest in its place, by their ids."""
+    """vLLM's format: at each position the prompt's token and the `top` likeliest tokens, by token id."""
     return [None if entry is None else _prompt_entry(entry, top) for entry in entries]
 
 
 def with_offsets(tokens: Sequence[TokenLogprob], before: bytes) -> list[TokenLogprob]:
-    """The tokens of a prompt with their offsets: characters of it before the one that a token begins or continues."""
+    """Tokens of a prompt with their offsets: characters before the one that a token begins or continues."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offset, found = len(decoder.decode(before)), []
     for token in tokens:
@@ -94,22 +94,24 @@ def _prompt_entry(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
     }
 
 
-def _entry(token: TokenLogprob, wording: LogprobFormat) -> ChatLogprob:
-    others = [_alternative(other, wording) for other in wording.alternatives(token)]
-    return ChatLogprob(**_alternative(token.chosen, wording), top_logprobs=others)
+def _entry(token: TokenLogprob, logprob_format: LogprobFormat) -> ChatLogprob:
+    others = [_alternative(other, logprob_format) for other in logprob_format.alternatives(token)]
+    return ChatLogprob(**_alternative(token.chosen, logprob_format), top_logprobs=others)
 
 
-def _alternative(alternative: Logprob, wording: LogprobFormat) -> TopLogprob:
+def _alternative(alternative: Logprob, logprob_format: LogprobFormat) -> TopLogprob:
     return TopLogprob(
-        token=wording.name(alternative), logprob=_finite(alternative.logprob), bytes=list(alternative.bytes)
+        token=logprob_format.name(alternative), logprob=_finite(alternative.logprob), bytes=list(alternative.bytes)
     )
 
 
-def _top(token: TokenLogprob, wording: LogprobFormat) -> dict[str, float]:
-    # The chosen token is always in it, so there may be one more than was asked for; OpenAI documents that.
-    # Two tokens may have one text; the likelier one stands for it.
-    likeliest = {wording.name(other): _finite(other.logprob) for other in reversed(wording.alternatives(token))}
-    return {**dict(reversed(likeliest.items())), wording.name(token.chosen): _finite(token.chosen.logprob)}
+def _top(token: TokenLogprob, logprob_format: LogprobFormat) -> dict[str, float]:
+    # The sampled token is always included, as OpenAI documents, so there may be one more than requested. If two tokens
+    # have the same text, the likelier one is kept.
+    likeliest = {
+        logprob_format.name(other): _finite(other.logprob) for other in reversed(logprob_format.alternatives(token))
+    }
+    return {**dict(reversed(likeliest.items())), logprob_format.name(token.chosen): _finite(token.chosen.logprob)}
 
 
 def _finite(logprob: float) -> float:

@@ -1,7 +1,7 @@
-"""Which message of a conversation a token of its prompt stands in.
+"""Finds the message that a token of a prompt belongs to.
 
-A template is a program, so nobody but itself knows where it writes a message. Rendering the conversation with another
-beginning of one message, and comparing, tells where that message begins; halving finds the one that a token stands in.
+Only the chat template defines where messages are in the prompt. The start of a message is found by rendering the
+messages with a changed first character and comparing the tokens; the message of a token by bisection.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Messages = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class MessageLocator:
-    """A conversation and its prompt.
+    """Messages and their prompt.
 
-    render  the tokens of a conversation, made as the prompt was; for worker threads
+    render  tokens of messages, rendered as `prompt` was; runs in worker threads
     """
 
     messages: Messages
@@ -27,7 +27,7 @@ class MessageLocator:
     render: Callable[[Messages], Sequence[int]]
 
     async def message_at(self, token: int) -> int | None:
-        """The message that a token stands in or behind; None: it stands before the text of the first one."""
+        """Index of the message that contains or precedes a token; None: before the text of the first message."""
         return await anyio.to_thread.run_sync(self._message, token)
 
     def _message(self, token: int) -> int | None:

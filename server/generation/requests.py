@@ -1,4 +1,4 @@
-"""From a request body to events: one or several generations of one answer, as one stream of (choice, event)."""
+"""Engine requests of a body, and the merged event stream of its choices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from server.service import Service
 
 @asynccontextmanager
 async def generate(service: Service, requests: Sequence[Request], endpoint: Endpoint) -> AsyncIterator[ChoiceEvents]:
-    """Admit all requests or none, then pass their events on as they come. Leaving the block cancels what still runs."""
+    """Admit all requests or none, then yield their events. Leaving the block cancels running requests."""
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(service.open(request, endpoint, choice))
@@ -40,7 +40,7 @@ async def generate(service: Service, requests: Sequence[Request], endpoint: Endp
 
 
 async def prediction_tokens(service: Service, body: Generation) -> tuple[int, ...]:
-    """The tokens that the client expects; raises what is wrong with its text."""
+    """Tokens of the predicted output (`prediction`); ApiError if its content is invalid."""
     if body.prediction is None:
         return ()
     text = text_of(body.prediction.content, "")
@@ -50,9 +50,9 @@ async def prediction_tokens(service: Service, body: Generation) -> tuple[int, ..
 async def engine_request(
     service: Service, body: Generation, prompt: RenderedPrompt, *, id: str, max_tokens: int | None, logprobs: int | None
 ) -> Request:
-    """The engine's request for one prompt of the body, without what only one API has.
+    """The engine request for one prompt of the body, without fields that only one API has.
 
-    ApiError at what the body contradicts itself in, and at token ids that the model does not have.
+    ApiError for contradictory parameters, and for token ids outside the vocabulary.
     """
     info = service.engine.info
     _check(body, info.context, max_tokens, body.overflow or service.settings.overflow)
@@ -69,7 +69,7 @@ async def engine_request(
         stop_regex=tuple(body.stop_regex or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        logprobs=_max_choices(logprobs, body.prompt_logprobs),
+        logprobs=_optional_max(logprobs, body.prompt_logprobs),
         overflow=body.overflow,
         keep=prompt.keep if keep is None else keep,
         protected=prompt.protected,
@@ -91,25 +91,27 @@ async def engine_request(
 def truncated_prompt(
     service: Service, body: Generation, prompt: RenderedPrompt, max_tokens: int | None
 ) -> RenderedPrompt:
-    """The end of a prompt that `truncate_prompt_tokens` leaves; with -1 there is room for the answer behind it."""
-    most = body.truncate_prompt_tokens
-    if most is None:
+    """The last `truncate_prompt_tokens` tokens of a prompt; -1: as many as leave room for the answer."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
         return prompt
-    if most == -1:
-        most = max(service.engine.info.context - (1 if max_tokens is None else max_tokens), 1)
-    cut = len(prompt.tokens) - most
-    if cut <= 0:
+    if limit == -1:
+        limit = max(service.engine.info.context - (1 if max_tokens is None else max_tokens), 1)
+    removed = len(prompt.tokens) - limit
+    if removed <= 0:
         return prompt
     return RenderedPrompt(
-        prompt.tokens[cut:],
-        checkpoints=tuple(mark - cut for mark in prompt.checkpoints if mark > cut),
-        protected=tuple((max(start - cut, 0), stop - cut) for start, stop in prompt.protected if stop > cut),
+        prompt.tokens[removed:],
+        checkpoints=tuple(mark - removed for mark in prompt.checkpoints if mark > removed),
+        protected=tuple(
+            (max(start - removed, 0), stop - removed) for start, stop in prompt.protected if stop > removed
+        ),
         generation_prompt=prompt.generation_prompt,
     )
 
 
 def choice_requests(request: Request, choices: int) -> tuple[Request, ...]:
-    """The request as often as its prompt has choices. The prompt is computed once, and scored in the first one."""
+    """One request per choice of a prompt. The prompt is computed once, and scored for the first choice."""
     if choices == 1:
         return (request,)
     return tuple(
@@ -125,14 +127,14 @@ def choice_requests(request: Request, choices: int) -> tuple[Request, ...]:
 
 
 def check_capacity(service: Service, requests: Sequence[Request]) -> None:
-    """ApiError where an answer has more choices than the server ever takes at once: to wait would not help."""
-    most = service.engine.info.slots + service.settings.max_waiting
-    if len(requests) > most:
-        raise invalid_value("n", f"it makes {len(requests)} choices, and this server takes {most} at once")
+    """ApiError if an answer has more choices than slots and queue can hold, so that waiting cannot help."""
+    limit = service.engine.info.slots + service.settings.max_waiting
+    if len(requests) > limit:
+        raise invalid_value("n", f"{len(requests)} choices are requested, and this server runs at most {limit} at once")
 
 
 def service_tier(body: Generation) -> Tier:
-    """Who is served first, in OpenAI's words or, as vLLM has it, by a number that is lower for the more urgent."""
+    """Tier by OpenAI's `service_tier` or vLLM's `priority`, where lower numbers are more urgent."""
     match body.service_tier:
         case "priority" | "fast":
             return "priority"
@@ -158,21 +160,21 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
         raise invalid_value("min_tokens", f"the answer has {max_tokens} tokens at most")
     if body.priority and body.service_tier is not None:
-        raise invalid_value("priority", "'service_tier' says who is served first; give one of them")
+        raise invalid_value("priority", "it conflicts with 'service_tier'; give one of them")
     if body.keep is not None and body.n_keep is not None and body.keep != body.n_keep:
-        raise invalid_value("n_keep", "it is another name of 'keep' and differs from it")
-    kept = body.n_keep if body.keep is None else body.keep
-    if kept is not None and kept > context // 2 and overflow == "shift":
+        raise invalid_value("n_keep", "it is an alias of 'keep' with another value")
+    keep = body.n_keep if body.keep is None else body.keep
+    if keep is not None and keep > context // 2 and overflow == "shift":
         name = "n_keep" if body.keep is None else "keep"
         raise invalid_value(name, f"a shift spares half of the context at most, {context // 2} tokens here")
 
 
-def _max_choices(*counts: int | None) -> int | None:
+def _optional_max(*counts: int | None) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
 def _seed(seed: int | None, choice: int) -> int | None:
-    # Back into the 64 bits that a seed has.
+    # Wraps around in the range of 64-bit seeds.
     return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
 
 
@@ -186,7 +188,7 @@ async def _merge(streams: Sequence[ChoiceEvents]) -> AsyncGenerator[tuple[int, E
                 following = task.result()
                 if following is not None:
                     yield following
-                    # Not before that one is told: what a stream's shortcut takes may not overtake it.
+                    # After the event is consumed: deltas on the fast path of the same stream must not overtake it.
                     waiting[_next(streams[index])] = index
     finally:
         await _cancel(waiting)
@@ -212,13 +214,13 @@ async def _cancel(tasks: dict[asyncio.Task[tuple[int, Event] | None], int]) -> N
 
 
 def _speculation(body: Generation) -> SpeculationParams:
-    asked = body.speculation
-    return SpeculationParams() if asked is None else SpeculationParams(asked.drafter or "auto", asked.tokens)
+    options = body.speculation
+    return SpeculationParams() if options is None else SpeculationParams(options.drafter or "auto", options.tokens)
 
 
 def _salt(body: Generation) -> bytes:
     if body.cache_prompt is False:
-        # Nobody else has this salt, so nothing is found under it.
+        # A random salt: no other request finds the cached prefix, and this one finds none.
         return secrets.token_bytes(32)
-    # As a digest: what tells tenants apart may be a secret, and the cache writes salts to disk.
+    # A digest, because the salt may be a secret and the cache writes salts to disk.
     return b"" if body.cache_salt is None else hashlib.sha256(body.cache_salt.encode()).digest()

@@ -1,4 +1,4 @@
-"""How tokens are chosen: from the fields of a body, under the names of OpenAI, vLLM and llama.cpp, to one value."""
+"""Sampling parameters of a body, by the names of OpenAI, vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from server.service import Service
 
 Value = TypeVar("Value")
 Encode = Callable[[str], Sequence[int]]
-# llama.cpp's, where nothing else is asked for.
+# llama.cpp's default.
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 
 
 async def sampling(service: Service, body: Generation) -> SamplingParams:
-    """How the body wants its tokens chosen; null is the default of OpenAI. ApiError at tokens that do not exist."""
+    """Sampling parameters of the body; null is OpenAI's default. ApiError for token ids outside the vocabulary."""
     vocabulary = service.engine.info.vocabulary
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
     check_token_ids("logit_bias", [token for token, _ in bias], vocabulary)
@@ -36,7 +36,7 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
         logit_bias=bias,
         seed=body.seed,
         typical_p=_or(body.typical_p, 1.0),
-        # llama.cpp switches it off with -1.
+        # llama.cpp disables it by -1.
         top_n_sigma=max(_or(body.top_n_sigma, 0.0), 0.0),
         dry=dry,
         xtc=Xtc(body.xtc_probability, _or(body.xtc_threshold, 0.1)) if body.xtc_probability else None,
@@ -46,14 +46,14 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
-    """ApiError at an id that the model does not have."""
+    """ApiError for an id outside the vocabulary."""
     worst = max(ids, default=0)
     if worst >= vocabulary:
         raise invalid_value(field, f"this model has {vocabulary} tokens, there is no id {worst}")
 
 
 async def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
-    """What is given as text and taken as tokens."""
+    """Parameters that are given as text and needed as tokens."""
     if not body.dry_multiplier and not body.bad_words:
         return None, ()
     return await anyio.to_thread.run_sync(_encoded, encode, body)
@@ -65,7 +65,7 @@ def _encoded(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[
 
 
 def _forms(word: str) -> tuple[str, ...]:
-    # Most vocabularies write a word inside a text with its space.
+    # Most vocabularies have separate tokens for a word after a space.
     return (word,) if word.startswith(" ") else (word, f" {word}")
 
 
@@ -73,7 +73,7 @@ def _dry(encode: Encode, body: Generation) -> Dry | None:
     if not body.dry_multiplier:
         return None
     breakers = DRY_SEQUENCE_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers
-    # A breaker is the token that ends it inside a text, as in the first version of DRY (text-generation-webui 5677).
+    # A breaker is its last token inside a text, as in the first version of DRY (text-generation-webui 5677).
     tokens = dict.fromkeys(encode(f"a{breaker}")[-1] for breaker in breakers)
     return Dry(
         multiplier=body.dry_multiplier,
@@ -88,7 +88,7 @@ def _alias(body: Generation, name: str, other: str) -> float | None:
     first: float | None = getattr(body, name)
     second: float | None = getattr(body, other)
     if first is not None and second is not None and first != second:
-        raise invalid_value(other, f"it is another name of '{name}' and differs from it")
+        raise invalid_value(other, f"it is an alias of '{name}' with another value")
     return second if first is None else first
 
 

@@ -1,4 +1,4 @@
-"""Answers told in larger pieces, for clients that ask for fewer."""
+"""Combines deltas of a stream, for clients that request fewer chunks."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from engine.types.events import Delta, Event
 from server.http.stream_encoder import StreamEncoder
 
 
-def with_interval(teller: StreamEncoder, interval: int | None) -> StreamEncoder:
-    """The teller, where texts of a choice wait until they have so many tokens together; the first comes at once."""
-    return teller if interval is None else _IntervalEncoder(teller, interval)
+def with_interval(encoder: StreamEncoder, interval: int | None) -> StreamEncoder:
+    """An encoder that combines deltas of a choice up to `interval` tokens; the first delta is not delayed."""
+    return encoder if interval is None else _IntervalEncoder(encoder, interval)
 
 
 class _IntervalEncoder:
-    def __init__(self, teller: StreamEncoder, interval: int) -> None:
-        self._teller, self._interval = teller, interval
-        self._held: dict[int, Delta] = {}
-        self._begun: set[int] = set()
+    def __init__(self, encoder: StreamEncoder, interval: int) -> None:
+        self._encoder, self._interval = encoder, interval
+        self._pending: dict[int, Delta] = {}
+        self._started: set[int] = set()
 
     def encode(self, choice: int, event: Event) -> bytes:
-        """What the events that need not wait any more become."""
-        return b"".join(self._teller.encode(choice, ready) for ready in self._ready(choice, event))
+        """Encode the events that are due."""
+        return b"".join(self._encoder.encode(choice, ready) for ready in self._ready(choice, event))
 
     async def close(self) -> bytes:
-        """What follows all events; by then none waits."""
-        return await self._teller.close()
+        """The encoding after all events; no delta is pending then."""
+        return await self._encoder.close()
 
     def _ready(self, choice: int, event: Event) -> Iterator[Event]:
-        held = self._held.pop(choice, None)
+        pending = self._pending.pop(choice, None)
         if isinstance(event, Delta):
-            if held is not None:
-                event = Delta(held.text + event.text, held.tokens + event.tokens, held.logprobs + event.logprobs)
-            if choice in self._begun and len(event.tokens) < self._interval:
-                self._held[choice] = event
+            if pending is not None:
+                event = Delta(
+                    pending.text + event.text, pending.tokens + event.tokens, pending.logprobs + event.logprobs
+                )
+            if choice in self._started and len(event.tokens) < self._interval:
+                self._pending[choice] = event
                 return
-            self._begun.add(choice)
-        elif held is not None:
-            yield held
+            self._started.add(choice)
+        elif pending is not None:
+            yield pending
         yield event

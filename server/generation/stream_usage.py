@@ -1,4 +1,4 @@
-"""What the choices of a stream cost, as its chunks tell it: at the end, or all the time where that is asked for."""
+"""Token usage and timings in the chunks of a stream: in the last chunk, or in every chunk if requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from server.schemas.common import PromptProgress as ProgressBody
 
 
 class UsageFields(TypedDict):
-    """The part of a chunk that tells of costs."""
+    """Usage fields of a chunk."""
 
     usage: NotRequired[UsageBody | None]
     timings: NotRequired[TimingsBody]
@@ -23,63 +23,59 @@ class UsageFields(TypedDict):
 
 
 class StreamUsage:
-    """One stream; `width`: choices of each prompt, whose tokens count once."""
+    """Usage of all choices of one stream; `width`: choices per prompt, whose prompt tokens count once."""
 
     def __init__(self, body: Generation, requests: Sequence[Request], width: int) -> None:
         self._body, self._width = body, width
-        self._meters = [ChoiceUsage(len(request.prompt)) for request in requests]
+        self._choices = [ChoiceUsage(len(request.prompt)) for request in requests]
         self._finished: dict[int, Finished] = {}
         self._reasoning_tokens = 0
 
     @property
     def reports_continuously(self) -> bool:
-        """Whether chunks of text tell costs that change."""
+        """Whether chunks of text have usage or timings."""
         return self._body.continuous_usage or bool(self._body.timings_per_token)
 
     def start(self, index: int, event: Started) -> None:
-        """A choice has begun."""
-        self._meters[index].start(event)
+        self._choices[index].start(event)
 
     def add_tokens(self, index: int, tokens: int) -> None:
-        """A choice has said so many tokens."""
-        self._meters[index].add_tokens(tokens)
+        self._choices[index].add_tokens(tokens)
 
     def end(self, index: int, finished: Finished, reasoning_tokens: int = 0) -> None:
-        """A choice is over."""
         self._finished[index] = finished
-        self._meters[index].add_tokens(len(finished.tokens))
+        self._choices[index].add_tokens(len(finished.tokens))
         self._reasoning_tokens += reasoning_tokens
 
     def add_placeholder(self, chunk: UsageFields) -> None:
-        """What every chunk says, where a last one will tell the usage."""
+        """`usage: null` in each chunk if the last chunk has the usage (OpenAI's `include_usage`)."""
         if self._body.include_usage:
             chunk["usage"] = None
 
     def add_usage(self, chunk: UsageFields, index: int) -> None:
-        """What a chunk of a choice says of what was used so far."""
+        """Usage and timings up to this chunk of a choice, if requested."""
         if self._body.continuous_usage:
-            chunk["usage"] = usage(self._groups([meter.current() for meter in self._meters]))
+            chunk["usage"] = usage(self._groups([choice.current() for choice in self._choices]))
         if self._body.timings_per_token:
-            chunk["timings"] = timings(self._meters[index].current())
+            chunk["timings"] = timings(self._choices[index].current())
 
     def add_progress(self, chunk: UsageFields, index: int, event: PrefillProgress) -> None:
-        """How far the prompt of a choice is."""
-        chunk["prompt_progress"] = self._meters[index].progress(event)
+        chunk["prompt_progress"] = self._choices[index].progress(event)
 
     def add_final(self, chunk: UsageFields) -> None:
-        """What the last chunk of the only choice says, unless a chunk of its own will."""
+        """Timings in the last chunk of a choice, unless a separate usage chunk follows."""
         if not self._body.include_usage:
             self._add_timings(chunk)
 
     def total(self, chunk: UsageFields) -> None:
-        """What all of it has cost."""
-        finished = [self._finished[index] for index in range(len(self._meters))]
+        """Usage and timings of the complete stream."""
+        finished = [self._finished[index] for index in range(len(self._choices))]
         chunk["usage"] = usage(self._groups(finished), self._reasoning_tokens)
         self._add_timings(chunk)
 
     def _add_timings(self, chunk: UsageFields) -> None:
-        # Those of several choices overlap and add up to nothing that was ever measured.
-        if len(self._meters) == 1:
+        # Choices run concurrently: the sum of their times has no meaning.
+        if len(self._choices) == 1:
             chunk["timings"] = timings(self._finished[0])
 
     def _groups(self, finished: Sequence[Finished]) -> list[Sequence[Finished]]:

@@ -1,4 +1,4 @@
-"""What an answer must be made of: one `Body` from the names that OpenAI, vLLM, SGLang and llama.cpp have for it."""
+"""Constraint of an answer (structured output), by the names of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server.schemas.common import Generation
 from server.schemas.structure import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from server.schemas.tools import Schema
 
-# The fields that ask for structure.
+# Fields with a constraint.
 STRUCTURES = frozenset(
     {
         "response_format",
@@ -31,15 +31,15 @@ STRUCTURES = frozenset(
 
 
 def structure(body: Generation) -> tuple[str, AnswerConstraint] | None:
-    """The field that asks for structure, and what it asks for; ApiError where two do."""
-    found = [(field, asked) for field, asked in _asked(body) if asked is not None]
-    if len(found) > 1:
-        (first, _), (second, _) = found[:2]
-        raise invalid_value(second, f"an answer can follow one structure, and there is '{first}' already")
-    return found[0] if found else None
+    """The field with a constraint, and the constraint; ApiError if there are two."""
+    constraints = [(field, constraint) for field, constraint in _constraints(body) if constraint is not None]
+    if len(constraints) > 1:
+        (first, _), (second, _) = constraints[:2]
+        raise invalid_value(second, f"an answer has at most one constraint, and '{first}' is set")
+    return constraints[0] if constraints else None
 
 
-def _asked(body: Generation) -> Iterator[tuple[str, AnswerConstraint | None]]:
+def _constraints(body: Generation) -> Iterator[tuple[str, AnswerConstraint | None]]:
     yield _format(body)
     yield from _structured(body.structured_outputs or StructuredOutputs())
     yield "guided_json", _schema("guided_json", body.guided_json)
@@ -55,22 +55,22 @@ def _asked(body: Generation) -> Iterator[tuple[str, AnswerConstraint | None]]:
 def _format(body: Generation) -> tuple[str, AnswerConstraint | None]:
     match body.response_format:
         case JsonSchemaFormat(json_schema=named):
-            # A name without a schema asks for JSON and leaves the rest open, as OpenAI has it.
+            # A name without schema means any JSON object, as in OpenAI's API.
             place = "response_format.json_schema.schema"
-            wanted = _schema(place, named.schema_) or AnswerConstraint("json_object")
-            return place, replace(wanted, strict=named.strict is not False)
+            constraint = _schema(place, named.schema_) or AnswerConstraint("json_object")
+            return place, replace(constraint, strict=named.strict is not False)
         case JsonObjectFormat(schema_=schema):
             return "response_format", _schema("response_format.schema", schema) or AnswerConstraint("json_object")
         case _:
             return "response_format", None
 
 
-def _structured(asked: StructuredOutputs) -> Iterator[tuple[str, AnswerConstraint | None]]:
-    yield "structured_outputs.json", _schema("structured_outputs.json", asked.json_)
-    yield "structured_outputs.regex", _regex(asked.regex)
-    yield "structured_outputs.choice", _choices(asked.choice)
-    yield "structured_outputs.grammar", _grammar(asked.grammar)
-    yield "structured_outputs.json_object", AnswerConstraint("json_object") if asked.json_object else None
+def _structured(outputs: StructuredOutputs) -> Iterator[tuple[str, AnswerConstraint | None]]:
+    yield "structured_outputs.json", _schema("structured_outputs.json", outputs.json_)
+    yield "structured_outputs.regex", _regex(outputs.regex)
+    yield "structured_outputs.choice", _choices(outputs.choice)
+    yield "structured_outputs.grammar", _grammar(outputs.grammar)
+    yield "structured_outputs.json_object", AnswerConstraint("json_object") if outputs.json_object else None
 
 
 def _schema(field: str, schema: Schema | str | None) -> AnswerConstraint | None:
@@ -85,9 +85,9 @@ def _parsed(field: str, text: str) -> Schema:
     try:
         schema = parse(text)
     except StrictJsonError as error:
-        raise invalid_value(field, f"it is no strict JSON: {error}") from error
+        raise invalid_value(field, f"it is not strict JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise invalid_value(field, "it is no JSON object")
+        raise invalid_value(field, "it is not a JSON object")
     return schema
 
 

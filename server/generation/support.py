@@ -1,4 +1,4 @@
-"""What a model can do of what a body asks for: by the names that its chat template reads, and by its dialect."""
+"""Parameters of a chat that a model supports, by the variables of its chat template and by its chat format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from server.generation.tools import ToolSet, tool_set
 from server.http.errors import ApiError, unsupported_parameter
 from server.schemas.chat import ChatRequest
 
-# The names that templates have for whether the model thinks at all.
+# Variables of chat templates that switch reasoning on and off.
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 REASONING_BUDGETS = ("thinking_token_budget", "thinking_budget_tokens")
 NOT_IN_TEMPLATE = "its chat template does not read it"
@@ -18,13 +18,13 @@ NOT_IN_TEMPLATE = "its chat template does not read it"
 
 @dataclass(frozen=True, slots=True)
 class SupportedRequest:
-    """A body, as far as the model can do it.
+    """The supported part of a body.
 
-    template_arguments  of the template; what `chat_template_kwargs` says goes first
-    tool_set      the tools that it may call
-    reasoning_budget     of tokens to reason in; None: no limit
-    missing    what it cannot do
-    warnings   of what it was asked for and takes no notice of
+    template_arguments  variables of the chat template; `chat_template_kwargs` has priority
+    tool_set            tools that the model may call
+    reasoning_budget    limit of reasoning tokens; None: unlimited
+    missing             errors for unsupported parameters
+    warnings            messages for ignored parameters
     """
 
     template_arguments: dict[str, object]
@@ -34,69 +34,72 @@ class SupportedRequest:
     warnings: tuple[str, ...] = ()
 
 
-def supported_request(body: ChatRequest, dialect: ChatFormat, template_names: Collection[str]) -> SupportedRequest:
-    """What of the body a model can do that speaks `dialect`, and whose template reads the names `template_names`."""
-    offered = tool_set(body)
+def supported_request(body: ChatRequest, chat_format: ChatFormat, template_names: Collection[str]) -> SupportedRequest:
+    """The part of `body` that a model with this chat format and these template variables supports."""
+    requested_tools = tool_set(body)
     return SupportedRequest(
         template_arguments=_template_arguments(body, template_names),
-        tool_set=offered if dialect.supports_tool_calls else ToolSet(),
-        reasoning_budget=_budget(body)[1] if dialect.supports_reasoning else None,
-        missing=tuple(_missing(body, dialect, template_names, offered)),
-        warnings=tuple(_warnings(body, dialect, template_names)),
+        tool_set=requested_tools if chat_format.supports_tool_calls else ToolSet(),
+        reasoning_budget=_budget(body)[1] if chat_format.supports_reasoning else None,
+        missing=tuple(_missing(body, chat_format, template_names, requested_tools)),
+        warnings=tuple(_warnings(body, chat_format, template_names)),
     )
 
 
-def unsupported_parameters(dialect: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
-    """The parameters that a model cannot honour, and why."""
+def unsupported_parameters(chat_format: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
+    """Parameters that the model cannot honour, with the reason."""
     verbosity = {} if "verbosity" in template_names else {"verbosity": NOT_IN_TEMPLATE}
     calls = (
-        {} if dialect.supports_tool_calls else dict.fromkeys(("tools", "functions"), "its chat template has no calls")
+        {}
+        if chat_format.supports_tool_calls
+        else dict.fromkeys(("tools", "functions"), "its chat template has no tool calls")
     )
     return {**verbosity, **calls}
 
 
-def ignored_parameters(dialect: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
-    """The parameters that are accepted and change nothing with a model, and why: clients send them with every model."""
+def ignored_parameters(chat_format: ChatFormat, template_names: Collection[str]) -> dict[str, str]:
+    """Parameters that are accepted without effect, with the reason: clients send them to every model."""
     effort = (
         {} if {"reasoning_effort", *REASONING_SWITCHES} & set(template_names) else {"reasoning_effort": NOT_IN_TEMPLATE}
     )
-    budget = {} if dialect.supports_reasoning else dict.fromkeys(REASONING_BUDGETS, "it writes no reasoning")
+    budget = {} if chat_format.supports_reasoning else dict.fromkeys(REASONING_BUDGETS, "it writes no reasoning")
     return {**effort, **budget}
 
 
-def _missing(body: ChatRequest, dialect: ChatFormat, named: Collection[str], offered: ToolSet) -> Iterator[ApiError]:
-    # What OpenAI does unasked is no wish.
+def _missing(
+    body: ChatRequest, chat_format: ChatFormat, template_names: Collection[str], requested_tools: ToolSet
+) -> Iterator[ApiError]:
+    # "medium" is OpenAI's default.
     verbosity = None if body.verbosity == "medium" else body.verbosity
-    wishes = {
+    requested = {
         "verbosity": verbosity,
-        "functions" if offered.legacy else "tools": offered.tools or None,
+        "functions" if requested_tools.legacy else "tools": requested_tools.tools or None,
     }
-    for field, reason in unsupported_parameters(dialect, named).items():
-        if wishes.get(field) is not None:
+    for field, reason in unsupported_parameters(chat_format, template_names).items():
+        if requested.get(field) is not None:
             yield unsupported_parameter(field, reason)
 
 
-def _warnings(body: ChatRequest, dialect: ChatFormat, named: Collection[str]) -> Iterator[str]:
-    # Where nothing is reasoned, neither no effort nor a budget of 0 asks for anything.
-    effort = None if body.reasoning_effort == "none" and not dialect.supports_reasoning else body.reasoning_effort
-    wishes = {"reasoning_effort": effort, _budget(body)[0]: _budget(body)[1] or None}
-    for field, reason in ignored_parameters(dialect, named).items():
-        if wishes.get(field) is not None:
+def _warnings(body: ChatRequest, chat_format: ChatFormat, template_names: Collection[str]) -> Iterator[str]:
+    # Without reasoning, effort "none" and a budget of 0 are satisfied already.
+    effort = None if body.reasoning_effort == "none" and not chat_format.supports_reasoning else body.reasoning_effort
+    requested = {"reasoning_effort": effort, _budget(body)[0]: _budget(body)[1] or None}
+    for field, reason in ignored_parameters(chat_format, template_names).items():
+        if requested.get(field) is not None:
             yield unsupported_parameter(field, reason).message
 
 
-def _template_arguments(body: ChatRequest, named: Collection[str]) -> dict[str, object]:
-    """The arguments of the template that reads the names `named`."""
-    said: dict[str, object] = {}
+def _template_arguments(body: ChatRequest, template_names: Collection[str]) -> dict[str, object]:
+    arguments: dict[str, object] = {}
     if body.reasoning_effort is not None:
-        thinks = body.reasoning_effort != "none"
-        said = {switch: thinks for switch in REASONING_SWITCHES if switch in named}
-        # To a template with a switch, "none" is that and no effort.
-        if "reasoning_effort" in named and (thinks or not said):
-            said["reasoning_effort"] = body.reasoning_effort
-    if body.verbosity is not None and "verbosity" in named:
-        said["verbosity"] = body.verbosity
-    return {**said, **(body.chat_template_kwargs or {})}
+        with_reasoning = body.reasoning_effort != "none"
+        arguments = {switch: with_reasoning for switch in REASONING_SWITCHES if switch in template_names}
+        # If the template has a switch, "none" switches reasoning off and sets no effort.
+        if "reasoning_effort" in template_names and (with_reasoning or not arguments):
+            arguments["reasoning_effort"] = body.reasoning_effort
+    if body.verbosity is not None and "verbosity" in template_names:
+        arguments["verbosity"] = body.verbosity
+    return {**arguments, **(body.chat_template_kwargs or {})}
 
 
 def _budget(body: ChatRequest) -> tuple[str, int | None]:

@@ -1,4 +1,4 @@
-"""What a chat may call: the tools of its body, under either of OpenAI's names, and the choice among them."""
+"""Tools of a chat request and the tool choice, by OpenAI's current and older names."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from server.schemas.tools import (
     ToolDefinition,
 )
 
-# What a body offers, whatever it is called there.
+# Any definition of a tool.
 Definition = FunctionDefinition | LegacyFunction | CustomDefinition
 
-# OpenAI reads a function without parameters as one that takes none, and an empty schema allows any.
+# For OpenAI, a function without parameters takes none, and an empty schema allows any.
 EMPTY_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_PARAMETERS: Schema = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools that the model is shown, and what it may do with them.
+    """Tools that the model may call, and the tool choice.
 
-    legacy  whether they came as `functions`, whose answer has one `function_call` in place of `tool_calls`
+    legacy  whether they are `functions`: then the answer has one `function_call` instead of `tool_calls`
     """
 
     tools: tuple[Tool, ...] = ()
@@ -45,7 +45,7 @@ class ToolSet:
 
 
 def tool_set(body: ChatRequest) -> ToolSet:
-    """What the body offers; ApiError at what contradicts itself."""
+    """Tools of the body; ApiError for contradictions."""
     if body.functions and body.tools:
         raise invalid_value("functions", "it is the older name of 'tools'; give one of them")
     if body.functions:
@@ -54,12 +54,12 @@ def tool_set(body: ChatRequest) -> ToolSet:
     else:
         tools = _tools([_defined(at, tool) for at, tool in enumerate(body.tools or ())])
         choice = _choice(body, tools)
-    # A model that sees no tools calls none.
+    # Tools are not rendered with mode "none": the model cannot call them.
     return ToolSet(() if choice.mode == "none" else tools, choice, legacy=bool(body.functions))
 
 
 def tool_path(at: int, tool: Tool, *, legacy: bool) -> str:
-    """Where tool number `at` stands in a body."""
+    """Path of tool number `at` in a body."""
     return f"functions[{at}]" if legacy else f"tools[{at}].{tool.kind}"
 
 
@@ -69,10 +69,9 @@ def _defined(at: int, tool: ToolDefinition) -> tuple[str, Definition]:
     return f"tools[{at}].function", tool.function
 
 
-def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
-    """The tools, each with its place."""
+def _tools(definitions: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
     seen: set[str] = set()
-    for place, definition in offered:
+    for place, definition in definitions:
         if definition.name in seen:
             raise invalid_value(f"{place}.name", "another tool has this name")
         seen.add(definition.name)
@@ -80,7 +79,7 @@ def _tools(offered: Sequence[tuple[str, Definition]]) -> tuple[Tool, ...]:
             continue
         if _parameters(definition).get("type", "object") != "object":
             raise invalid_value(f"{place}.parameters.type", "it must be 'object'")
-    return tuple(_tool(definition) for _, definition in offered)
+    return tuple(_tool(definition) for _, definition in definitions)
 
 
 def _tool(definition: Definition) -> Tool:
@@ -136,7 +135,7 @@ def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _check_names(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
-    """The names that are chosen; `place`: where they stand."""
+    """The chosen names; `place`: their path in the body."""
     known = {(tool.kind, tool.name) for tool in tools}
     found = [(choice.type, _named(choice).name) for choice in chosen]
     for at, (kind, name) in enumerate(found):

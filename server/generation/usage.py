@@ -1,4 +1,4 @@
-"""What an answer cost, as the client reads it: tokens under OpenAI's names, times under llama.cpp's."""
+"""Token usage in OpenAI's format and timings in llama.cpp's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from server.schemas.common import TimingsBody, UsageBody
 
 
 def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> UsageBody:
-    """What all choices together cost: of each prompt its choices, which share it, so that it is counted once."""
-    said = [event.usage for choices in prompts for event in choices]
+    """Usage of all choices, grouped by prompt: choices share their prompt, so its tokens count once."""
+    usages = [event.usage for choices in prompts for event in choices]
     prompt = sum(choices[0].usage.prompt_tokens for choices in prompts)
-    # Of the choices of one prompt the first computes it, and the others find it.
+    # The first choice of a prompt computes it, the others find it in the cache.
     cached = sum(min(event.usage.cached_tokens for event in choices) for choices in prompts)
-    completion = sum(cost.completion_tokens for cost in said)
+    completion = sum(cost.completion_tokens for cost in usages)
     body = UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -24,24 +24,24 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
         prompt_tokens_details={"cached_tokens": cached, "cache_write_tokens": prompt - cached},
         completion_tokens_details={
             "reasoning_tokens": reasoning_tokens,
-            "accepted_prediction_tokens": sum(cost.accepted_tokens for cost in said),
-            "rejected_prediction_tokens": sum(cost.rejected_tokens for cost in said),
+            "accepted_prediction_tokens": sum(cost.accepted_tokens for cost in usages),
+            "rejected_prediction_tokens": sum(cost.rejected_tokens for cost in usages),
         },
     )
-    shifts = sum(cost.context_shifts for cost in said)
+    shifts = sum(cost.context_shifts for cost in usages)
     if shifts > 0:
         body["context_shifts"] = shifts
-        body["shifted_tokens"] = sum(cost.shifted_tokens for cost in said)
+        body["shifted_tokens"] = sum(cost.shifted_tokens for cost in usages)
     return body
 
 
 def cache_write_tokens(finished: Finished) -> int:
-    """Tokens of the prompt that were computed, and so remembered."""
+    """Prompt tokens that were computed, and thus cached."""
     return finished.usage.prompt_tokens - finished.usage.cached_tokens
 
 
 def timings(finished: Finished) -> TimingsBody:
-    """Where the time of one choice went."""
+    """Timings of one choice."""
     cost, times = finished.usage, finished.timings
     computed = cost.prompt_tokens - cost.cached_tokens
     return TimingsBody(
@@ -61,26 +61,25 @@ def timings(finished: Finished) -> TimingsBody:
 
 
 class ChoiceUsage:
-    """What one choice has cost so far, by the clock of this side: for answers that tell it as they go."""
+    """Usage of a running choice, by this process's clock."""
 
     def __init__(self, prompt_tokens: int) -> None:
-        self._prompt, self._cached, self._said = prompt_tokens, 0, 0
+        self._prompt, self._cached, self._completion = prompt_tokens, 0, 0
         self._begin = time.monotonic()
         self._started = self._first = self._begin
 
     def start(self, event: Started) -> None:
-        """The choice has a slot."""
+        """The choice is scheduled."""
         self._started = self._first = time.monotonic()
         self._cached = event.cached_tokens
 
     def add_tokens(self, tokens: int) -> None:
-        """It has said more."""
-        if not self._said:
+        if not self._completion:
             self._first = time.monotonic()
-        self._said += tokens
+        self._completion += tokens
 
     def progress(self, event: PrefillProgress) -> ProgressBody:
-        """How far its prompt is."""
+        """Progress of the prefill."""
         return ProgressBody(
             total=event.prompt_tokens,
             cache=self._cached,
@@ -89,13 +88,13 @@ class ChoiceUsage:
         )
 
     def current(self) -> Finished:
-        """As if it ended now."""
+        """Usage and timings so far."""
         times = Timings(
             queue_seconds=self._started - self._begin,
             prompt_seconds=self._first - self._started,
             generation_seconds=time.monotonic() - self._first,
         )
-        return Finished("stop", None, Usage(self._prompt, self._said, self._cached), times)
+        return Finished("stop", None, Usage(self._prompt, self._completion, self._cached), times)
 
 
 def _ratio(amount: float, by: float) -> float:

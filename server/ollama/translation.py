@@ -1,4 +1,4 @@
-"""Ollama's chat and generate: its bodies become a chat turn like any other, and pieces become its lines."""
+"""Ollama's chat and generate: translates requests to chat requests, and the answer to Ollama's JSON lines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.errors import EngineError
 from engine.types.events import Event
 from server.generation.arguments import read_arguments
 from server.generation.chat_turn import ChatTurn, ChoiceDelta, ChoiceEnd, ChoiceEvent, ChoiceParser
+from server.generation.completed_message import CompletedToolCall as CompletedToolCall
 from server.generation.completed_message import MessageBuilder, collect_messages
-from server.generation.completed_message import ToolCall as MadeCall
 from server.generation.error_fields import with_client_field_names
 from server.generation.jobs import EmbeddingResult
 from server.http.errors import OLLAMA_PREFIX, ApiError
@@ -38,7 +38,7 @@ from server.schemas.ollama import (
 )
 
 _NANOSECONDS = 10**9
-# Names of options whose meaning is that of a field of ours.
+# Options with the same name and meaning in chat requests.
 _SAME = (
     "temperature",
     "top_k",
@@ -50,7 +50,7 @@ _SAME = (
     "seed",
     "stop",
 )
-# Messages and tools have the same names in both bodies.
+# Messages and tools have the same names in both APIs.
 _NAMES = {
     r"max_tokens": "options.num_predict",
     r"keep": "options.num_keep",
@@ -62,7 +62,7 @@ _NAMES = {
 
 
 def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
-    """The chat that the body asks for, under the name that its answer shall have; ApiError at what no chat can hold."""
+    """The chat request for a body, with the model name of the response; ApiError if it cannot be translated."""
     fields: dict[str, Any] = {"model": model, "messages": list(_messages(body.messages)), **_common(body)}
     if body.tools:
         fields["tools"] = body.tools
@@ -70,44 +70,43 @@ def chat_body(body: OllamaChatRequest, model: str) -> ChatRequest:
 
 
 def generate_body(body: GenerateRequest, model: str) -> ChatRequest:
-    """A prompt as a chat of one message, behind the system's."""
+    """The chat request for a prompt: the system prompt and one user message."""
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
     return _chat({"model": model, "messages": messages, **_common(body)})
 
 
 def with_ollama_field_names(error: ApiError | EngineError) -> ApiError:
-    """An error of the chat, with the names that Ollama's client used."""
+    """The error with Ollama's field names."""
     return with_client_field_names(error, OLLAMA_PREFIX, _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class OllamaAnswer:
-    """The answer to a chat or, with `plain`, to a prompt, in one piece or line by line."""
+    """The answer to a chat or generate request, as one object or line by line."""
 
     turn: ChatTurn
     is_generate: bool
     started_at: float = field(default_factory=time.monotonic)
 
     async def response(self, events: ChoiceEvents) -> OllamaLine:
-        """All of it at once."""
+        """All events as one object."""
         [reply] = await collect_messages(self.turn, events)
-        return self._say(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
+        return self._with_content(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
 
-    def teller(self) -> StreamEncoder:
-        """Tells it line by line."""
+    def encoder(self) -> StreamEncoder:
+        """Encoder of the lines of a stream."""
         return _LineEncoder(self)
 
-    def delta_line(self, said: ChoiceDelta) -> Iterator[OllamaLine]:
-        """More of it."""
-        text, thinking = (_joined(said.deltas, kind) for kind in (TextDelta, ReasoningDelta))
+    def delta_line(self, delta: ChoiceDelta) -> Iterator[OllamaLine]:
+        text, thinking = (_joined(delta.deltas, kind) for kind in (TextDelta, ReasoningDelta))
         if text or thinking:
-            yield self._say(self._line(), text, thinking)
+            yield self._with_content(self._line(), text, thinking)
 
     def final_lines(self, ended: ChoiceEnd, growing: MessageBuilder) -> Iterator[OllamaLine]:
-        """Calls when they are complete, then the costs."""
-        if growing.opened:
-            yield self._say(self._line(), "", "", growing.calls(self.turn, 0))
+        """Complete tool calls, then the last line with usage and timings."""
+        if growing.call_starts:
+            yield self._with_content(self._line(), "", "", growing.calls(self.turn, 0))
         yield self._last(ended)
 
     def _line(self) -> OllamaLine:
@@ -127,10 +126,12 @@ class OllamaAnswer:
             eval_count=usage.completion_tokens,
             eval_duration=_duration(times.generation_seconds),
         )
-        return self._say(line, "", "")
+        return self._with_content(line, "", "")
 
-    def _say(self, line: OllamaLine, text: str, thinking: str, calls: Sequence[MadeCall] = ()) -> OllamaLine:
-        """The line with what is said in it, where clients of its kind look."""
+    def _with_content(
+        self, line: OllamaLine, text: str, thinking: str, calls: Sequence[CompletedToolCall] = ()
+    ) -> OllamaLine:
+        """The line with its content in the fields of the endpoint."""
         line = line.copy()
         if self.is_generate:
             line["response"] = text
@@ -150,29 +151,30 @@ class _LineEncoder:
         self._answer, self._parser, self._message = answer, ChoiceParser(answer.turn), MessageBuilder()
 
     def encode(self, choice: int, event: Event) -> bytes:
-        """Text as it comes, and the end."""
-        return b"".join([json_line(each) for heard in self._parser.parse(event) for each in self._lines(heard)])
+        """Encode the lines of an event."""
+        return b"".join(
+            [json_line(each) for choice_event in self._parser.parse(event) for each in self._lines(choice_event)]
+        )
 
     async def close(self) -> bytes:
-        """Nothing follows."""
         return b""
 
-    def _lines(self, heard: ChoiceEvent) -> Iterator[OllamaLine]:
-        if isinstance(heard, ChoiceDelta):
-            self._message.add(heard)
-            yield from self._answer.delta_line(heard)
-        elif isinstance(heard, ChoiceEnd):
-            yield from self._answer.final_lines(heard, self._message)
+    def _lines(self, choice_event: ChoiceEvent) -> Iterator[OllamaLine]:
+        if isinstance(choice_event, ChoiceDelta):
+            self._message.add(choice_event)
+            yield from self._answer.delta_line(choice_event)
+        elif isinstance(choice_event, ChoiceEnd):
+            yield from self._answer.final_lines(choice_event, self._message)
 
 
-def embed_response(model: str, made: EmbeddingResult, dimensions: int | None, begun: float) -> OllamaEmbeddings:
-    """The answer to a list of texts."""
+def embed_response(model: str, result: EmbeddingResult, dimensions: int | None, begun: float) -> OllamaEmbeddings:
+    """Ollama's response to an embed request."""
     return OllamaEmbeddings(
         model=model,
-        embeddings=[list(vector(data, dimensions)) for data in made.vectors],
+        embeddings=[list(vector(data, dimensions)) for data in result.vectors],
         total_duration=_duration(time.monotonic() - begun),
         load_duration=0,
-        prompt_eval_count=made.tokens,
+        prompt_eval_count=result.tokens,
     )
 
 
@@ -180,7 +182,7 @@ def _joined(pieces: Sequence[AnswerDelta], kind: type[TextDelta | ReasoningDelta
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
-def _told(at: int, call: MadeCall) -> OllamaCall:
+def _told(at: int, call: CompletedToolCall) -> OllamaCall:
     return OllamaCall(
         id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)}
     )
@@ -216,14 +218,14 @@ def _common(body: OllamaGenerationFields) -> dict[str, Any]:
 def _options(options: OllamaOptions) -> dict[str, Any]:
     fields = {name: getattr(options, name) for name in _SAME}
     fields["repetition_penalty"] = options.repeat_penalty
-    # -1 is as many as the context leaves, -2 as many as fill it.
+    # -1: up to the end of the context; -2: until the context is full.
     fields["max_tokens"] = options.num_predict if (options.num_predict or 0) > 0 else None
     fields["keep"] = None if options.num_keep == -1 else options.num_keep
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
-    """Messages as OpenAI writes them. Ollama's calls need no ids: a result belongs to the next call that has none."""
+    """OpenAI messages. Ollama's calls need no ids: a result belongs to the first call without a result."""
     open_calls: list[str] = []
     for place, message in enumerate(messages):
         plain: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -252,5 +254,5 @@ def _duration(seconds: float) -> int:
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
+    """The time in Ollama's format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""Chat completions: a turn's choices as one answer."""
+"""Chat completions: the choices of a chat turn as one response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from engine.types.events import Finished
 from server.generation.chat_turn import ChatTurn
 from server.generation.choices import assembled
-from server.generation.completed_message import CompletedMessage, ToolCall, collect_messages
+from server.generation.completed_message import CompletedMessage, CompletedToolCall, collect_messages
 from server.generation.logprobs import LogprobFormat, chat_logprobs, prompt_logprobs
 from server.generation.requests import service_tier
 from server.generation.stream_interval import with_interval
@@ -23,9 +23,9 @@ from server.schemas.chat import AnsweredCall, AnswerMessage, ChatChoice, ChatCom
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The answer to one request, in one piece or as chunks; both are made of the same pieces.
+    """The answer to one chat completion request, as one object or as chunks.
 
-    warnings  of what the body asked for in vain
+    warnings  ignored or partly enforced parameters
     """
 
     turn: ChatTurn
@@ -33,37 +33,39 @@ class ChatAnswer:
 
     @property
     def body(self) -> ChatRequest:
-        """What was asked for."""
+        """The request body."""
         return self.turn.body
 
     async def response(self, events: ChoiceEvents) -> ChatCompletion:
-        """All events as one answer."""
-        replies = await collect_messages(self.turn, events)
-        finished = [reply.ended.finished for reply in replies]
-        answer = await assembled(sum(reply.scores for reply in replies), partial(self._answer, replies, finished))
+        """All events as one response."""
+        messages = await collect_messages(self.turn, events)
+        finished = [completed.ended.finished for completed in messages]
+        answer = await assembled(
+            sum(completed.scores for completed in messages), partial(self._answer, messages, finished)
+        )
         if self.body.return_cache_diagnostics:
             answer["prompt_cache_diagnostics"] = await cache_diagnostics(self.turn, finished[0])
         return answer
 
-    def teller(self) -> StreamEncoder:
-        """Tells the events as the chunks of a stream."""
+    def encoder(self) -> StreamEncoder:
+        """Encoder of the chunks of a stream."""
         return with_interval(ChatChunkEncoder(self.turn, self.warnings), self.body.stream_interval)
 
-    def _answer(self, replies: Sequence[CompletedMessage], finished: Sequence[Finished]) -> ChatCompletion:
+    def _answer(self, messages: Sequence[CompletedMessage], finished: Sequence[Finished]) -> ChatCompletion:
         answer = ChatCompletion(
             id=self.turn.id,
             object="chat.completion",
             created=self.turn.created,
             model=self.turn.model,
-            choices=[self._choice(index, reply) for index, reply in enumerate(replies)],
-            usage=usage([finished], sum(reply.ended.reasoning_tokens for reply in replies)),
+            choices=[self._choice(index, completed) for index, completed in enumerate(messages)],
+            usage=usage([finished], sum(completed.ended.reasoning_tokens for completed in messages)),
             service_tier=service_tier(self.body),
             system_fingerprint=self.turn.fingerprint,
         )
-        # Those of several choices overlap and add up to nothing that was ever measured.
-        if len(replies) == 1:
+        # Choices run concurrently: the sum of their times has no meaning.
+        if len(messages) == 1:
             answer["timings"] = timings(finished[0])
-        self._add_prompt(answer, replies[0])
+        self._add_prompt(answer, messages[0])
         if self.body.metadata is not None:
             answer["metadata"] = self.body.metadata
         if self.warnings:
@@ -76,36 +78,36 @@ class ChatAnswer:
         if first.scored is not None and self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(first.scored.entries, self.body.prompt_logprobs)
 
-    def _choice(self, index: int, reply: CompletedMessage) -> ChatChoice:
-        wording = LogprobFormat.of(self.body, self.body.top_logprobs or 0)
+    def _choice(self, index: int, completed: CompletedMessage) -> ChatChoice:
+        logprob_format = LogprobFormat.of(self.body, self.body.top_logprobs or 0)
         choice = ChatChoice(
             index=index,
-            message=_message(reply, legacy=self.turn.tool_set.legacy),
-            logprobs=chat_logprobs(reply.logprobs, wording) if self.body.logprobs else None,
-            finish_reason=finish_reason(self.turn, reply.ended.reason),
-            stop_reason=reply.ended.finished.stop,
+            message=_message(completed, legacy=self.turn.tool_set.legacy),
+            logprobs=chat_logprobs(completed.logprobs, logprob_format) if self.body.logprobs else None,
+            finish_reason=finish_reason(self.turn, completed.ended.reason),
+            stop_reason=completed.ended.finished.stop,
         )
         if self.body.return_token_ids:
-            choice["token_ids"] = [*reply.tokens, *reply.ended.finished.tokens]
+            choice["token_ids"] = [*completed.tokens, *completed.ended.finished.tokens]
         return choice
 
 
-def _message(reply: CompletedMessage, *, legacy: bool) -> AnswerMessage:
-    message = AnswerMessage(role="assistant", content=reply.text, refusal=None)
-    if reply.reasoning:
-        message["reasoning_content"] = message["reasoning"] = reply.reasoning
-    if not reply.calls:
+def _message(completed: CompletedMessage, *, legacy: bool) -> AnswerMessage:
+    message = AnswerMessage(role="assistant", content=completed.text, refusal=None)
+    if completed.reasoning:
+        message["reasoning_content"] = message["reasoning"] = completed.reasoning
+    if not completed.calls:
         return message
-    # Nothing but calls: OpenAI says null there.
-    message["content"] = reply.text or None
+    # OpenAI: null if there are only tool calls.
+    message["content"] = completed.text or None
     if legacy:
-        message["function_call"] = {"name": reply.calls[0].name, "arguments": reply.calls[0].arguments}
+        message["function_call"] = {"name": completed.calls[0].name, "arguments": completed.calls[0].arguments}
     else:
-        message["tool_calls"] = [_call(call) for call in reply.calls]
+        message["tool_calls"] = [_call(call) for call in completed.calls]
     return message
 
 
-def _call(call: ToolCall) -> AnsweredCall:
+def _call(call: CompletedToolCall) -> AnsweredCall:
     if call.kind == "custom":
         return AnsweredCall(id=call.id, type="custom", custom={"name": call.name, "input": call.arguments})
     return AnsweredCall(id=call.id, type="function", function={"name": call.name, "arguments": call.arguments})

@@ -1,6 +1,6 @@
-"""The stream of a chat: what its choices say, as chunks.
+"""Chunks of a streamed chat completion.
 
-Clients join what repeats: the role, the id of a call and its name are sent once.
+Clients concatenate repeated fields, so the role, and the id and name of a tool call are sent once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from server.schemas.common import FinishReason
 
 
 def finish_reason(turn: ChatTurn, reason: Reason) -> FinishReason:
-    """Why a choice ended, in the words of the API that offered the tools."""
+    """The finish reason; "function_call" for requests with the older `functions`."""
     return "function_call" if turn.tool_set.legacy and reason == "tool_calls" else reason
 
 
 class ChatChunkEncoder:
-    """The chunks of one stream, of one or several choices as they come."""
+    """Encodes the events of one stream, with one or more choices, as chunks."""
 
     def __init__(self, turn: ChatTurn, warnings: tuple[str, ...]) -> None:
         self._turn, self._body = turn, turn.body
@@ -34,88 +34,92 @@ class ChatChunkEncoder:
         self._logprob_format = LogprobFormat.of(turn.body, turn.body.top_logprobs or 0)
         self._warnings = warnings
         self._parsers = [ChoiceParser(turn) for _ in turn.requests]
-        self._opened = False
-        self._begun: set[int] = set()
-        # Whether chunks of text tell nothing beside it, as nearly all do, and what they are written from.
+        self._has_first = False
+        self._started: set[int] = set()
+        # Fast path: chunks with text only are encoded from a template per choice and kind.
         body = turn.body
         self._is_plain = not (body.logprobs or body.return_token_ids or self._usage.reports_continuously)
         self._templates: dict[tuple[int, type[TextDelta] | type[ReasoningDelta]], JsonTemplate] = {}
-        # Of the first choice, which computes the prompt.
+        # Only the first choice computes the prompt.
         self._first: ChoiceEnd | None = None
-        # The calls of custom tools: number of the choice, number of the call.
+        # Custom tool calls: (choice, call).
         self._custom_calls: set[tuple[int, int]] = set()
 
     def encode(self, choice: int, event: Event) -> bytes:
-        """The role once, what is said, and the end of each choice."""
+        """Encode the chunks of an event."""
         body = b""
-        for heard in self._parsers[choice].parse(event):
-            match heard:
-                case ChoiceDelta(deltas=(TextDelta() | ReasoningDelta() as piece,)) if (
+        for choice_event in self._parsers[choice].parse(event):
+            match choice_event:
+                case ChoiceDelta(deltas=(TextDelta() | ReasoningDelta() as part,)) if (
                     choice,
-                    type(piece),
+                    type(part),
                 ) in self._templates:
-                    body += self._templates[choice, type(piece)].fill(piece.text)
+                    body += self._templates[choice, type(part)].fill(part.text)
                 case _:
-                    body += b"".join([self._encoded(chunk) for chunk in self._chunks(choice, heard)])
+                    body += b"".join([self._encoded(chunk) for chunk in self._chunks(choice, choice_event)])
         return body
 
     async def close(self) -> bytes:
-        """What became of the cache and what all cost, if it was asked for."""
+        """Cache diagnostics and usage, if requested."""
         diagnosed = frame(await self._diagnosed()) if self._body.return_cache_diagnostics else b""
         return diagnosed + frame(self._usage_chunk()) if self._body.include_usage else diagnosed
 
     def _encoded(self, chunk: ChatChunk) -> bytes:
-        if not self._opened:
-            self._opened = True
+        if not self._has_first:
+            self._has_first = True
             self._open(chunk)
         return frame(chunk)
 
-    def _chunks(self, index: int, what: ChoiceEvent) -> Iterator[ChatChunk]:
-        match what:
+    def _chunks(self, index: int, event: ChoiceEvent) -> Iterator[ChatChunk]:
+        match event:
             case Started():
-                self._usage.start(index, what)
+                self._usage.start(index, event)
             case PrefillProgress():
-                yield self._progress(index, what)
+                yield self._progress(index, event)
             case PromptScored():
-                yield self._scored(what)
+                yield self._scored(event)
             case ChoiceDelta():
                 yield from self._role(index)
-                self._usage.add_tokens(index, len(what.tokens))
-                yield from self._content(index, what)
+                self._usage.add_tokens(index, len(event.tokens))
+                yield from self._content(index, event)
             case ChoiceEnd():
                 yield from self._role(index)
-                yield self._end(index, what)
+                yield self._end(index, event)
 
     def _open(self, chunk: ChatChunk) -> None:
-        """What the first chunk says beside its own."""
+        """Add the fields of the first chunk."""
         if self._warnings:
             chunk["warnings"] = list(self._warnings)
         if self._body.return_token_ids:
             chunk["prompt_token_ids"] = list(self._turn.requests[0].prompt)
 
     def _role(self, index: int) -> Iterator[ChatChunk]:
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._started:
+            self._started.add(index)
             yield self._chunk(index, {"role": "assistant", "content": ""})
             for kind in (TextDelta, ReasoningDelta) if self._is_plain else ():
                 chunk = self._chunk(index, self._delta(index, kind(PLACEHOLDER)))
                 self._templates[index, kind] = JsonTemplate(frame(chunk))
 
-    def _content(self, index: int, more: ChoiceDelta) -> Iterator[ChatChunk]:
-        deltas = [self._delta(index, piece) for piece in more.deltas]
-        logprobs = chat_logprobs(more.logprobs, self._logprob_format) if self._body.logprobs and more.logprobs else None
-        tokens = list(more.tokens) if self._body.return_token_ids and more.tokens else None
+    def _content(self, index: int, choice_delta: ChoiceDelta) -> Iterator[ChatChunk]:
+        deltas = [self._delta(index, part) for part in choice_delta.deltas]
+        logprobs = (
+            chat_logprobs(choice_delta.logprobs, self._logprob_format)
+            if self._body.logprobs and choice_delta.logprobs
+            else None
+        )
+        tokens = list(choice_delta.tokens) if self._body.return_token_ids and choice_delta.tokens else None
         if not deltas and (logprobs or tokens):
             deltas = [{}]
-        # What belongs to all of the pieces stands beside the first.
+        # Log-probabilities and token ids belong to all deltas of an event; they are sent with the first.
         for place, delta in enumerate(deltas):
             chunk = self._chunk(index, delta, None if place else logprobs)
             if tokens and not place:
                 chunk["choices"][0]["token_ids"] = tokens
             yield chunk
 
-    def _delta(self, index: int, piece: AnswerDelta) -> ChatDelta:
-        match piece:
+    def _delta(self, index: int, part: AnswerDelta) -> ChatDelta:
+        match part:
             case TextDelta(text):
                 return {"content": text}
             case ReasoningDelta(text):
@@ -127,57 +131,57 @@ class ChatChunkEncoder:
             case ToolCallStart(at, name, kind):
                 if kind == "custom":
                     self._custom_calls.add((index, at))
-                opened = self._call_delta(index, at, {"name": name, "arguments": ""})
-                return {"tool_calls": [{**opened, "id": self._turn.call_id(index, at), "type": kind}]}
+                generation_prompt = self._call_delta(index, at, {"name": name, "arguments": ""})
+                return {"tool_calls": [{**generation_prompt, "id": self._turn.call_id(index, at), "type": kind}]}
             case ToolCallDelta(at, text):
                 return {"tool_calls": [self._call_delta(index, at, {"arguments": text})]}
 
-    def _call_delta(self, index: int, at: int, more: FunctionDelta) -> CallDelta:
-        """More of a call; what a custom tool takes has another name."""
+    def _call_delta(self, index: int, at: int, choice_delta: FunctionDelta) -> CallDelta:
+        """A delta of a tool call; custom tools have other field names."""
         if (index, at) not in self._custom_calls:
-            return {"index": at, "function": more}
-        named: CustomDelta = {"input": more["arguments"]}
-        return {"index": at, "custom": {"name": more["name"], **named} if "name" in more else named}
+            return {"index": at, "function": choice_delta}
+        named: CustomDelta = {"input": choice_delta["arguments"]}
+        return {"index": at, "custom": {"name": choice_delta["name"], **named} if "name" in choice_delta else named}
 
-    def _end(self, index: int, ended: ChoiceEnd) -> ChatChunk:
-        self._usage.end(index, ended.finished, ended.reasoning_tokens)
+    def _end(self, index: int, end: ChoiceEnd) -> ChatChunk:
+        self._usage.end(index, end.finished, end.reasoning_tokens)
         if index == 0:
-            self._first = ended
+            self._first = end
         chunk = self._chunk(index, {})
-        chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, ended.reason)
-        chunk["choices"][0]["stop_reason"] = ended.finished.stop
+        chunk["choices"][0]["finish_reason"] = finish_reason(self._turn, end.reason)
+        chunk["choices"][0]["stop_reason"] = end.finished.stop
         if self._body.return_token_ids:
-            chunk["choices"][0]["token_ids"] = list(ended.finished.tokens)
+            chunk["choices"][0]["token_ids"] = list(end.finished.tokens)
         self._usage.add_final(chunk)
         return chunk
 
     async def _diagnosed(self) -> ChatChunk:
         assert self._first is not None, "the engine ends every stream with Finished or Failed"
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         chunk["prompt_cache_diagnostics"] = await cache_diagnostics(self._turn, self._first.finished)
         return chunk
 
     def _usage_chunk(self) -> ChatChunk:
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         self._usage.total(chunk)
         return chunk
 
     def _progress(self, index: int, event: PrefillProgress) -> ChatChunk:
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         self._usage.add_progress(chunk, index, event)
         return chunk
 
     def _scored(self, event: PromptScored) -> ChatChunk:
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         chunk["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs or 0)
         return chunk
 
     def _chunk(self, index: int, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
-        chunk = self._frame([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)])
+        chunk = self._new_chunk([ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=None)])
         self._usage.add_usage(chunk, index)
         return chunk
 
-    def _frame(self, choices: list[ChunkChoice]) -> ChatChunk:
+    def _new_chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(
             id=self._turn.id,
             object="chat.completion.chunk",

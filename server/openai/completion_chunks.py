@@ -1,4 +1,4 @@
-"""The stream of a completion: what its choices say, as chunks."""
+"""Chunks of a streamed completion."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from server.schemas.completions import Completion, CompletionRequest, TextChoice
 
 
 def stop_text(body: CompletionRequest, finished: Finished) -> str:
-    """The stop string that ended a text, where the text is to hold it."""
-    # What a regular expression matched is part of the text already.
-    wanted = body.include_stop_str_in_output and finished.reason == "stop" and finished.stop in (body.stop or ())
-    return finished.stop if wanted and isinstance(finished.stop, str) else ""
+    """The stop string that ended a choice, if the text shall include it."""
+    # A match of a stop expression is part of the text already.
+    included = body.include_stop_str_in_output and finished.reason == "stop" and finished.stop in (body.stop or ())
+    return finished.stop if included and isinstance(finished.stop, str) else ""
 
 
 class CompletionChunkEncoder:
-    """The chunks of one stream, of one or several choices as they come."""
+    """Encodes the events of one stream, with one or more choices, as chunks."""
 
     def __init__(self, work: CompletionWork, warnings: tuple[str, ...]) -> None:
         self._work, self._body, self._warnings = work, work.body, warnings
         self._usage = StreamUsage(work.body, work.requests, work.width)
-        # Where the next text of each choice stands; None: its prompt has not been repeated yet.
+        # Text offset of the next delta of each choice; None: the prompt has not been echoed yet.
         self._offsets: list[int | None] = [None if work.prompts else 0 for _ in work.requests]
-        self._begun: set[int] = set()
-        # Whether chunks of text tell nothing beside it, as nearly all do, and what they are written from.
+        self._started: set[int] = set()
+        # Fast path: chunks with text only are encoded from a template per choice.
         body = work.body
         self._is_plain = body.logprobs is None and not (body.return_token_ids or self._usage.reports_continuously)
         self._templates: dict[int, JsonTemplate] = {}
 
     def encode(self, choice: int, event: Event) -> bytes:
-        """What is said, and the end of each choice."""
+        """Encode the chunks of an event."""
         template = self._templates.get(choice)
         if template is not None and isinstance(event, Delta) and event.text:
             return template.fill(event.text)
         body = b"".join([self._encoded(chunk) for chunk in self._chunks(choice, event)])
-        if template is None and self._is_plain and choice in self._begun:
+        if template is None and self._is_plain and choice in self._started:
             self._templates[choice] = JsonTemplate(frame(self._chunk(choice, PLACEHOLDER)))
         return body
 
     async def close(self) -> bytes:
-        """The cost of all, if it was asked for."""
+        """Usage, if requested."""
         return frame(self._usage_chunk()) if self._body.include_usage else b""
 
     def _encoded(self, chunk: Completion) -> bytes:
-        # The first one tells what was asked for in vain.
+        # Warnings are in the first chunk.
         if self._warnings:
             chunk["warnings"], self._warnings = list(self._warnings), ()
         return frame(chunk)
@@ -75,7 +75,7 @@ class CompletionChunkEncoder:
                 yield self._end(index, event)
 
     def _repeat(self, index: int, logprobs: TextLogprobs | None = None) -> Iterator[Completion]:
-        """The prompt, before anything else of a choice."""
+        """The echoed prompt, before the first delta of a choice."""
         prompt = self._work.prompt(index)
         if prompt is not None and self._offsets[index] is None:
             self._offsets[index] = len(prompt.text)
@@ -84,15 +84,15 @@ class CompletionChunkEncoder:
     def _scored(self, index: int, event: PromptScored) -> Iterator[Completion]:
         prompt = self._work.prompt(index)
         if prompt is not None:
-            asked = self._body.logprobs is not None
-            yield from self._repeat(index, prompt.logprobs(event, self._work.logprob_format) if asked else None)
+            with_logprobs = self._body.logprobs is not None
+            yield from self._repeat(index, prompt.logprobs(event, self._work.logprob_format) if with_logprobs else None)
         if self._body.prompt_logprobs is not None:
             chunk = self._chunk(index, "")
             chunk["choices"][0]["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs)
             yield chunk
 
     def _start(self, index: int) -> int:
-        """Where the answer begins in the text of a choice."""
+        """Text offset of the answer in a choice."""
         prompt = self._work.prompt(index)
         return len(prompt.text) if prompt else 0
 
@@ -126,25 +126,25 @@ class CompletionChunkEncoder:
         return chunk
 
     def _usage_chunk(self) -> Completion:
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         self._usage.total(chunk)
         return chunk
 
     def _progress(self, index: int, event: PrefillProgress) -> Completion:
-        chunk = self._frame([])
+        chunk = self._new_chunk([])
         self._usage.add_progress(chunk, index, event)
         return chunk
 
     def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None = None) -> Completion:
         choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
-        if self._body.return_token_ids and index not in self._begun:
+        if self._body.return_token_ids and index not in self._started:
             choice["prompt_token_ids"] = list(self._work.requests[index].prompt)
-        self._begun.add(index)
-        chunk = self._frame([choice])
+        self._started.add(index)
+        chunk = self._new_chunk([choice])
         self._usage.add_usage(chunk, index)
         return chunk
 
-    def _frame(self, choices: list[TextChoice]) -> Completion:
+    def _new_chunk(self, choices: list[TextChoice]) -> Completion:
         chunk = Completion(
             id=self._work.id,
             object="text_completion",

@@ -1,4 +1,4 @@
-"""Prompts to be continued: what a body of /v1/completions boils down to."""
+"""Validates a body of /v1/completions and prepares its requests."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from server.http.errors import invalid_value
 from server.schemas.completions import CompletionRequest, TextLogprobs
 from server.service import Service
 
-# What follows a bare prompt is text, whatever the model writes in a chat.
+# Completions have no chat format: everything is text.
 PLAIN_TEXT_FORMAT = ChatFormat(TaggedFormat(), {})
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt, as an answer repeats it: its text, and its first token, which nothing comes before."""
+    """A prompt for `echo`: its text and its first token, which has no log-probability."""
 
     text: str
-    first: Logprob
+    first_token: Logprob
 
-    def logprobs(self, scored: PromptScored, wording: LogprobFormat) -> TextLogprobs:
-        """Those of all of its tokens."""
-        name = wording.name(self.first)
+    def logprobs(self, scored: PromptScored, logprob_format: LogprobFormat) -> TextLogprobs:
+        """Log-probabilities of all tokens of the prompt."""
+        name = logprob_format.name(self.first_token)
         opening = TextLogprobs(tokens=[name], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
-        rest = [entry for entry in scored.entries if entry is not None]
-        return concatenated(opening, completion_logprobs(with_offsets(rest, self.first.bytes), 0, wording))
+        entries = [entry for entry in scored.entries if entry is not None]
+        return concatenated(
+            opening, completion_logprobs(with_offsets(entries, self.first_token.bytes), 0, logprob_format)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionWork:
-    """A body that is checked and read.
+    """A validated completion request.
 
-    requests  `width` for each prompt, in order
-    prompts   to be repeated; empty unless `echo` asks for it
-    returned_choices     choices of each prompt in the answer, the likeliest of its `width`
-    warnings  what was asked for and is not done
+    requests          `width` requests per prompt, in order
+    prompts           empty without `echo`
+    returned_choices  choices per prompt in the response, the best of `width`
+    warnings          partly enforced parameters
     """
 
     id: str
@@ -62,33 +64,33 @@ class CompletionWork:
 
     @property
     def logprob_format(self) -> LogprobFormat:
-        """How log-probabilities are told."""
+        """Format of log-probabilities."""
         return LogprobFormat.of(self.body, self.body.logprobs or 0)
 
     def prompt(self, index: int) -> CompletionPrompt | None:
-        """What choice number `index` begins with."""
+        """The echoed prompt of choice number `index`."""
         return self.prompts[index // self.width] if self.prompts else None
 
 
 async def prepare_completion(service: Service, body: CompletionRequest, id: str) -> CompletionWork:
-    """Check and read a body; raises ApiError or EngineError for what is wrong with it, before anything runs."""
+    """Validate a body and tokenize its prompts; raises ApiError or EngineError before anything runs."""
     model = service.resolve(body.model)
     service.check_ready()
     _check(body)
-    shown = body.n or 1
-    width = max(body.best_of or 1, shown)
-    followed = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
+    returned = body.n or 1
+    width = max(body.best_of or 1, returned)
+    constraint = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
     requests: list[Request] = []
     prompts: list[CompletionPrompt] = []
     for at, prompt in enumerate(body.prompt):
-        whole = await _tokens(service, prompt)
-        rendering = truncated_prompt(service, body, whole, body.max_tokens)
-        if rendering is not whole:
+        tokenized = await _tokens(service, prompt)
+        rendering = truncated_prompt(service, body, tokenized, body.max_tokens)
+        if rendering is not tokenized:
             prompt = list(rendering.tokens)
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
-        plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > shown)
-        requests.extend(_spread(replace(plain, grammar=followed.grammar), body, width))
+        plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > returned)
+        requests.extend(_spread(replace(plain, grammar=constraint.grammar), body, width))
     check_capacity(service, requests)
     return CompletionWork(
         id=id if body.request_id is None else f"cmpl-{body.request_id}",
@@ -99,18 +101,18 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
         requests=tuple(requests),
         prompts=tuple(prompts),
         width=width,
-        returned_choices=shown,
-        warnings=followed.warnings,
+        returned_choices=returned,
+        warnings=constraint.warnings,
     )
 
 
 def _check(body: CompletionRequest) -> None:
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise invalid_value("max_tokens", "0 leaves nothing to answer with, unless 'echo' or 'prompt_logprobs' is set")
+        raise invalid_value("max_tokens", "0 requires 'echo' or 'prompt_logprobs'")
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise invalid_value("best_of", "it is less than 'n'")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
-        raise invalid_value("best_of", "which answers are best is known at their end, so they cannot be streamed")
+        raise invalid_value("best_of", "a value greater than 'n' cannot be streamed")
     if body.logprob_token_ids and body.logprobs is None:
         raise invalid_value("logprob_token_ids", "it needs 'logprobs'")
 
@@ -118,7 +120,7 @@ def _check(body: CompletionRequest) -> None:
 async def _request(
     service: Service, body: CompletionRequest, prompt: RenderedPrompt, id: str, *, ranked: bool
 ) -> Request:
-    # The best of several choices are found by their log-probabilities, shown or not.
+    # `best_of` ranks choices by log-probability, returned or not.
     logprobs = 0 if ranked and body.logprobs is None else body.logprobs
     plain = await engine_request(service, body, prompt, id=id, max_tokens=body.max_tokens, logprobs=logprobs)
     scored = body.echo and body.logprobs is not None
@@ -127,7 +129,7 @@ async def _request(
 
 def _spread(request: Request, body: CompletionRequest, width: int) -> tuple[Request, ...]:
     choices = choice_requests(request, width)
-    # A stream begins each choice with its prompt, and none of them waits for another's.
+    # In a stream, each choice begins with its echoed prompt, without waiting for another choice.
     repeated = body.stream and body.echo
     return tuple(replace(choice, score_from=request.score_from) for choice in choices) if repeated else choices
 

@@ -1,4 +1,4 @@
-"""Text completions: the choices of a continuation as one answer, or as the chunks of a stream."""
+"""Text completions: the choices of all prompts as one response."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from server.schemas.completions import Completion, CompletionRequest, TextChoice
 
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """The answer to one request, in one piece or as chunks.
+    """The answer to one completion request, as one object or as chunks.
 
-    warnings  of what the body asked for in vain
+    warnings  ignored or partly enforced parameters
     """
 
     work: CompletionWork
@@ -32,11 +32,11 @@ class CompletionAnswer:
 
     @property
     def body(self) -> CompletionRequest:
-        """What was asked for."""
+        """The request body."""
         return self.work.body
 
     async def response(self, events: ChoiceEvents) -> Completion:
-        """All events as one answer."""
+        """All events as one response."""
         choices = await collect_choices(events, len(self.work.requests))
         finished = [choice.finished for choice in choices]
         check_deadline(finished)
@@ -57,12 +57,12 @@ class CompletionAnswer:
         self._add(answer, finished)
         return answer
 
-    def teller(self) -> StreamEncoder:
-        """The events as the chunks of a stream."""
+    def encoder(self) -> StreamEncoder:
+        """Encoder of the chunks of a stream."""
         return with_interval(CompletionChunkEncoder(self.work, self.warnings), self.body.stream_interval)
 
     def _best(self, choices: Sequence[CompletedChoice]) -> list[int]:
-        """Of each prompt those that are shown, the likeliest first where there are more."""
+        """Indices of the returned choices of each prompt; with `best_of`, by mean log-probability."""
         best: list[int] = []
         for start in range(0, len(choices), self.work.width):
             group = list(range(start, start + self.work.width))
@@ -73,7 +73,7 @@ class CompletionAnswer:
 
     def _choice(self, at: int, index: int, choices: Sequence[CompletedChoice]) -> TextChoice:
         choice, body = choices[index], self.body
-        # The first choice of a prompt is the one that scored it.
+        # The prompt is scored with the first of its choices.
         scored = choices[index - index % self.work.width].scored
         prompt = self.work.prompt(index)
         answer = TextChoice(
@@ -95,13 +95,13 @@ class CompletionAnswer:
             return None
         prompt, scored = self.work.prompt(index), choices[index - index % self.work.width].scored
         offset = len(prompt.text) if prompt else 0
-        said = completion_logprobs(choices[index].logprobs, offset, self.work.logprob_format)
+        answer_logprobs = completion_logprobs(choices[index].logprobs, offset, self.work.logprob_format)
         if prompt is None or scored is None:
-            return said
-        return concatenated(prompt.logprobs(scored, self.work.logprob_format), said)
+            return answer_logprobs
+        return concatenated(prompt.logprobs(scored, self.work.logprob_format), answer_logprobs)
 
     def _add(self, answer: Completion, finished: Sequence[Finished]) -> None:
-        # The times of several choices overlap and add up to nothing that was ever measured.
+        # Choices run concurrently: the sum of their times has no meaning.
         if len(finished) == 1:
             answer["timings"] = timings(finished[0])
         if self.body.metadata is not None:

@@ -1,4 +1,4 @@
-"""Texts as vectors: made by the embedding model where there is one, else of the states of the very model that chats."""
+"""Embeddings, from the embedding model if there is one, else from hidden states of the language model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Inputs = Sequence[str | list[int]]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """How texts are to become vectors.
+    """Options of an embedding request.
 
-    purpose  what they are for, where the embedding model makes a difference
-    max_tokens     tokens of a text, which is cut there; 0: none is cut; -1: as many as the model takes
-    pooling  what vectors are made of without an embedding model
+    purpose     input type, for embedding models with prompts
+    max_tokens  truncation of each input; 0: none; -1: to the model's maximum
+    pooling     pooling of the language model's hidden states
     """
 
     purpose: str | None = None
@@ -41,21 +41,21 @@ class EmbeddingOptions:
 
 
 async def embeddings(service: Service, body: EmbeddingRequest, id: str) -> EmbeddingList:
-    """The answer to a body; raises ApiError or EngineError for what is wrong with it."""
+    """The response to a body; raises ApiError or EngineError."""
     model = embedding_model(service, body.model)
     for field, reason in unsupported_embedding_parameters(service.embedder).items():
         if getattr(body, field) is not None:
             raise unsupported_parameter(field, reason)
     check_dimensions(service, body.dimensions)
-    wish = EmbeddingOptions(body.input_type, body.truncate_prompt_tokens or 0, body.pooling or "last")
-    made = await embed(service, body.input, wish, id=id, endpoint="embeddings")
-    data = await anyio.to_thread.run_sync(_data, body, made.vectors)
-    usage = EmbeddingUsage(prompt_tokens=made.tokens, total_tokens=made.tokens)
+    options = EmbeddingOptions(body.input_type, body.truncate_prompt_tokens or 0, body.pooling or "last")
+    result = await embed(service, body.input, options, id=id, endpoint="embeddings")
+    data = await anyio.to_thread.run_sync(_data, body, result.vectors)
+    usage = EmbeddingUsage(prompt_tokens=result.tokens, total_tokens=result.tokens)
     return EmbeddingList(object="list", data=data, model=model, usage=usage)
 
 
 def embedding_model(service: Service, name: str | None) -> str:
-    """Who makes the vectors: the embedding model whatever the name, for clients have names of their own."""
+    """Name of the model for embeddings: the embedding model, if there is one, whatever the requested name."""
     service.check_ready()
     if service.embedder is not None and service.settings.embedding_name is not None:
         return service.settings.embedding_name
@@ -63,34 +63,34 @@ def embedding_model(service: Service, name: str | None) -> str:
 
 
 def unsupported_embedding_parameters(embedding: EmbeddingModelInfo | None) -> dict[str, str]:
-    """The parameters that cannot be honoured, and why; `embedding` is the model that makes vectors, if there is one."""
+    """Parameters that cannot be honoured, with the reason; `embedding`: the embedding model, if there is one."""
     if embedding is not None:
-        return {"pooling": "how it pools is part of it"}
+        return {"pooling": "its pooling is fixed"}
     return {"input_type": "it has no prompts"}
 
 
 def check_dimensions(service: Service, dimensions: int | None) -> None:
-    """ApiError for more than the embedding model has, before it computes anything."""
+    """ApiError before anything runs if the embedding model has fewer dimensions."""
     if service.embedder is not None and dimensions is not None:
         _check_dimensions(service.embedder.dimensions, dimensions)
 
 
 async def embed(
-    service: Service, inputs: Inputs, wish: EmbeddingOptions, *, id: str, endpoint: Endpoint
+    service: Service, inputs: Inputs, options: EmbeddingOptions, *, id: str, endpoint: Endpoint
 ) -> EmbeddingResult:
-    """Run the inputs, in order; `vector` reads what comes of each."""
+    """Run the inputs; results in order, see `vector`."""
     service.check_ready()
     if service.embedder is not None:
-        return await run_embedding_job(service, _readings(service, inputs, wish), id, endpoint)
-    prompts = await anyio.to_thread.run_sync(_read, service, inputs, wish.max_tokens)
-    requests = [Request(f"{id}-{at}", prompt, pooling=wish.pooling) for at, prompt in enumerate(prompts)]
+        return await run_embedding_job(service, _readings(service, inputs, options), id, endpoint)
+    prompts = await anyio.to_thread.run_sync(_read, service, inputs, options.max_tokens)
+    requests = [Request(f"{id}-{at}", prompt, pooling=options.pooling) for at, prompt in enumerate(prompts)]
     outcomes = await run_all(service, requests, endpoint)
     tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
     return EmbeddingResult([outcome.vector for outcome in outcomes], tokens)
 
 
 def vector(data: bytes, dimensions: int | None = None) -> Vector:
-    """An input's vector of length 1; of `dimensions` numbers the first so many, normalised anew."""
+    """An embedding of length 1; with `dimensions`, truncated and normalised again."""
     numbers = struct.unpack(f"<{len(data) // 4}f", data)
     if dimensions is not None:
         _check_dimensions(len(numbers), dimensions)
@@ -99,29 +99,29 @@ def vector(data: bytes, dimensions: int | None = None) -> Vector:
     return tuple(number / length for number in numbers) if length > 0 else numbers
 
 
-def _check_dimensions(size: int, wanted: int) -> None:
-    if wanted > size:
-        raise invalid_value("dimensions", f"the vectors of this model have {size}")
+def _check_dimensions(size: int, requested: int) -> None:
+    if requested > size:
+        raise invalid_value("dimensions", f"the embeddings of this model have {size}")
 
 
-def _readings(service: Service, inputs: Inputs, wish: EmbeddingOptions) -> list[tuple[str, InputReader]]:
-    """The inputs for the embedding model, to be read later."""
+def _readings(service: Service, inputs: Inputs, options: EmbeddingOptions) -> list[tuple[str, InputReader]]:
+    """Tokenization of the inputs for the embedding model, for a worker thread."""
     reader = service.engine.reader
-    prompt = reader.prompt(wish.purpose)
-    most = {0: None, -1: reader.max_length}.get(wish.max_tokens, wish.max_tokens)
+    prompt = reader.prompt(options.purpose)
+    most = {0: None, -1: reader.max_length}.get(options.max_tokens, options.max_tokens)
 
     def read(text: str | list[int]) -> EmbeddingInput:
         if isinstance(text, str):
             return reader.encode(text, prompt=prompt, max_tokens=most)
-        if prompt and wish.purpose is not None:
-            raise InvalidRequest("input_type", "what it stands for is put before texts, and these are tokens")
+        if prompt and options.purpose is not None:
+            raise InvalidRequest("input_type", "its prompt can be prepended to text only, not to tokens")
         return reader.truncate(text, max_tokens=most)
 
-    return [(_place(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
+    return [(_field(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
 
 
 def _read(service: Service, inputs: Inputs, most: int) -> list[tuple[int, ...]]:
-    """The inputs as tokens of the model, cut behind `most` as in `EmbeddingOptions`; for a worker thread."""
+    """Tokens of the inputs, truncated to `max_tokens` as in EmbeddingOptions; for a worker thread."""
     vocabulary, found = service.engine.info.vocabulary, []
     tokenizer = service.engine.tokenizer
     encode = tokenizer.encode_truncated if most else tokenizer.encode
@@ -129,18 +129,18 @@ def _read(service: Service, inputs: Inputs, most: int) -> list[tuple[int, ...]]:
     for at, text in enumerate(inputs):
         tokens = (encode(text) if isinstance(text, str) else text)[:cut]
         if not tokens:
-            raise invalid_value(_place(inputs, at), "it has no tokens")
+            raise invalid_value(_field(inputs, at), "it has no tokens")
         check_token_ids("input", tokens, vocabulary)
         found.append(tuple(tokens))
     return found
 
 
-def _place(inputs: Inputs, at: int) -> str:
+def _field(inputs: Inputs, at: int) -> str:
     return f"input[{at}]" if len(inputs) > 1 else "input"
 
 
 def _data(body: EmbeddingRequest, vectors: Sequence[bytes]) -> list[EmbeddingBody]:
-    """For a worker thread: a long list of vectors has millions of numbers."""
+    """For a worker thread: many vectors have millions of numbers."""
     return [
         EmbeddingBody(object="embedding", index=at, embedding=_written(vector(data, body.dimensions), body))
         for at, data in enumerate(vectors)

@@ -1,4 +1,4 @@
-"""Text as the model reads it, without running it: tokens, their texts, and what a template makes of a conversation."""
+"""Tokenization and template rendering without running the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECES_SLICE = 1024
 
 
 async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
-    """The tokens of a text or a conversation; raises ApiError or EngineError for what is wrong with it."""
+    """Tokens of a text or of messages; raises ApiError or EngineError."""
     service.resolve(body.model)
     service.check_ready()
     tokens = await _tokens(service, body, id)
@@ -29,7 +29,7 @@ async def tokenize(service: Service, body: TokenizeRequest, id: str) -> Tokens:
 
 
 async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
-    """The text of tokens, special ones too."""
+    """The text of tokens, including special tokens."""
     service.resolve(body.model)
     service.check_ready()
     text = await anyio.to_thread.run_sync(service.engine.tokenizer.decode, body.tokens)
@@ -37,14 +37,14 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Detokenized:
 
 
 async def render(service: Service, body: ChatRequest, id: str) -> Rendered:
-    """What a chat would make of its messages."""
+    """The prompt of a chat request."""
     tokens = await prompt_of(service, body, id)
     text = await anyio.to_thread.run_sync(service.engine.tokenizer.decode, tokens)
     return Rendered(prompt=text, tokens=tokens, count=len(tokens))
 
 
 async def prompt_of(service: Service, body: ChatRequest, id: str) -> list[int]:
-    """The tokens that a chat would send to the model."""
+    """Prompt tokens of a chat request."""
     turn = await prepare_chat(service, body, id)
     return list(turn.requests[0].prompt)
 
@@ -70,8 +70,8 @@ def _add_pieces(service: Service, body: TokenizeRequest, answer: Tokens, tokens:
     """For a worker thread."""
     field = "with_pieces" if body.with_pieces else "return_token_strs"
     if len(tokens) > MAX_TOKEN_TEXTS:
-        raise invalid_value(field, f"the text has {len(tokens)} tokens, and {MAX_TOKEN_TEXTS} may be told one by one")
-    # In slices, between which others may use the tokenizer.
+        raise invalid_value(field, f"the text has {len(tokens)} tokens, and at most {MAX_TOKEN_TEXTS} can be listed")
+    # In slices, so that other threads can use the tokenizer in between.
     starts = range(0, len(tokens), PIECES_SLICE)
     read = service.engine.tokenizer.describe_tokens
     pieces = [piece for start in starts for piece in read(tokens[start : start + PIECES_SLICE])]
@@ -91,5 +91,5 @@ def _refuse(names: Sequence[str], body: TokenizeRequest, reason: str) -> None:
 
 
 def _written(piece: Logprob) -> str | list[int]:
-    """Part of a character is bytes."""
+    """The text of a token; its bytes if they are an incomplete character."""
     return piece.text if piece.text.encode() == piece.bytes else list(piece.bytes)

@@ -41,7 +41,7 @@ def add(app: FastAPI, service: Service) -> None:
         answer = AnthropicAnswer(turn, has_cache_control(body))
         opening = generate(service, turn.requests, "anthropic")
         if body.stream:
-            return EventStream(opening, answer.teller(), service.settings.limits, named_frame, b"")
+            return EventStream(opening, answer.encoder(), service.settings.limits, named_frame, b"")
 
         async def whole() -> Response:
             async with opening as events:

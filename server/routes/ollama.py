@@ -195,7 +195,7 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
     answer = OllamaAnswer(turn, plain)
     opening = generate(service, turn.requests, "ollama")
     if body.stream:
-        return NdjsonStream(opening, answer.teller())
+        return NdjsonStream(opening, answer.encoder())
 
     async def whole() -> Response:
         async with opening as events:

@@ -1,7 +1,7 @@
-"""Questions about an input, answered by how likely the model finds each answer: nothing is sampled.
+"""Decisions: questions about an input, answered by the log-probabilities of labelled options; nothing is sampled.
 
-Every question is a prompt of its own, and all of them begin with the input, which is computed once. An answer is a
-label that the prompt gives to each option, so options may be any text; labels.py reads how likely each is.
+Each question is a prompt, and all prompts begin with the input, which is computed once. Each option has a label in the
+prompt, so options may be any text; labels.py computes the probability of each label.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ class _LabelledOption:
 
 
 async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
-    """The answers to a body; raises ApiError or EngineError for what is wrong with it."""
+    """The answers to a body; raises ApiError or EngineError."""
     model = service.resolve(body.model)
     service.check_ready()
-    forks, asked = await anyio.to_thread.run_sync(_asked, service, body, id)
-    outcomes = await run_all(service, [request for requests in asked for request in requests], "decisions")
-    answers = await anyio.to_thread.run_sync(_answers, body.questions, forks, asked, outcomes)
-    return Decision(answers=answers, model=model, usage=_usage(outcomes))
+    scorers, asked = await anyio.to_thread.run_sync(_prepare, service, body, id)
+    results = await run_all(service, [request for requests in asked for request in requests], "decisions")
+    answers = await anyio.to_thread.run_sync(_answers, body.questions, scorers, asked, results)
+    return Decision(answers=answers, model=model, usage=_usage(results))
 
 
-def _asked(service: Service, body: DecisionRequest, id: str) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
-    """The questions as the model reads them, and what has to be run for each; for a worker thread."""
-    forks = _scorers(service, body)
-    return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+def _prepare(service: Service, body: DecisionRequest, id: str) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
+    """Questions as label scorers, with their requests; for a worker thread."""
+    scorers = _scorers(service, body)
+    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
 
 
 def _answers(
     questions: Sequence[Question],
-    forks: Sequence[LabelScorer],
+    scorers: Sequence[LabelScorer],
     asked: Sequence[tuple[Request, ...]],
-    outcomes: Sequence[PromptResult],
+    results: Sequence[PromptResult],
 ) -> list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]:
     """For a worker thread: there may be 100,000 options."""
-    told = iter(outcomes)
+    remaining = iter(results)
     readings = [
-        fork.scores(list(itertools.islice(told, len(requests)))) for fork, requests in zip(forks, asked, strict=True)
+        scorer.scores(list(itertools.islice(remaining, len(requests))))
+        for scorer, requests in zip(scorers, asked, strict=True)
     ]
     return [_answer(question, reading) for question, reading in zip(questions, readings, strict=True)]
 
 
 def _scorers(service: Service, body: DecisionRequest) -> list[LabelScorer]:
-    """The questions as the model reads them."""
     asked = [(_question_text(question), _labels(question)) for question in body.questions]
-    asker = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, "questions")
-    return asker.label_scorers(_PROMPT_TEMPLATE, transcript(body.input), asked)
+    encoder = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, "questions")
+    return encoder.label_scorers(_PROMPT_TEMPLATE, transcript(body.input), asked)
 
 
 def _question_text(question: Question) -> str:
@@ -101,7 +101,7 @@ def _labels(question: Question) -> Sequence[str]:
 def _options(question: ChoiceQuestion | ScoreQuestion) -> list[_LabelledOption]:
     if isinstance(question, ScoreQuestion):
         texts = [_described(level.label, level.description) for level in question.levels]
-        # The number of a level says where it stands.
+        # A digit is the position of its level.
         names: Sequence[str] = string.digits if len(texts) <= len(string.digits) else _letters(len(texts))
     else:
         texts = [_described(_plain(choice.value), choice.description) for choice in question.choices]
@@ -110,7 +110,7 @@ def _options(question: ChoiceQuestion | ScoreQuestion) -> list[_LabelledOption]:
 
 
 def _letters(count: int) -> Sequence[str]:
-    """Labels of one length, so that none is the beginning of another."""
+    """Labels of equal length, so that none is a prefix of another."""
     letters = string.ascii_uppercase
     return letters if count <= len(letters) else ["".join(pair) for pair in itertools.product(letters, repeat=2)]
 
@@ -124,10 +124,10 @@ def _plain(value: str | bool) -> str:
 
 
 def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
-    shares = reading.shares
+    probabilities = reading.probabilities
     match question:
         case Predicate():
-            return PredicateAnswer(type="predicate", name=question.name, probability=shares[0])
+            return PredicateAnswer(type="predicate", name=question.name, probability=probabilities[0])
         case ChoiceQuestion():
             return ChoiceAnswer(
                 type="choice",
@@ -136,30 +136,30 @@ def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | Choic
                 confidence=reading.confidence,
                 probabilities=[
                     {"value": choice.value, "probability": share}
-                    for choice, share in zip(question.choices, shares, strict=True)
+                    for choice, share in zip(question.choices, probabilities, strict=True)
                 ],
             )
         case ScoreQuestion():
             return ScoreAnswer(
                 type="score",
                 name=question.name,
-                score=rounded_probability(sum(value * share for value, share in enumerate(shares))),
+                score=rounded_probability(sum(value * share for value, share in enumerate(probabilities))),
                 confidence=reading.confidence,
                 probabilities=[
                     {"label": level.label, "probability": share, "value": value}
-                    for value, (level, share) in enumerate(zip(question.levels, shares, strict=True))
+                    for value, (level, share) in enumerate(zip(question.levels, probabilities, strict=True))
                 ],
             )
 
 
-def _usage(outcomes: Sequence[PromptResult]) -> DecisionUsage:
-    costs = [outcome.finished.usage for outcome in outcomes]
+def _usage(results: Sequence[PromptResult]) -> DecisionUsage:
+    costs = [outcome.finished.usage for outcome in results]
     prompt, cached = sum(cost.prompt_tokens for cost in costs), sum(cost.cached_tokens for cost in costs)
-    said = sum(cost.completion_tokens for cost in costs)
+    completion = sum(cost.completion_tokens for cost in costs)
     return DecisionUsage(
         input_tokens=prompt,
         input_tokens_details={"cached_tokens": cached, "cache_write_tokens": prompt - cached},
-        output_tokens=said,
+        output_tokens=completion,
         output_tokens_details={"reasoning_tokens": 0},
-        total_tokens=prompt + said,
+        total_tokens=prompt + completion,
     )

@@ -1,8 +1,8 @@
-"""How well texts answer a query: the model is asked, and its log-odds of "yes" against "no" are read.
+"""Relevance scores of documents for a query, by the log-odds of "yes" and "no" after a relevance question.
 
-This takes any model that follows instructions, and the words are those that rerankers made from such models were
-trained with (Qwen3-Reranker, arXiv 2506.05176). All texts of one query begin with it, so it is computed once.
-Where the embedding model is meant, it is asked instead (comparing.py).
+Works with any instruction-following model; the prompt is the one that Qwen3-Reranker is trained with
+(arXiv 2506.05176). All documents of a query share its prefix, which is computed once. Requests for the
+embedding model are scored there instead (similarity.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server.scoring.questions import QuestionEncoder
 from server.scoring.similarity import Pairs, compare, uses_embedding_model
 from server.service import Service
 
-# The one that Qwen3-Reranker was trained with for a query without another.
+# Qwen3-Reranker's default instruction.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QUESTION = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -33,7 +33,7 @@ _ANSWERS = ("yes", "no")
 
 
 async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
-    """The documents of a body, best first; raises ApiError or EngineError for what is wrong with it."""
+    """The documents of a body by relevance; raises ApiError or EngineError."""
     service.check_ready()
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, text) for text in texts]
@@ -47,7 +47,7 @@ async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
 
 
 async def score(service: Service, body: ScoreRequest, id: str) -> ScoreList:
-    """The scores of a body's pairs; raises ApiError or EngineError for what is wrong with it."""
+    """The scores of a body's pairs; raises ApiError or EngineError."""
     service.check_ready()
     model, scores, usage = await _scores(service, body, _pairs(body), id, "score")
     return ScoreList(
@@ -71,11 +71,11 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
 async def _scores(
     service: Service, body: RerankRequest | ScoreRequest, pairs: Pairs, id: str, endpoint: Endpoint
 ) -> tuple[str, list[float], ScoringUsage]:
-    """Who answers, the scores of the pairs, and what they cost."""
+    """Model name, scores of the pairs, and usage."""
     if service.settings.embedding_name is None or not uses_embedding_model(service, body.model):
         model = service.resolve(body.model)
         if body.truncate_prompt_tokens is not None:
-            raise unsupported_parameter("truncate_prompt_tokens", "it is no embedding model")
+            raise unsupported_parameter("truncate_prompt_tokens", "it is not an embedding model")
         return model, *await _relevance(service, pairs, body, id, endpoint)
     scores, tokens = await compare(service, pairs, body, id, endpoint)
     return service.settings.embedding_name, scores, ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
@@ -84,40 +84,42 @@ async def _scores(
 async def _relevance(
     service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
 ) -> tuple[list[float], ScoringUsage]:
-    """For each (query, document) the probability of "yes", of "yes" and "no"; and what that cost."""
+    """The probability of "yes" against "no" for each (query, document) pair, and usage."""
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
     instruction = body.instruction or INSTRUCTION
-    forks, asked = await anyio.to_thread.run_sync(_asked, service, pairs, instruction, field, id)
-    outcomes = await run_all(service, [request for requests in asked for request in requests], endpoint)
-    return await anyio.to_thread.run_sync(_read, forks, asked, outcomes), _usage(outcomes)
+    scorers, asked = await anyio.to_thread.run_sync(_prepare, service, pairs, instruction, field, id)
+    results = await run_all(service, [request for requests in asked for request in requests], endpoint)
+    return await anyio.to_thread.run_sync(_read, scorers, asked, results), _usage(results)
 
 
-def _asked(
+def _prepare(
     service: Service, pairs: Pairs, instruction: str, field: str, id: str
 ) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
-    """The questions as the model reads them, and what has to be run for each; for a worker thread."""
-    forks = _scorers(service, pairs, instruction, field)
-    return forks, [tuple(fork.requests(f"{id}-{at}")) for at, fork in enumerate(forks)]
+    """Questions as label scorers, with their requests; for a worker thread."""
+    scorers = _scorers(service, pairs, instruction, field)
+    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
 
 
 def _read(
-    forks: Sequence[LabelScorer], asked: Sequence[tuple[Request, ...]], outcomes: Sequence[PromptResult]
+    scorers: Sequence[LabelScorer], asked: Sequence[tuple[Request, ...]], results: Sequence[PromptResult]
 ) -> list[float]:
-    """The probability of the first answer to each question; for a worker thread."""
-    told = iter(outcomes)
-    return [fork.scores([next(told) for _ in requests]).shares[0] for fork, requests in zip(forks, asked, strict=True)]
+    """The probability of the first label for each question; for a worker thread."""
+    remaining = iter(results)
+    return [
+        scorer.scores([next(remaining) for _ in requests]).probabilities[0]
+        for scorer, requests in zip(scorers, asked, strict=True)
+    ]
 
 
 def _scorers(service: Service, pairs: Pairs, instruction: str, field: str) -> list[LabelScorer]:
-    """The questions as the model reads them."""
-    asker = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, field)
+    encoder = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, field)
     return [
-        asker.label_scorer(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
+        encoder.label_scorer(_QUESTION.format(instruction=instruction, query=query, document=document), _ANSWERS)
         for query, document in pairs
     ]
 
 
-def _usage(outcomes: Sequence[PromptResult]) -> ScoringUsage:
-    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
-    said = sum(outcome.finished.usage.completion_tokens for outcome in outcomes)
-    return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + said)
+def _usage(results: Sequence[PromptResult]) -> ScoringUsage:
+    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in results)
+    completion = sum(outcome.finished.usage.completion_tokens for outcome in results)
+    return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + completion)

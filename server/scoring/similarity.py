@@ -1,4 +1,4 @@
-"""How well texts go together, as the embedding model has it: a ranker reads pairs, else vectors are compared."""
+"""Scores pairs of texts with the embedding model: a reranker scores each pair, else embeddings are compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def uses_embedding_model(service: Service, name: str | None) -> bool:
-    """Whether the embedding model is meant: by its name or, if it was made for pairs, by none."""
+    """Whether a request is for the embedding model: by its name or, for a reranker, by default."""
     named = name is not None and name == service.settings.embedding_name
     return named or (name is None and service.reranker is not None)
 
@@ -30,7 +30,7 @@ def uses_embedding_model(service: Service, name: str | None) -> bool:
 async def compare(
     service: Service, pairs: Pairs, body: RerankRequest | ScoreRequest, id: str, endpoint: Endpoint
 ) -> tuple[list[float], int]:
-    """A score for each (query, document) of a body, and the tokens that it took; raises ApiError or EngineError."""
+    """A score for each (query, document) pair, and the number of tokens; raises ApiError or EngineError."""
     if body.instruction is not None:
         message = "This server does not support 'instruction' with an embedding model: it takes none."
         raise ApiError(UNSUPPORTED_PARAMETER, message, param="instruction")
@@ -40,14 +40,14 @@ async def compare(
     if service.reranker is None:
         return await _similarities(service, pairs, sides, most, id=id, endpoint=endpoint)
     readings = [(sides[1], functools.partial(reader.encode_pair, *pair, max_tokens=most)) for pair in pairs]
-    made = await run_embedding_job(service, readings, id, endpoint)
-    return [struct.unpack("<f", score)[0] for score in made.vectors], made.tokens
+    result = await run_embedding_job(service, readings, id, endpoint)
+    return [struct.unpack("<f", score)[0] for score in result.vectors], result.tokens
 
 
 async def _similarities(
     service: Service, pairs: Pairs, sides: tuple[str, str], most: int | None, *, id: str, endpoint: Endpoint
 ) -> tuple[list[float], int]:
-    """By their vectors; a text that is in many pairs is computed once for each side that it is on."""
+    """Similarities of embeddings; a text of several pairs is embedded once per side."""
     queries, documents = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
     readings: list[tuple[str, InputReader]] = []
     for side, purpose, texts in zip(sides, ("query", "document"), (queries, documents), strict=True):
@@ -55,10 +55,10 @@ async def _similarities(
             service.engine.reader.encode, prompt=service.engine.reader.prompt(purpose), max_tokens=most
         )
         readings += [(side, functools.partial(read, text)) for text in texts]
-    made = await run_embedding_job(service, readings, id, endpoint)
+    result = await run_embedding_job(service, readings, id, endpoint)
     assert service.embedder is not None, "an embedding model that ranks no pairs makes vectors"
     measure = SIMILARITIES[service.embedder.similarity]
-    return await anyio.to_thread.run_sync(_measure, measure, pairs, queries, documents, made), made.tokens
+    return await anyio.to_thread.run_sync(_measure, measure, pairs, queries, documents, result), result.tokens
 
 
 def _measure(
@@ -66,11 +66,11 @@ def _measure(
     pairs: Pairs,
     queries: Sequence[str],
     documents: Sequence[str],
-    made: EmbeddingResult,
+    result: EmbeddingResult,
 ) -> list[float]:
-    """For a worker thread: many long vectors have millions of numbers."""
-    left = dict(zip(queries, made.vectors[: len(queries)], strict=True))
-    right = dict(zip(documents, made.vectors[len(queries) :], strict=True))
+    """For a worker thread: many vectors have millions of numbers."""
+    left = dict(zip(queries, result.vectors[: len(queries)], strict=True))
+    right = dict(zip(documents, result.vectors[len(queries) :], strict=True))
     return [measure(left[query], right[document]) for query, document in pairs]
 
 
@@ -82,7 +82,7 @@ def _numbers(data: bytes) -> Vector:
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
-# As in sentence-transformers: the larger, the more alike.
+# As in sentence-transformers: larger is more similar.
 SIMILARITIES: dict[Similarity, Callable[[bytes, bytes], float]] = {
     "cosine": lambda left, right: _dot(vector(left), vector(right)),
     "dot": lambda left, right: _dot(_numbers(left), _numbers(right)),

@@ -1,4 +1,4 @@
-"""The input of decisions as one text: messages, calls of tools and what these answered, in order."""
+"""The input of decisions as one text: messages, tool calls and their results, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.schemas.decisions import (
 
 
 def transcript(input: str | Sequence[Item]) -> str:
-    """The text that questions are asked about; ApiError at the output of a tool that nobody called."""
+    """The text for the prompts; ApiError for a tool result without a call."""
     if isinstance(input, str):
         return input
     called: dict[str, str] = {}
@@ -36,7 +36,7 @@ def transcript(input: str | Sequence[Item]) -> str:
 
 
 def text_of(content: str | Sequence[Part]) -> str:
-    """A text, its parts joined."""
+    """The text of a content, with its parts joined."""
     return content if isinstance(content, str) else "\n".join(_written(part) for part in content)
 
 
@@ -47,15 +47,15 @@ def _written(part: Part) -> str:
 
 
 def _arguments(item: DecisionCallItem, at: int) -> str:
-    """What the call says, under the name that its type has for it."""
-    wanted, other = ("arguments", "input") if item.type == "function_call" else ("input", "arguments")
-    said, extra = getattr(item, wanted), getattr(item, other)
-    if said is None or extra is not None:
-        place = f"input[{at}].{wanted if said is None else other}"
-        if said is None:
+    """Arguments or input of a call, by its type."""
+    expected, other = ("arguments", "input") if item.type == "function_call" else ("input", "arguments")
+    value, extra = getattr(item, expected), getattr(item, other)
+    if value is None or extra is not None:
+        place = f"input[{at}].{expected if value is None else other}"
+        if value is None:
             raise missing_parameter(place)
         raise ApiError(UNKNOWN_PARAMETER, f"Unknown parameter: '{place}'.", param=place)
-    return str(said)
+    return str(value)
 
 
 def _tool_name(called: dict[str, str], call_id: str, at: int) -> str:

@@ -125,9 +125,9 @@ def test_fewer_dimensions_and_base64() -> None:
         ({"input": [97] * 17}, "context_length_exceeded", "input", ("16 tokens", "has 17")),
         ({"input": "a", "dimensions": 4}, "invalid_value", "dimensions", ("have 3",)),
         ({"input": "a", "input_type": "poem"}, "invalid_value", "input_type", ("no such prompt",)),
-        ({"input": [97], "input_type": "query"}, "invalid_value", "input_type", ("these are tokens",)),
+        ({"input": [97], "input_type": "query"}, "invalid_value", "input_type", ("not to tokens",)),
         ({"input": "a", "truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens", ("at least 1",)),
-        ({"input": "a", "pooling": "mean"}, "unsupported_parameter", "pooling", ("how it pools",)),
+        ({"input": "a", "pooling": "mean"}, "unsupported_parameter", "pooling", ("its pooling is fixed",)),
         ({"input": "a", "prompt_name": "query"}, "unknown_parameter", "prompt_name", ()),
     ],
 )

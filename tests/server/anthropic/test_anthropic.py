@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's bodies become chat turns, pieces become blocks, and errors have Anthropic's shape."""
+"""/v1/messages: translation of requests, content blocks and events, and Anthropic's error format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object",
 
 
 def says(text: str, **changes: Any) -> FakeEngine:
-    """An engine whose model says this text letter by letter."""
+    """An engine whose model emits this text, one character per delta."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 1, 7)
@@ -39,13 +39,12 @@ def says(text: str, **changes: Any) -> FakeEngine:
 
 
 def post(engine: FakeEngine, path: str = "", **body: Any) -> Answer:
-    """One request for the model `fake`."""
     app = create_app(engine, settings())  # type: ignore[arg-type]
     return ask(app, "POST", PATH + path, json_body={"model": "fake", "messages": HELLO, **body})
 
 
-def told(answer: Answer) -> list[Any]:
-    """The events of a stream; each names its type twice."""
+def stream_events(answer: Answer) -> list[Any]:
+    """The events of a stream; each has its type twice."""
     found = []
     for block in answer.body.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -56,7 +55,7 @@ def told(answer: Answer) -> list[Any]:
 
 
 def accumulated(events: list[Any]) -> list[Any]:
-    """The blocks of a stream, as Anthropic's clients put them together."""
+    """The content blocks of a stream, as Anthropic's client accumulates them."""
     blocks: list[Any] = []
     partial: dict[int, str] = {}
     for event in events:
@@ -81,12 +80,12 @@ def accumulated(events: list[Any]) -> list[Any]:
 
 
 def conversation(engine: FakeEngine) -> list[Any]:
-    """What the last request made of its messages."""
+    """The rendered messages of the last request."""
     return list(engine.tokenizer.rendered[-1]["messages"])
 
 
-def test_a_message_in_one_piece() -> None:
-    """Its block, its end, and its cost: what was in the cache is no part of the input."""
+def test_response_has_every_field() -> None:
+    """Cached tokens are not part of the input tokens."""
     cost = Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1)
     body = post(says("Hello", usage=cost), max_tokens=9).json
 
@@ -103,10 +102,10 @@ def test_a_message_in_one_piece() -> None:
     assert body["id"].startswith("msg_")
 
 
-def test_a_stream_in_its_order() -> None:
+def test_stream_has_anthropics_event_order() -> None:
     """From message_start to message_stop; thinking, text and a call, each with its end."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
-    events = told(post(says(text), max_tokens=9, tools=[TOOL], stream=True))
+    events = stream_events(post(says(text), max_tokens=9, tools=[TOOL], stream=True))
 
     kinds = [event["type"] for event in events]
     assert ["message_start", "ping", "content_block_start"] == kinds[:3]
@@ -120,11 +119,10 @@ def test_a_stream_in_its_order() -> None:
     )
 
 
-def test_a_stream_adds_up_to_the_message() -> None:
-    """Blocks, reason and usage."""
+def test_stream_adds_up_to_the_response() -> None:
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
     asked = {"max_tokens": 9, "tools": [TOOL]}
-    whole, events = post(says(text), **asked).json, told(post(says(text), **asked, stream=True))
+    whole, events = post(says(text), **asked).json, stream_events(post(says(text), **asked, stream=True))
 
     streamed = accumulated(events)
     for block in (*streamed, *whole["content"]):
@@ -135,8 +133,8 @@ def test_a_stream_adds_up_to_the_message() -> None:
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"]
 
 
-def test_what_is_sent_fits_the_published_types() -> None:
-    """Messages, events and errors validate against the shapes in /openapi.json, with nothing left over."""
+def test_responses_match_openapi() -> None:
+    """Messages, events and errors validate against /openapi.json, without extra fields."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
     asked = {"max_tokens": 9, "tools": [TOOL]}
 
@@ -144,7 +142,7 @@ def test_what_is_sent_fits_the_published_types() -> None:
         TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
 
     check(AnsweredMessage, post(says(text), **asked).json)
-    for event in told(post(says(text), **asked, stream=True)):
+    for event in stream_events(post(says(text), **asked, stream=True)):
         check(AnthropicEvent, event)
     check(AnthropicErrorBody, post(says(text)).json)
     check(TokenCount, post(says(text), "/count_tokens").json)
@@ -161,8 +159,8 @@ pieces = st.lists(
 
 
 @given(pieces)
-def test_whatever_is_said_the_blocks_are_those_of_the_events(said: list[Any]) -> None:
-    """In any order, nothing is lost and nothing is told outside of a block."""
+def test_blocks_and_events_agree_for_any_answer(said: list[Any]) -> None:
+    """All deltas are inside of a block, in any order of kinds."""
     flat: list[AnswerDelta] = [piece for each in said for piece in (each if isinstance(each, tuple) else (each,))]
     blocks = ContentBlocks(lambda index: f"call_{index}")
 
@@ -173,8 +171,8 @@ def test_whatever_is_said_the_blocks_are_those_of_the_events(said: list[Any]) ->
     assert "".join(piece.text for piece in flat if isinstance(piece, TextDelta)) == spoken
 
 
-def test_a_conversation_becomes_a_chat() -> None:
-    """System first, results of tools alone, thinking and calls with the message that they belong to."""
+def test_messages_are_translated_to_chat_messages() -> None:
+    """System first, tool results as separate messages, thinking and calls with their message."""
     engine = says("ok")
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "1+1"}]},
@@ -197,19 +195,23 @@ def test_a_conversation_becomes_a_chat() -> None:
     ]
     assert 200 == post(engine, max_tokens=9, system="be", messages=messages, tools=[TOOL]).status
 
-    told = conversation(engine)
+    stream_events = conversation(engine)
     assert [("system", "be"), ("user", "1+1"), ("assistant", "so"), ("tool", "2"), ("user", "go")] == [
-        (each["role"], each["content"]) for each in told[:5]
+        (each["role"], each["content"]) for each in stream_events[:5]
     ]
-    assert ("tool", "Error:\nx", "t2") == (told[5]["role"], told[5]["content"], told[5]["tool_call_id"])
-    assert 6 == len(told)
-    assert "hm" == told[2]["reasoning_content"]
-    assert {"name": "add", "arguments": {"a": 1}} == told[2]["tool_calls"][0]["function"]
-    assert "t1" == told[3]["tool_call_id"]
+    assert ("tool", "Error:\nx", "t2") == (
+        stream_events[5]["role"],
+        stream_events[5]["content"],
+        stream_events[5]["tool_call_id"],
+    )
+    assert 6 == len(stream_events)
+    assert "hm" == stream_events[2]["reasoning_content"]
+    assert {"name": "add", "arguments": {"a": 1}} == stream_events[2]["tool_calls"][0]["function"]
+    assert "t1" == stream_events[3]["tool_call_id"]
 
 
-def test_the_nonce_of_a_client_does_not_spoil_the_cache() -> None:
-    """A system text that differs with every request is left out."""
+def test_billing_header_is_removed_from_the_prompt() -> None:
+    """It differs in every request."""
     engine = says("ok")
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
@@ -220,8 +222,8 @@ def test_the_nonce_of_a_client_does_not_spoil_the_cache() -> None:
     assert [("system", "be"), ("user", "hi")] == [(each["role"], each["content"]) for each in conversation(engine)]
 
 
-def test_marks_for_the_cache_are_breakpoints() -> None:
-    """Wherever they stand in the messages; and whoever sets one reads what was written to the cache."""
+def test_cache_control_sets_breakpoints() -> None:
+    """Anywhere in the messages; usage then includes cache writes."""
     engine = says("ok", usage=Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1))
     kept = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     usage = post(
@@ -239,8 +241,7 @@ def test_marks_for_the_cache_are_breakpoints() -> None:
     )
 
 
-def test_wishes_reach_the_model() -> None:
-    """The same as in chats, under the names of Anthropic."""
+def test_parameters_reach_the_engine() -> None:
     engine = says("ok")
     answer = post(
         engine,
@@ -273,8 +274,8 @@ def test_wishes_reach_the_model() -> None:
     assert (True, "high") == (arguments["enable_thinking"], arguments["reasoning_effort"])
 
 
-def test_thinking_can_be_switched_off_or_kept_back() -> None:
-    """Off in the template; omitted, it is thought and not told."""
+def test_thinking_can_be_disabled_or_omitted() -> None:
+    """Disabled in the template; with display "omitted" it is generated and not returned."""
     engine = says("<think>\nhm\n</think>\n\nyes")
     assert 200 == post(engine, max_tokens=9, thinking={"type": "disabled"}).status
     assert engine.tokenizer.rendered[-1]["arguments"]["enable_thinking"] is False
@@ -284,8 +285,7 @@ def test_thinking_can_be_switched_off_or_kept_back() -> None:
     assert ["text"] == [block["type"] for block in content]
 
 
-def test_the_last_message_of_the_assistant_is_gone_on_with() -> None:
-    """What Anthropic calls prefilling."""
+def test_assistant_prefill_is_continued() -> None:
     engine = says("ok")
     messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert 200 == post(engine, max_tokens=9, messages=messages).status
@@ -303,17 +303,17 @@ def test_the_last_message_of_the_assistant_is_gone_on_with() -> None:
     ],
     ids=str,
 )
-def test_why_it_stopped(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
-    """In one piece and streamed."""
+def test_stop_reasons(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
+    """Streamed or not."""
     body = post(says("a", **changes), max_tokens=9).json
-    delta = told(post(says("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
+    delta = stream_events(post(says("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
 
     assert (reason, sequence) == (body["stop_reason"], body["stop_sequence"])
     assert {"stop_reason": reason, "stop_sequence": sequence} == delta
 
 
-def test_more_than_the_context_is_what_it_leaves() -> None:
-    """The field is required, and clients ask for far more than small models hold."""
+def test_max_tokens_is_limited_to_the_context() -> None:
+    """The field is required, and clients request far more than small models support."""
     engine = says("a")
     assert 200 == post(engine, max_tokens=32000).status
 
@@ -330,16 +330,15 @@ def test_more_than_the_context_is_what_it_leaves() -> None:
         ('{"a": {"b": 1}', {"a": {"b": 1}}),
     ],
 )
-def test_of_a_call_that_is_cut_stays_what_is_whole(arguments: str, read: Any) -> None:
-    """As the client's reader has it, which keeps of a stream the members that are whole."""
+def test_truncated_call_keeps_complete_members(arguments: str, read: Any) -> None:
+    """As Anthropic's client parses a truncated stream."""
     text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
     body = post(says(text, reason="length"), max_tokens=9, tools=[TOOL]).json
 
     assert ("max_tokens", read) == (body["stop_reason"], body["content"][0]["input"])
 
 
-def test_a_number_past_the_largest_is_the_largest() -> None:
-    """JSON has such numbers, models may write them, and no answer breaks for one."""
+def test_number_overflow_is_the_largest_float() -> None:
     text = CALL.replace('{"a": 1}', '{"a": [1e999, -1e999]}')
 
     (block,) = post(says(text), max_tokens=9, tools=[TOOL]).json["content"]
@@ -348,7 +347,7 @@ def test_a_number_past_the_largest_is_the_largest() -> None:
 
 
 def test_tokens_are_counted() -> None:
-    """Those of the prompt that the same message would have."""
+    """Those of the prompt of the same messages."""
     assert {"input_tokens": len("be\nhi\n")} == post(says(""), "/count_tokens", system="be").json
 
 
@@ -368,8 +367,8 @@ def test_tokens_are_counted() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_errors_have_anthropics_shape(body: dict[str, Any], words: str, stream: bool) -> None:
-    """With the name that the client used, and before a stream begins."""
+def test_errors_have_anthropics_format(body: dict[str, Any], words: str, stream: bool) -> None:
+    """With Anthropic's field names, before a stream begins."""
     answer = post(says("a"), **body, stream=stream)
 
     assert 400 <= answer.status < 500
@@ -378,10 +377,9 @@ def test_errors_have_anthropics_shape(body: dict[str, Any], words: str, stream: 
     assert words in answer.json["error"]["message"]
 
 
-def test_a_fault_in_a_stream_is_its_last_event() -> None:
-    """Of the type error, in Anthropic's shape."""
+def test_error_in_a_stream_is_its_last_event() -> None:
     engine = FakeEngine(lambda request: [Started(1, 0, 0), Delta("Hel", (1,)), Failed("broken")])
-    last = told(post(engine, max_tokens=9, stream=True))[-1]
+    last = stream_events(post(engine, max_tokens=9, stream=True))[-1]
 
     assert ("error", "api_error") == (last["type"], last["error"]["type"])
     assert "broken" in last["error"]["message"]

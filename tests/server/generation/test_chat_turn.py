@@ -1,4 +1,4 @@
-"""Streamed and whole are one answer, whatever the model writes and however its text is cut."""
+"""Streamed and non-streamed answers agree, for any answer and any chunking."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ cuts = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
 def says(text: str, sizes: list[int], reason: str) -> Callable[[Request], list[Event]]:
-    """The script of a model that says `text` in deltas of these sizes, over and over."""
+    """Script of a model that emits `text` in deltas of these sizes, repeated."""
 
     def script(request: Request) -> list[Event]:
         pieces: list[str] = []
@@ -60,7 +60,7 @@ def bench() -> tuple[FakeEngine, Any]:
 
 
 def gathered(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """What the official client makes of the chunks of one choice: texts are joined, calls by their index."""
+    """One choice as the official client collects it from chunks: texts are concatenated, calls by index."""
     choice: dict[str, Any] = {"calls": {}, "content": "", "reasoning_content": "", "reasoning": "", "role": ""}
     choice.update(logprobs=[], token_ids=[], finish_reason=[], ids=[])
     for part in (part for event in events for part in event["choices"] if part["index"] == index):
@@ -80,10 +80,10 @@ def gathered(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(text=texts, whole_cuts=cuts, stream_cuts=cuts, reason=st.sampled_from(["stop", "length"]))
-def test_the_chunks_of_a_stream_are_the_answer_in_one_piece(
+def test_stream_adds_up_to_the_response(
     bench: tuple[FakeEngine, Any], text: str, whole_cuts: list[int], stream_cuts: list[int], reason: str
 ) -> None:
-    """Text, reasoning, calls and the reason are equal, cut however; logprobs and tokens too when cut alike."""
+    """Text, reasoning, calls and finish reason for any chunking; log-probabilities for the same chunking."""
     engine, app = bench
     engine.script = says(text, whole_cuts, reason)
     whole = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]
@@ -107,10 +107,8 @@ def test_the_chunks_of_a_stream_are_the_answer_in_one_piece(
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(text=texts, sizes=cuts)
-def test_content_is_null_only_where_there_are_calls_alone(
-    bench: tuple[FakeEngine, Any], text: str, sizes: list[int]
-) -> None:
-    """An answer with calls ended for them, and every call's arguments are JSON."""
+def test_content_is_null_only_with_tool_calls(bench: tuple[FakeEngine, Any], text: str, sizes: list[int]) -> None:
+    """The finish reason is "tool_calls" exactly if there are calls."""
     engine, app = bench
     engine.script = says(text, sizes, "stop")
 
@@ -122,8 +120,8 @@ def test_content_is_null_only_where_there_are_calls_alone(
     assert len(calls) == len({call["id"] for call in calls})
 
 
-def test_reasoning_tokens_are_those_of_the_reasoning_and_its_marker(bench: tuple[FakeEngine, Any]) -> None:
-    """They count inside the completion; a delta of both is shared out by letters."""
+def test_reasoning_tokens_include_the_marker(bench: tuple[FakeEngine, Any]) -> None:
+    """They are part of the completion tokens; mixed deltas are divided by characters."""
     engine, app = bench
     engine.script = lambda request: [
         Delta("<think>", (1,)),
@@ -150,8 +148,8 @@ def test_reasoning_tokens_are_those_of_the_reasoning_and_its_marker(bench: tuple
         assert 8 == body["usage"]["completion_tokens"]
 
 
-def test_reasoning_is_left_out_where_it_is_not_wanted(bench: tuple[FakeEngine, Any]) -> None:
-    """include_reasoning false shows the answer alone, and counts the rest as before."""
+def test_include_reasoning_false_omits_reasoning(bench: tuple[FakeEngine, Any]) -> None:
+    """Usage is unchanged."""
     engine, app = bench
     engine.script = says("<think>abc</think>ok", [4], "stop")
 
@@ -164,8 +162,8 @@ def test_reasoning_is_left_out_where_it_is_not_wanted(bench: tuple[FakeEngine, A
     assert shown["usage"] == hidden["usage"]
 
 
-def test_reasoning_that_the_template_opened_is_reasoning(bench: tuple[FakeEngine, Any]) -> None:
-    """What the template wrote behind the last message is where the answer goes on."""
+def test_reasoning_opened_by_the_template(bench: tuple[FakeEngine, Any]) -> None:
+    """The answer continues the generation prompt."""
     engine = FakeEngine(says("abc</think>ok", [3], "stop"), tokenizer=FakeTokenizer(HERMES, opened="<think>\n"))
 
     app = create_app(engine, settings())  # type: ignore[arg-type]
@@ -174,10 +172,10 @@ def test_reasoning_that_the_template_opened_is_reasoning(bench: tuple[FakeEngine
     assert ("abc", "ok") == (message["reasoning_content"], message["content"])
 
 
-def test_a_budget_that_nobody_could_keep_is_refused() -> None:
-    """Where reasoning does not begin with one token, its length is known only if the template has begun it."""
+def test_budget_without_start_token_is_refused() -> None:
+    """If the opening marker is not one token, the budget is enforceable only if the template opens the reasoning."""
     tokenizer = FakeTokenizer(HERMES)
-    tokenizer.dialect = detect_chat_format(HERMES, Vocabulary({}, frozenset(), tokenizer.encode))
+    tokenizer.chat_format = detect_chat_format(HERMES, Vocabulary({}, frozenset(), tokenizer.encode))
     app = create_app(FakeEngine(tokenizer=tokenizer), settings())  # type: ignore[arg-type]
     body = {**BODY, "thinking_token_budget": 5}
 

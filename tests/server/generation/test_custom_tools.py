@@ -1,4 +1,4 @@
-"""Custom tools on the wire: what is offered and chosen, what comes back, and what becomes of the history."""
+"""Custom tools on the wire: definitions, choice, calls and history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRAMMAR = {"syntax": "lark", "definition": 'start: "a" LF\n%import common.LF'}
 
 
 def engine() -> FakeEngine:
-    """It calls the tool `run`, a letter at a time."""
+    """The model calls the tool `run`, one character per delta."""
 
     def script(request: Request) -> list[Event]:
         return [*(Delta(letter, (at,)) for at, letter in enumerate(CALL)), finished(request)]
@@ -38,8 +38,8 @@ def post(path: str, made: FakeEngine | None = None, **fields: Any) -> Answer:
     return answer
 
 
-def test_a_call_holds_the_text_itself() -> None:
-    """As openai's types have it, streamed and whole."""
+def test_custom_call_has_its_input_as_text() -> None:
+    """Streamed or not, valid for the types of the openai package."""
     whole = ChatCompletion.model_validate(post(CHAT, messages=MESSAGES, tools=[RUN, LOOK]).json).choices[0]
     events = post(CHAT, messages=MESSAGES, tools=[RUN], stream=True).events[:-1]
 
@@ -52,8 +52,8 @@ def test_a_call_holds_the_text_itself() -> None:
     assert all({"index", "custom"} == delta.keys() for delta in deltas[1:])
 
 
-def test_a_response_tells_a_call_as_an_item_of_its_own() -> None:
-    """Its events add up to it."""
+def test_response_has_a_custom_tool_call_item() -> None:
+    """Streamed deltas add up to the item."""
     tool = {"type": "custom", "name": "run", "format": {"type": "grammar", **GRAMMAR}}
     whole = Response.model_validate(post(RESPONSES, input="hi", tools=[tool]).json)
     events = post(RESPONSES, input="hi", tools=[tool], stream=True).body.decode().split("\n\n")
@@ -68,8 +68,8 @@ def test_a_response_tells_a_call_as_an_item_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("syntax", ["lark", "regex"])
-def test_a_format_binds_the_text(syntax: str) -> None:
-    """The grammar of the answer holds it, and the model is shown it."""
+def test_input_format_is_part_of_the_grammar(syntax: str) -> None:
+    """It is also rendered for the model."""
     made = engine()
     asked = {"type": "grammar", "grammar": {"syntax": syntax, "definition": GRAMMAR["definition"]}}
     post(CHAT, made, messages=MESSAGES, tools=[{"type": "custom", "custom": {"name": "run", "format": asked}}])
@@ -91,7 +91,7 @@ def test_a_format_binds_the_text(syntax: str) -> None:
     ],
 )
 def test_a_custom_tool_can_be_chosen(choice: dict[str, Any]) -> None:
-    """By its name and kind, alone or among those that are allowed."""
+    """Alone or among the allowed tools."""
     made = engine()
     post(CHAT, made, messages=MESSAGES, tools=[RUN, LOOK], tool_choice=choice)
 
@@ -101,8 +101,7 @@ def test_a_custom_tool_can_be_chosen(choice: dict[str, Any]) -> None:
     assert "look" not in grammar.source
 
 
-def test_a_function_is_no_custom_tool() -> None:
-    """A choice names both: the kind and the name."""
+def test_tool_choice_distinguishes_functions_and_custom_tools() -> None:
     app = create_app(engine(), settings())  # type: ignore[arg-type]
     choice = {"type": "custom", "custom": {"name": "look"}}
     answer = ask(app, "POST", CHAT, json_body={"messages": MESSAGES, "tools": [RUN, LOOK], "tool_choice": choice})
@@ -114,8 +113,8 @@ def test_a_function_is_no_custom_tool() -> None:
     assert (400, "tool_choice.name") == (response.status, response.json["error"]["param"])
 
 
-def test_calls_of_the_history_reach_the_template() -> None:
-    """As calls of a function with one argument, in both APIs; what came back is a message of the tool."""
+def test_custom_calls_of_the_history_are_rendered() -> None:
+    """As calls of a function with one argument, in both APIs; the result is a tool message."""
     chat, response = engine(), engine()
     call = {"id": "c1", "type": "custom", "custom": {"name": "run", "input": INPUT}}
     post(
@@ -143,8 +142,8 @@ def test_calls_of_the_history_reach_the_template() -> None:
     assert chat.tokenizer.rendered[0]["messages"] == response.tokenizer.rendered[0]["messages"]
 
 
-def test_a_grammar_that_cannot_be_followed_is_named() -> None:
-    """By its place, in the words of the API that was asked."""
+def test_unsupported_input_grammar_is_named() -> None:
+    """By its path in the API of the request."""
     app = create_app(engine(), settings())  # type: ignore[arg-type]
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: %json {"type": "object"}'}
     tools = [{"type": "custom", "name": "other"}, {"type": "custom", "name": "run", "format": grammar}]

@@ -1,7 +1,7 @@
-"""Every parameter changes what it should: a row each, told by a request without it and one with it.
+"""Every parameter has its effect: one row each, tested by a request with it and one without.
 
-What a row looks at is the engine's request or the answer: a path such as `request.sampling.top_k` or
-`answer.choices.0.index`; `rendered` is what the template got, `events` are those of a stream.
+A row looks at the engine's request or the response by a path such as `request.sampling.top_k` or
+`answer.choices.0.index`; `rendered` are the arguments of the template, `events` are those of a stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 
 @dataclass(frozen=True)
 class Row:
-    """`name` set to `value`, in a body that has `base` besides: `look` then finds `expected`, and did not before."""
+    """`name` is set to `value` in a body with `base`: then `look` finds `expected`, and something else without it."""
 
     name: str
     value: Any
@@ -61,7 +61,7 @@ BOTH = [
     Row("dry_multiplier", 0.8, "request.sampling.dry", Dry(0.8, 1.75, 2, -1, (10, 58, 34, 42))),
     Row("dry_base", 2, "request.sampling.dry.base", 2, {"dry_multiplier": 1}),
     Row("dry_allowed_length", 3, "request.sampling.dry.allowed_length", 3, {"dry_multiplier": 1}),
-    Row("dry_penalty_last_n", 9, "request.sampling.dry.last", 9, {"dry_multiplier": 1}),
+    Row("dry_penalty_last_n", 9, "request.sampling.dry.lookback", 9, {"dry_multiplier": 1}),
     Row("dry_sequence_breakers", ["b", "xb"], "request.sampling.dry.breakers", (98,), {"dry_multiplier": 1}),
     Row("xtc_probability", 0.5, "request.sampling.xtc", Xtc(0.5, 0.1)),
     Row("xtc_threshold", 0.2, "request.sampling.xtc.threshold", 0.2, {"xtc_probability": 1}),
@@ -80,7 +80,7 @@ BOTH = [
     Row("request_id", "r.1", "named", True),
     Row("ignore_eos", True, "request.ignore_eos", True),
     Row("include_stop_str_in_output", True, "said", "Hello worldEND", {"stop": "END"}),
-    Row("skip_special_tokens", False, "request.special", True),
+    Row("skip_special_tokens", False, "request.include_special_tokens", True),
     Row("response_format", {"type": "json_object"}, "followed", True),
     Row("structured_outputs", {"choice": ["a", "b"]}, "followed", True),
     Row("guided_json", SCHEMA, "followed", True),
@@ -127,7 +127,7 @@ CHATS = [
     Row("logprobs", True, "answer.choices.0.logprobs.content.0.token", "Hello"),
     Row("top_logprobs", 2, "request.logprobs", 2, {"logprobs": True}),
     Row("return_cache_diagnostics", True, "answer.prompt_cache_diagnostics.reason", "unknown"),
-    Row("logprob_token_ids", [7], "request.labels", (7,), {"logprobs": True}),
+    Row("logprob_token_ids", [7], "request.label_tokens", (7,), {"logprobs": True}),
     Row(
         "return_tokens_as_token_ids",
         True,
@@ -162,17 +162,17 @@ TEXTS = [
     *BOTH,
     Row("prompt", "x", "request.prompt", (120,)),
     Row("logprobs", 1, "request.logprobs", 1),
-    Row("logprob_token_ids", [7], "request.labels", (7,), {"logprobs": 0}),
+    Row("logprob_token_ids", [7], "request.label_tokens", (7,), {"logprobs": 0}),
     Row("return_tokens_as_token_ids", True, "answer.choices.0.logprobs.tokens.1", "token_id:1", {"logprobs": 0}),
     Row("echo", True, "said", "hiHello world"),
     Row("best_of", 2, "requests", 2),
 ]
-# What is told here by another test than a row, and which.
+# Parameters with a test of their own.
 ELSEWHERE = {"include_reasoning": "test_reasoning_is_left_out_where_it_is_not_wanted"}
 
 
 def script(request: Request) -> list[Event]:
-    """Three words, ended by a stop where the request has one, behind what it wants to know of its prompt."""
+    """Three words, ended by a stop string if the request has one, after scores of the prompt if requested."""
     entries = [
         () if request.logprobs is None else (entry(at, text, request.logprobs),) for at, text in enumerate(WORDS)
     ]
@@ -191,13 +191,13 @@ WORDS = ("Hello", " wor", "ld")
 
 @dataclass(frozen=True)
 class Bench:
-    """One server for all rows: what is sent to it, and what comes of it."""
+    """One server for all rows."""
 
     engine: FakeEngine
     app: Any
 
     def observe(self, path: str, fields: dict[str, Any], look: str) -> Any:
-        """What `look` finds when the fields are sent; None where it finds nothing."""
+        """The value at `look` for a request with `fields`; None: there is none."""
         self.engine.requests.clear()
         self.engine.tokenizer.rendered.clear()
         answer = ask(self.app, "POST", path, json_body={**BODIES[path], **fields})
@@ -212,7 +212,7 @@ def bench() -> Bench:
 
 
 def find(look: str, answer: Answer, requests: Sequence[Request], rendered: dict[str, Any]) -> Any:
-    """What a row looks at."""
+    """The value at `look`."""
     request = requests[0]
     match look.split(".", 1):
         case ["request", rest]:
@@ -244,7 +244,7 @@ def piece(event: Any) -> str:
 
 
 def walk(value: Any, path: str) -> Any:
-    """Down a path of attributes, keys and places."""
+    """The value at a path of attributes, keys and indices."""
     for step in path.split("."):
         if isinstance(value, dict):
             value = value.get(step)
@@ -264,8 +264,7 @@ def rows(path: str) -> Sequence[Row]:
     [(path, row) for path in (CHAT, TEXT) for row in rows(path) if row.name not in ELSEWHERE],
     ids=lambda value: value.name if isinstance(value, Row) else value.rsplit("/", 2)[-2],
 )
-def test_a_parameter_changes_what_it_should(bench: Bench, path: str, row: Row) -> None:
-    """With it, what is looked at is as expected; without it, something else."""
+def test_parameter_has_its_effect(bench: Bench, path: str, row: Row) -> None:
     before = bench.observe(path, row.base, row.look)
     after = bench.observe(path, {**row.base, row.name: row.value}, row.look)
 
@@ -275,8 +274,7 @@ def test_a_parameter_changes_what_it_should(bench: Bench, path: str, row: Row) -
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", policy.NOTED)
-def test_what_is_noted_changes_nothing(bench: Bench, path: str, name: str) -> None:
-    """The engine's request and the answer are what they are without it."""
+def test_noted_parameters_change_nothing(bench: Bench, path: str, name: str) -> None:
     for look in ("request.prompt", "request.sampling", "request.salt", "request.tier", "answer.choices"):
         assert bench.observe(path, {}, look) == bench.observe(path, {name: "x"}, look)
 
@@ -287,15 +285,15 @@ def fields(shape: Any) -> set[str]:
 
 @pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
 def test_every_field_has_a_row(path: str, shape: Any) -> None:
-    """No field is accepted that no row, and no word in the policy, tells of."""
+    """Every accepted field has a row or is listed in the policy."""
     assert fields(shape) == {row.name for row in rows(path)} | set(policy.NOTED)
 
 
 @pytest.mark.parametrize(
     ("module", "shape"), [(openai_chat, ChatRequest), (openai_completions, CompletionRequest)], ids=["chat", "text"]
 )
-def test_every_parameter_of_openai_is_honoured_or_refused_by_name(module: Any, shape: Any) -> None:
-    """The installed package has no parameter that this server does not know."""
+def test_every_openai_parameter_is_supported_or_refused(module: Any, shape: Any) -> None:
+    """The installed openai package has no unknown parameter."""
     theirs = {*module.CompletionCreateParamsBase.__annotations__, "stream"}
 
     assert set() == theirs - fields(shape) - set(shape.documented)

@@ -1,4 +1,4 @@
-"""Structured output on the wire: each way to ask for it, what the grammar is made of, and what is refused."""
+"""Structured output: all parameters for a constraint, the grammar, and errors."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def named(schema: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
         ({"ebnf": "x"}, "grammar", "x"),
     ],
 )
-def test_every_name_for_a_structure_means_one_thing(fields: dict[str, Any], kind: str, source: str) -> None:
-    """OpenAI's, vLLM's, SGLang's and llama.cpp's."""
+def test_all_parameters_yield_the_same_constraint(fields: dict[str, Any], kind: str, source: str) -> None:
+    """Those of OpenAI, vLLM, SGLang and llama.cpp."""
     found = structure(ChatRequest.model_validate({**BODIES[CHAT], **fields}))
 
     assert found is not None
@@ -71,13 +71,11 @@ def test_every_name_for_a_structure_means_one_thing(fields: dict[str, Any], kind
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}])
-def test_no_structure_is_none(fields: dict[str, Any]) -> None:
-    """Text is no structure."""
+def test_text_format_is_no_constraint(fields: dict[str, Any]) -> None:
     assert structure(ChatRequest.model_validate({**BODIES[CHAT], **fields})) is None
 
 
 def test_choices_are_kept_in_order() -> None:
-    """As many as there are, as they were written."""
     for fields in ({"guided_choice": ["b", "a"]}, {"structured_outputs": {"choice": ["b", "a"]}}):
         found = structure(ChatRequest.model_validate({**BODIES[CHAT], **fields}))
 
@@ -85,8 +83,8 @@ def test_choices_are_kept_in_order() -> None:
         assert ("choices", ("b", "a")) == (found[1].kind, found[1].choices)
 
 
-def test_a_chat_may_think_first_and_a_text_may_not(app: Any, engine: FakeEngine) -> None:
-    """The grammar covers all that is said: in a chat the reasoning too, which a bare prompt has none of."""
+def test_grammar_of_a_chat_allows_reasoning(app: Any, engine: FakeEngine) -> None:
+    """A completion has no reasoning."""
     for path in (CHAT, TEXT):
         assert 200 == post(app, path, {"guided_regex": "a+"}).status
 
@@ -97,13 +95,13 @@ def test_a_chat_may_think_first_and_a_text_may_not(app: Any, engine: FakeEngine)
 
 
 @both
-def test_a_schema_that_is_not_strict_is_followed_in_part(app: Any, engine: FakeEngine, path: str) -> None:
-    """What cannot be kept of it is told; whatever can be kept is kept without a word."""
+def test_schema_without_strict_is_enforced_in_part(app: Any, engine: FakeEngine, path: str) -> None:
+    """With a warning for the rest; without a warning if all of it is enforced."""
     partly = post(app, path, {"response_format": named({"type": "object", "xunreadable": 1}, strict=False)})
     whole = post(app, path, {"response_format": named(SCHEMA, strict=False)})
 
     assert (200, 200) == (partly.status, whole.status)
-    assert "'response_format.json_schema.schema' is followed in part" in partly.json["warnings"][0]
+    assert "'response_format.json_schema.schema' is enforced only in part" in partly.json["warnings"][0]
     assert "warnings" not in whole.json
     assert all(request.grammar is not None for request in engine.requests[-2:])
     assert ["lenient" in str(request.grammar) for request in engine.requests[-2:]] == [True, False]
@@ -130,27 +128,27 @@ def test_a_schema_that_is_not_strict_is_followed_in_part(app: Any, engine: FakeE
             "unimplemented keyword 'unreadable'",
         ),
         ({"guided_json": UNREADABLE}, "guided_json", "invalid_value", "unimplemented keyword 'unreadable'"),
-        ({"guided_json": "{"}, "guided_json", "invalid_value", "no strict JSON: Expecting property name"),
+        ({"guided_json": "{"}, "guided_json", "invalid_value", "not strict JSON: Expecting property name"),
         ({"guided_json": '{"type": "a", "type": "b"}'}, "guided_json", "invalid_value", "'type' is there twice"),
-        ({"guided_json": "[]"}, "guided_json", "invalid_value", "no JSON object"),
+        ({"guided_json": "[]"}, "guided_json", "invalid_value", "not a JSON object"),
         ({"guided_choice": []}, "guided_choice", "invalid_value", "at least 1"),
         ({"regex": ""}, "regex", "invalid_value", "at least 1"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "unknown_parameter", ""),
-        ({"regex": "a", "grammar": "b"}, "grammar", "invalid_value", "there is 'regex' already"),
+        ({"regex": "a", "grammar": "b"}, "grammar", "invalid_value", "'regex' is set"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "structured_outputs.regex",
             "invalid_value",
-            "there is 'response_format' already",
+            "'response_format' is set",
         ),
         ({"structural_tag": "x"}, "structural_tag", "unsupported_parameter", ""),
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_cannot_be_followed_is_named(
+def test_invalid_constraint_is_named(
     app: Any, path: str, fields: dict[str, Any], param: str, code: str, words: str
 ) -> None:
-    """A 400 by the field that asked, with what its grammar or schema lacks."""
+    """400 with the field and the unsupported keyword or syntax error."""
     answer = post(app, path, fields)
 
     error = answer.json["error"]
@@ -158,8 +156,8 @@ def test_what_cannot_be_followed_is_named(
     assert words in error["message"]
 
 
-def test_what_is_too_costly_is_tried_once(app: Any, engine: FakeEngine) -> None:
-    """It is refused, strict or not: to look for the part that can be kept would take as long again."""
+def test_costly_grammar_is_compiled_once(app: Any, engine: FakeEngine) -> None:
+    """It is refused, strict or not: a reduced schema would take as long."""
     tried = len(engine.grammars.compiled)
     answer = post(app, CHAT, {"response_format": named({"type": "object", "endless": 1}, strict=False)})
 
@@ -168,8 +166,8 @@ def test_what_is_too_costly_is_tried_once(app: Any, engine: FakeEngine) -> None:
     assert 1 == len(engine.grammars.compiled) - tried
 
 
-def test_grammars_leave_threads_to_others(app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait for theirs, another request finds a worker thread."""
+def test_compilation_leaves_worker_threads_free(app: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests find a worker thread while many grammars are compiled."""
     released = threading.Event()
     monkeypatch.setattr(engine.grammars, "compile", lambda grammar: released.wait(60) and None)
 

@@ -1,4 +1,4 @@
-"""What becomes of wishes that the model has no part for: accepted, with a warning where the answer has room for one."""
+"""Parameters without effect for a model are accepted, with a warning if the response format has a field for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": TALK, "model": "fake"},
     "/api/generate": {"prompt": "hi", "model": "fake"},
 }
-# No reasoning; reasoning whatever it is told; reasoning with a switch.
+# No reasoning; reasoning without a switch.
 PLAIN, ALWAYS = "", "<think></think>"
 
 
@@ -42,10 +42,10 @@ def post(path: str, template: str = PLAIN, **fields: Any) -> Answer:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_efforts_and_budgets_that_no_template_reads_are_accepted(
+def test_ignored_reasoning_parameters_are_accepted_with_warnings(
     template: str, fields: dict[str, Any], warned: list[str], stream: bool
 ) -> None:
-    """What is met anyway without a word, the rest with a warning: clients send them whatever the model."""
+    """No warning if the model behaves as requested anyway."""
     answer = post(CHAT, template, stream=stream, **fields)
 
     assert 200 == answer.status
@@ -53,8 +53,8 @@ def test_efforts_and_budgets_that_no_template_reads_are_accepted(
     assert [True] * len(warned) == [name in warning for name, warning in zip(warned, told, strict=True)]
 
 
-def test_the_other_apis_accept_them_too() -> None:
-    """Responses warn; Anthropic's and Ollama's answers have no place for it."""
+def test_other_apis_accept_ignored_parameters() -> None:
+    """Responses have warnings; Anthropic's and Ollama's formats have no field for them."""
     told = [post(RESPONSES, reasoning={"effort": effort}).json.get("warnings", []) for effort in ("none", "high")]
 
     assert [0, 1] == [len(warnings) for warnings in told]
@@ -66,8 +66,8 @@ def test_the_other_apis_accept_them_too() -> None:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 @pytest.mark.parametrize("think", [True, "high"])
-def test_ollama_refuses_to_think_where_nothing_is_reasoned(path: str, think: object) -> None:
-    """As Ollama does, by the ability that /api/show lists."""
+def test_ollama_refuses_think_without_reasoning(path: str, think: object) -> None:
+    """As Ollama does, by the capabilities in /api/show."""
     refused, taken = post(path, think=think), post(path, HERMES, think=think)
 
     assert (400, 200) == (refused.status, taken.status)

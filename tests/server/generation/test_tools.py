@@ -1,4 +1,4 @@
-"""Tools on the wire: what is offered, what may be chosen, what comes back, and what is refused."""
+"""Tools on the wire: definitions, choice, calls and errors."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def chat(engine: FakeEngine | None = None, **fields: Any) -> Answer:
 
 @functools.cache
 def caller() -> Any:
-    """A server whose model calls a tool, whatever it is asked."""
+    """A server with a model that always calls a tool."""
     return create_app(FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES)), settings())  # type: ignore[arg-type]
 
 
 def sent(**fields: Any) -> tuple[Request, dict[str, Any]]:
-    """The engine's request, and what the template got."""
+    """The engine's request and the arguments of the template."""
     engine = FakeEngine(tokenizer=FakeTokenizer(HERMES))
     answer = chat(engine, **fields)
     assert answer.status == 200, answer.body
     return engine.requests[0], engine.tokenizer.rendered[0]
 
 
-def test_a_call_is_answered_in_openais_shape() -> None:
-    """Content is null, the arguments are JSON text, the reason is the call."""
+def test_call_has_openais_format() -> None:
+    """Content is null, arguments are JSON text, finish reason "tool_calls"."""
     choice = chat(tools=TOOLS).json["choices"][0]
 
     (call,) = choice["message"].pop("tool_calls")
@@ -58,8 +58,8 @@ def test_a_call_is_answered_in_openais_shape() -> None:
     assert "tool_calls" == choice["finish_reason"]
 
 
-def test_a_streamed_call_opens_once_and_then_grows() -> None:
-    """Index, id, type and name come with empty arguments; after that only index and arguments."""
+def test_streamed_call_has_id_and_name_once() -> None:
+    """Later chunks have only index and arguments."""
     events = chat(tools=TOOLS, stream=True).events[:-1]
 
     deltas = [call for event in events for choice in event["choices"] for call in choice["delta"].get("tool_calls", ())]
@@ -77,8 +77,8 @@ def test_a_streamed_call_opens_once_and_then_grows() -> None:
 
 
 @pytest.mark.parametrize("cut", [len("<tool_call>"), CALL.index("look") + 2, CALL.index('"at"')])
-def test_a_call_that_is_cut_leaves_no_markers(cut: int) -> None:
-    """Streamed and whole: the text before it, the call if its name is known, and the reason that tokens ran out."""
+def test_truncated_call_leaves_no_markers(cut: int) -> None:
+    """Streamed or not: the text before it, the call if its name is complete, finish reason "length"."""
     engine = FakeEngine(says("I see.\n" + CALL[:cut], "length"), tokenizer=FakeTokenizer(HERMES))
     (choice,) = chat(engine, tools=TOOLS).json["choices"]
     deltas = [event["choices"][0] for event in chat(engine, tools=TOOLS, stream=True).events[:-1]]
@@ -90,8 +90,8 @@ def test_a_call_that_is_cut_leaves_no_markers(cut: int) -> None:
     assert "length" == deltas[-1]["finish_reason"]
 
 
-def test_functions_are_answered_in_their_own_shape() -> None:
-    """The older API has one function_call and a reason of that name, streamed and whole."""
+def test_functions_are_answered_by_function_call() -> None:
+    """With a finish reason of that name, streamed or not."""
     whole = chat(functions=[LOOK]).json["choices"][0]
     events = chat(functions=[LOOK], stream=True).events[:-1]
 
@@ -106,15 +106,15 @@ def test_functions_are_answered_in_their_own_shape() -> None:
     assert "function_call" == events[-1]["choices"][0]["finish_reason"]
 
 
-def test_without_tools_a_call_is_text() -> None:
-    """So is one that tool_choice "none" forbids, and the model is not shown the tools then."""
+def test_without_tools_calls_are_text() -> None:
+    """Also with tool_choice "none"; then the tools are not rendered."""
     assert CALL == chat().json["choices"][0]["message"]["content"]
     assert CALL == chat(tools=TOOLS, tool_choice="none").json["choices"][0]["message"]["content"]
     assert () == sent(tools=TOOLS, tool_choice="none")[1]["tools"]
 
 
 def test_tools_reach_the_template_and_the_grammar() -> None:
-    """The template gets all of them; a choice, a single call and strictness bind the text."""
+    """All tools are rendered; tool choice, parallel_tool_calls and strict constrain the answer."""
     free, rendered = sent(tools=TOOLS)
 
     assert free.grammar is None
@@ -131,8 +131,8 @@ def test_tools_reach_the_template_and_the_grammar() -> None:
         assert sent(**bound)[0].grammar is not None
 
 
-def test_a_function_without_parameters_takes_none() -> None:
-    """As at OpenAI; an empty schema is one that allows any."""
+def test_function_without_parameters_takes_none() -> None:
+    """As in OpenAI's API; an empty schema allows any."""
     empty = {"type": "function", "function": {"name": "ask", "parameters": {}}}
     listen, ask_ = sent(tools=[TOOLS[1], empty])[1]["tools"]
 
@@ -140,8 +140,8 @@ def test_a_function_without_parameters_takes_none() -> None:
     assert {"type": "object", "properties": {}} == json.loads(ask_.parameters)
 
 
-def test_a_named_tool_is_the_only_one() -> None:
-    """The grammar of a named choice names that tool and no other, in both APIs."""
+def test_named_tool_is_the_only_one_in_the_grammar() -> None:
+    """In both APIs."""
     named, rendered = sent(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "listen"}})
     older, _ = sent(functions=[LOOK, {"name": "listen"}], function_call={"name": "listen"})
 
@@ -152,8 +152,8 @@ def test_a_named_tool_is_the_only_one() -> None:
     assert 2 == len(rendered["tools"])
 
 
-def test_history_with_calls_reaches_the_template() -> None:
-    """Calls come with parsed arguments; functions become tools, whose answers find their call."""
+def test_calls_of_the_history_are_rendered() -> None:
+    """With parsed arguments; functions become tools, and their results get the id of the call."""
     _, rendered = sent(
         messages=[
             *MESSAGES,
@@ -263,8 +263,7 @@ FAULTS: list[tuple[dict[str, Any], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "code", "words"), FAULTS, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str, code: str, words: str) -> None:
-    """A 400 with the path of the field, and what to change."""
+def test_tool_errors_name_the_field(fields: dict[str, Any], param: str, code: str, words: str) -> None:
     answer = chat(**fields)
 
     error = answer.json["error"]
@@ -272,8 +271,8 @@ def test_what_is_wrong_with_tools_is_named(fields: dict[str, Any], param: str, c
     assert words in error["message"]
 
 
-def test_a_model_without_calls_refuses_tools() -> None:
-    """Where its template has no way to call, a tool would be ignored in silence."""
+def test_model_without_tool_calls_refuses_tools() -> None:
+    """Without tool calls in the template, tools would be ignored silently."""
     answer = chat(FakeEngine(), tools=TOOLS)
 
     assert (400, "tools", "unsupported_parameter") == (
@@ -285,15 +284,15 @@ def test_a_model_without_calls_refuses_tools() -> None:
     assert 200 == chat(FakeEngine(), tools=TOOLS, tool_choice="none").status
 
 
-def test_a_tool_that_is_not_strict_is_kept_as_far_as_it_can_be() -> None:
-    """Another tool's call is bound as before, and the answer tells what could not be."""
+def test_tool_without_strict_is_enforced_in_part() -> None:
+    """With a warning; other tools are enforced completely."""
     weird = {"type": "function", "function": {"name": "weird", "parameters": {"type": "object", "unkeepable": 1}}}
 
     engine = FakeEngine(tokenizer=FakeTokenizer(HERMES))
     answer = chat(engine, tools=[TOOLS[0], weird], tool_choice="required")
 
     (warning,) = answer.json["warnings"]
-    assert "'tools[1].function.parameters' is followed in part" in warning
+    assert "'tools[1].function.parameters' is enforced only in part" in warning
     assert engine.requests[0].grammar is not None
     assert "weird" in engine.requests[0].grammar.source
     assert "unkeepable" not in engine.requests[0].grammar.source
@@ -324,8 +323,8 @@ def test_a_tool_that_is_not_strict_is_kept_as_far_as_it_can_be() -> None:
         ),
     ],
 )
-def test_a_tool_may_be_chosen_by_its_whole_definition(path: str, fields: dict[str, Any]) -> None:
-    """Its name counts, and nothing else of it comes back."""
+def test_tool_choice_may_be_a_complete_definition(path: str, fields: dict[str, Any]) -> None:
+    """Only its name is used."""
     engine = FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES))
     asked = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
     app = create_app(engine, settings())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ollama's API: bodies become chat turns, pieces become lines, and names are found with or without a tag."""
+"""Ollama's API: translation of requests, lines of a stream, and model names with tags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def says(text: str) -> Any:
-    """An engine whose model says this text letter by letter."""
+    """An engine whose model emits this text, one character per delta."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
@@ -35,7 +35,6 @@ def says(text: str) -> Any:
 
 
 def post(engine: Any, path: str, **body: Any) -> Answer:
-    """One request for the model `fake`."""
     return ask(create_app(engine, settings()), "POST", f"/api/{path}", json_body={"model": "fake", **body})
 
 
@@ -44,8 +43,8 @@ def lines(answer: Answer) -> list[Any]:
     return [json.loads(line) for line in answer.body.splitlines()]
 
 
-def test_lines_add_up_to_the_answer_in_one_piece() -> None:
-    """Streams are the default; both say the same."""
+def test_lines_add_up_to_the_response() -> None:
+    """Streams are the default."""
     streamed = post(says("Hello you"), "chat", messages=MESSAGES)
     whole = post(says("Hello you"), "chat", messages=MESSAGES, stream=False).json
 
@@ -55,8 +54,8 @@ def test_lines_add_up_to_the_answer_in_one_piece() -> None:
     assert ("stop", 3, True) == (whole["done_reason"], whole["eval_count"], whole["done"])
 
 
-def test_generate_says_it_beside_the_line() -> None:
-    """A prompt is a chat of one message, behind the system's."""
+def test_generate_has_a_response_field() -> None:
+    """The prompt is rendered as system and user message."""
     engine = says("yes")
     whole = post(engine, "generate", prompt="hi", system="be short", stream=False).json
 
@@ -65,8 +64,8 @@ def test_generate_says_it_beside_the_line() -> None:
     assert ["be short", "hi"] == [message["content"] for message in engine.tokenizer.rendered[-1]["messages"]]
 
 
-def test_reasoning_and_calls_have_fields_of_their_own() -> None:
-    """What stands in markers is thinking or a call with its arguments as an object."""
+def test_reasoning_and_calls_have_their_fields() -> None:
+    """Arguments are an object."""
     told = post(says(f"<think>\nhm\n</think>\n\n{CALL}"), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json
 
     assert ("hm", "") == (told["message"]["thinking"], told["message"]["content"])
@@ -76,8 +75,8 @@ def test_reasoning_and_calls_have_fields_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_arguments_are_always_an_object(stream: bool) -> None:
-    """Of a call that is cut its whole members: clients read nothing else as arguments."""
+def test_call_arguments_are_always_an_object(stream: bool) -> None:
+    """A truncated call has its complete members."""
     engine = says('<tool_call>\n{"name": "add", "arguments": {"a": 1e999, "b": "x')
 
     told = lines(post(engine, "chat", messages=MESSAGES, tools=[TOOL], stream=stream))
@@ -86,8 +85,8 @@ def test_arguments_are_always_an_object(stream: bool) -> None:
     assert [{"a": sys.float_info.max}] == [call["function"]["arguments"] for call in calls]
 
 
-def test_history_finds_the_call_that_a_result_belongs_to() -> None:
-    """Ollama's results name no id: they belong to the calls in their order."""
+def test_tool_results_are_matched_to_calls() -> None:
+    """Ollama's results have no id: they belong to the calls in order."""
     engine = says("fine")
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     history = [
@@ -104,7 +103,6 @@ def test_history_finds_the_call_that_a_result_belongs_to() -> None:
 
 
 def test_options_reach_the_engine() -> None:
-    """llama.cpp's names, the engine's fields."""
     engine = says("x")
     options = {
         "temperature": 0.5,
@@ -144,8 +142,8 @@ def test_options_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(-1, None), (0, 0), (5, 5)])
-def test_what_a_shift_keeps_may_be_nothing(asked: int, kept: int | None) -> None:
-    """-1 leaves it to the server; 0 is a number like any other."""
+def test_num_keep(asked: int, kept: int | None) -> None:
+    """-1 leaves it to the server; 0 is valid."""
     engine = says("x")
 
     assert 200 == post(engine, "chat", messages=MESSAGES, options={"num_keep": asked}, stream=False).status
@@ -153,7 +151,7 @@ def test_what_a_shift_keeps_may_be_nothing(asked: int, kept: int | None) -> None
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])
-def test_a_format_is_a_grammar(form: Any) -> None:
+def test_format_sets_a_grammar(form: Any) -> None:
     """Any JSON, or JSON of a schema."""
     engine = says("{}")
 
@@ -163,8 +161,8 @@ def test_a_format_is_a_grammar(form: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("chat", {"messages": []}), ("generate", {"prompt": ""})])
-def test_nothing_to_say_is_a_load(path: str, body: Any) -> None:
-    """Clients warm a model up with an empty body."""
+def test_empty_request_loads_the_model(path: str, body: Any) -> None:
+    """Clients send it to load a model."""
     engine = says("x")
 
     assert ("load", True) == tuple(post(engine, path, **body).json[key] for key in ("done_reason", "done"))
@@ -172,13 +170,12 @@ def test_nothing_to_say_is_a_load(path: str, body: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_ollamas_command_finds_a_server(method: str) -> None:
-    """It looks at the root before it asks for anything."""
+def test_root_answers_the_ollama_command(method: str) -> None:
     assert 200 == ask(create_app(FakeEngine(), settings()), method, "/").status
 
 
-def test_names_have_a_tag() -> None:
-    """`name:latest` is `name`; another model is not there, in Ollama's words."""
+def test_model_names_may_have_a_tag() -> None:
+    """`name:latest` is `name`; other models are 404 in Ollama's format."""
     assert 200 == post(says("x"), "chat", model="fake:latest", messages=MESSAGES).status
     unknown = post(says("x"), "chat", model="other", messages=MESSAGES)
 
@@ -198,16 +195,15 @@ def test_names_have_a_tag() -> None:
         ({"tools": [{**TOOL, "function": {"name": "no name"}}]}, "tools[0].function.name"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(body: Any, named: str) -> None:
-    """Nothing that would change the answer is ignored."""
+def test_unsupported_parameters_are_refused(body: Any, named: str) -> None:
+    """No parameter that would change the answer is ignored."""
     answer = post(says("x"), "chat", **{"messages": MESSAGES, **body})
 
     assert 400 == answer.status
     assert named in answer.json["error"]
 
 
-def test_the_model_has_a_card() -> None:
-    """Listed, running, and described."""
+def test_model_is_listed_and_shown() -> None:
     app = create_app(says("x"), settings())
 
     names = {
@@ -220,8 +216,8 @@ def test_the_model_has_a_card() -> None:
     assert 64 == card["model_info"]["FakeForCausalLM.context_length"]
 
 
-def test_texts_become_vectors() -> None:
-    """Of length 1, one a text; older clients ask for one text."""
+def test_embed() -> None:
+    """Vectors of length 1; older clients send one text."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
@@ -244,15 +240,15 @@ def test_texts_become_vectors() -> None:
         ("embeddings", {"prompt": ""}, "'prompt'"),
     ],
 )
-def test_a_text_without_tokens_is_named_as_it_was_sent(path: str, body: Any, named: str) -> None:
-    """The older path calls it a prompt."""
+def test_empty_input_is_named_as_in_the_request(path: str, body: Any, named: str) -> None:
+    """The older path has a prompt."""
     answer = post(says("x"), path, **body)
 
     assert (400, f"Invalid value for {named}: it has no tokens.") == (answer.status, answer.json["error"])
 
 
-def test_what_is_sent_fits_the_published_types() -> None:
-    """Answers, lines and errors validate against the shapes in /openapi.json, with nothing left over."""
+def test_responses_match_openapi() -> None:
+    """Responses, lines and errors validate against /openapi.json, without extra fields."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
 
     def check(shape: Any, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, line by line of the wire contract."""
+"""POST /v1/chat/completions: responses, streams, and the engine requests of a body."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TIMINGS = {
 
 @functools.cache
 def plain() -> tuple[FakeEngine, Any]:
-    """A server whose engine says three words, for whoever does not look at the engine."""
+    """A server whose model emits three words, for tests without a script."""
     engine = FakeEngine()
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ def chat(engine: FakeEngine | None = None, **fields: Any) -> Answer:
 
 
 def sent(**fields: Any) -> Request:
-    """The engine's request that the body becomes."""
+    """The engine request of a body."""
     answer = chat(**fields)
     assert answer.status == 200, answer.body
     return plain()[0].requests[-1]
@@ -67,8 +67,8 @@ def without(value: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: item for name, item in value.items() if name not in names}
 
 
-def test_an_answer_in_one_piece_has_every_field_of_the_contract() -> None:
-    """The whole body is fixed but for id, created and fingerprint."""
+def test_response_has_every_field() -> None:
+    """All of them are fixed, except id, created and fingerprint."""
     answer = chat()
 
     assert 200 == answer.status
@@ -91,8 +91,8 @@ def test_an_answer_in_one_piece_has_every_field_of_the_contract() -> None:
     } == without(answer.json, "id", "created", "system_fingerprint")
 
 
-def test_ids_look_as_clients_expect() -> None:
-    """An id starts with chatcmpl-, the fingerprint with fp_, and two answers of one server share the latter."""
+def test_ids_have_openais_prefixes() -> None:
+    """chatcmpl- for ids, fp_ for the fingerprint, which is constant for a server."""
     engine = FakeEngine()
 
     first, second = chat(engine).json, chat(engine).json
@@ -103,14 +103,14 @@ def test_ids_look_as_clients_expect() -> None:
     assert first["system_fingerprint"] == second["system_fingerprint"]
 
 
-def test_the_model_is_echoed_under_the_name_that_was_asked_for() -> None:
-    """An alias is answered as the alias, no name as the main one."""
+def test_response_has_the_requested_model_name() -> None:
+    """An alias if one was requested; without a name, the main name."""
     assert "org/alias" == chat(model="org/alias").json["model"]
     assert "fake" == chat(model=None).json["model"]
 
 
-def test_a_stream_is_role_text_end_done() -> None:
-    """The role comes once, in the first chunk; the finish chunk has an empty delta; then [DONE]."""
+def test_stream_is_role_text_finish_done() -> None:
+    """The role is in the first chunk only; the finish chunk has an empty delta."""
     events = chat(stream=True).events
 
     assert [
@@ -124,8 +124,8 @@ def test_a_stream_is_role_text_end_done() -> None:
     assert "[DONE]" == events[-1]
 
 
-def test_all_chunks_of_a_stream_share_their_frame() -> None:
-    """id, created, model, object and fingerprint are the same in every chunk, and no usage is there unasked."""
+def test_all_chunks_share_id_and_model() -> None:
+    """Also created, object and fingerprint; without include_usage no chunk has usage."""
     events = chat(stream=True).events[:-1]
 
     frames = [without(event, "choices", "timings") for event in events]
@@ -135,8 +135,8 @@ def test_all_chunks_of_a_stream_share_their_frame() -> None:
     assert TIMINGS == events[-1]["timings"]
 
 
-def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
-    """Every earlier chunk then has usage null; the last has no choices."""
+def test_include_usage_adds_a_usage_chunk() -> None:
+    """It is the last one, without choices; usage is null in all others."""
     events = chat(stream=True, stream_options={"include_usage": True}).events[:-1]
 
     assert [None] * 5 + [USAGE] == [event["usage"] for event in events]
@@ -144,8 +144,8 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     assert TIMINGS == events[-1]["timings"]
 
 
-def test_the_chunks_of_a_stream_add_up_to_the_answer_in_one_piece() -> None:
-    """Text, logprobs, finish reason and usage are equal either way."""
+def test_stream_adds_up_to_the_response() -> None:
+    """Text, log-probabilities, finish reason and usage."""
     asked = {"logprobs": True, "top_logprobs": 2}
     whole = chat(**asked).json
     chunks = chat(stream=True, stream_options={"include_usage": True}, **asked).events[:-1]
@@ -158,8 +158,8 @@ def test_the_chunks_of_a_stream_add_up_to_the_answer_in_one_piece() -> None:
     assert whole["usage"] == chunks[-1]["usage"]
 
 
-def test_logprobs_have_the_shape_of_chat() -> None:
-    """One entry a token with bytes and alternatives, and -9999 for what cannot be."""
+def test_logprobs_have_the_chat_format() -> None:
+    """One entry per token with bytes and top tokens; -9999 for impossible tokens."""
     logprobs = chat(logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]
 
     assert 3 == len(logprobs["content"])
@@ -176,7 +176,6 @@ def test_logprobs_have_the_shape_of_chat() -> None:
 
 
 def test_logprobs_without_alternatives() -> None:
-    """logprobs alone asks for those of the chosen tokens."""
     engine = FakeEngine()
 
     answer = chat(engine, logprobs=True)
@@ -186,8 +185,8 @@ def test_logprobs_without_alternatives() -> None:
 
 
 @pytest.mark.parametrize("stop", ["</s>", 7, None])
-def test_the_stop_that_ended_an_answer_is_named(stop: str | int | None) -> None:
-    """stop_reason is the string or token of the request that was met, in both forms of the answer."""
+def test_stop_reason_is_the_matched_stop(stop: str | int | None) -> None:
+    """The stop string or token, streamed or not."""
 
     def script(request: Request) -> list[Event]:
         return [Started(1, 0, 0), Delta("a", (1,)), finished(request, stop=stop)]
@@ -199,8 +198,8 @@ def test_the_stop_that_ended_an_answer_is_named(stop: str | int | None) -> None:
     assert stop == last["stop_reason"]
 
 
-def test_shifts_are_reported_when_there_were_any() -> None:
-    """context_shifts and shifted_tokens appear in usage only when the context was shifted."""
+def test_context_shifts_are_reported_in_usage() -> None:
+    """Only if there were any."""
 
     def script(request: Request) -> list[Event]:
         return [finished(request, reason="length", usage=Usage(3, 3, 2, context_shifts=1, shifted_tokens=20))]
@@ -216,21 +215,20 @@ def test_shifts_are_reported_when_there_were_any() -> None:
     assert "length" == answer["choices"][0]["finish_reason"]
 
 
-def test_an_answer_without_text_still_has_its_role_and_its_end() -> None:
-    """A stream of no delta is role, finish, [DONE]."""
+def test_empty_answer_has_role_and_finish_chunk() -> None:
     events = chat(FakeEngine(lambda request: [finished(request)]), stream=True).events
 
     assert [{"role": "assistant", "content": ""}, {}] == [event["choices"][0]["delta"] for event in events[:-1]]
 
 
 def test_metadata_is_echoed() -> None:
-    """metadata comes back as it was, and is absent when it was not sent."""
+    """Absent if none was sent."""
     assert {"run": "7"} == chat(metadata={"run": "7"}).json["metadata"]
     assert "metadata" not in chat().json
 
 
-def test_a_generation_that_breaks_is_a_500() -> None:
-    """A Failed event of the engine is answered 500 with the reason, not as an empty answer."""
+def test_failed_request_is_a_500() -> None:
+    """With the reason, instead of an empty answer."""
     answer = chat(FakeEngine(lambda request: [Failed("numbers became NaN")]))
 
     assert 500 == answer.status
@@ -245,7 +243,6 @@ def test_a_generation_that_breaks_is_a_500() -> None:
 
 
 def test_every_field_reaches_the_engine() -> None:
-    """What the body says about sampling and stopping is what the engine is told."""
     request = sent(
         temperature=0.5,
         top_p=0.9,
@@ -299,8 +296,8 @@ def test_defaults_are_those_of_openai() -> None:
     assert ((), (), False, None) == (request.stop, request.stop_token_ids, request.ignore_eos, request.overflow)
 
 
-def test_messages_reach_the_template_plain() -> None:
-    """Parts become one string, developer the system role, and empty fields of an echoed answer vanish."""
+def test_messages_are_normalised_for_the_template() -> None:
+    """Parts are joined, "developer" becomes "system", unset fields of echoed answers are removed."""
     engine = FakeEngine()
 
     chat(
@@ -335,7 +332,7 @@ def test_messages_reach_the_template_plain() -> None:
 
 
 def test_the_last_message_can_be_continued() -> None:
-    """continue_final_message leaves the turn open and adds no new one."""
+    """continue_final_message adds no generation prompt."""
     engine = FakeEngine()
 
     chat(
@@ -355,8 +352,8 @@ def test_the_last_message_can_be_continued() -> None:
     } == rendered
 
 
-def test_what_is_sent_fits_the_published_types() -> None:
-    """Answer and chunks validate against the shapes in /openapi.json, with nothing left over."""
+def test_responses_match_openapi() -> None:
+    """Responses and chunks validate against /openapi.json, without extra fields."""
     asked = {"logprobs": True, "top_logprobs": 1, "metadata": {"a": "b"}}
     whole = chat(**asked).json
     chunks = chat(stream=True, stream_options={"include_usage": True}, **asked).events[:-1]
@@ -366,15 +363,14 @@ def test_what_is_sent_fits_the_published_types() -> None:
         TypeAdapter(ChatChunk).validate_python(chunk, strict=True, extra="forbid")
 
 
-def test_a_larger_budget_than_the_context_is_refused_unless_it_shifts() -> None:
-    """max_tokens beyond the context cannot be met by ending with length, but by shifting it can."""
+def test_max_tokens_beyond_the_context_requires_shifts() -> None:
     assert 400 == chat(max_tokens=65).status
     assert 200 == chat(max_tokens=64).status
     assert 200 == chat(max_tokens=65, overflow="shift").status
 
 
-def test_a_slow_merge_of_deltas_keeps_the_text() -> None:
-    """A delta of several tokens is one chunk."""
+def test_merged_delta_is_one_chunk() -> None:
+    """A delta of several tokens keeps its text."""
 
     def script(request: Request) -> list[Event]:
         end = finished(request)
@@ -386,8 +382,8 @@ def test_a_slow_merge_of_deltas_keeps_the_text() -> None:
     assert "Hello world" == events[1]["choices"][0]["delta"]["content"]
 
 
-def test_how_a_prompt_is_shared_and_shifted_reaches_the_engine() -> None:
-    """A salt is handed on as its digest; without one, and without a choice for states, the defaults hold."""
+def test_cache_and_shift_options_reach_the_engine() -> None:
+    """The salt as a digest; defaults without them."""
     salted = sent(cache_salt="tenant", overflow="shift", recurrent_shift="carry")
     plain = sent(cache_salt=None, recurrent_shift=None)
 
@@ -395,8 +391,8 @@ def test_how_a_prompt_is_shared_and_shifted_reaches_the_engine() -> None:
     assert (b"", "rebuild") == (plain.salt, plain.recurrent_shift)
 
 
-def test_breakpoints_reach_the_template_as_places() -> None:
-    """Each is the end of its part, counted in letters of the content as it is joined."""
+def test_breakpoints_are_content_offsets() -> None:
+    """The end of each marked part, in characters of the joined content."""
     engine = FakeEngine()
     parts = [
         {"type": "text", "text": "abc"},
@@ -412,8 +408,8 @@ def test_breakpoints_reach_the_template_as_places() -> None:
     assert b"" == engine.requests[0].salt
 
 
-def test_the_latest_breakpoints_count() -> None:
-    """As OpenAI has it, four of a request: each costs a rendering, and 2,000 of them took half a minute."""
+def test_only_the_last_breakpoints_are_used() -> None:
+    """Four per request, as in OpenAI's API: each costs a rendering."""
     engine = FakeEngine()
     part = {"type": "text", "text": "", "prompt_cache_breakpoint": {"mode": "explicit"}}
 
@@ -421,8 +417,8 @@ def test_the_latest_breakpoints_count() -> None:
     assert ((0, 56), (0, 57), (0, 58), (0, 59)) == engine.tokenizer.rendered[0]["breakpoints"]
 
 
-def test_an_explicit_cache_without_breakpoints_is_none() -> None:
-    """As OpenAI has it; nothing is found under a salt that nobody else has, not even by the same request."""
+def test_explicit_cache_without_breakpoints_is_disabled() -> None:
+    """As in OpenAI's API: a random salt, which not even the same request finds."""
     explicit = {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
 
     first, second, implicit = sent(**explicit), sent(**explicit), sent(prompt_cache_options={"mode": "implicit"})
@@ -432,8 +428,7 @@ def test_an_explicit_cache_without_breakpoints_is_none() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", '{"a": NaN}', "[" * 900 + "]" * 900, '{"a": 1, "a": 2}'])
-def test_arguments_that_are_no_strict_object_stay_text(arguments: str) -> None:
-    """A model may have written anything, and the template gets it as it is."""
+def test_invalid_arguments_are_rendered_as_text(arguments: str) -> None:
     engine = FakeEngine()
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, prompts that are repeated and scored, and what they cost."""
+"""Several choices per prompt, echoed and scored prompts, and their usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("path", [CHAT, TEXT])
 
 
 def counts(request: Request) -> list[Event]:
-    """A script that says the number of its choice, which is as likely as that is large."""
+    """A script that emits the number of its choice, with a log-probability that grows with it."""
     choice = int(request.id.rsplit("-", 1)[-1]) if "-" in request.id[9:] else 0
     said = entry(choice, str(choice), 1)
     logprob = -1.0 / (choice + 1)
@@ -40,7 +40,7 @@ def counts(request: Request) -> list[Event]:
 
 @functools.cache
 def bench() -> tuple[FakeEngine, Any]:
-    """One server for all tests of this file; each says what its engine plays."""
+    """One server for all tests of this file; each test sets the engine's script."""
     engine = FakeEngine()
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ def post(path: str, script: Script = counts, **fields: Any) -> Answer:
 
 
 def requests() -> list[Request]:
-    """What the latest body became."""
+    """The engine requests of the latest body."""
     return bench()[0].requests
 
 
@@ -63,7 +63,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 @both
 def test_choices_are_requests_of_one_prompt(path: str) -> None:
-    """Each has an id and, where one is given, a seed of its own; the prompt is one."""
+    """Each has its own id and, if a seed is given, its own seed."""
     answer = post(path, n=3, seed=2**63 - 1).json
 
     assert ["0", "1", "2"] == [text_of(choice) for choice in answer["choices"]]
@@ -74,8 +74,7 @@ def test_choices_are_requests_of_one_prompt(path: str) -> None:
 
 
 @both
-def test_without_a_seed_each_choice_draws_its_own(path: str) -> None:
-    """No seed is no seed for all of them."""
+def test_without_seed_no_choice_has_one(path: str) -> None:
     post(path, n=2)
 
     assert [None, None] == [request.sampling.seed for request in requests()]
@@ -83,8 +82,8 @@ def test_without_a_seed_each_choice_draws_its_own(path: str) -> None:
 
 @both
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_prompt_is_paid_once(path: str, stream: bool) -> None:
-    """Of the choices of a prompt the first computes it; what they say adds up."""
+def test_prompt_tokens_count_once(path: str, stream: bool) -> None:
+    """The first choice computes the prompt; completion tokens add up."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = post(path, n=3, **options)
     body = answer.events[-2] if stream else answer.json
@@ -98,15 +97,15 @@ def test_the_prompt_is_paid_once(path: str, stream: bool) -> None:
 
 
 def test_prompts_and_choices_multiply() -> None:
-    """The choices of the first prompt come first, and each prompt is paid once."""
+    """The choices of the first prompt come first; each prompt's tokens count once."""
     answer = post(TEXT, prompt=["a", "bc"], n=2).json
 
     assert [0, 1, 2, 3] == [choice["index"] for choice in answer["choices"]]
     assert (3, 4) == (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
 
 
-def test_the_best_of_several_are_shown() -> None:
-    """By the mean log-probability of their tokens, which need not be shown for that."""
+def test_best_of_returns_the_likeliest_choices() -> None:
+    """By mean log-probability, which need not be returned."""
     answer = post(TEXT, n=2, best_of=4).json
 
     assert ["3", "2"] == [choice["text"] for choice in answer["choices"]]
@@ -115,8 +114,8 @@ def test_the_best_of_several_are_shown() -> None:
 
 
 @both
-def test_more_choices_than_the_server_ever_takes_are_refused(path: str) -> None:
-    """To try again would not help, so it is no 429."""
+def test_more_choices_than_slots_and_queue_are_refused(path: str) -> None:
+    """Not a 429: a retry would not help."""
     app = create_app(FakeEngine(counts), settings(max_waiting=1))  # type: ignore[arg-type]
 
     fits = ask(app, "POST", path, json_body={**BODIES[path], "n": 5})
@@ -126,8 +125,8 @@ def test_more_choices_than_the_server_ever_takes_are_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_repeated_prompt_comes_first_with_its_logprobs(stream: bool) -> None:
-    """The first token has none; offsets count from the start of the prompt, as lm-eval reads them."""
+def test_echoed_prompt_comes_first_with_its_logprobs(stream: bool) -> None:
+    """The first token has none; offsets count from the start of the prompt, as lm-eval expects."""
     answer = post(TEXT, prompt="abc", echo=True, logprobs=1, stream=stream)
     choices = (
         [choice for event in answer.events[:-1] for choice in event["choices"]] if stream else answer.json["choices"]
@@ -145,8 +144,8 @@ def test_a_repeated_prompt_comes_first_with_its_logprobs(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_choice_repeats_its_prompt(stream: bool) -> None:
-    """Token ids as text, before all else, in every choice of every prompt; with logprobs of either kind or without."""
+def test_every_choice_echoes_its_prompt(stream: bool) -> None:
+    """Token ids as text, before the answer, in every choice of every prompt, with or without log-probabilities."""
     for logprobs, scored in ((None, None), (0, None), (None, 1), (0, 1)):
         fields = {"prompt": [[97, 98], [99]], "n": 2, "echo": True, "logprobs": logprobs, "stream": stream}
         answer = post(TEXT, **fields, prompt_logprobs=scored)
@@ -166,8 +165,8 @@ def test_every_choice_repeats_its_prompt(stream: bool) -> None:
             assert ["a", "b", "1"] == tokens
 
 
-def test_a_prompt_may_be_scored_without_an_answer() -> None:
-    """max_tokens 0 is for that alone."""
+def test_prompt_may_be_scored_without_an_answer() -> None:
+    """By max_tokens 0."""
     refused = post(TEXT, prompt="abc", max_tokens=0)
     answer = post(TEXT, prompt="abc", echo=True, logprobs=1, max_tokens=0).json["choices"][0]
 
@@ -178,8 +177,8 @@ def test_a_prompt_may_be_scored_without_an_answer() -> None:
 
 @both
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_prompts_logprobs_are_told_by_token(path: str, stream: bool) -> None:
-    """vLLM's shape: null for the first token, then the token itself and the likeliest, with their ranks."""
+def test_prompt_logprobs_have_vllms_format(path: str, stream: bool) -> None:
+    """Null for the first token, then the token itself and the top tokens, with their ranks."""
     answer = post(path, prompt_logprobs=1, stream=stream)
     if stream:
         bodies = [event if path == CHAT else event["choices"][0] for event in answer.events[:-1]]
@@ -195,8 +194,8 @@ def test_the_prompts_logprobs_are_told_by_token(path: str, stream: bool) -> None
     } == told[1]
 
 
-def test_labels_stand_behind_the_likeliest() -> None:
-    """Each token once, in both shapes; what is impossible is -9999."""
+def test_requested_tokens_follow_the_top_tokens() -> None:
+    """Each token once, in both formats; impossible tokens have -9999."""
 
     def script(request: Request) -> list[Event]:
         said = entry(0, "a", 1)
@@ -212,7 +211,7 @@ def test_labels_stand_behind_the_likeliest() -> None:
 
 
 @both
-def test_token_ids_are_given_whole_and_streamed(path: str) -> None:
+def test_token_ids_are_returned_streamed_or_not(path: str) -> None:
     """Those of the prompt once, those of the answer with their text."""
     whole = post(path, return_token_ids=True).json
     events = post(path, return_token_ids=True, stream=True).events[:-1]
@@ -226,8 +225,8 @@ def test_token_ids_are_given_whole_and_streamed(path: str) -> None:
 
 
 @both
-def test_token_ids_hold_every_token_that_counts(path: str) -> None:
-    """The end token too, whole and streamed; every last chunk of a choice has the field."""
+def test_token_ids_include_the_end_token(path: str) -> None:
+    """Every finish chunk has the field."""
 
     def script(request: Request) -> list[Event]:
         return [Delta("x", (1,)), finished(request, usage=Usage(2, 2, 0), tokens=(7,))]
@@ -243,8 +242,8 @@ def test_token_ids_hold_every_token_that_counts(path: str) -> None:
 
 
 @both
-def test_continuous_usage_counts_what_has_been_told(path: str) -> None:
-    """No token before the first text, and all of them in the chunk that ends the choice."""
+def test_continuous_usage_counts_emitted_tokens(path: str) -> None:
+    """None before the first text, all in the finish chunk."""
 
     def script(request: Request) -> list[Event]:
         return [Delta("x", (1,)), Delta("y", (2,)), finished(request, usage=Usage(2, 3, 0), tokens=(7,))]
@@ -258,8 +257,8 @@ def test_continuous_usage_counts_what_has_been_told(path: str) -> None:
 
 
 @both
-def test_progress_is_told_before_the_answer(path: str) -> None:
-    """How much of the prompt is computed, and how much of that was there already."""
+def test_prefill_progress_precedes_the_answer(path: str) -> None:
+    """Computed and cached tokens of the prompt."""
 
     def script(request: Request) -> list[Event]:
         return [Started(9, 4, 0), PrefillProgress(6, 9), PrefillProgress(9, 9), Delta("x", (1,)), finished(request)]
@@ -272,8 +271,8 @@ def test_progress_is_told_before_the_answer(path: str) -> None:
 
 
 @both
-def test_time_that_ran_out_before_the_first_token_is_a_408(path: str) -> None:
-    """It must not be tried again by itself; with a part of an answer it is one, ended by "deadline"."""
+def test_timeout_before_the_first_token_is_a_408(path: str) -> None:
+    """Clients must not retry it; with a partial answer the finish reason is "deadline"."""
 
     def late(request: Request) -> list[Event]:
         return [finished(request, reason="length", stop="deadline", usage=Usage(2, 0, 0))]
@@ -317,14 +316,13 @@ def test_time_that_ran_out_before_the_first_token_is_a_408(path: str) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_contradicts_itself_is_named(path: str, fields: dict[str, Any], param: str) -> None:
-    """A 400 with the field."""
+def test_contradictory_parameters_are_named(path: str, fields: dict[str, Any], param: str) -> None:
     answer = post(path, **fields)
 
     assert (400, param) == (answer.status, answer.json["error"]["param"])
 
 
 @pytest.mark.parametrize("fields", [{"keep": 32, "overflow": "shift"}, {"keep": 33}])
-def test_what_a_shift_can_spare_is_accepted(fields: dict[str, Any]) -> None:
-    """Half of the context, and any number where nothing shifts."""
+def test_keep_up_to_half_of_the_context_is_accepted(fields: dict[str, Any]) -> None:
+    """Any number without context shifts."""
     assert 200 == post(CHAT, **fields).status

@@ -1,4 +1,4 @@
-"""POST /v1/completions, line by line of the wire contract."""
+"""POST /v1/completions: responses, streams, and prompts of all forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.openai.test_chat import TIMINGS, USAGE, without
 
 @functools.cache
 def plain() -> tuple[FakeEngine, Any]:
-    """A server whose engine says three words, for whoever does not look at the engine."""
+    """A server whose model emits three words, for tests without a script."""
     engine = FakeEngine()
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -31,12 +31,12 @@ def complete(engine: FakeEngine | None = None, **fields: Any) -> Answer:
 
 
 def name(request: Request) -> list[Event]:
-    """A script that says its own prompt."""
+    """A script that emits its own prompt."""
     return [Delta(bytes(request.prompt).decode(), request.prompt), finished(request)]
 
 
-def test_an_answer_in_one_piece_has_every_field_of_the_contract() -> None:
-    """The whole body is fixed but for id, created and fingerprint."""
+def test_response_has_every_field() -> None:
+    """All of them are fixed, except id, created and fingerprint."""
     answer = complete().json
 
     assert answer["id"].startswith("cmpl-")
@@ -52,8 +52,8 @@ def test_an_answer_in_one_piece_has_every_field_of_the_contract() -> None:
     } == without(answer, "id", "created", "system_fingerprint")
 
 
-def test_a_stream_is_text_end_done() -> None:
-    """Every chunk has the object of the answer; the last one an empty text and the reason."""
+def test_stream_is_text_finish_done() -> None:
+    """The last chunk has an empty text and the finish reason."""
     events = complete(stream=True).events
 
     assert ["Hello", " wor", "ld", ""] == [event["choices"][0]["text"] for event in events[:-1]]
@@ -62,8 +62,8 @@ def test_a_stream_is_text_end_done() -> None:
     assert "[DONE]" == events[-1]
 
 
-def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
-    """Every earlier chunk then has usage null; the last has no choices."""
+def test_include_usage_adds_a_usage_chunk() -> None:
+    """It is the last one, without choices; usage is null in all others."""
     events = complete(stream=True, stream_options={"include_usage": True}).events[:-1]
 
     assert [None] * 4 + [USAGE] == [event["usage"] for event in events]
@@ -80,7 +80,7 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for() -> None:
     ],
 )
 def test_a_prompt_has_four_forms(prompt: object, expected: list[tuple[int, ...]]) -> None:
-    """A string, strings, token ids, lists of token ids; each prompt is a request of its own."""
+    """A string, strings, token ids, lists of token ids; each prompt is one engine request."""
     engine = FakeEngine()
 
     answer = complete(engine, prompt=prompt)
@@ -89,8 +89,8 @@ def test_a_prompt_has_four_forms(prompt: object, expected: list[tuple[int, ...]]
     assert list(range(len(expected))) == [choice["index"] for choice in answer.json["choices"]]
 
 
-def test_several_prompts_are_choices_in_order_and_cost_together() -> None:
-    """The choices follow the prompts, whoever ends first; usage is the sum."""
+def test_several_prompts_are_choices_in_order() -> None:
+    """In the order of the prompts, whichever ends first; usage is the sum."""
     answer = complete(FakeEngine(name), prompt=["one", "three"]).json
 
     assert ["one", "three"] == [choice["text"] for choice in answer["choices"]]
@@ -99,7 +99,7 @@ def test_several_prompts_are_choices_in_order_and_cost_together() -> None:
 
 
 def test_streams_of_several_prompts_interleave_by_index() -> None:
-    """A prompt that waits does not hold the other back."""
+    """A waiting prompt does not delay the others."""
     gate = Gate()
 
     def script(request: Request) -> list[Event | Gate]:
@@ -116,7 +116,7 @@ def test_streams_of_several_prompts_interleave_by_index() -> None:
 
 
 class _Opens(Gate):
-    """A place in a script that opens another gate."""
+    """An element of a script that opens another gate."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Opens(Gate):
 
 
 def test_all_prompts_are_admitted_or_none() -> None:
-    """When the queue takes one prompt but not the next, the first is cancelled and the answer is 429."""
+    """If the queue is full after the first prompt, it is cancelled and the response is 429."""
     engine = FakeEngine()
 
     def script(request: Request) -> list[Event]:
@@ -148,8 +148,8 @@ def test_all_prompts_are_admitted_or_none() -> None:
     assert set() == engine.running
 
 
-def test_one_broken_prompt_breaks_the_answer() -> None:
-    """An answer is whole or an error; the other prompts are cancelled."""
+def test_failing_prompt_fails_the_response() -> None:
+    """The other prompts are cancelled."""
 
     def script(request: Request) -> list[Event]:
         return [Failed("broken")] if request.id.endswith("-1") else [Delta("x", (1,)), finished(request)]
@@ -161,8 +161,8 @@ def test_one_broken_prompt_breaks_the_answer() -> None:
     assert set() == engine.running
 
 
-def test_logprobs_have_the_shape_of_completions() -> None:
-    """Four lists of one length; offsets count characters; the chosen token is among the likeliest."""
+def test_logprobs_have_the_completion_format() -> None:
+    """Four lists of one length; offsets count characters; the top tokens include the sampled one."""
     logprobs = complete(logprobs=2).json["choices"][0]["logprobs"]
 
     assert {
@@ -177,8 +177,8 @@ def test_logprobs_have_the_shape_of_completions() -> None:
     } == logprobs
 
 
-def test_offsets_of_characters_in_several_tokens_are_their_beginnings() -> None:
-    """Each byte of a character names the place of the character: in the prompt, and in the answer behind it."""
+def test_offsets_of_partial_characters() -> None:
+    """Each byte of a character has the character's offset, in the prompt and in the answer."""
     pieces = [b"a", b"\xe4", b"\xb8", b"\x96", b" b"]
     parts = [Logprob(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(pieces)]
 
@@ -203,16 +203,16 @@ def test_offsets_of_characters_in_several_tokens_are_their_beginnings() -> None:
     ]
 
 
-def test_offsets_go_on_through_the_chunks_of_a_stream() -> None:
-    """The lists of all chunks together are those of the answer in one piece."""
+def test_offsets_continue_across_chunks() -> None:
+    """The lists of all chunks concatenate to those of the response."""
     whole = complete(logprobs=1).json["choices"][0]["logprobs"]
     chunks = [event["choices"][0]["logprobs"] for event in complete(logprobs=1, stream=True).events[:-2]]
 
     assert whole == {key: [item for chunk in chunks for item in chunk[key]] for key in whole}
 
 
-def test_token_ids_that_the_model_lacks_are_refused() -> None:
-    """An id at the size of the vocabulary is answered 400 and reaches no engine."""
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    """The engine gets no request."""
     engine = FakeEngine()
 
     answer = complete(engine, prompt=[1, 256])
@@ -223,7 +223,7 @@ def test_token_ids_that_the_model_lacks_are_refused() -> None:
 
 
 def test_cached_tokens_are_counted() -> None:
-    """usage and timings say how much of the prompt was found in the cache."""
+    """In usage and timings."""
 
     def script(request: Request) -> list[Event]:
         return [finished(request, usage=Usage(3, 3, 2))]
@@ -234,8 +234,8 @@ def test_cached_tokens_are_counted() -> None:
     assert (2, 1) == (answer["timings"]["cache_n"], answer["timings"]["prompt_n"])
 
 
-def test_what_is_sent_fits_the_published_types() -> None:
-    """Answer and chunks validate against the shapes in /openapi.json, with nothing left over."""
+def test_responses_match_openapi() -> None:
+    """Responses and chunks validate against /openapi.json, without extra fields."""
     whole = complete(logprobs=1, metadata={"a": "b"}).json
     chunks = complete(logprobs=1, stream=True, stream_options={"include_usage": True}).events[:-1]
 
@@ -243,8 +243,8 @@ def test_what_is_sent_fits_the_published_types() -> None:
         TypeAdapter(Completion).validate_python(body, strict=True, extra="forbid")
 
 
-def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
-    """It is counted, so it is listed, behind those of the text: lm-evaluation-harness drops the last entry."""
+def test_end_token_has_a_log_probability() -> None:
+    """It follows those of the text: lm-evaluation-harness drops the last entry."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
@@ -266,8 +266,8 @@ def test_the_token_that_ended_a_text_has_a_log_probability() -> None:
     assert ["Hi", "<end>"] == streamed
 
 
-def test_rules_that_leave_nothing_to_say_are_the_clients_fault() -> None:
-    """The same request would end the same way, so no client shall try it again."""
+def test_constraints_without_any_token_are_a_client_error() -> None:
+    """Clients shall not retry: the same request would fail again."""
     engine = FakeEngine(lambda request: [Failed("no token is left", caused_by_request=True)])
 
     answer = complete(engine)

@@ -1,4 +1,4 @@
-"""Why a prompt was computed: the reason that the counts of the engine amount to, and the message that it is about."""
+"""Prefix cache diagnostics: the reason for computed tokens, and the first message that differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH = len("abc\ndef\n-\nghi\n")
 
 
 def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any:
-    """The diagnostics of an answer, the same in one piece and in a stream."""
+    """The diagnostics of an answer, which are the same streamed or not."""
     cost = Usage(LENGTH, 3, cached, matched_tokens=known, diverged=parted)
     engine = FakeEngine(lambda request: [Started(LENGTH, cached, 7), finished(request, usage=cost)])
     app = create_app(engine, settings())  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any
         (6, 6, False, {"prompt_logprobs": 0}, "scored", None, None),
     ],
 )
-def test_reasons(
+def test_each_cache_miss_has_a_reason(
     known: int,
     cached: int,
     parted: bool,
@@ -63,7 +63,7 @@ def test_reasons(
     token: int | None,
     message: int | None,
 ) -> None:
-    """One for each way to miss the cache, and none where all was found that can be."""
+    """None if all of the prompt was cached that can be."""
     assert {
         "cached_tokens": cached,
         "missed_tokens": LENGTH - cached,
@@ -74,6 +74,6 @@ def test_reasons(
 
 
 @pytest.mark.parametrize(("token", "message"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2), (10, 3), (12, 3)])
-def test_each_token_has_its_message(token: int, message: int) -> None:
-    """From where its text begins up to the next one's."""
+def test_tokens_belong_to_messages(token: int, message: int) -> None:
+    """From the start of a message's text to the start of the next one's."""
     assert message == tell(token, token, parted=True)["first_divergent_message"]

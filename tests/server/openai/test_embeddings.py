@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, line by line of the wire contract, and what a long list of inputs does to the queue."""
+"""POST /v1/embeddings: responses, errors, and the queue under a long list of inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 3}
 
 
 def embed(request: Request) -> Iterator[Event]:
-    """A vector of three numbers, of which the last tells the inputs apart."""
+    """A vector of three numbers, the last one distinct per input."""
     yield Started(len(request.prompt), 0, 7)
     yield Embedded(struct.pack("<3f", 3.0, 4.0, float(request.prompt[0] - 97)))
     usage = replace(finished(request).usage, completion_tokens=0)
@@ -39,8 +39,8 @@ IDLE = FakeEngine(embed)
 APP = create_app(IDLE, settings())  # type: ignore[arg-type]
 
 
-def test_the_answer_has_every_field_of_the_contract() -> None:
-    """A vector of length 1, and what it cost."""
+def test_response_has_every_field() -> None:
+    """A vector of length 1, and usage."""
     answer = post().json
     (vector,) = answer["data"]
 
@@ -55,7 +55,7 @@ def test_the_answer_has_every_field_of_the_contract() -> None:
 
 
 def test_base64_is_little_endian_float32() -> None:
-    """What OpenAI's client asks for unless it is told otherwise; both forms hold the same numbers."""
+    """The default of OpenAI's client; both encodings have the same numbers."""
     text = post(encoding_format="base64").json["data"][0]["embedding"]
 
     assert post(encoding_format="float").json["data"][0]["embedding"] == list(
@@ -63,8 +63,8 @@ def test_base64_is_little_endian_float32() -> None:
     )
 
 
-def test_fewer_dimensions_are_the_first_ones_normalised_anew() -> None:
-    """Cut, then of length 1 again; more than there are is an error that says how many there are."""
+def test_dimensions_truncate_and_normalise() -> None:
+    """More dimensions than the model has are an error with the model's number."""
     assert pytest.approx([1.0]) == post(dimensions=1).json["data"][0]["embedding"]
 
     answer = post(dimensions=4)
@@ -82,7 +82,7 @@ def test_fewer_dimensions_are_the_first_ones_normalised_anew() -> None:
     ],
 )
 def test_an_input_has_four_forms(given: object, prompts: list[tuple[int, ...]]) -> None:
-    """Each input is a request of its own that generates nothing."""
+    """Each input is one engine request without generated tokens."""
     engine = FakeEngine(embed)
     answer = post(engine, input=given)
 
@@ -92,16 +92,15 @@ def test_an_input_has_four_forms(given: object, prompts: list[tuple[int, ...]]) 
     assert sum(map(len, prompts)) == answer.json["usage"]["prompt_tokens"]
 
 
-def test_the_mean_can_be_asked_for() -> None:
-    """As an extension of ours."""
+def test_mean_pooling() -> None:
     engine = FakeEngine(embed)
     post(engine, pooling="mean")
 
     assert ["mean"] == [request.pooling for request in engine.requests]
 
 
-def test_a_vector_of_nothing_stays_nothing() -> None:
-    """A length of zero cannot be made 1, and nothing that is no number is told."""
+def test_zero_vector_is_not_normalised() -> None:
+    """The response contains no NaN."""
 
     def nothing(request: Request) -> Iterator[Event]:
         yield Embedded(struct.pack("<2f", 0.0, 0.0))
@@ -128,8 +127,8 @@ def test_a_vector_of_nothing_stays_nothing() -> None:
         ({"model": "other"}, "model_not_found", "model"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -> None:
-    """With OpenAI's codes, and nothing runs."""
+def test_errors_name_the_field(fields: dict[str, Any], code: str, param: str) -> None:
+    """No request is run."""
     answer = ask(APP, "POST", "/v1/embeddings", json_body={"input": "abc", **fields})
 
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])
@@ -147,8 +146,8 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -
         ("/api/embeddings", {}, [64]),
     ],
 )
-def test_the_model_that_chats_cuts_too(path: str, fields: dict[str, Any], prompts: list[int]) -> None:
-    """Where a text may be cut, its beginning is read: as far as asked for, or as the context goes."""
+def test_language_model_truncates_inputs(path: str, fields: dict[str, Any], prompts: list[int]) -> None:
+    """To the requested length, or to the context."""
     engine, texts = FakeEngine(embed), ["a" * 5000, "abc"]
     given = {"prompt": texts[0]} if path == "/api/embeddings" else {"input": texts}
     app = create_app(engine, settings())  # type: ignore[arg-type]
@@ -159,8 +158,8 @@ def test_the_model_that_chats_cuts_too(path: str, fields: dict[str, Any], prompt
     assert prompts == [len(request.prompt) for request in engine.requests]
 
 
-def test_what_may_not_be_cut_is_refused() -> None:
-    """`truncate` false: a 400 with both numbers."""
+def test_input_beyond_the_context_is_refused() -> None:
+    """`truncate` false: 400 with both numbers."""
     answer = ask(APP, "POST", "/api/embed", json_body={"model": "fake", "input": "a" * 99, "truncate": False})
 
     assert 400 == answer.status
@@ -168,7 +167,7 @@ def test_what_may_not_be_cut_is_refused() -> None:
 
 
 class Crowded(FakeEngine):
-    """An engine whose queue takes `places` requests at a time."""
+    """An engine whose queue holds `places` requests."""
 
     places = 2
     most = 0
@@ -180,8 +179,8 @@ class Crowded(FakeEngine):
         return super().open(request)
 
 
-def test_a_long_list_takes_few_places() -> None:
-    """No more inputs run at a time than there are slots; where the queue has less room, it goes on with less."""
+def test_long_list_uses_few_queue_places() -> None:
+    """At most one running input per slot, fewer if the queue is full."""
     for places, most in ((9, INFO.slots), (2, 2), (1, 1)):
         engine = Crowded(embed)
         engine.places = places
@@ -193,16 +192,15 @@ def test_a_long_list_takes_few_places() -> None:
         assert most == engine.most
 
 
-def test_a_queue_without_room_is_a_429() -> None:
-    """Then nothing of ours runs that could make room."""
+def test_full_queue_is_a_429() -> None:
+    """If no input of this request runs, waiting is no option."""
     engine = Crowded(embed)
     engine.places = 0
 
     assert (429, "queue_full") == ((answer := post(engine, input=["a", "b"])).status, answer.json["error"]["code"])
 
 
-def test_the_first_error_ends_all() -> None:
-    """An input that breaks is the answer, and what still runs is cancelled."""
+def test_first_error_cancels_the_others() -> None:
 
     def script(request: Request) -> Iterator[Event]:
         yield from [Failed("no finite value")] if request.prompt == (98,) else embed(request)

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize, /apply-template and the count of what a chat would cost: nothing of it runs."""
+"""POST /tokenize, /detokenize, /apply-template and token counts: the model does not run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def post(path: str, engine: FakeEngine | None = None, **fields: Any) -> Answer:
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
 @pytest.mark.parametrize("name", ["prompt", "content"])
 def test_text_becomes_tokens(path: str, name: str) -> None:
-    """Under vLLM's name and llama.cpp's."""
+    """By vLLM's and llama.cpp's field names."""
     answer = post(path, **{name: "abc"})
 
     assert {"tokens": [97, 98, 99], "count": 3, "max_model_len": 64} == answer.json
@@ -39,10 +39,8 @@ def test_text_becomes_tokens(path: str, name: str) -> None:
         ({"content": "a", "add_special": True}, True),
     ],
 )
-def test_special_tokens_are_added_as_the_body_says(
-    fields: dict[str, Any], special: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless it says so: to a prompt, as vLLM does, and not to content, as llama.cpp does."""
+def test_add_special_tokens(fields: dict[str, Any], special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Default: yes for `prompt` as in vLLM, no for `content` as in llama.cpp."""
     engine, added = FakeEngine(), []
     monkeypatch.setattr(engine.tokenizer, "encode", lambda text, *, add_special: added.append(add_special) or [1])
     post("/tokenize", engine, **fields)
@@ -50,16 +48,16 @@ def test_special_tokens_are_added_as_the_body_says(
     assert [special] == added
 
 
-def test_pieces_are_texts_or_bytes() -> None:
-    """A token that is part of a character is told by its bytes."""
+def test_token_pieces_are_texts_or_bytes() -> None:
+    """Bytes for tokens with a part of a character."""
     answer = post("/tokenize", content="aé", with_pieces=True, return_token_strs=True).json
 
     assert [{"id": 97, "piece": "a"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}] == answer["tokens"]
     assert 3 == answer["count"] == len(answer["token_strs"])
 
 
-def test_a_conversation_becomes_the_tokens_of_its_prompt() -> None:
-    """With the template's arguments, as a chat would send it."""
+def test_messages_become_prompt_tokens() -> None:
+    """With the template's arguments, as in a chat request."""
     engine = FakeEngine()
     answer = post("/tokenize", engine, messages=MESSAGES, add_generation_prompt=False).json
 
@@ -70,18 +68,18 @@ def test_a_conversation_becomes_the_tokens_of_its_prompt() -> None:
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
 def test_tokens_become_text(path: str) -> None:
-    """Under both names."""
+    """By both field names."""
     assert {"prompt": "abc", "content": "abc"} == post(path, tokens=[97, 98, 99]).json
 
 
 @pytest.mark.parametrize("path", ["/apply-template", "/v1/apply-template"])
-def test_a_template_shows_what_it_makes(path: str) -> None:
-    """The text and the tokens that a chat would send; fields of a chat that change nothing of it are fine."""
+def test_apply_template_returns_the_prompt(path: str) -> None:
+    """Other fields of a chat request are accepted."""
     assert {"prompt": "hi\n", "tokens": list(b"hi\n"), "count": 3} == post(path, messages=MESSAGES, max_tokens=5).json
 
 
 def test_the_tokens_of_a_chat_are_counted() -> None:
-    """Also of one that is too long to be answered."""
+    """Also beyond the context."""
     for text in ("hi", "x" * 500):
         answer = post("/v1/chat/completions/input_tokens", messages=[{"role": "user", "content": text}])
 
@@ -103,8 +101,7 @@ def test_the_tokens_of_a_chat_are_counted() -> None:
         ("/apply-template", {"messages": []}, "invalid_value", "messages"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], code: str, param: str) -> None:
-    """With OpenAI's codes."""
+def test_errors_name_the_field(path: str, fields: dict[str, Any], code: str, param: str) -> None:
     answer = post(path, **fields)
 
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])

@@ -1,4 +1,4 @@
-"""POST /v1/decisions: what the model reads, what is made of its log-probabilities, and what is refused."""
+"""POST /v1/decisions: prompts, probabilities from label log-probabilities, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOMY = replace(INFO, context=65536)
 
 
 def believing(weights: Mapping[str, float]) -> Any:
-    """A script that tells of each label the probability it has here, and 1/1000 of one that it does not know."""
+    """A script with these label probabilities, and 1/1000 for other labels."""
 
     def script(request: Request) -> Iterator[Event]:
         labels = tuple(
@@ -56,11 +56,11 @@ def choice(count: int, **fields: Any) -> dict[str, Any]:
 
 
 def read(using: FakeEngine, at: int = 0) -> str:
-    """What the model reads of request number `at`."""
+    """The prompt text of request number `at`."""
     return bytes(using.requests[at].prompt).decode()
 
 
-def test_the_answer_has_every_field_of_the_contract() -> None:
+def test_response_has_every_field() -> None:
     """Three kinds of questions in one request, answered in order."""
     weights = {"y": 0.6, "e": 1.0, "s": 1.0, "n": 0.2, "o": 1.0, "A": 0.1, "B": 0.3, "0": 0.25, "1": 0.25, "2": 0.5}
     score = {"type": "score", "instructions": "How dark?", "levels": [{"label": label} for label in "abc"]}
@@ -98,8 +98,8 @@ def test_the_answer_has_every_field_of_the_contract() -> None:
     TypeAdapter(Decision).validate_python({**answer, "usage": usage}, strict=True, extra="forbid")
 
 
-def test_nothing_is_sampled_and_nothing_can_end_early() -> None:
-    """A token is asked for only because log-probabilities come with one."""
+def test_requests_have_one_greedy_token() -> None:
+    """It is generated only to get log-probabilities."""
     using = engine()
     post(using, choice(3))
     (request,) = using.requests
@@ -113,8 +113,8 @@ def test_nothing_is_sampled_and_nothing_can_end_early() -> None:
     assert 0.0 == request.sampling.temperature
 
 
-def test_all_questions_begin_with_the_input() -> None:
-    """So it is computed once; then comes the question, its options with their labels, and how to answer."""
+def test_all_prompts_begin_with_the_input() -> None:
+    """Thus it is computed once; the question, its labelled options and the instruction follow."""
     using = engine()
     post(using, choice(2, choices=[{"value": "x", "description": "a letter"}, {"value": False}]), choice(3))
 
@@ -126,8 +126,8 @@ def test_all_questions_begin_with_the_input() -> None:
 
 
 @pytest.mark.parametrize(("count", "requests"), [(26, 1), (27, 1 + 2), (255, 1 + 10)])
-def test_more_options_than_letters_have_labels_of_two(count: int, requests: int) -> None:
-    """Those that share a token are read behind it: a request for each such token, not for each option."""
+def test_many_options_have_labels_of_two_letters(count: int, requests: int) -> None:
+    """One request per shared first token, not per option."""
     weights = {chr(65 + at): 1 / 26 for at in range(26)}
     using = engine(weights)
     answer = post(using, choice(count)).json["answers"][0]
@@ -139,16 +139,15 @@ def test_more_options_than_letters_have_labels_of_two(count: int, requests: int)
     assert pytest.approx(expected, rel=1e-3) == answer["confidence"]
 
 
-def test_labels_of_several_tokens_are_products() -> None:
-    """A label's probability is that of all of its tokens, one behind the other."""
+def test_label_probability_is_the_product_of_its_tokens() -> None:
     fork = LabelScorer((1, 2), ((7,), (8, 9), (8, 10, 11)))
     told = {(1, 2): (7, 8), (1, 2, 8): (9, 10), (1, 2, 8, 10): (11,)}
 
     assert told == {request.prompt: request.label_tokens for request in fork.requests("x")}
 
 
-def test_a_scale_of_more_levels_than_digits_has_letters() -> None:
-    """Up to ten levels the label is the level's own number."""
+def test_scales_of_more_than_ten_levels_have_letters() -> None:
+    """Up to ten levels, the label is the level's number."""
     for count, first, kind in ((10, "0: l0", "number"), (11, "A: l0", "letter"), (27, "AA: l0", "letters")):
         using = engine()
         levels = [{"label": f"l{at}"} for at in range(count)]
@@ -159,7 +158,7 @@ def test_a_scale_of_more_levels_than_digits_has_letters() -> None:
 
 
 def test_reasoning_is_skipped() -> None:
-    """What the template opens is closed, and what the model would open is opened and closed, before it answers."""
+    """Open reasoning is closed; reasoning that the model would begin is opened and closed in the prompt."""
     for opened, skipped in (("<think>", [255]), ("", [254, 255]), ("<think></think>", [])):
         using = engine(tokenizer=FakeTokenizer("{{enable_thinking}}<think></think>", opened))
         post(using)
@@ -169,8 +168,8 @@ def test_reasoning_is_skipped() -> None:
         assert {"enable_thinking": False} == using.tokenizer.rendered[0]["arguments"]
 
 
-def test_an_input_of_items_is_a_transcript() -> None:
-    """Messages, calls and their answers in order, texts and data in their parts."""
+def test_items_are_rendered_as_a_transcript() -> None:
+    """Messages, calls and results in order; texts and JSON data."""
     text, said = {"type": "input_text", "text": "Hi"}, {"type": "output_text", "text": "Yes"}
     items = [
         {"role": "system", "content": "Be kind."},
@@ -222,8 +221,8 @@ def test_an_input_of_items_is_a_transcript() -> None:
         ({"model": "other"}, "model_not_found", "model"),
     ],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str) -> None:
-    """With OpenAI's codes, and nothing runs."""
+def test_errors_name_the_field(fields: dict[str, Any], code: str, param: str) -> None:
+    """No request is run."""
     answer = ask(APP, "POST", "/v1/decisions", json_body={"input": "x", "questions": [PREDICATE], **fields})
 
     assert (code, param) == (answer.json["error"]["code"], answer.json["error"]["param"])

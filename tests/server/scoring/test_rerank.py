@@ -1,4 +1,4 @@
-"""POST /rerank and /score: what the model is asked, and the shapes of Jina, Cohere and vLLM."""
+"""POST /rerank and /score: prompts, and the formats of Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings
 
 
 def judge(request: Request) -> Iterator[Event]:
-    """The more often the prompt says "good", the likelier a yes."""
+    """A script whose probability of "yes" grows with the occurrences of "good" in the prompt."""
     good = bytes(request.prompt).count(b"good")
     likely = {ord("y"): (1 + good) / 10, ord("n"): 0.1}
     labels = tuple(Logprob(token, "", b"", math.log(likely.get(token, 1.0))) for token in request.label_tokens)
@@ -39,8 +39,8 @@ DOCUMENTS = ["bad", {"text": "good good"}, "good"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_come_best_first(path: str) -> None:
-    """With their places in the request, their texts, and the probability of a yes among yes and no."""
+def test_documents_are_sorted_by_relevance(path: str) -> None:
+    """With index, text and the probability of "yes" against "no"."""
     answer = post(path, query="q", documents=DOCUMENTS).json
 
     assert [(1, "good good", 0.75), (2, "good", 0.6667), (0, "bad", 0.5)] == [
@@ -51,15 +51,14 @@ def test_documents_come_best_first(path: str) -> None:
     TypeAdapter(Ranking).validate_python(answer, strict=True, extra="forbid")
 
 
-def test_the_best_ones_alone_and_without_their_texts() -> None:
-    """As the body asks."""
+def test_top_n_without_documents() -> None:
     answer = post("/rerank", query="q", documents=DOCUMENTS, top_n=1, return_documents=False).json
 
     assert [{"index": 1, "relevance_score": 0.75}] == answer["results"]
 
 
-def test_the_query_comes_before_the_document() -> None:
-    """So that it is computed once for all documents; the instruction can be another one."""
+def test_query_precedes_the_document() -> None:
+    """Thus it is computed once for all documents; the instruction is configurable."""
     engine = FakeEngine(judge, info_value=replace(INFO, context=65536))
     post("/rerank", engine, query="why?", documents=["because"], instruction="Find reasons")
 
@@ -77,7 +76,7 @@ def test_the_query_comes_before_the_document() -> None:
     ],
 )
 def test_pairs_are_scored_in_order(path: str, first: object, second: object, scores: list[float]) -> None:
-    """One with one, one with many, many with as many; under either pair of names."""
+    """One to one, one to many, many to many; by either pair of field names."""
     answer = post(path, text_1=first, text_2=second).json
 
     assert scores == [each["score"] for each in answer["data"]]
@@ -98,8 +97,7 @@ def test_pairs_are_scored_in_order(path: str, first: object, second: object, sco
         ("/score", {"text_1": "a"}, "invalid_value", "text_2"),
     ],
 )
-def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], code: str, param: str | None) -> None:
-    """With OpenAI's codes."""
+def test_errors_name_the_field(path: str, fields: dict[str, Any], code: str, param: str | None) -> None:
     error = post(path, **fields).json["error"]
 
     assert (code, param or "max_tokens_per_doc") == (error["code"], error["param"])
