@@ -1,4 +1,4 @@
-"""Anthropic's own API, /v1/messages: what its clients send."""
+"""Requests of Anthropic's /v1/messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ONLY_TEXT = "this server reads text only, no images or documents"
 
 
 class CacheControl(Strict):
-    """The exact end of a beginning that other requests will have too. `ttl` is a wish: the cache keeps what it can."""
+    """Cache breakpoint: the end of a prefix that other requests share. `ttl` is accepted without effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Cached(Strict):
-    """What may end such a beginning."""
+    """A part that may have a cache breakpoint."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_BLOCK
 
@@ -40,7 +40,7 @@ def _only_text(kind: object) -> object:
 
 
 class TextBlock(Cached):
-    """A piece of a text."""
+    """A text block."""
 
     type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str
@@ -57,7 +57,7 @@ Texts = Annotated[
 
 
 class ThinkingBlock(Strict):
-    """What the model said before an answer. The signature is accepted and not read."""
+    """Reasoning of an earlier answer. The signature is accepted and not verified."""
 
     type: Literal["thinking"]
     thinking: str
@@ -65,7 +65,7 @@ class ThinkingBlock(Strict):
 
 
 class ToolUseBlock(Cached):
-    """A call of the model."""
+    """A tool call."""
 
     type: Literal["tool_use"]
     id: Label
@@ -74,7 +74,7 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Label
@@ -100,7 +100,7 @@ Blocks = Annotated[
 
 
 class AnthropicMessage(Strict):
-    """A message. What a tool answered comes in one of the user."""
+    """A message. Tool results are part of user messages."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -113,7 +113,7 @@ def _own(kind: object) -> object:
 
 
 class AnthropicTool(Cached):
-    """A tool that may be called."""
+    """Definition of a tool."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_TOOL
 
@@ -125,14 +125,14 @@ class AnthropicTool(Cached):
 
 
 class ToolMode(Strict):
-    """Whether tools are called. "any" means at least one."""
+    """Whether tools are called; "any": at least one."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class NamedTool(Strict):
-    """The tool that must be called. The rest of its definition may stand beside it."""
+    """The tool that must be called. Other fields of its definition are accepted."""
 
     type: Literal["tool"]
     name: FunctionName
@@ -142,7 +142,7 @@ class NamedTool(Strict):
 
 
 class ThinkingOn(Strict):
-    """The model thinks, `budget_tokens` at most. "omitted" keeps what it thought to itself."""
+    """Reasoning with at most `budget_tokens`. Display "omitted" hides it."""
 
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -150,14 +150,14 @@ class ThinkingOn(Strict):
 
 
 class ThinkingFree(Strict):
-    """The model thinks as long as it likes."""
+    """Reasoning without a limit."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
 
 
 class ThinkingOff(Strict):
-    """The model does not think."""
+    """No reasoning."""
 
     type: Literal["disabled"]
 
@@ -170,20 +170,20 @@ class JsonOutput(Strict):
 
 
 class OutputConfig(Strict):
-    """How much is done for an answer, and what it is made of."""
+    """Reasoning effort and format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonOutput | None = None
 
 
 class AnthropicMetadata(Strict):
-    """Whom the request is for."""
+    """The end user of the request."""
 
     user_id: Label | None = None
 
 
 class CountRequest(Strict):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC
 
@@ -198,7 +198,7 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest):
-    """What a client of Anthropic asks for."""
+    """A message request."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None

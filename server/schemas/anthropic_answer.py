@@ -1,4 +1,4 @@
-"""Anthropic's own API, /v1/messages: what its clients read."""
+"""Responses of Anthropic's /v1/messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnsweredText(TypedDict):
-    """What is said to the user."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
@@ -18,7 +18,7 @@ class AnsweredText(TypedDict):
 
 
 class AnsweredThinking(TypedDict):
-    """What the model said before its answer."""
+    """A reasoning block."""
 
     type: Literal["thinking"]
     thinking: str
@@ -26,7 +26,7 @@ class AnsweredThinking(TypedDict):
 
 
 class AnsweredTool(TypedDict):
-    """A call of a tool."""
+    """A tool call."""
 
     type: Literal["tool_use"]
     id: str
@@ -38,7 +38,7 @@ AnsweredBlock = AnsweredText | AnsweredThinking | AnsweredTool
 
 
 class AnthropicUsage(TypedDict):
-    """What an answer cost, in tokens: those of the prompt are in one of the first three, and in no other."""
+    """Token usage: each prompt token is counted in exactly one of the first three fields."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -47,7 +47,7 @@ class AnthropicUsage(TypedDict):
 
 
 class AnsweredMessage(TypedDict):
-    """An answer."""
+    """A message response."""
 
     id: str
     type: Literal["message"]
@@ -60,14 +60,14 @@ class AnsweredMessage(TypedDict):
 
 
 class Stopping(TypedDict):
-    """Why an answer ended."""
+    """Stop reason."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class BlockDelta(TypedDict):
-    """More of a block."""
+    """A delta of a block."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: NotRequired[str]
@@ -77,7 +77,7 @@ class BlockDelta(TypedDict):
 
 
 class AnthropicEvent(TypedDict):
-    """One event of a stream: which fields it has its type says."""
+    """One event of a stream; its type determines the fields."""
 
     type: Literal[
         "message_start",
@@ -96,20 +96,20 @@ class AnthropicEvent(TypedDict):
 
 
 class AnthropicError(TypedDict):
-    """What went wrong, in one word of a few and a sentence."""
+    """Error type and message."""
 
     type: str
     message: str
 
 
 class AnthropicErrorBody(TypedDict):
-    """What every answer with a status of 400 or more holds here."""
+    """The body of every response with a status of 400 or more."""
 
     type: Literal["error"]
     error: AnthropicError
 
 
 class TokenCount(TypedDict):
-    """The tokens of a prompt."""
+    """Number of prompt tokens."""
 
     input_tokens: int

@@ -1,4 +1,4 @@
-"""The answer of /v1/capabilities."""
+"""The response of /v1/capabilities."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing_extensions import TypedDict
 
 
 class Parameter(TypedDict):
-    """What becomes of a parameter.
+    """Support of a parameter.
 
-    honoured  it does what its documentation says
-    noted     it is accepted, and no answer depends on it
-    refused   it is answered 400 unsupported_parameter, but for null and the values in `accepted`, which ask for nothing
+    honoured  it has its documented effect
+    noted     it is accepted, and no response depends on it
+    refused   it is answered 400 unsupported_parameter, except null and the neutral values in `accepted`
     """
 
     support: Literal["honoured", "noted", "refused"]
@@ -21,17 +21,16 @@ class Parameter(TypedDict):
 
 
 class Endpoint(TypedDict):
-    """The parameters of a body, by their names."""
+    """Parameters of a body by name."""
 
     parameters: dict[str, Parameter]
 
 
 class ModelCapabilities(TypedDict):
-    """What the model itself can do; `template_arguments` are names for `chat_template_kwargs`.
+    """Capabilities of the model; `template_arguments` are names for `chat_template_kwargs`.
 
-    batch_invariant  whether the logits of a text are the same bit for bit beside any other requests, in any chunks and
-                     behind any prefix hit; else they are so but for rounding, which may decide between two tokens that
-                     are all but equally likely
+    batch_invariant  whether logits are bitwise identical for any batch, chunking and prefix hit; else they differ by
+                     rounding, which may change the order of almost equally likely tokens
     """
 
     id: str
@@ -46,7 +45,7 @@ class ModelCapabilities(TypedDict):
 
 
 class EmbeddingCapabilities(TypedDict):
-    """What the embedding model can do; `prompts` are names for `input_type`."""
+    """Capabilities of the embedding model; `prompts` are names for `input_type`."""
 
     id: str
     makes: Literal["vectors", "scores"]
@@ -58,7 +57,7 @@ class EmbeddingCapabilities(TypedDict):
 
 
 class Capabilities(TypedDict):
-    """By endpoint and by model. With `lenient`, what is refused is left out and told in `warnings` instead."""
+    """Capabilities by endpoint and by model. With `lenient`, refused parameters are ignored with `warnings`."""
 
     object: Literal["capabilities"]
     lenient: bool

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request, the answer and the chunks of its stream."""
+"""POST /v1/chat/completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from server.schemas.tools import (
     ToolDefinition,
 )
 
-# Names that the renderer passes to the template itself.
+# Variables that the renderer sets itself.
 _RESERVED = (
     "messages tools documents chat_template tokenize add_generation_prompt continue_final_message conversation "
     "bos_token eos_token pad_token unk_token return_dict return_tensors return_assistant_tokens_mask padding "
@@ -60,7 +60,7 @@ ArgumentValue = Annotated[bool | int | float | str | None, BeforeValidator(_scal
 
 
 class Message(Strict):
-    """One message. What an answer holds may come back in the history, so its empty fields are accepted."""
+    """A message. Unset fields of a response are accepted when it is sent back as history."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.MESSAGE
 
@@ -75,14 +75,14 @@ class Message(Strict):
 
 
 class CacheOptions(Strict):
-    """Where prompts are worth keeping: "explicit" means at the breakpoints alone. `ttl` is a wish."""
+    """Prompt caching: "explicit" caches at breakpoints only. `ttl` is accepted without effect."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
 
 
 class ChatRequest(Generation):
-    """What a client asks of a chat."""
+    """A chat completion request."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.CHAT}
 
@@ -108,7 +108,7 @@ class ChatRequest(Generation):
 
 
 class TopLogprob(TypedDict):
-    """A token that could have been chosen."""
+    """Log-probability of a token."""
 
     token: str
     logprob: float
@@ -116,34 +116,34 @@ class TopLogprob(TypedDict):
 
 
 class ChatLogprob(TopLogprob):
-    """A token that was chosen, and the likeliest at its place."""
+    """Log-probability of the sampled token, and of the top tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """One entry a token of the text beside it."""
+    """One entry per token of the text."""
 
     content: list[ChatLogprob]
     refusal: None
 
 
 class AnsweredFunction(TypedDict):
-    """What is called, its arguments as JSON text."""
+    """Name of a called function, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class AnsweredCustom(TypedDict):
-    """A custom tool, and the text that it is given."""
+    """Name and input of a called custom tool."""
 
     name: str
     input: str
 
 
 class AnsweredCall(TypedDict):
-    """A call of a tool: of a function, or of a custom tool."""
+    """A tool call, of a function or of a custom tool."""
 
     id: str
     type: Literal["function", "custom"]
@@ -152,7 +152,7 @@ class AnsweredCall(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """The answer itself. `content` is null where there is nothing but calls; `reasoning` is another name."""
+    """The answer. `content` is null if there are only tool calls; `reasoning` is an alias of `reasoning_content`."""
 
     role: Literal["assistant"]
     content: str | None
@@ -164,7 +164,7 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One answer. `stop_reason` is the stop string or token that ended it, if one of the request's did."""
+    """One choice. `stop_reason` is the matched stop string or stop token of the request, if any."""
 
     index: int
     message: AnswerMessage
@@ -175,17 +175,17 @@ class ChatChoice(TypedDict):
 
 
 class PromptCacheDiagnostics(TypedDict):
-    """How much of a prompt was found in the cache, and why not more of it.
+    """Prefix cache hit of a prompt, and the reason for a partial hit.
 
-    reason  null: all was found that ever can be, which is all but its last token
+    reason  null: the complete prompt was cached, except its last token, which is always computed
             "bypassed"     the request does not use the cache
-            "scored"       it asked for what must be computed, such as log-probabilities of its prompt
-            "unreachable"  more was remembered, but not all that it takes to go on there
-            "unknown"      nothing that begins like it was remembered of its owner, under its `cache_salt`
-            "diverged"     what was remembered goes on differently
-            "ended"        what was remembered ends there: the rest is new, or was given up for others
-    first_divergent_token    where what was remembered ends; null: it reaches to the end, or was not looked for
-    first_divergent_message  the message that it stands in or behind; null: it stands before the first one's text
+            "scored"       the request needs computed tokens, such as for log-probabilities of its prompt
+            "unreachable"  a longer prefix was found, but its state cannot be restored there
+            "unknown"      no prefix of it was cached for its owner and `cache_salt`
+            "diverged"     the cached tokens differ from there on
+            "ended"        the cached tokens end there: the rest is new, or was evicted
+    first_divergent_token    end of the cached prefix; null: it covers the prompt, or was not looked up
+    first_divergent_message  message that contains or precedes it; null: it is before the text of the first message
     """
 
     cached_tokens: int
@@ -196,7 +196,7 @@ class PromptCacheDiagnostics(TypedDict):
 
 
 class ChatCompletion(TypedDict):
-    """An answer in one piece."""
+    """A chat completion response."""
 
     id: str
     object: Literal["chat.completion"]
@@ -215,21 +215,21 @@ class ChatCompletion(TypedDict):
 
 
 class FunctionDelta(TypedDict):
-    """The name once, then pieces of the arguments."""
+    """The name once, then parts of the arguments."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class CustomDelta(TypedDict):
-    """The name once, then pieces of the input."""
+    """The name once, then parts of the input."""
 
     name: NotRequired[str]
     input: str
 
 
 class CallDelta(TypedDict):
-    """What a chunk adds to call number `index`: first its id, type and name, then its arguments or its input."""
+    """A delta of tool call number `index`: first its id, type and name, then its arguments or its input."""
 
     index: int
     id: NotRequired[str]
@@ -239,7 +239,7 @@ class CallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """What a chunk adds: the role once, then reasoning, text and calls, then nothing."""
+    """A delta of a chunk: the role once, then reasoning, text and tool calls; empty in the finish chunk."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
@@ -250,7 +250,7 @@ class ChatDelta(TypedDict):
 
 
 class ChunkChoice(TypedDict):
-    """The part of a chunk that belongs to one answer."""
+    """The part of a chunk that belongs to one choice."""
 
     index: int
     delta: ChatDelta
@@ -261,9 +261,9 @@ class ChunkChoice(TypedDict):
 
 
 class ChatChunk(TypedDict):
-    """One event of a stream. `usage` is there if it was asked for: null but in the last chunk, which has no choices.
+    """A chunk of a stream. `usage` is present if requested: null except in the last chunk, which has no choices.
 
-    `warnings`, `prompt_token_ids` and what else begins with `prompt_` stand in the first chunk that they are known in.
+    `warnings`, `prompt_token_ids` and other `prompt_` fields are in the first chunk where they are available.
     """
 
     id: str

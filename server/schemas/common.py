@@ -1,4 +1,4 @@
-"""What the requests of both APIs share: strict types, sampling, stops, and shapes that both answers have."""
+"""Fields shared by chat and completion requests, and parts shared by their responses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
-# Token ids as JSON keys must be written the one canonical way: no sign, no spaces, no other digits than 0-9.
+# Token ids as JSON keys: canonical decimals only, without sign, spaces or non-ASCII digits.
 TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
-# Of one prompt; OpenAI's limit is 128, and here each of them may have to wait for a slot.
+# Choices per prompt; OpenAI's limit is 128, but here each may have to wait for a slot.
 MOST_CHOICES = 64
 
 
@@ -35,7 +35,7 @@ def _not_zero(count: int) -> int:
     return count
 
 
-# Tokens behind which a text is cut; -1: as many as the model takes.
+# Maximum tokens of a truncated text; -1: the model's maximum.
 Cut = Annotated[Annotated[int, Field(ge=-1, le=2**31 - 1)], AfterValidator(_not_zero)]
 
 
@@ -69,7 +69,7 @@ ServiceTier = Annotated[Literal["auto", "default", "flex", "priority", "fast"], 
 
 
 class StreamOptions(Strict):
-    """What a stream holds besides the text. Obfuscation is accepted and not applied."""
+    """Options of a stream. Obfuscation is accepted and not applied."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -77,21 +77,21 @@ class StreamOptions(Strict):
 
 
 class Prediction(Strict):
-    """A text that much of the answer is expected to repeat; it makes answers faster, never different."""
+    """Predicted output, used for speculative decoding; it never changes the answer."""
 
     type: Literal["content"]
     content: Content
 
 
 class SpeculationOptions(Strict):
-    """Who may guess at the answer, and how many tokens at a time; null is what the server was told."""
+    """Drafter and number of draft tokens; null: the server's setting."""
 
     drafter: DrafterChoice | None = None
     tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
 
 class Generation(Strict):
-    """The fields that chat and completions share. null means: as if it were not there."""
+    """Fields shared by chat and completion requests. null is the same as absent."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.EXTENSIONS
 
@@ -170,19 +170,19 @@ class Generation(Strict):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk says what was used so far, as in vLLM; it takes both options."""
+        """Whether every chunk has the usage so far, as in vLLM; requires both options."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class PromptDetails(TypedDict):
-    """Of the tokens of the prompt, those that were found in the cache, and those that were computed into it."""
+    """Prompt tokens that were found in the cache, and prompt tokens that were computed and cached."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """Tokens of each kind. Accepted are all that were guessed and said, whoever guessed; rejected those not said."""
+    """Completion tokens by kind. Accepted and rejected are draft tokens of any drafter."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -190,7 +190,7 @@ class CompletionDetails(TypedDict):
 
 
 class UsageBody(TypedDict):
-    """What an answer cost, in tokens. The last two are there only when the context was shifted."""
+    """Token usage. The last two fields are present only if the context was shifted."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -202,9 +202,9 @@ class UsageBody(TypedDict):
 
 
 class TimingsBody(TypedDict):
-    """Where the time went, under llama.cpp's names; `prompt_n` counts what was computed, `cache_n` what was not.
+    """Timings by llama.cpp's names; `prompt_n` counts computed prompt tokens, `cache_n` cached ones.
 
-    `draft_n` counts tokens that were guessed, `draft_n_accepted` those of them that were said.
+    `draft_n` counts draft tokens, `draft_n_accepted` the accepted ones.
     """
 
     queue_ms: float
@@ -226,7 +226,7 @@ AnsweredTier = Literal["default", "flex", "priority"]
 
 
 class PromptProgress(TypedDict):
-    """How far a prompt is, under llama.cpp's names: `total` and `processed` tokens, `cache` those of them reused."""
+    """Prefill progress by llama.cpp's names: `total` and `processed` prompt tokens, of which `cache` were cached."""
 
     total: int
     cache: int
@@ -235,12 +235,12 @@ class PromptProgress(TypedDict):
 
 
 class PromptLogprob(TypedDict):
-    """A token that stood or could have stood in the prompt; `rank` 1 is the likeliest, null is none of those shown."""
+    """Log-probability of a token of the prompt; `rank` 1 is the likeliest, null: not among the returned ones."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# By token ids; null is the very first token.
+# By token id; null for the first token.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]

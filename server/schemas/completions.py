@@ -1,4 +1,4 @@
-"""POST /v1/completions: the request, the answer and the chunks of its stream."""
+"""POST /v1/completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_ID = 2**31 - 1
 
 
 def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
-    """One prompt or several as a list of prompts, `most` at most; a flat list of integers is one."""
+    """One or several prompts as a list of at most `most` prompts; a flat list of integers is one prompt."""
     match value:
         case str():
             return [value]
@@ -50,7 +50,7 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
 
 
 def _ids(value: list[Any]) -> bool:
-    # Loops in C: a prompt may have half a million of them.
+    # Loops in C: a prompt may have half a million tokens.
     return {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= LARGEST_ID
 
 
@@ -64,7 +64,7 @@ Prompts = Annotated[
 
 
 class CompletionRequest(Generation):
-    """What a client asks to continue. Every prompt is a choice of the answer, in order."""
+    """A completion request. Every prompt has its choices, in order."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = {**policy.EXTENSIONS, **policy.COMPLETIONS}
 
@@ -76,9 +76,9 @@ class CompletionRequest(Generation):
 
 
 class TextLogprobs(TypedDict):
-    """One entry a token in every list; `text_offset` counts characters from the start of the choice's text.
+    """One entry per token in every list; `text_offset` counts characters from the start of the choice's text.
 
-    With `echo` the prompt's tokens come first, and null is what the very first token has.
+    With `echo`, the prompt's tokens come first; the first token's log-probability is null.
     """
 
     tokens: list[str]
@@ -88,7 +88,7 @@ class TextLogprobs(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One continuation, or what a chunk adds to it."""
+    """One choice, or its part of a chunk."""
 
     index: int
     text: str
@@ -101,7 +101,7 @@ class TextChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """An answer in one piece; as a chunk of a stream, `usage` is there if it was asked for: null but in the last."""
+    """A completion response or a chunk; in chunks, `usage` is present if requested: null except in the last one."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,4 +1,4 @@
-"""Text as requests hold it: one string, or a list of parts. And what every part of a request has in common."""
+"""Text of requests, as a string or a list of parts, and the base class of all parts of a request."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from server.schemas import policy
 from server.schemas.first_fault import fail_fast, field_names
 
 MOST_PARTS = 2048
-# Of an object whose names the client chooses: a JSON schema, the arguments of a call.
+# Maximum members of an object with free names: a JSON schema, the arguments of a call.
 MOST_KEYS = 1024
-# Tokens of one prompt, or of a text to be decoded.
+# Maximum tokens of a prompt, or of a text to decode.
 MOST_TOKENS = 2**18
 
 Object = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
@@ -33,7 +33,7 @@ Object = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
 
 @dataclass(frozen=True, slots=True)
 class Unhonoured:
-    """Context of a validation that leaves unknown fields out instead of refusing them.
+    """Validation context in which unknown fields are removed instead of refused.
 
     left_out  (object of the body, name of the field), in the order of the body
     """
@@ -42,10 +42,10 @@ class Unhonoured:
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown fields, and immutable once made.
+    """Base class: no coercion, no unknown fields, immutable.
 
-    Validation stops at the first fault of a list, of an object's size or of its unknown fields: a body of megabytes
-    has one error, not one for each of its values.
+    Validation stops at the first error of a list, of an object's size or of unknown fields, so a body of megabytes has
+    one error, not one per value.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -53,7 +53,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema of pydantic, with lists that fail fast and objects whose size is checked before their values."""
+        """pydantic's schema with fail-fast lists, and objects whose size is checked before their values."""
         schema = handler(source)
         fail_fast(schema)
         return schema
@@ -74,7 +74,7 @@ class Strict(BaseModel):
 
 
 def one_of(*kinds: str) -> BeforeValidator:
-    """A check that names all kinds, for the member of a union that is also read where the kind is none of them."""
+    """A validator whose error lists all kinds, for the fallback member of a union."""
     *some, last = (f"'{kind}'" for kind in kinds)
 
     def check(kind: object) -> object:
@@ -96,14 +96,14 @@ def _shape(content: object) -> str:
 
 
 class Breakpoint(Strict):
-    """The exact end of a beginning that other requests will have too. `ttl` is a wish: the cache keeps what it can."""
+    """Cache breakpoint: the end of a prefix that other requests share. `ttl` is accepted without effect."""
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
 
 
 class TextPart(Strict):
-    """A piece of a text."""
+    """A text part."""
 
     type: Annotated[Literal["text"], BeforeValidator(_only_text)]
     text: str
@@ -117,5 +117,5 @@ Content = Annotated[
 
 
 def text_of(content: str | list[TextPart], between: str) -> str:
-    """The text, its parts joined."""
+    """The text, with its parts joined."""
     return content if isinstance(content, str) else between.join(part.text for part in content)

@@ -1,4 +1,4 @@
-"""POST /v1/decisions: the questions about an input, and the answers."""
+"""POST /v1/decisions: questions about an input, and the response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class DecisionTextPart(Strict):
-    """A piece of a text, of whoever wrote it. The cache is exact to the token, whatever a breakpoint says."""
+    """A text part of any author. Breakpoints have no effect: the prefix cache is exact to the token."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -29,14 +29,14 @@ class DecisionTextPart(Strict):
 
 
 class DecisionRefusalPart(Strict):
-    """What a model said instead of an answer."""
+    """A refusal of a model."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class JsonPart(Strict):
-    """Data, which is read as compact JSON."""
+    """Data, rendered as compact JSON."""
 
     type: Literal["input_json"]
     data: Object | Annotated[list[Object], Field(max_length=MOST_ITEMS)]
@@ -70,7 +70,7 @@ Text = Annotated[
 
 
 class DecisionMessageItem(Strict):
-    """A message of a conversation."""
+    """A message."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "developer", "system", "assistant"]
@@ -79,7 +79,7 @@ class DecisionMessageItem(Strict):
 
 
 class DecisionCallItem(Strict):
-    """A call of a tool: arguments as JSON text for a function, any text for a custom one."""
+    """A tool call: arguments as JSON text for a function, input text for a custom tool."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: CallId
@@ -92,7 +92,7 @@ class DecisionCallItem(Strict):
 
 
 class DecisionCallOutputItem(Strict):
-    """What a tool answered to the call of that id."""
+    """The result of the tool call with this id."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
@@ -125,13 +125,13 @@ class _QuestionFields(Strict):
 
 
 class Predicate(_QuestionFields):
-    """How likely a statement about the input is true."""
+    """A statement about the input; the answer is its probability."""
 
     type: Literal["predicate"]
 
 
 class ChoiceOption(Strict):
-    """Something to choose. A string and a boolean of the same text are two values."""
+    """An option. A string and a boolean of the same text are two values."""
 
     value: str | bool
     description: str | None = None
@@ -144,21 +144,21 @@ def _distinct(choices: list[ChoiceOption]) -> list[ChoiceOption]:
 
 
 class ChoiceQuestion(_QuestionFields):
-    """Which of several things fits the input."""
+    """A question with unordered options."""
 
     type: Literal["choice"]
     choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MOST_CHOICES), AfterValidator(_distinct)]
 
 
 class ScoreLevel(Strict):
-    """A step of a scale."""
+    """A level of a scale."""
 
     label: str
     description: str | None = None
 
 
 class ScoreQuestion(_QuestionFields):
-    """Where the input stands on a scale of ordered levels."""
+    """A question with a scale of ordered levels."""
 
     type: Literal["score"]
     levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MOST_CHOICES)]
@@ -168,7 +168,7 @@ Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discrimin
 
 
 class DecisionRequest(Strict):
-    """Questions about one input, each answered by itself."""
+    """Independent questions about one input."""
 
     model: str | None = None
     input: Input
@@ -179,7 +179,7 @@ class DecisionRequest(Strict):
 
 
 class PredicateAnswer(TypedDict):
-    """How likely the statement is true, of true and false."""
+    """Probability of true, normalised over true and false."""
 
     type: Literal["predicate"]
     name: str | None
@@ -187,14 +187,14 @@ class PredicateAnswer(TypedDict):
 
 
 class ChoiceProbability(TypedDict):
-    """How likely one thing is, of all that can be chosen."""
+    """Probability of an option, normalised over all options."""
 
     value: str | bool
     probability: float
 
 
 class ChoiceAnswer(TypedDict):
-    """The likeliest thing; `confidence` is its probability among all that the model could have said."""
+    """The likeliest option; `confidence` is its probability among all continuations."""
 
     type: Literal["choice"]
     name: str | None
@@ -204,7 +204,7 @@ class ChoiceAnswer(TypedDict):
 
 
 class ScoreProbability(TypedDict):
-    """How likely one level is, of all; `value` counts levels from 0."""
+    """Probability of a level, normalised over all levels; `value` counts levels from 0."""
 
     label: str
     probability: float
@@ -212,7 +212,7 @@ class ScoreProbability(TypedDict):
 
 
 class ScoreAnswer(TypedDict):
-    """The expected level, counted from 0; `confidence` is the probability of the likeliest among all that could be."""
+    """The expected level, counted from 0; `confidence`: probability of the likeliest level among all continuations."""
 
     type: Literal["score"]
     name: str | None
@@ -222,20 +222,20 @@ class ScoreAnswer(TypedDict):
 
 
 class DecisionInputDetails(TypedDict):
-    """Of the input's tokens, those that were found in the cache, and those that were computed into it."""
+    """Input tokens that were found in the cache, and input tokens that were computed and cached."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class DecisionOutputDetails(TypedDict):
-    """No question is reasoned about."""
+    """Output tokens by kind; decisions have no reasoning."""
 
     reasoning_tokens: int
 
 
 class DecisionUsage(TypedDict):
-    """What it cost, in tokens; the input counts for every question, and is computed for the first."""
+    """Token usage; the input counts for every question, though it is computed once."""
 
     input_tokens: int
     input_tokens_details: DecisionInputDetails

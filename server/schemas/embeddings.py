@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the request and the answer."""
+"""POST /v1/embeddings: the request and the response."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Inputs = Annotated[
 
 
 class EmbeddingRequest(Strict):
-    """Texts, or lists of token ids, that are to become vectors.
+    """Texts or token ids to embed.
 
-    input_type  what the texts are for, as Cohere, Voyage and NVIDIA have it; or the name of a prompt of the model
-    truncate_prompt_tokens  as vLLM has it: a longer text is cut; -1: where the model's length ends
-    pooling     ours: which states of the model a vector is made of
+    input_type  purpose of the texts, as in Cohere's, Voyage's and NVIDIA's APIs; or the name of a prompt of the model
+    truncate_prompt_tokens  truncates longer texts, as in vLLM; -1: to the model's maximum
+    pooling     pooling of the model's hidden states; an extension of this server
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.EMBEDDINGS
@@ -48,14 +48,14 @@ class EmbeddingRequest(Strict):
 
 
 class EmbeddingUsage(TypedDict):
-    """What the inputs cost, in tokens."""
+    """Token usage."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingBody(TypedDict):
-    """One input as a vector of length 1: numbers, or little-endian float32 in base64."""
+    """The embedding of one input, of length 1: numbers, or little-endian float32 in base64."""
 
     object: Literal["embedding"]
     index: int
@@ -63,7 +63,7 @@ class EmbeddingBody(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """The vectors, in the order of the inputs."""
+    """The embeddings, in the order of the inputs."""
 
     object: Literal["list"]
     data: list[EmbeddingBody]

@@ -1,4 +1,4 @@
-"""The error envelope."""
+"""The error format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class Error(TypedDict):
-    """One error. The last three come with the codes that need them: prompt too long, model loading."""
+    """One error. The last three fields are set for certain codes: prompt too long, model loading."""
 
     message: str
     type: str
@@ -20,6 +20,6 @@ class Error(TypedDict):
 
 
 class ErrorBody(TypedDict):
-    """What every answer with a status of 400 or more holds, and the last event of a stream that broke."""
+    """The body of every response with a status of 400 or more, and the last event of a failed stream."""
 
     error: Error

@@ -1,4 +1,4 @@
-"""How validation ends at its first fault: lists, objects and unknown fields of any length have one error."""
+"""Fail-fast validation: one error for lists, objects and unknown fields of any length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import PydanticKnownError, core_schema
 
 
 def fail_fast(schema: Any) -> None:
-    """Set what lists and objects anywhere in a schema do at their first fault, in place."""
+    """Make lists and objects anywhere in a schema fail at their first error, in place."""
     match schema:
         case {"type": "function-before", "schema": {"type": "dict"}}:
             return
@@ -29,7 +29,7 @@ def fail_fast(schema: Any) -> None:
 
 @functools.cache
 def field_names(model: type[BaseModel]) -> frozenset[str]:
-    """The names of a model's fields in JSON."""
+    """JSON names of a model's fields."""
     names: set[str] = set()
     for name, info in model.model_fields.items():
         match info.validation_alias:
@@ -43,7 +43,7 @@ def field_names(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _size_check(most: int) -> Callable[[Any], Any]:
-    """pydantic's own check of an object's size comes behind the validation of all its values."""
+    """pydantic checks the size of an object only after all of its values."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:

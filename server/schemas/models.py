@@ -1,4 +1,4 @@
-"""The answers of /v1/models."""
+"""The responses of /v1/models."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing_extensions import TypedDict
 
 
 class ModelMore(TypedDict):
-    """What else there is to say of an embedding model: the length of its vectors."""
+    """Embedding dimensions of an embedding model."""
 
     n_embd: NotRequired[int]
 
 
 class ModelMeta(ModelMore):
-    """What the model is, under llama.cpp's names. An embedding model has no slots."""
+    """Properties of the model by llama.cpp's names. An embedding model has no slots."""
 
     n_params: int
     n_vocab: int
@@ -25,7 +25,7 @@ class ModelMeta(ModelMore):
 
 
 class Model(TypedDict):
-    """One name that the model answers to."""
+    """One name of a model."""
 
     id: str
     object: Literal["model"]
@@ -37,7 +37,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All names that the model answers to."""
+    """All names of the models."""
 
     object: Literal["list"]
     data: list[Model]

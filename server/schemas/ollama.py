@@ -1,7 +1,7 @@
-"""Ollama's own API, /api/...: what its clients send, and what they read, one JSON object a line.
+"""Requests and responses of Ollama's API, /api/...; streams are one JSON object per line.
 
-Options that say how a model is loaded (num_gpu, num_thread, ...) mean nothing here and are accepted: clients send them
-with every request. Fields that would change the answer and are not here are refused by name.
+Options for loading (num_gpu, num_thread, ...) are accepted without effect, because clients send them with every
+request. Unsupported fields that would change the answer are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Any = Annotated[Any, Field()]
 
 
 class OllamaOptions(Strict):
-    """How tokens are chosen, under llama.cpp's names."""
+    """Sampling options by llama.cpp's names."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_OPTIONS
 
@@ -52,7 +52,7 @@ class OllamaOptions(Strict):
 
 
 class OllamaCalledFunction(Strict):
-    """A function as the model called it, its arguments as an object."""
+    """A called function with its arguments as an object."""
 
     name: Label
     arguments: Object = {}
@@ -61,7 +61,7 @@ class OllamaCalledFunction(Strict):
 
 
 class OllamaToolCall(Strict):
-    """A call in the history."""
+    """A tool call of the history."""
 
     id: Label | None = None
     type: Literal["function"] | None = None
@@ -69,7 +69,7 @@ class OllamaToolCall(Strict):
 
 
 class OllamaMessage(Strict):
-    """One message. Images are refused by name: this server reads text."""
+    """A message. Images are refused by name: the server supports text only."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA_MESSAGE
 
@@ -91,7 +91,7 @@ Format = Annotated[
 
 
 class OllamaGenerationFields(Strict):
-    """What chat and generate share. `keep_alive` is accepted: the model of this server is always loaded."""
+    """Fields shared by chat and generate. `keep_alive` is accepted without effect: the model is always loaded."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.OLLAMA
 
@@ -104,14 +104,14 @@ class OllamaGenerationFields(Strict):
 
 
 class OllamaChatRequest(OllamaGenerationFields):
-    """POST /api/chat. No messages: the client only wants the model to be there."""
+    """POST /api/chat. Without messages it only checks that the model is loaded."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=2048)] = []
     tools: Annotated[list[Object], Field(max_length=128)] | None = None
 
 
 class GenerateRequest(OllamaGenerationFields):
-    """POST /api/generate. `raw` takes the prompt as it is, without the model's template."""
+    """POST /api/generate. `raw` uses the prompt without the chat template."""
 
     prompt: str = ""
     system: str | None = None
@@ -119,7 +119,7 @@ class GenerateRequest(OllamaGenerationFields):
 
 
 class OllamaEmbedRequest(Strict):
-    """POST /api/embed. The embedding model reads what is too long as far as it can, unless `truncate` is false."""
+    """POST /api/embed. Longer inputs are truncated unless `truncate` is false."""
 
     model: str
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
@@ -130,7 +130,7 @@ class OllamaEmbedRequest(Strict):
 
 
 class OllamaEmbeddingRequest(Strict):
-    """POST /api/embeddings, the older one."""
+    """POST /api/embeddings, the older endpoint."""
 
     model: str
     prompt: str
@@ -139,7 +139,7 @@ class OllamaEmbeddingRequest(Strict):
 
 
 class ShowRequest(Strict):
-    """POST /api/show; older clients say `name`."""
+    """POST /api/show; older clients send `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -147,14 +147,14 @@ class ShowRequest(Strict):
 
 
 class OllamaCall(TypedDict):
-    """A call in an answer."""
+    """A tool call of an answer."""
 
     id: str
     function: dict[str, Any]
 
 
 class OllamaAnswerMessage(TypedDict):
-    """What a line of a chat adds."""
+    """The delta of a chat line."""
 
     role: Literal["assistant"]
     content: str
@@ -163,7 +163,7 @@ class OllamaAnswerMessage(TypedDict):
 
 
 class OllamaLine(TypedDict):
-    """One line, or the answer in one piece; the last one has the costs."""
+    """One line of a stream, or the complete response; the last one has usage and timings."""
 
     model: str
     created_at: str
@@ -181,7 +181,7 @@ class OllamaLine(TypedDict):
 
 
 class OllamaEmbeddings(TypedDict):
-    """The vectors of a list of texts, and what they cost."""
+    """Embeddings of a list of texts, with usage and timings."""
 
     model: str
     embeddings: list[list[float]]
@@ -191,13 +191,13 @@ class OllamaEmbeddings(TypedDict):
 
 
 class OllamaEmbedding(TypedDict):
-    """The vector of one text."""
+    """The embedding of one text."""
 
     embedding: list[float]
 
 
 class OllamaErrorBody(TypedDict):
-    """What every answer with a status of 400 or more holds, and the last line of a stream that broke."""
+    """The body of every response with a status of 400 or more, and the last line of a failed stream."""
 
     error: str
 

@@ -1,9 +1,8 @@
-"""Which fields a request may have that this version does not honour, and which change nothing that a client sees.
+"""Documented request fields that are not supported, and accepted fields without effect on the response.
 
-A field that somebody documents (OpenAI, or the extensions of vLLM, SGLang and llama.cpp) is accepted while its value
-asks for nothing: null, or one of the values below. With another value it is answered 400 unsupported_parameter. A field
-that nobody documents is answered 400 unknown_parameter. So no parameter is ever ignored silently; with --lenient both
-become warnings in the answer (lenient.py).
+A documented field (of OpenAI, or an extension of vLLM, SGLang or llama.cpp) is accepted with null or a neutral value
+listed below; other values are answered 400 unsupported_parameter. Undocumented fields are answered 400
+unknown_parameter. So no parameter is ignored silently; with --lenient, both become warnings in the response.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Mapping
 
 Idle = Mapping[str, tuple[object, ...]]
 
-# Honoured fields that no answer depends on, and what they are for.
+# Accepted fields that no response depends on, with their purpose.
 NOTED: Mapping[str, str] = {
     "user": "names the client's user; nothing depends on it",
     "safety_identifier": "names the client's user; nothing depends on it",
     "prompt_cache_key": "a routing hint; there is one cache, and what is alike is found whatever the key",
 }
 
-# What OpenAI documents for chat, with the values that ask for nothing. The order is the alphabet.
+# OpenAI's fields for chat, with their neutral values, in alphabetical order.
 CHAT: Idle = {
     "audio": (),
     "best_of": (1,),
@@ -31,7 +30,7 @@ CHAT: Idle = {
     "web_search_options": (),
 }
 
-# The same for completions, with what makes sense in a chat only.
+# The same for completions, including fields that are meaningful for chats only.
 COMPLETIONS: Idle = {
     "chat_template_kwargs": ({},),
     "include_reasoning": (True, False),
@@ -47,7 +46,7 @@ COMPLETIONS: Idle = {
     "verbosity": ("medium",),
 }
 
-# Extensions that other servers document, for both.
+# Extensions of other servers, for both.
 _EXTENSIONS = (
     "adaptive_decay adaptive_target chat_template documents dynatemp_exponent dynatemp_range grammar_lazy id_slot "
     "keep_alive kv_transfer_params length_penalty logits_processors lora lora_path mirostat mirostat_eta mirostat_tau "
@@ -63,7 +62,7 @@ EXTENSIONS: Idle = {
     "use_beam_search": (False,),
 }
 
-# Fields of a message and of a call in it that come back when a client sends an answer on as history.
+# Fields of messages and calls that clients send back when a response is part of the history.
 MESSAGE: Idle = {
     "annotations": ([],),
     "audio": (),
@@ -76,7 +75,7 @@ CUSTOM_CALL: Idle = {
     "function": (),
 }
 
-# The same for responses, and for the parts of their requests.
+# The same for responses and the parts of their requests.
 RESPONSES: Idle = {
     "access_programs": (),
     "context_management": ([],),
@@ -106,7 +105,7 @@ RESPONSE_REASONING: Idle = {
     "mode": ("standard",),
 }
 
-# Those of routes that do not generate.
+# Fields of routes without generation.
 EMBEDDINGS: Idle = {
     "add_special_tokens": (True,),
     "embd_normalize": (2,),
@@ -172,7 +171,7 @@ OLLAMA_OPTIONS: Idle = {
     "tfs_z": (1, 1.0),
 }
 
-# Every documented name, to tell a field that is not supported from one that does not exist.
+# All documented names, to distinguish unsupported from unknown fields.
 DOCUMENTED = frozenset(
     {
         *CHAT,
@@ -200,7 +199,7 @@ DOCUMENTED = frozenset(
 
 
 def strip(body: dict[str, object], documented: Idle) -> dict[str, object]:
-    """`body` without the documented fields that ask for nothing. What is left over, pydantic refuses as extra."""
+    """`body` without documented fields that have a neutral value; pydantic refuses the remaining extra fields."""
     return {
         name: value
         for name, value in body.items()
@@ -209,5 +208,5 @@ def strip(body: dict[str, object], documented: Idle) -> dict[str, object]:
 
 
 def _asks_nothing(value: object, idle: tuple[object, ...]) -> bool:
-    # By type too: True equals 1.
+    # Compared with its type, because True equals 1.
     return value is None or any(type(value) is type(known) and value == known for known in idle)

@@ -1,4 +1,4 @@
-"""What a request of /v1/responses begins from: a text, or items. Those of an answer may come back as they are."""
+"""Input of /v1/responses: a text, or items. Output items of a response are accepted as input."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from server.schemas.common import Label
 from server.schemas.content import MOST_PARTS, Breakpoint, Object, Strict
 
 MOST_ITEMS = 2048
-# One a token of a text.
+# One per token.
 MOST_ENTRIES = 65536
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def kind_of(value: object) -> object:
-    """The type of a part of a request, before and after it was read: discriminators see both."""
+    """The `type` of a part, as a dict or as a validated model: discriminators are called with both."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 class InputTextPart(Strict):
-    """A piece of a text."""
+    """A text part."""
 
     type: Literal["input_text"]
     text: str
@@ -32,7 +32,7 @@ class InputTextPart(Strict):
 
 
 class OutputTextPart(Strict):
-    """A piece of what the model said. What came with it is accepted and not read."""
+    """A text part of an earlier response. Its other fields are accepted and ignored."""
 
     type: Literal["output_text"]
     text: str
@@ -41,7 +41,7 @@ class OutputTextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """What a model said instead of an answer."""
+    """A refusal of a model."""
 
     type: Literal["refusal"]
     refusal: str
@@ -75,7 +75,7 @@ Parts = Annotated[
 
 
 class MessageInput(Strict):
-    """A message of anybody."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     id: Label | None = None
@@ -86,7 +86,7 @@ class MessageInput(Strict):
 
 
 class CallInput(Strict):
-    """A call of the model."""
+    """A function call."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
 
@@ -99,7 +99,7 @@ class CallInput(Strict):
 
 
 class CallOutputInput(Strict):
-    """What a function answered."""
+    """The result of a function call."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
 
@@ -112,7 +112,7 @@ class CallOutputInput(Strict):
 
 
 class CustomCallInput(Strict):
-    """A call of a custom tool."""
+    """A custom tool call."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
 
@@ -125,7 +125,7 @@ class CustomCallInput(Strict):
 
 
 class CustomOutputInput(Strict):
-    """What a custom tool answered."""
+    """The result of a custom tool call."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CALL
 
@@ -137,21 +137,21 @@ class CustomOutputInput(Strict):
 
 
 class SummaryText(Strict):
-    """A summary of a reasoning, which another server made. It is no part of the prompt."""
+    """A reasoning summary of another server. It is not part of the prompt."""
 
     type: Literal["summary_text"]
     text: str
 
 
 class ReasoningTextInput(Strict):
-    """A piece of a reasoning."""
+    """A part of a reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningInput(Strict):
-    """What the model said before an answer: in `content`, or as this server encoded it."""
+    """Reasoning before an answer: in `content`, or encoded by this server."""
 
     type: Literal["reasoning"]
     id: Label | None = None
@@ -162,7 +162,7 @@ class ReasoningInput(Strict):
 
 
 class CompactionInput(Strict):
-    """What /v1/responses/compact made of a conversation."""
+    """A conversation compacted by /v1/responses/compact."""
 
     type: Literal["compaction"]
     id: Label | None = None
@@ -171,7 +171,7 @@ class CompactionInput(Strict):
 
 
 class ReferenceInput(Strict):
-    """An item that is in the store."""
+    """A reference to a stored item."""
 
     type: Literal["item_reference"] = "item_reference"
     id: Label
@@ -202,7 +202,7 @@ InputItem = Annotated[
 
 
 def _named(item: Any) -> Any:
-    """An item with its type, which OpenAI lets clients leave out or null."""
+    """An item with its type, which OpenAI allows to be absent or null."""
     return {**item, "type": _kind(item)} if isinstance(item, dict) and item.get("type") is None else item
 
 
@@ -216,7 +216,7 @@ Input = Annotated[
 
 
 def text_of(content: str | list[InputTextPart | OutputTextPart | RefusalPart]) -> str:
-    """The text, its parts joined."""
+    """The text, with its parts joined."""
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

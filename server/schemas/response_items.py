@@ -1,4 +1,4 @@
-"""What an answer of /v1/responses is made of, and the events that tell it piece by piece."""
+"""Output items and stream events of /v1/responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class OutputText(TypedDict):
-    """What is said to the user. Nothing annotates it; log-probabilities are there if they were asked for."""
+    """A text part. There are no annotations; log-probabilities are included if requested."""
 
     type: Literal["output_text"]
     text: str
@@ -22,7 +22,7 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """What the model said before its answer."""
+    """A reasoning part."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -39,7 +39,7 @@ class MessageItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """The model's reasoning. `encrypted_content` is there if it was asked for: the same, to be sent back."""
+    """Reasoning of the model. `encrypted_content` is included if requested, for sending it back."""
 
     id: str
     type: Literal["reasoning"]
@@ -50,7 +50,7 @@ class ReasoningItem(TypedDict):
 
 
 class CallItem(TypedDict):
-    """A call of a function, its arguments as JSON text."""
+    """A function call with its arguments as JSON text."""
 
     id: str
     type: Literal["function_call"]
@@ -61,7 +61,7 @@ class CallItem(TypedDict):
 
 
 class CustomCallItem(TypedDict):
-    """A call of a custom tool, and the text that it is given."""
+    """A custom tool call with its input."""
 
     id: str
     type: Literal["custom_tool_call"]
@@ -72,7 +72,7 @@ class CustomCallItem(TypedDict):
 
 
 class CompactionItem(TypedDict):
-    """A conversation in short, to be sent back in its place."""
+    """A compacted conversation, to be sent back instead of it."""
 
     id: str
     type: Literal["compaction"]
@@ -83,20 +83,20 @@ OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
-    """Of the input's tokens, those that were found in the cache, and those that were computed into it."""
+    """Input tokens that were found in the cache, and input tokens that were computed and cached."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(TypedDict):
-    """Of the output's tokens, those of the reasoning."""
+    """Reasoning tokens of the output."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(TypedDict):
-    """What a response cost, in tokens."""
+    """Token usage of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -106,20 +106,20 @@ class ResponseUsage(TypedDict):
 
 
 class ResponseError(TypedDict):
-    """Why a response failed."""
+    """Error of a failed response."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(TypedDict):
-    """Why a response ends early."""
+    """Reason of an incomplete response."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ReasoningConfig(TypedDict):
-    """How much is reasoned. Nothing is ever summarised."""
+    """Reasoning effort. There are no summaries."""
 
     effort: str | None
     summary: None
@@ -136,10 +136,10 @@ MissReason = Literal[
 
 
 class CacheDiagnostics(TypedDict):
-    """Why a prompt was, or was not, in the cache, beside an earlier response. Of a miss: why, and how much of it.
+    """Prefix cache hit of the prompt compared with an earlier response; for a miss, its reason and extent.
 
-    cache_missed_tokens         of the prompt, behind the first difference
-    comparison_reusable_tokens  before it: the number of the first token that differs
+    cache_missed_tokens         prompt tokens after the first difference
+    comparison_reusable_tokens  prompt tokens before the first difference
     """
 
     type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]
@@ -149,7 +149,7 @@ class CacheDiagnostics(TypedDict):
 
 
 class ResponseBody(TypedDict):
-    """A response, finished or not. What a request may set comes back as it is in force."""
+    """A response, complete or not, with the effective values of the request's parameters."""
 
     id: str
     object: Literal["response"]
@@ -190,7 +190,7 @@ class ResponseBody(TypedDict):
 
 
 class LifecycleEvent(TypedDict):
-    """The response as a whole: at its beginning, when work on it begins, and at its end."""
+    """The complete response object: when it is created, when it starts, and at its end."""
 
     type: Literal[
         "response.created",
@@ -205,7 +205,7 @@ class LifecycleEvent(TypedDict):
 
 
 class ItemEvent(TypedDict):
-    """An item begins, or is whole."""
+    """An item begins or is complete."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
@@ -214,7 +214,7 @@ class ItemEvent(TypedDict):
 
 
 class PartEvent(TypedDict):
-    """A part of an item begins, or is whole."""
+    """A part of an item begins or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     sequence_number: int
@@ -225,7 +225,7 @@ class PartEvent(TypedDict):
 
 
 class TextEvent(TypedDict):
-    """More text of a part (`delta`), or all of it (`text`). Log-probabilities belong to output text only."""
+    """A delta of a text part, or its complete text. Log-probabilities exist for output text only."""
 
     type: Literal[
         "response.output_text.delta",
@@ -243,7 +243,7 @@ class TextEvent(TypedDict):
 
 
 class ArgumentsEvent(TypedDict):
-    """More of a call's arguments (`delta`), or all of them (`arguments`)."""
+    """A delta of a call's arguments, or the complete arguments."""
 
     type: Literal["response.function_call_arguments.delta", "response.function_call_arguments.done"]
     sequence_number: int
@@ -254,7 +254,7 @@ class ArgumentsEvent(TypedDict):
 
 
 class InputEvent(TypedDict):
-    """More of what a custom tool is given (`delta`), or all of it (`input`)."""
+    """A delta of a custom tool's input, or the complete input."""
 
     type: Literal["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
     sequence_number: int
@@ -265,7 +265,7 @@ class InputEvent(TypedDict):
 
 
 class ErrorEvent(TypedDict):
-    """What broke the stream: flat as OpenAI documents it, and nested as it sends it."""
+    """The error that ended the stream: flat as OpenAI documents it, and nested as OpenAI sends it."""
 
     type: Literal["error"]
     sequence_number: int
@@ -279,7 +279,7 @@ ResponseEvent = LifecycleEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEv
 
 
 class Compaction(TypedDict):
-    """What a conversation becomes: its system messages as they were, and the rest in short."""
+    """A compacted conversation: its system messages unchanged, and a summary of the rest."""
 
     id: str
     object: Literal["response.compaction"]
@@ -289,7 +289,7 @@ class Compaction(TypedDict):
 
 
 class ResponseDeleted(TypedDict):
-    """A response that is gone."""
+    """Confirmation of a deleted response."""
 
     id: str
     object: Literal["response"]
@@ -297,7 +297,7 @@ class ResponseDeleted(TypedDict):
 
 
 class InputItems(TypedDict):
-    """A page of what a response was made from."""
+    """A page of the input items of a response."""
 
     object: Literal["list"]
     data: list[dict[str, object]]
@@ -307,7 +307,7 @@ class InputItems(TypedDict):
 
 
 class ResponseInputTokens(TypedDict):
-    """The tokens of a prompt."""
+    """Number of prompt tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int

@@ -1,4 +1,4 @@
-"""POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact: the requests."""
+"""Requests of /v1/responses, /v1/responses/input_tokens and /v1/responses/compact."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FunctionKind = Annotated[Literal["function"], BeforeValidator(_ours)]
 
 
 class ResponseFunctionTool(Strict):
-    """A function that may be called. Its schema is followed exactly unless `strict` is false, as at OpenAI."""
+    """A function tool. Its schema is enforced exactly unless `strict` is false, as in OpenAI's API."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
 
@@ -52,13 +52,13 @@ class ResponseFunctionTool(Strict):
 
 
 class GrammarFormat(GrammarDefinition):
-    """A text that follows a grammar."""
+    """Text that follows a grammar."""
 
     type: Literal["grammar"]
 
 
 class ResponseCustomTool(Strict):
-    """A tool that takes a text, and what that must be."""
+    """A custom tool with text input."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_TOOL
 
@@ -75,7 +75,7 @@ AnyTool = Annotated[
 
 
 class FunctionChoice(Strict):
-    """A function by its name. The rest of its definition may stand beside it."""
+    """A function by name. Other fields of its definition are accepted."""
 
     type: FunctionKind
     name: FunctionName
@@ -85,7 +85,7 @@ class FunctionChoice(Strict):
 
 
 class CustomChoice(Strict):
-    """A custom tool by its name. The rest of its definition may stand beside it."""
+    """A custom tool by name. Other fields of its definition are accepted."""
 
     type: Literal["custom"]
     name: FunctionName
@@ -100,7 +100,7 @@ ToolNamed = Annotated[
 
 
 class AllowedFunctions(Strict):
-    """Some of the tools may be called."""
+    """Restriction to some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -123,7 +123,7 @@ FunctionChoices = Annotated[
 
 
 class PlainFormat(Strict):
-    """Anything."""
+    """Unconstrained text."""
 
     type: Literal["text"]
 
@@ -135,7 +135,7 @@ class JsonFormat(Strict):
 
 
 class SchemaFormat(Strict):
-    """JSON that follows a schema, whatever `strict` says."""
+    """JSON that follows a schema, with or without `strict`."""
 
     type: Literal["json_schema"]
     name: FormatName
@@ -145,7 +145,7 @@ class SchemaFormat(Strict):
 
 
 class TextConfig(Strict):
-    """How the answer is written."""
+    """Format of the answer."""
 
     format: Annotated[PlainFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -158,7 +158,7 @@ def _no_summary(value: object) -> object:
 
 
 class ReasoningOptions(Strict):
-    """How much is reasoned. A summary is never made, which `auto` leaves to the server."""
+    """Reasoning effort. There are no summaries, which `auto` leaves to the server."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_REASONING
 
@@ -168,7 +168,7 @@ class ReasoningOptions(Strict):
 
 
 class ResponseCacheOptions(CacheOptions):
-    """The same as in chats; and the response beside which the use of the cache is explained."""
+    """Cache options as in chat requests, and the response to compare the prompt with."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSE_CACHE
 
@@ -182,7 +182,7 @@ class ResponseStreamOptions(Strict):
 
 
 class Prompted(Strict):
-    """What makes the prompt, for a response or to count its tokens. null means: as if it were not there."""
+    """Fields that determine the prompt. null is the same as absent."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
 
@@ -200,7 +200,7 @@ class Prompted(Strict):
 
 
 class ResponseRequest(Prompted):
-    """What a client asks for. The last fields are of our own, as in chat completions."""
+    """A response request. The last fields are extensions, as in chat completions."""
 
     background: bool | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
@@ -232,21 +232,21 @@ class ResponseRequest(Prompted):
 
     @property
     def stored(self) -> bool:
-        """Whether the client wants it kept; OpenAI's default is yes."""
+        """Whether the response is stored; OpenAI's default is yes."""
         return self.store is not False
 
     @property
     def compared(self) -> str | None:
-        """The response beside which the use of the cache is to be explained."""
+        """Id of the response that cache diagnostics compare the prompt with."""
         return None if self.prompt_cache_options is None else self.prompt_cache_options.comparison_response_id
 
     def includes(self, what: Include) -> bool:
-        """Whether the answer is to have this, which is left out otherwise."""
+        """Whether this optional part of the response is requested."""
         return what in (self.include or ())
 
 
 class CompactRequest(Strict):
-    """A conversation to be replaced by a summary of it; `instructions` go before it as those of a response do."""
+    """A conversation to be replaced by a summary; `instructions` precede it as in a response request."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
 
@@ -258,5 +258,5 @@ class CompactRequest(Strict):
 
 
 def plain(model: Strict) -> dict[str, Any]:
-    """A part of a request as its JSON, with what was given and no more."""
+    """A part of a request as JSON, without fields that were not set."""
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score: how well texts answer a query, in the shapes of Jina, Cohere and vLLM."""
+"""POST /v1/rerank and /v1/score: relevance scores, in the formats of Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Instruction = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class Document(Strict):
-    """A text under a name, as Jina has it."""
+    """A text in an object, as in Jina's API."""
 
     text: str
 
@@ -32,10 +32,10 @@ AnyDocument = Annotated[Annotated[str, Tag("text")] | Annotated[Document, Tag("d
 
 
 class RerankRequest(Strict):
-    """A query, and the texts to be put in order.
+    """A query, and documents to sort by relevance.
 
-    instruction  what the query is for, where the model is asked
-    truncate_prompt_tokens  where the embedding model stops to read a text, or a pair of them, as vLLM has it
+    instruction  task description for language models
+    truncate_prompt_tokens  truncates a text or pair for the embedding model, as in vLLM
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
@@ -61,7 +61,7 @@ Texts = Annotated[
 
 
 class ScoreRequest(Strict):
-    """One text with many, or as many with as many, pair by pair; vLLM calls them `queries` and `documents` too."""
+    """One text with many, or pairs of texts; vLLM's names `queries` and `documents` are accepted."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RERANK
 
@@ -74,14 +74,14 @@ class ScoreRequest(Strict):
 
 
 class ScoringUsage(TypedDict):
-    """What it cost, in tokens; the query counts for every text, and is computed for the first."""
+    """Token usage; the query counts for every document, though it is computed once."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Ranked(TypedDict):
-    """A document's place among those of the request, and how likely it answers the query."""
+    """A document's index in the request, and its relevance."""
 
     index: int
     relevance_score: float
@@ -89,7 +89,7 @@ class Ranked(TypedDict):
 
 
 class Ranking(TypedDict):
-    """The documents, best first."""
+    """The documents by relevance."""
 
     id: str
     model: str
@@ -98,7 +98,7 @@ class Ranking(TypedDict):
 
 
 class Score(TypedDict):
-    """How likely the second text of a pair answers the first."""
+    """Score of a pair."""
 
     index: int
     object: Literal["score"]

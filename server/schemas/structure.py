@@ -1,4 +1,4 @@
-"""What an answer must be made of, in the words of OpenAI, vLLM, SGLang and llama.cpp."""
+"""Structured output, by the parameters of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.schemas.content import Strict, one_of
 from server.schemas.tools import Schema
 
 FormatName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-# Larger ones take longer to read than most answers take to write.
+# Larger ones take longer to compile than most answers take to generate.
 Grammar = Annotated[str, StringConstraints(min_length=1, max_length=65536)]
 Regex = Annotated[str, StringConstraints(min_length=1, max_length=16384)]
 Choices = Annotated[
@@ -33,22 +33,22 @@ def _known(kind: object) -> object:
 
 
 class TextFormat(Strict):
-    """Anything."""
+    """Unconstrained text."""
 
     type: Annotated[Literal["text"], one_of(*KNOWN_FORMATS), BeforeValidator(_known)]
 
 
 class JsonObjectFormat(Strict):
-    """A JSON object; `schema` is llama.cpp's addition."""
+    """A JSON object; `schema` is llama.cpp's extension."""
 
     type: Literal["json_object"]
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
 
 
 class NamedSchema(Strict):
-    """A schema with a name. It is followed exactly or refused; `strict` false leaves out what cannot be followed.
+    """A schema with a name. It is enforced exactly or refused; with `strict` false, unsupported keywords are ignored.
 
-    What is left out is told in the answer's `warnings`.
+    Ignored keywords are reported in the response's `warnings`.
     """
 
     name: FormatName
@@ -78,7 +78,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Strict):
-    """vLLM's name for all kinds of structure; exactly one is given."""
+    """vLLM's parameter for all kinds of constraints; exactly one is given."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     regex: Regex | None = None

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and conversations as their template renders them: the requests and the answers."""
+"""Tokenization, detokenization and template rendering: requests and responses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from server.schemas.tools import MOST_TOOLS, ToolDefinition
 
 
 class TokenizeRequest(Strict):
-    """What is to be cut into tokens: one of `prompt` (as vLLM has it), `content` (llama.cpp) and `messages`.
+    """One of `prompt` (vLLM's name), `content` (llama.cpp's) and `messages` to tokenize.
 
-    Unless the body says otherwise, a prompt gets the special tokens that the model expects, and content gets none.
+    By default, a prompt gets the model's special tokens, and content gets none.
     """
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.TOKENIZE
@@ -38,21 +38,21 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens that are to become text."""
+    """Tokens to decode."""
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
 
 
 class TokenPiece(TypedDict):
-    """A token with its text, or with its bytes where they are no text by themselves."""
+    """A token with its text, or with its bytes if they are no valid text alone."""
 
     id: int
     piece: str | list[int]
 
 
 class Tokens(TypedDict):
-    """The tokens, as ids or, where asked for, as pieces; `token_strs` are their texts."""
+    """Tokens as ids or, if requested, as pieces; `token_strs` are their texts."""
 
     tokens: list[int] | list[TokenPiece]
     count: int
@@ -61,14 +61,14 @@ class Tokens(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text, under vLLM's name and llama.cpp's."""
+    """The text, by vLLM's and llama.cpp's names."""
 
     prompt: str
     content: str
 
 
 class Rendered(TypedDict):
-    """What a chat would make of its messages: the text and the tokens that the model reads."""
+    """The prompt of a chat request: text and tokens."""
 
     prompt: str
     tokens: list[int]
@@ -76,7 +76,7 @@ class Rendered(TypedDict):
 
 
 class InputTokens(TypedDict):
-    """How many tokens a body would cost."""
+    """Number of prompt tokens."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int

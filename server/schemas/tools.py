@@ -1,4 +1,4 @@
-"""Tools as requests hold them: what may be called, what must be, and what was called before."""
+"""Tools of requests: definitions, tool choice, and tool calls of the history."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 from server.schemas import policy
 from server.schemas.content import MOST_KEYS, Object, Strict, one_of
 
-# OpenAI's letters and length, and the dots that servers of tools (MCP) put between their name and the tool's.
+# OpenAI's characters and length, and dots, which MCP servers put between their name and the tool's.
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-# A JSON schema. What it means is read where it becomes a grammar.
+# A JSON schema; it is interpreted when the grammar is built.
 Schema = Annotated[dict[str, object], Field(max_length=MOST_KEYS)]
 
-# Read, and no part of what the value says: left out where it is written down again.
+# Validated, but not part of the value: omitted in responses.
 Kind = TypeVar("Kind")
 Beside = Annotated[Kind | None, Field(exclude=True)]
 
@@ -25,7 +25,7 @@ MOST_TOOLS = 256
 
 
 class FunctionDefinition(Strict):
-    """A function that may be called. Without `parameters` it takes none."""
+    """Definition of a function. Without `parameters` it takes none."""
 
     name: FunctionName
     description: str | None = None
@@ -34,34 +34,34 @@ class FunctionDefinition(Strict):
 
 
 class FunctionTool(Strict):
-    """A function that may be called."""
+    """A function tool."""
 
     type: FunctionKind
     function: FunctionDefinition
 
 
 class TextInput(Strict):
-    """Any text."""
+    """Unconstrained text."""
 
     type: Literal["text"]
 
 
 class GrammarDefinition(Strict):
-    """What a text must follow: Lark as llguidance reads it, or a regular expression without lookaround."""
+    """Grammar of a text: llguidance's Lark, or a regular expression without lookaround."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, StringConstraints(min_length=1, max_length=65536)]
 
 
 class GrammarInput(Strict):
-    """A text that follows a grammar."""
+    """Text that follows a grammar."""
 
     type: Literal["grammar"]
     grammar: GrammarDefinition
 
 
 class CustomDefinition(Strict):
-    """A tool that takes a text, and what that must be."""
+    """Definition of a custom tool with text input."""
 
     name: FunctionName
     description: str | None = None
@@ -69,14 +69,14 @@ class CustomDefinition(Strict):
 
 
 class CustomTool(Strict):
-    """A tool that takes a text."""
+    """A custom tool."""
 
     type: Literal["custom"]
     custom: CustomDefinition
 
 
 def kind_of(value: object) -> str:
-    """Whether it is about a function or about a custom tool. No field has these names: paths of errors tell by that."""
+    """The discriminator tag; tags differ from all field names, so that error paths are unambiguous."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "a_custom" if kind == "custom" else "a_function"
 
@@ -87,7 +87,7 @@ ToolDefinition = Annotated[
 
 
 class LegacyFunction(Strict):
-    """A function under the name that OpenAI gave its tools first."""
+    """A function in OpenAI's older `functions`."""
 
     name: FunctionName
     description: str | None = None
@@ -95,7 +95,7 @@ class LegacyFunction(Strict):
 
 
 class Named(Strict):
-    """A tool by its name. The rest of its definition may stand beside it, for some clients send the whole tool."""
+    """A tool by name. Some clients send the complete definition, whose other fields are ignored."""
 
     name: FunctionName
     description: Beside[str] = None
@@ -124,14 +124,14 @@ NamedChoice = Annotated[
 
 
 class AllowedTools(Strict):
-    """The tools that may be called, and whether one must be."""
+    """The allowed tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class AllowedChoice(Strict):
-    """Some of the tools may be called."""
+    """Restriction to some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -163,21 +163,21 @@ LegacyChoice = Annotated[
 
 
 class CalledFunction(Strict):
-    """The function of an earlier call, its arguments as JSON text."""
+    """Function of an earlier call, with its arguments as JSON text."""
 
     name: Annotated[str, StringConstraints(max_length=256)]
     arguments: str
 
 
 class CalledCustom(Strict):
-    """The custom tool of an earlier call, and what it was given."""
+    """Custom tool of an earlier call, with its input."""
 
     name: Annotated[str, StringConstraints(max_length=256)]
     input: str
 
 
 class FunctionCall(Strict):
-    """A call in the history. Fields that only the chunks of a stream have may come back with it."""
+    """A function call of the history. Fields of streamed deltas are accepted."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.FUNCTION_CALL
 
@@ -188,7 +188,7 @@ class FunctionCall(Strict):
 
 
 class CustomCall(Strict):
-    """A call of a custom tool in the history."""
+    """A custom tool call of the history."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.CUSTOM_CALL
 
