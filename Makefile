@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 CLIENTS := current older evaluation fuzz openresponses
 FAST := not slow and not gpu and not container
 
-.PHONY: help serve test test-all test-container test-clients check bench train clean
+.PHONY: help serve test test-all test-container test-clients mutants check bench train clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -27,6 +27,10 @@ test-container: .venv/test  ## build and run the image with buildah (Debian: apt
 test-clients: .venv/test $(CLIENTS:%=.venv/clients-%/done)  ## run other people's clients against a server
 	$(BIN)/python -m tests.clients $(foreach name,$(CLIENTS),$(name)=.venv/clients-$(name))
 
+mutants: .venv/mutants  ## mutation tests of the cache, for a nightly job (hours; MODULE=rotary: one module)
+	$(BIN)/mutmut run $(if $(MODULE),"kvcache.$(MODULE).*")
+	$(BIN)/mutmut results
+
 check: .venv/dev  ## lint, types, imports, Dockerfile and compose file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,7 +46,7 @@ train: .venv/train  ## make the bundled models anew (hours on a CPU; resumable)
 	$(BIN)/python -m models.recipe all
 
 clean:  ## remove the environment and all that was built
-	rm -rf .venv out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out dist build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "cellar needs python3.11 or newer, and none is on the PATH"; exit 1; }
@@ -62,6 +66,9 @@ clean:  ## remove the environment and all that was built
 .venv/clients-%/done: tests/clients/%.txt .venv/bin/python
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
+.venv/mutants: .venv/test
+	$(PIP) -e ".[mutants]"
 	@touch $@
 .venv/train: .venv/serve
 	$(PIP) -e ".[train]"

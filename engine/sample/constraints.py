@@ -104,7 +104,7 @@ class Constraints:
             return None
         if self._matcher is not None and self._matcher.error:
             return f"the grammar is too complex to be followed here: {self._matcher.error.splitlines()[0]}"
-        return "no token is allowed here: the request's grammar, allowed tokens and bad words forbid all of them"
+        return "the request's grammar, allowed tokens and bad words leave no token for this position"
 
     def _only_end_tokens(self, allowed: bytes, vocabulary: int) -> bool:
         ends = sum(bitmask.contains(allowed, end) for end in self._end_tokens)

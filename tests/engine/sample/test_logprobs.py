@@ -141,7 +141,7 @@ def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
         if chance.random() < 0.75:
             fields["score_from"] = chance.choice((0, 1, len(prompt), chance.randint(0, len(prompt))))
         if chance.random() < 0.5:
-            fields |= {"logprobs": chance.choice((0, 3)), "labels": chance.choice(((), (7, 300 % VOCABULARY)))}
+            fields |= {"logprobs": chance.choice((0, 3)), "label_tokens": chance.choice(((), (7, 300 % VOCABULARY)))}
         if chance.random() < 0.3:
             fields["speculation"] = SpeculationParams("none")
         request = ask(f"{seed}-{number}", prompt, chance.choice((0, 0, 1, 6)), ignore_eos=True, **fields)
