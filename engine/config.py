@@ -1,4 +1,4 @@
-"""The settings of the engine. server/settings.py fills them from the command line and the environment."""
+"""The settings of the engine; the server fills them from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from engine.types.request import MAX_DRAFT_TOKENS, DrafterChoice, MlaMode, Overflow
 
-# What the bundled model is called where nobody gave it another name.
+# The default name of the bundled model.
 BUNDLED_NAME = "cellar-tiny"
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
@@ -18,7 +18,7 @@ Quantize = Literal["none", "int8", "int4", "auto"]
 
 
 class ConfigError(ValueError):
-    """A setting cannot work, for a reason that goes on behind its name."""
+    """A setting is invalid; `reason` continues a sentence that begins with its name."""
 
     def __init__(self, setting: str, reason: str) -> None:
         super().__init__(f"{setting} {reason}")
@@ -27,35 +27,35 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that the engine can be told.
+    """The settings of an engine.
 
-    model        a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
-    dtype        of weights and computation; "auto" takes what this machine computes fastest
-    kv_dtype     of the keys and values in the cache (kvcache/kv_buffer.py); "auto": the same
-    quantize     what weights of linear layers and experts become at load, on a CPU; "auto": int8 or int4 where faster
-    context      tokens a sequence may hold; None: what the model and the memory allow
-    slots        sequences that run at once; None: what the memory allows, 8 at most
-    cells        tokens that the shared cache holds; None: slots x context, so that no sequence ever waits for cells
-    checkpoint   tokens of a prompt between places to resume at, for recurrent models: their states are megabytes
-    overflow     what happens when a sequence fills its context
-    max_waiting  requests that may wait for a slot; one more is refused, unless its owner has less than an even share
-    chunk        rows of prompt that one step computes at most; decoding rows come on top
-    itl_target_ms  milliseconds from token to token that rows of prompt should not exceed (inter-token latency); 0:
-                 prompts first; None: 40, or where that is more, three times a step without prompts
-    device       where torch computes
-    threads      that torch computes with; None: all cores, or one for a model too small to share out
-    drafter      who may guess at tokens ahead; "auto": whoever there is
-    draft_model  a smaller model with the same tokenizer that guesses; None: the bundled model brings its own
-    draft_tokens that are guessed at a time unless a request says otherwise, 0 to MAX_DRAFT_TOKENS; None: as many as seem
-                 to pay, none included
-    draft_quantize  as `quantize`, for the draft model; None: the same
-    embedding_model  that makes the vectors of texts, or scores pairs of them, beside the model; None: the model does it
-    kernels      who computes attention and quantised weights; "auto": what is fastest of all that this machine can have
-    mla          how latent attention is computed; "auto" takes what costs less for each sequence of a step
-    media        whether requests can bring media; if not, models that need them are refused before weights are read
-    shelf        folder where remembered content is kept for the next start; None: nowhere
-    shelf_bytes  that its files may take together
-    shelf_memory_bytes  of host memory for remembered content that has no cells any more; on a CPU cells are host memory
+    model              a local folder, a hub id such as Qwen/Qwen3-0.6B, or None for the bundled model
+    dtype              of weights and activations; "auto": the fastest on this machine
+    kv_dtype           of keys and values in the cache; "auto": `dtype`
+    quantize           of linear layers and experts at load, on a CPU; "auto": int8 or int4 where that is faster
+    context            tokens of a sequence; None: the limit of the model and of the memory
+    slots              concurrent sequences; None: up to 8, within the memory
+    cells              tokens in the shared KV cache; None: slots x context, so that no sequence waits for cells
+    checkpoint         prompt tokens between the checkpoints of recurrent states, each of which takes megabytes
+    overflow           at a full context: finish with "length", or shift the context
+    max_waiting        requests that wait for a slot; further ones are refused, unless their owner has less than an
+                       even share
+    chunk              prompt tokens of a step at most, beside the tokens of decoding sequences
+    itl_target_ms      limit of the inter-token latency while prompts are computed, in milliseconds; 0: prompts first;
+                       None: 60, or three times the duration of a step without prompts if that is more
+    device             of torch
+    threads            of torch; None: all cores, or one for a small model
+    drafter            for speculative decoding; "auto": each that is available
+    draft_model        a smaller model with the same tokenizer; None: that of the bundled pair, or none
+    draft_tokens       of a draft, 0 to MAX_DRAFT_TOKENS, unless a request sets them; None: chosen at run time
+    draft_quantize     as `quantize`, for the draft model; None: the same
+    embedding_model    for embeddings or reranking, beside the model; None: the model computes embeddings
+    kernels            for attention and quantised weights; "auto": the fastest that this machine supports
+    mla                how latent attention is computed; "auto": the cheaper of both for each sequence of a step
+    media              whether requests may bring media; if not, models that need them are refused before the load
+    disk_cache         folder of cached prefixes that outlive the process; None: none
+    disk_cache_bytes   of its files
+    host_cache_bytes   of host memory for evicted prefixes; on a CPU cells are in host memory already
     """
 
     model: str | None = None
@@ -80,19 +80,19 @@ class EngineConfig:
     mla: MlaMode = "auto"
     checkpoint: int = 1024
     media: bool = True
-    shelf: str | None = None
-    shelf_bytes: int = 8 * 2**30
-    shelf_memory_bytes: int = 0
+    disk_cache: str | None = None
+    disk_cache_bytes: int = 8 * 2**30
+    host_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work; ConfigError names the setting."""
+        """Raise ConfigError for an invalid setting."""
         for name in ("context", "slots", "cells", "chunk", "threads", "checkpoint"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, f"must be at least 1, not {value}")
         if self.context is not None and self.context < 8:
             raise ConfigError("context", f"must be at least 8, not {self.context}")
-        for name in ("max_waiting", "shelf_bytes", "shelf_memory_bytes", "itl_target_ms"):
+        for name in ("max_waiting", "disk_cache_bytes", "host_cache_bytes", "itl_target_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(name, f"must be 0 or more, not {value}")

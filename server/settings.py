@@ -163,9 +163,9 @@ class Settings:
             embedding_model=self.embedding_model,
             # No route takes any.
             media=False,
-            shelf=self.disk_cache,
-            shelf_bytes=self.disk_cache_bytes,
-            shelf_memory_bytes=self.host_cache_bytes,
+            disk_cache=self.disk_cache,
+            disk_cache_bytes=self.disk_cache_bytes,
+            host_cache_bytes=self.host_cache_bytes,
         )
 
 

@@ -14,9 +14,9 @@ log = logging.getLogger("cellar.engine")
 def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
     """The shelf of one model, of which `identity` is a digest. Trouble with a file is logged, and fails no request."""
     return OffloadConfig(
-        memory_bytes=config.shelf_memory_bytes,
-        folder=None if config.shelf is None else Path(config.shelf).expanduser(),
-        disk_bytes=config.shelf_bytes,
+        memory_bytes=config.host_cache_bytes,
+        folder=None if config.disk_cache is None else Path(config.disk_cache).expanduser(),
+        disk_bytes=config.disk_cache_bytes,
         identity=identity,
         report=log.warning,
     )

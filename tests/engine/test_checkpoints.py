@@ -91,7 +91,7 @@ def test_windows_stay_cached_at_checkpoints(loaded: Models, family: str) -> None
 
 def test_stats_count_evicted_and_trimmed_tokens(loaded: Models, tmp_path: Path) -> None:
     """Thinned while memory was short, evicted, written in a pause, and loaded for the next who asked."""
-    engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, shelf=str(tmp_path))
+    engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, disk_cache=str(tmp_path))
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
     cached(engine, tuple(reversed(PROMPT)), "other")
     engine.cache.reset_prefix_cache()

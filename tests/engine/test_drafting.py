@@ -232,7 +232,7 @@ def _request(name: str, drafter: Any) -> Request:
 
 def test_what_the_draft_model_read_survives_the_process(folder: Folder, loaded: Models, tmp_path: Path) -> None:
     """With a shelf, the next process's draft model need not read a text again; both texts are the same."""
-    settings = config(folder("llama"), folder("llama"), drafter="model", draft_tokens=4, shelf=str(tmp_path))
+    settings = config(folder("llama"), folder("llama"), drafter="model", draft_tokens=4, disk_cache=str(tmp_path))
     target, prompt = loaded("llama"), tuple(range(60))
     texts, read = [], []
     for _ in range(2):

@@ -331,11 +331,11 @@ def test_the_next_process_does_not_encode_again(
 ) -> None:
     """With a shelf, media that were looked at before are found in files, and the answers are the same."""
     requests = [mixed(kind, number) for number in range(3)]
-    first = core(models(kind), shelf=str(tmp_path))
+    first = core(models(kind), disk_cache=str(tmp_path))
     check(references(kind), requests, play(first, [Job(request) for request in requests]))
     while first.flush_when_idle():
         pass
-    second = core(models(kind), shelf=str(tmp_path))
+    second = core(models(kind), disk_cache=str(tmp_path))
     answers = play(second, [Job(request) for request in requests])
 
     check(references(kind), requests, answers)

@@ -166,7 +166,7 @@ def judge(loaded: LoadedModel, states: str, seeds: range) -> int:
         chance, jobs = random.Random(seed), traffic(seed, states)
         roomy = play(core(loaded, slots=5, context=CONTEXT, chunk=64), [Job(job.request) for job in jobs])
         settings = {"cells": CONTEXT + chance.choice((1, 5, 20)), "chunk": chance.choice((1, 3, 7, 64))}
-        settings["shelf_memory_bytes"] = chance.choice((0, 10_000, 10**7))
+        settings["host_cache_bytes"] = chance.choice((0, 10_000, 10**7))
         crowded = disturbed(core(loaded, slots=4, context=CONTEXT, **settings), chance)
         answers = play(crowded, jobs, most_steps=20_000)
         for job in jobs:
@@ -189,7 +189,9 @@ def shifts(end: Finished) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize(("family", "states"), [("llama", "rebuild"), ("gpt2", "rebuild"), ("lfm2", "carry")])
-def test_a_preempted_sequence_finds_its_shifted_cells(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
+def test_a_preempted_sequence_finds_its_shifted_cells(
+    loaded: Callable[..., LoadedModel], family: str, states: str
+) -> None:
     """With cells to spare, a sequence that lost its slot between two shifts computes no token twice."""
     fields = {"overflow": "shift", "recurrent_shift": states, "ignore_eos": True}
     jobs = [Job(ask(name, prompt, 60, **fields)) for name, prompt in (("one", range(9)), ("two", range(20, 27)))]
