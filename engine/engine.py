@@ -1,6 +1,6 @@
 """The boundary between the event loop and the engine thread, the only thread that uses torch.
 
-Commands and events are frozen and small: commands pass through a queue, events with one wake-up of the event loop a step.
+Commands and events are frozen and small. Commands pass through a queue; the events of a step wake the event loop once.
 """
 
 from __future__ import annotations

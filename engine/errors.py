@@ -1,30 +1,30 @@
-"""What can go wrong in the engine. Errors carry data; server/http/errors.py alone turns them into status codes.
+"""The errors of the engine. They carry data; server/http/errors.py alone maps them to status codes.
 
 EngineError
-├── ModelError            the model cannot be served
-│   ├── ModelMissing      no such folder, or the hub does not have it or is out of reach
-│   ├── ModelUnsupported  it loads, but not in a way that gives right results
-│   ├── PlanTooLarge      weights and cache do not fit the memory
-│   ├── DraftTooLarge     those of the draft model do not fit beside them
-│   └── EmbedderTooLarge  the embedding model does not fit
-├── RequestError          this request cannot be served; nothing was computed for it
-│   ├── InvalidRequest    a field has a value that the model or its template refuses
-│   │   └── GrammarTooCostly     its grammar takes too much time or memory
-│   └── ContextTooLong    the prompt does not fit the context
-├── Unavailable           the engine takes no request now
-│   ├── Loading           the model is not ready yet
-│   ├── Overloaded        the queue is full
-│   ├── Draining          the server is going down
-│   └── EngineDead        the engine thread ended
-└── SequenceFailed        a running sequence broke; the others go on
-    └── Unsatisfiable     by its own rules, which leave nothing to say: it would break again
+├── ModelError               the model cannot be served
+│   ├── ModelMissing         no such folder, or the hub does not have it or is out of reach
+│   ├── ModelUnsupported     the model loads, but its outputs are wrong
+│   ├── PlanTooLarge         weights and cache exceed the memory
+│   ├── DraftTooLarge        the draft model exceeds the memory that the model leaves
+│   └── EmbedderTooLarge     the embedding model exceeds the memory
+├── RequestError             the request cannot be served; no token was computed for it
+│   ├── InvalidRequest       a field has a value that the model or its template refuses
+│   │   └── GrammarTooCostly the grammar exceeds its limits of time or memory
+│   └── ContextTooLong       the prompt exceeds the context
+├── Unavailable              the engine accepts no request now
+│   ├── Loading              the model is loading
+│   ├── Overloaded           the queue is full
+│   ├── Draining             the server is shutting down
+│   └── EngineDead           the engine thread ended
+└── SequenceFailed           a running sequence failed; the others continue
+    └── Unsatisfiable        its own constraints permit no token: a retry would fail again
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all errors of the engine."""
 
 
 class ModelError(EngineError):
@@ -32,7 +32,7 @@ class ModelError(EngineError):
 
 
 class ModelMissing(ModelError):
-    """The model is neither a folder here nor to be had from the hub."""
+    """The model is neither a local folder nor available from the hub."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot find the model {model!r}: {reason}")
@@ -40,7 +40,7 @@ class ModelMissing(ModelError):
 
 
 class ModelUnsupported(ModelError):
-    """The model cannot be run with right results."""
+    """The model runs, but its outputs are wrong."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot serve the model {model!r}: {reason}")
@@ -48,7 +48,7 @@ class ModelUnsupported(ModelError):
 
 
 class PlanTooLarge(ModelError):
-    """Weights and cache need more memory than there is."""
+    """Weights and cache exceed the available memory."""
 
     def __init__(self, needed_bytes: int, available_bytes: int, advice: str) -> None:
         needed, available = needed_bytes / 2**30, available_bytes / 2**30
@@ -57,7 +57,7 @@ class PlanTooLarge(ModelError):
 
 
 class DraftTooLarge(ModelError):
-    """The model has its memory, and what is left is not enough for the draft model."""
+    """The draft model exceeds the memory that the model leaves."""
 
     def __init__(self, model: str, plan: PlanTooLarge) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class DraftTooLarge(ModelError):
 
 
 class EmbedderTooLarge(ModelError):
-    """The embedding model needs more memory than there is."""
+    """The embedding model exceeds the available memory."""
 
     def __init__(self, model: str, needed_bytes: int, available_bytes: int) -> None:
         needed, available = needed_bytes / 2**30, available_bytes / 2**30
@@ -76,11 +76,11 @@ class EmbedderTooLarge(ModelError):
 
 
 class RequestError(EngineError):
-    """This request cannot be served."""
+    """The request cannot be served."""
 
 
 class InvalidRequest(RequestError):
-    """A field of the request has a value that cannot be served."""
+    """A field of the request has an invalid or unsupported value."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
@@ -88,14 +88,14 @@ class InvalidRequest(RequestError):
 
 
 class GrammarTooCostly(InvalidRequest):
-    """A grammar takes so much time or memory that nothing else like it shall be tried for the same request."""
+    """A grammar exceeds its limits of time or memory; callers must not try variants of it."""
 
 
 class ContextTooLong(RequestError):
-    """The prompt leaves no room for an answer.
+    """The prompt fills the context.
 
-    exact    False: it has at least so many tokens; the rest was not counted
-    max_context  the context that another setting allows; 0: no more than `capacity`
+    exact        False: `tokens` is a lower bound, since not all of the text was tokenized
+    max_context  the longest context that the settings could allow; 0: `capacity`
     """
 
     def __init__(self, tokens: int, capacity: int, *, exact: bool = True, max_context: int = 0) -> None:
@@ -104,7 +104,7 @@ class ContextTooLong(RequestError):
 
 
 class Unavailable(EngineError):
-    """The engine takes no request now; later it may."""
+    """The engine accepts no request now."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ class Unavailable(EngineError):
 
 
 class Loading(Unavailable):
-    """The model is not ready yet."""
+    """The model is loading."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(f"the model is loading ({phase})", retry_after_seconds=1.0)
@@ -128,14 +128,14 @@ class Overloaded(Unavailable):
 
 
 class Draining(Unavailable):
-    """The server is going down and takes no new request."""
+    """The server is shutting down and accepts no new request."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down", retry_after_seconds=5.0)
 
 
 class EngineDead(Unavailable):
-    """The engine thread ended, and with it every request."""
+    """The engine thread ended, and all requests with it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine stopped: {reason}", retry_after_seconds=30.0)
@@ -143,7 +143,7 @@ class EngineDead(Unavailable):
 
 
 class SequenceFailed(EngineError):
-    """One sequence broke while it ran."""
+    """A running sequence failed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -151,4 +151,4 @@ class SequenceFailed(EngineError):
 
 
 class Unsatisfiable(SequenceFailed):
-    """What the request allows leaves no token to say: the same request would end the same way."""
+    """The constraints of the request permit no next token: a retry would fail again."""

@@ -1,7 +1,7 @@
-"""The state of a grammar along one text: which tokens may come next, also behind tokens that are only guessed.
+"""Token masks of a grammar along one text, also after draft tokens.
 
-llguidance walks the grammar. To go back costs it a microsecond, a copy 35 of them for every 1,000 tokens of the text
-(measured), so one matcher serves all rows of a sequence: it goes to where it is asked about.
+Based on llguidance. A rollback takes a microsecond, a copy 35 for each 1,000 tokens of text (measured), so one matcher
+moves between the positions of a draft.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from engine.grammar.bitmask import pack, unpack
 from engine.grammar.sandbox import LIMITS, LOG_LEVEL, NO_FORCING, STEP_LIMIT_EXCEEDED
 from engine.text.prefix import common_prefix_length
 
-# A limit that is met so few tokens after a new beginning was met by this text alone.
+# A limit that is exceeded within this many tokens after a restart was exceeded by this text alone.
 _RESTART_INTERVAL_TOKENS = 32
-# Of processor time. A grammar is compiled anew on the engine's thread only where that takes no longer.
+# Processor time: grammars that compile faster are recompiled on the engine thread.
 _RECOMPILE_SECONDS = 0.05
-# So long may a step of one text take; and so much longer may all its steps together, before it is given up.
+# Processor time of one operation, and the sum of excess times after which the text fails.
 _STEP_SECONDS, _MAX_EXCESS_SECONDS = 0.1, 0.5
-# A token has fewer letters, so it has fewer beginnings.
+# Tokens that can be prefixes of one token: no token has as many characters.
 _MAX_PREFIX_TOKENS = 64
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary, at the beginning of a text. May be shared between threads.
+    """A grammar for one vocabulary, at the start of a text. May be shared between threads.
 
-    error  why llguidance refuses it, in its words; "": it does not
-    exhausted  what its texts share has met a limit: who begins another text had better compile it again
+    error      of llguidance, or ""
+    exhausted  whether the lexer that its texts share exceeded a limit: it should be recompiled for other texts
     """
 
     def __init__(self, vocabulary: LLTokenizer, source: str) -> None:
@@ -45,13 +45,13 @@ class CompiledGrammar:
         self.error = self._state.get_error()
 
     def new_state(self) -> LLMatcher:
-        """A state of one's own. It shares what its lexer has learnt with all others that began here."""
+        """A state at the start of a text; all states of the grammar share the lexer."""
         return self._state.deep_copy()
 
     def new_isolated_state(self) -> LLMatcher:
-        """A state of one's own that shares nothing with those that began before: limits count what all of them use.
+        """A state with a new lexer: the limits of llguidance count all states of a lexer.
 
-        Where it took long to compile, it shares what they share, and the grammar is spent.
+        A grammar that compiles slowly keeps its lexer and becomes `exhausted`.
         """
         if self._compile_seconds <= _RECOMPILE_SECONDS:
             self._state = self._compile()
@@ -60,18 +60,18 @@ class CompiledGrammar:
         return self.new_state()
 
     def covering_token(self, tokens: Sequence[int]) -> int | None:
-        """The token whose text begins with those of all others; None: there is none."""
+        """The token that has the texts of all others as prefixes, if there is one."""
         texts = [self._vocabulary.decode_bytes([token]) for token in tokens]
         longest = max(texts, key=len)
         return tokens[texts.index(longest)] if all(map(longest.startswith, texts)) else None
 
     def retokenize(self, tokens: list[int]) -> list[int]:
-        """Tokens for the same text, as a model would rather choose them."""
+        """The canonical tokens of the same text."""
         if len(tokens) < 2 or any(map(self._vocabulary.is_special_token, tokens)):
             return tokens
         text = self._vocabulary.decode_bytes(tokens)
-        others = self._vocabulary.tokenize_bytes(text)
-        return others if self._vocabulary.decode_bytes(others) == text else tokens
+        canonical = self._vocabulary.tokenize_bytes(text)
+        return canonical if self._vocabulary.decode_bytes(canonical) == text else tokens
 
     def _compile(self) -> LLMatcher:
         grammar = LLMatcher.grammar_from_lark(self.source + NO_FORCING)
@@ -79,25 +79,25 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Follows one text. Belongs to whoever draws its tokens.
+    """Matches one text. Belongs to the thread that samples its tokens.
 
-    size   tokens of the vocabulary that masks are for
-    error  what went wrong where it was last asked for a mask, in llguidance's words; "": nothing
+    vocabulary_size  length of the masks
+    error            of llguidance for the last mask, or ""
     """
 
     def __init__(self, compiled: CompiledGrammar, vocabulary_size: int) -> None:
         self._compiled, self._vocabulary_size, self._empty_mask = compiled, vocabulary_size, pack((), vocabulary_size)
         self._state = compiled.new_state()
         self._tokens: list[int] = []
-        # What the state has taken behind the text.
+        # Tokens after the text that the state has consumed.
         self._lookahead: list[int] = []
-        # Where it began anew, in tokens of the text; and the guesses behind which a limit was met.
+        # Length of the text at the last restart, and the draft that exceeded a limit.
         self._restarted_at = -_RESTART_INTERVAL_TOKENS
         self._rejected_draft: tuple[int, ...] | None = None
         self.error, self._excess_seconds = "", 0.0
 
     def append(self, token: int) -> None:
-        """The text goes on with a token."""
+        """Add a token to the text."""
         if self._lookahead[:1] != [token]:
             with self._measure_time():
                 self._move_to((token,))
@@ -106,19 +106,17 @@ class GrammarMatcher:
         self._rejected_draft = None
 
     def allowed_mask(self, draft: Sequence[int]) -> Tensor | None:
-        """Which tokens may come behind the text and `draft` [size]; None where the grammar forbids the guesses."""
+        """A boolean mask of the tokens permitted after the text and a draft; None for a draft that does not match."""
         bits = self.allowed_bits(draft)
         return None if bits is None else torch.from_numpy(unpack(bits, self._vocabulary_size))
 
     def allowed_bits(self, draft: Sequence[int]) -> bytes | None:
-        """The same as a set with one bit a token (bitmask.py), of at least `size` tokens.
+        """The same as a bitmask (bitmask.py), of `vocabulary_size` bits or more.
 
-        None at all where a limit is met. It must not be somebody else's use of the grammar that meets it, so that is
-        tried with a grammar of its own first.
+        No token is permitted after an exceeded limit. Other texts may have used up the limits of the shared lexer, so
+        the mask is computed again with a new one first.
         """
-        if self._is_too_slow or (
-            self._rejected_draft is not None and tuple(draft[: len(self._rejected_draft)]) == self._rejected_draft
-        ):
+        if self._is_too_slow or self._was_rejected(draft):
             self.error = STEP_LIMIT_EXCEEDED if self._is_too_slow else self.error
             return self._empty_mask
         with self._measure_time():
@@ -127,25 +125,29 @@ class GrammarMatcher:
                 self._restart()
                 mask = self._compute_mask(draft)
             if self.error:
-                # Whatever lies behind these guesses meets it too, and to find that out would cost as much again.
+                # Longer drafts would exceed it too, at the same cost.
                 self._rejected_draft = tuple(draft)
                 self._restart()
                 return self._empty_mask
         return mask
 
     def forced_tokens(self, limit: int) -> list[int]:
-        """Up to `limit` tokens of the text that comes next, where it looks as if there were only one.
+        """Up to `limit` next tokens, while the grammar permits only one text.
 
-        llguidance's own are not asked for, since it may find them without end (`NO_FORCING`).
+        llguidance's own forced tokens are switched off, since it computes all of them, without a limit (`NO_FORCING`).
         """
-        found: list[int] = []
+        forced: list[int] = []
         with self._measure_time():
-            while not self._is_too_slow and len(found) < limit and (token := self._only_token(found)) is not None:
-                found.append(token)
-        return self._compiled.retokenize(found)
+            while not self._is_too_slow and len(forced) < limit and (token := self._only_token(forced)) is not None:
+                forced.append(token)
+        return self._compiled.retokenize(forced)
+
+    def _was_rejected(self, draft: Sequence[int]) -> bool:
+        rejected = self._rejected_draft
+        return rejected is not None and tuple(draft[: len(rejected)]) == rejected
 
     def _only_token(self, draft: Sequence[int]) -> int | None:
-        """The longest of the tokens that may come next, where all others are how it begins; None: they are not."""
+        """The longest permitted token, if all other permitted ones are prefixes of it."""
         mask = self._compute_mask(draft)
         if mask is None or self.error or self._state.is_accepting():
             return None
@@ -154,7 +156,7 @@ class GrammarMatcher:
 
     @contextmanager
     def _measure_time(self) -> Iterator[None]:
-        """See that this text does not hold up all others."""
+        """Add the processor time beyond the limit of one operation to the excess time."""
         began = time.thread_time()
         yield
         self._excess_seconds += max(time.thread_time() - began - _STEP_SECONDS, 0.0)
@@ -169,21 +171,21 @@ class GrammarMatcher:
         return mask
 
     def _move_to(self, draft: Sequence[int]) -> bool:
-        """Stand behind the text and so much of `draft` as the grammar allows; whether that is all."""
+        """Move the state after the text and the matching part of a draft; whether all of it matches."""
         if self._is_too_slow:
             return False
-        wanted = list(draft)
-        common = common_prefix_length(self._lookahead, wanted)
+        target = list(draft)
+        common = common_prefix_length(self._lookahead, target)
         if common < len(self._lookahead):
             self._state.rollback(len(self._lookahead) - common)
-            # llguidance keeps its latest mask, and would give it for other guesses that leave its lexer as these did.
+            # llguidance caches its last mask by the state of the lexer, and would return it for another draft.
             self._state.compute_bitmask()
-        taken = self._state.try_consume_tokens(wanted[common:])
-        self._lookahead = wanted[: common + taken]
-        return len(self._lookahead) == len(wanted)
+        consumed = self._state.try_consume_tokens(target[common:])
+        self._lookahead = target[: common + consumed]
+        return len(self._lookahead) == len(target)
 
     def _restart(self) -> None:
-        """An error is for ever: begin anew, and read the text again."""
+        """Replace the state, whose error is permanent, and consume the text again."""
         self._restarted_at = len(self._tokens)
         self._state = self._compiled.new_isolated_state()
         self._state.try_consume_tokens(self._tokens)

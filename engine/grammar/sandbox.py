@@ -1,7 +1,7 @@
-"""A process that compiles grammars before this one does, and follows them a little.
+"""A subprocess that compiles each grammar first, and matches some tokens.
 
-llguidance bounds most of what a grammar costs, but not all: some need minutes or gigabytes, or end the process. There
-they end only the other one. It runs this file by itself, so nothing but llguidance is imported here.
+llguidance limits most costs of a grammar, but some grammars take minutes or gigabytes, or crash the process; here they
+end the subprocess only. It runs this file as a script, so the file imports nothing but llguidance.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-# A lexer's state has 1 to 2 kB. Of a grammar only a few hundred are ever met, unless it is made to have many. A row's
-# cost grows with the square of its items: 2,000 (llguidance's default) keep a mask near 100 ms, 10,000 took 12 s.
+# A state of the lexer takes 1 to 2 kB; usual grammars reach a few hundred. The time of a parser row grows with
+# the square of its items: 2,000 (the default) keep a mask near 100 ms, 10,000 took 12 s.
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
-    # Less than the default, which lets nested repetitions compute for seconds.
+    # Less than the default, with which nested repetitions compute for seconds.
     initial_lexer_fuel=400_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
@@ -36,31 +36,31 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 LOG_LEVEL = 0
-# Of a text that is forced without end, as by /a+/ "a", llguidance would compute all, for one mask. The last one counts.
+# For one mask, llguidance would compute all of an endless forced text, as of /a+/ "a". The last declaration counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
-# Of elapsed time: the machine may be busy. A new process reads the vocabulary first, a second for 150,000 tokens.
+# Elapsed time, as the machine may be busy. A new subprocess builds the vocabulary first, in 1 s for 150,000 tokens.
 _START_TIMEOUT_SECONDS, _COMPILE_TIMEOUT_SECONDS = 60.0, 5.0
-# It is waited for in so many parts: where both processes were suspended, only one part is lost.
+# A wait is split into polls: after a suspension of both processes only one of them has timed out.
 _POLLS = 10
-# Of processor time, by one mask or one token.
+# Processor time of one mask and one token.
 _MAX_STEP_SECONDS = 0.2
 _MEMORY_BYTES = 256 * 2**20
-# How much of a text is tried.
+# Tokens of a random text that are matched.
 _SAMPLED_TOKENS = 16
 _NICE_INCREMENT = 5
 
 _DEVNULL = subprocess.DEVNULL
-COMPILE_LIMIT_EXCEEDED = "it takes too long or too much memory to be compiled"
-STEP_LIMIT_EXCEEDED = "it takes too long to be followed"
+COMPILE_LIMIT_EXCEEDED = "it takes too long or too much memory to compile"
+STEP_LIMIT_EXCEEDED = "it takes too long to match"
 
 
-class Vocabulary:
-    """What llguidance is told of a tokenizer (`llguidance.TokenizerWrapper`).
+class GrammarVocabulary:
+    """A tokenizer in the interface of `llguidance.TokenizerWrapper`.
 
-    tokens   the bytes of each; none for numbers that are no tokens, which are never allowed
-    markers  those that are never a part of text
-    spell    the tokens of a text, as the model would choose them
+    tokens   the bytes of each token; empty for ids without a token, which are never permitted
+    markers  special tokens, which are never part of a text
+    encode   the canonical tokens of a text
     """
 
     bos_token_id = None
@@ -75,14 +75,14 @@ class Vocabulary:
         return self._encode(text)
 
     def to_llguidance(self) -> LLTokenizer:
-        """The same as llguidance has it. Other threads wait for this: 1.3 s of processor time for 262,000 tokens."""
+        """Build the vocabulary of llguidance; it holds the GIL for 1.3 s at 262,000 tokens."""
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.end_tokens)
 
 
 class GrammarSandbox:
-    """The other process, started where it is needed. One thread at a time may ask it."""
+    """The subprocess, started on demand. For one thread at a time."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         lengths = [len(token) for token in vocabulary.tokens]
         numbers = json.dumps([lengths, vocabulary.special_token_ids, vocabulary.end_tokens])
         self._vocabulary = numbers.encode(), b"".join(vocabulary.tokens)
@@ -91,7 +91,7 @@ class GrammarSandbox:
         self._end: Callable[[], object] = lambda: None
 
     def check(self, source: str) -> str:
-        """Why a grammar shall not be compiled in this process; "": nothing is known against it."""
+        """Why the grammar must not be compiled in this process, or ""."""
         pipe = self._wait_ready()
         try:
             pipe.send_bytes(source.encode())
@@ -103,12 +103,12 @@ class GrammarSandbox:
         return COMPILE_LIMIT_EXCEEDED
 
     def close(self) -> None:
-        """End the process; another one is started where one is needed again."""
+        """End the subprocess; the next check starts another one."""
         self._end()
         self._pipe, self._ready = None, False
 
     def start(self) -> Connection:
-        """Begin to start the process, if it does not run."""
+        """Start the subprocess if it does not run, without a wait for its vocabulary."""
         if self._pipe is None:
             self._pipe = self._start()
         return self._pipe
@@ -118,16 +118,16 @@ class GrammarSandbox:
         if not self._ready:
             if not _poll(pipe, _START_TIMEOUT_SECONDS):
                 self.close()
-                raise TimeoutError("the process that tries grammars does not start")
+                raise TimeoutError("the grammar sandbox does not start")
             pipe.recv_bytes()
             self._ready = True
         return pipe
 
     def _start(self) -> Connection:
         here, there = Pipe()
-        # Isolated, or the files beside this one would stand before the standard library's.
+        # Isolated: modules of this folder would shadow the standard library.
         command = [sys.executable, "-I", __file__, str(there.fileno())]
-        # What it says when it ends is no fault of ours, and a signal from the terminal is not meant for it.
+        # No messages of a crash, and no signals from the terminal.
         process = subprocess.Popen(
             command, pass_fds=[there.fileno()], stdin=_DEVNULL, stderr=_DEVNULL, start_new_session=True
         )
@@ -139,7 +139,7 @@ class GrammarSandbox:
 
 
 def _poll(pipe: Connection, seconds: float) -> bool:
-    """Whether something can be read within so many seconds."""
+    """Whether a message arrives within `seconds`."""
     return any(pipe.poll(seconds / _POLLS) for _ in range(_POLLS))
 
 
@@ -150,13 +150,12 @@ def _terminate(process: subprocess.Popen[bytes], pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    """The work of the other process, until the pipe is closed."""
+    """The main loop of the subprocess, until the pipe is closed."""
     os.nice(_NICE_INCREMENT)
-    lengths, markers, ends = json.loads(pipe.recv_bytes())
+    lengths, markers, end_tokens = json.loads(pipe.recv_bytes())
     text = io.BytesIO(pipe.recv_bytes())
-    vocabulary = Vocabulary(
-        [text.read(length) for length in lengths], markers, end_tokens=ends, encode=_encode_nothing
-    ).to_llguidance()
+    tokens = [text.read(length) for length in lengths]
+    vocabulary = GrammarVocabulary(tokens, markers, end_tokens=end_tokens, encode=_encode_nothing).to_llguidance()
     pipe.send_bytes(b"")
     _limit_memory()
     while True:
@@ -164,7 +163,7 @@ def _serve(pipe: Connection) -> None:
             source = pipe.recv_bytes().decode()
         except EOFError:
             return
-        # Ends the process, should nobody be there any more to do so.
+        # Ends the subprocess if its parent is gone.
         signal.alarm(2 * math.ceil(_COMPILE_TIMEOUT_SECONDS))
         fault = _check_grammar(vocabulary, source)
         signal.alarm(0)
@@ -172,46 +171,46 @@ def _serve(pipe: Connection) -> None:
 
 
 def _encode_nothing(text: str) -> list[int]:
-    """Nothing is spelt here: tokens are drawn from masks."""
+    """The sandbox samples tokens from masks and encodes no text."""
     return []
 
 
 def _limit_memory() -> None:
-    """Let this process have little more than it has by now, where the system tells how much that is."""
-    told = Path("/proc/self/statm")
-    if told.exists():
-        most = int(told.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    """Limit the memory of this process to `_MEMORY_BYTES` more than now (Linux only)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _check_grammar(vocabulary: LLTokenizer, source: str) -> str:
     matcher = LLMatcher(
         vocabulary, LLMatcher.grammar_from_lark(source + NO_FORCING), limits=LIMITS, log_level=LOG_LEVEL
     )
-    chance = random.Random(0)
-    # The first mask builds most of the lexer, and counts as compiling.
-    token = _random_token(matcher.compute_bitmask(), chance)
+    generator = random.Random(0)
+    # The first mask builds most of the lexer, and counts as compilation.
+    token = _random_token(matcher.compute_bitmask(), generator)
     for _ in range(_SAMPLED_TOKENS):
         if token is None or matcher.is_error():
             break
         began = time.thread_time()
         matcher.consume_token(token)
-        token = _random_token(matcher.compute_bitmask(), chance)
+        token = _random_token(matcher.compute_bitmask(), generator)
         if time.thread_time() - began > _MAX_STEP_SECONDS:
             return STEP_LIMIT_EXCEEDED
-    # What it refuses itself, it refuses in the asking process too, and in words.
+    # Errors of llguidance occur in the parent process too, which reports them.
     return ""
 
 
-def _random_token(mask: bytes, chance: random.Random) -> int | None:
-    """One of the tokens of a mask; None: it has none."""
-    start = chance.randrange(len(mask))
-    turned = mask[start:] + mask[:start]
-    zeros = len(turned) - len(turned.lstrip(b"\0"))
+def _random_token(mask: bytes, generator: random.Random) -> int | None:
+    """A token of a bitmask; None for an empty one."""
+    start = generator.randrange(len(mask))
+    rotated = mask[start:] + mask[:start]
+    zeros = len(rotated) - len(rotated.lstrip(b"\0"))
     if zeros == len(mask):
         return None
-    byte = turned[zeros]
-    return (start + zeros) % len(mask) * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
+    byte = rotated[zeros]
+    return (start + zeros) % len(mask) * 8 + generator.choice([bit for bit in range(8) if byte >> bit & 1])
 
 
 if __name__ == "__main__":

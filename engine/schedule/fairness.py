@@ -2,7 +2,7 @@
 
 Max-min fairness over slots: the owner with the fewest slots comes first, then its request with the fewest. Ties are
 decided by deficit round robin over computed tokens (Shreedhar and Varghese, SIGCOMM 1995). A request of 64 sequences
-gets all slots while no other request waits, and is preempted for later requests. Within a request the queue order holds.
+gets all slots while no other request waits, and is preempted for later ones. Sequences of a request keep their order.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class Scheduler:
                 return
 
     def _free_cells_for_copies(self) -> None:
-        """Free cells for private copies of shared cells: preempt a sequence, or empty the prefix cache for the last one."""
+        """Free cells for copies of shared ones: preempt a sequence, or reset the prefix cache for the last one."""
         if len(self.running) > 1:
             self._preempt()
         else:

@@ -56,7 +56,7 @@ class SamplingState:
         return SamplingContext(self._request.sampling, self.seed, self._position, self._history, self._constraints)
 
     def is_end_token(self, token: int) -> bool:
-        """Whether an EOS token ends the text. `ignore_eos` does not apply to a grammar, which permits EOS at its end."""
+        """Whether the token is an EOS that ends the text; `ignore_eos` does not apply to grammars, which end in EOS."""
         return token in self._end_tokens and (not self._request.ignore_eos or self._request.grammar is not None)
 
     def is_stop_token(self, token: int) -> bool:

@@ -106,7 +106,9 @@ def test_an_id_is_free_after_its_request(loaded: Models) -> None:
 
 
 @pytest.mark.parametrize("leaves", range(12))
-def test_cancel_does_not_change_other_requests(loaded: Models, reference: Callable[..., Reference], leaves: int) -> None:
+def test_cancel_does_not_change_other_requests(
+    loaded: Models, reference: Callable[..., Reference], leaves: int
+) -> None:
     """Whenever one of four leaves, the others say what they say alone; two of them shared its prompt."""
     engine = core(loaded("llama"), slots=3, chunk=8)
     prompts = {"leaves": LONG[:30], "same": LONG[:30], "longer": LONG[:40], "other": (9, 8, 7)}

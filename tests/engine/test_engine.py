@@ -141,9 +141,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_", "error"), REFUSED, ids=range(len(REFUSED)))
-def test_invalid_requests_are_refused_at_open(
-    folder: Folder, request_: Request, error: type[Exception]
-) -> None:
+def test_invalid_requests_are_refused_at_open(folder: Folder, request_: Request, error: type[Exception]) -> None:
     """A refused request has computed nothing and leaves nothing behind."""
 
     async def story(engine: Engine) -> None:

@@ -97,9 +97,7 @@ def test_a_clock_that_goes_back_is_ignored(watchdog: Watchdog, clock: Clock) -> 
     assert observed(watchdog, clock, 5)
 
 
-def test_a_slow_load_is_alive(
-    folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_load_is_alive(folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of any length leaves the engine alive, also before its thread has looked for the first request."""
     go_on, stats = threading.Event(), EngineLoop.stats
 

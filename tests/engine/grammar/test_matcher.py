@@ -53,7 +53,7 @@ def grammars_of(folder: Path) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocabulary_size=VOCABULARY, end_tokens={END})
 
 
-def test_warm_up_builds_the_vocabulary(tmp_path: Path) -> None:
+def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
     """A request that comes meanwhile waits for it, and nothing is built twice; a model without an end has none."""
     save_tokenizer(tmp_path)
     early = grammars_of(tmp_path)
@@ -181,9 +181,9 @@ REFUSED = {
     "some parentheses": ("start: " + "(" * 100 + '"a"' + ")" * 100, "nested"),
     "groups": ("start: /" + "(" * 10_000 + "a" + ")" * 10_000 + "/", "nest"),
     "groups in a pattern": (of_schema({"type": "string", "pattern": "(" * 9000 + ")" * 9000}).source, "nest"),
-    "a circle": (of_schema({"$ref": "#"}).source, "no text follows"),
-    "a circle of two": (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}).source, "no text follows"),
-    "a rule alone": ("start: start", "no text follows"),
+    "a circle": (of_schema({"$ref": "#"}).source, "no text matches"),
+    "a circle of two": (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}).source, "no text matches"),
+    "a rule alone": ("start: start", "no text matches"),
     "far away": (of_schema({"$ref": "http://127.0.0.1:9/x.json"}).source, "registry"),
     "a wrong type": (of_schema({"type": "stsring"}).source, "Invalid type: stsring"),
     "not enforced": (of_schema({"type": "array", "uniqueItems": True}).source, 'Unimplemented keys: ["uniqueItems"]'),
@@ -420,7 +420,7 @@ def test_forced_text_is_tokenised_canonically(kind: str) -> None:
     assert served(kind).encode_inside_text("世a") in ([], matcher.forced_tokens(9))
 
 
-def test_warm_up_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
     grammars = GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[1])
     grammars.prepare()
@@ -433,7 +433,7 @@ def test_warm_up_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_without_end_token_refuses_grammars(known: GrammarCompiler) -> None:
     """Its texts could not end where the grammar does."""
     endless = GrammarCompiler(known._tokenizer, vocabulary_size=VOCABULARY, end_tokens=())
-    with pytest.raises(InvalidRequest, match="ends a text"):
+    with pytest.raises(InvalidRequest, match="no EOS token"):
         endless.compile(Grammar('start: "a"'))
 
 

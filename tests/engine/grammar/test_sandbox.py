@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import GrammarTooCostly
 from engine.grammar import sandbox as trial
-from engine.grammar.sandbox import GrammarSandbox, Vocabulary
+from engine.grammar.sandbox import GrammarSandbox, GrammarVocabulary
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import Grammar
 from tests.engine.grammar.test_matcher import grammars_of, of_schema
@@ -24,7 +24,7 @@ def tried(tmp_path: Path) -> Iterator[GrammarSandbox]:
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary_size=VOCABULARY, context=64)
     made = GrammarSandbox(
-        Vocabulary(*tokenizer.token_bytes(VOCABULARY), end_tokens=[END], encode=tokenizer.encode_inside_text)
+        GrammarVocabulary(*tokenizer.token_bytes(VOCABULARY), end_tokens=[END], encode=tokenizer.encode_inside_text)
     )
     yield made
     made.close()
