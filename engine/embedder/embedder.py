@@ -25,11 +25,18 @@ class Embedder:
     """
 
     def __init__(
-        self, model: Any, head: EmbeddingHead, *, pad: int, threads: int, spread: int, original: int | None = None
+        self,
+        model: Any,
+        head: EmbeddingHead,
+        *,
+        pad_token: int,
+        threads: int,
+        max_length_difference: int,
+        original_length: int | None = None,
     ) -> None:
-        self._model, self._head, self.pad_token, self._threads = model, head, pad, threads
+        self._model, self._head, self.pad_token, self._threads = model, head, pad_token, threads
         self._parameters = inspect.signature(model.forward).parameters.keys()
-        self.max_length_difference, self._original_length = spread, original
+        self.max_length_difference, self._original_length = max_length_difference, original_length
 
     @property
     def dtype(self) -> torch.dtype:

@@ -84,26 +84,35 @@ def load_embedder(config: EngineConfig, on_phase: Callable[[str], None]) -> Load
 def _load(name: str, folder: Path, config: EngineConfig) -> LoadedEmbedder:
     available = available_bytes()
     layout = read_layout(name, folder)
-    model, head, tokenizer = _read(name, layout, config)
+    model, head, hf_tokenizer = _read(name, layout, config)
     threads = config.threads or default_threads(layout.folder)
     original = original_length(model)
-    embedder = Embedder(model, head, pad=_pad_token(tokenizer), threads=threads, spread=0, original=original)
+    embedder = Embedder(
+        model,
+        head,
+        pad_token=_pad_token(hf_tokenizer),
+        threads=threads,
+        max_length_difference=0,
+        original_length=original,
+    )
     vocabulary = model.get_input_embeddings().num_embeddings
-    reader = EmbeddingTokenizer(tokenizer, layout, vocabulary=vocabulary, longest=_max_length(model, tokenizer, layout))
-    dimensions = _check(name, embedder, reader)
-    work = max(reader.max_length, config.chunk) * _ACTIVATION_WIDTHS * model.config.get_text_config().hidden_size * 4
+    max_length = _max_length(model, hf_tokenizer, layout)
+    tokenizer = EmbeddingTokenizer(hf_tokenizer, layout, vocabulary=vocabulary, max_length=max_length)
+    dimensions = _check(name, embedder, tokenizer)
+    token_bytes = _ACTIVATION_WIDTHS * model.config.get_text_config().hidden_size * 4
+    workspace_bytes = max(max_length, config.chunk) * token_bytes
     info = EmbeddingModelInfo(
-        model=_info(name, folder, model, reader),
+        model=_info(name, folder, model, tokenizer),
         output_kind="scores" if isinstance(head, ScoreHead) else "vectors",
         dimensions=dimensions,
         prompts=tuple(prompt for prompt, _ in layout.prompts),
         similarity=layout.similarity,
         weights_bytes=bytes_of(model),
-        workspace_bytes=work,
+        workspace_bytes=workspace_bytes,
     )
-    if info.weights_bytes + work > available:
-        raise EmbedderTooLarge(name, info.weights_bytes + work, available)
-    return LoadedEmbedder(embedder, reader, info)
+    if info.weights_bytes + workspace_bytes > available:
+        raise EmbedderTooLarge(name, info.weights_bytes + workspace_bytes, available)
+    return LoadedEmbedder(embedder, tokenizer, info)
 
 
 def _read(name: str, layout: Layout, settings: EngineConfig) -> tuple[Any, EmbeddingHead, Any]:
@@ -176,15 +185,15 @@ def _position_count(model: Any) -> int:
     return positions if isinstance(positions, int) and positions > 0 else _MAX_LENGTH
 
 
-def _check(name: str, embedder: Embedder, reader: EmbeddingTokenizer) -> int:
+def _check(name: str, embedder: Embedder, tokenizer: EmbeddingTokenizer) -> int:
     """Check the model: the dimensions of its vectors, and whether texts of different lengths can share a batch.
 
     A text of full length is checked if it is short enough: the model may have fewer positions than its files claim.
     """
-    longest = reader.max_length if reader.max_length <= _MAX_CHECKED_LENGTH else 1
-    tokens = [token for token in range(reader.vocabulary) if token != embedder.pad_token]
+    longest = tokenizer.max_length if tokenizer.max_length <= _MAX_CHECKED_LENGTH else 1
+    tokens = [token for token in range(tokenizer.vocabulary) if token != embedder.pad_token]
     inputs = [
-        EmbeddingInput(tuple(itertools.islice(itertools.cycle(tokens), min(length, reader.max_length))))
+        EmbeddingInput(tuple(itertools.islice(itertools.cycle(tokens), min(length, tokenizer.max_length))))
         for length in (*_SAMPLE_LENGTHS, longest)
     ]
     try:
@@ -194,7 +203,7 @@ def _check(name: str, embedder: Embedder, reader: EmbeddingTokenizer) -> int:
     if not alone.isfinite().all():
         raise ModelUnsupported(name, "its vectors have numbers that are not finite")
     if _agree(alone, together, embedder.dtype):
-        embedder.max_length_difference = reader.max_length
+        embedder.max_length_difference = tokenizer.max_length
     return alone.shape[-1]
 
 
@@ -208,7 +217,7 @@ def _agree(alone: Tensor, together: Tensor, dtype: torch.dtype) -> bool:
     return bool((alone - together).abs().max() < math.sqrt(torch.finfo(dtype).eps))
 
 
-def _info(name: str, folder: Path, model: Any, reader: EmbeddingTokenizer) -> ModelInfo:
+def _info(name: str, folder: Path, model: Any, tokenizer: EmbeddingTokenizer) -> ModelInfo:
     return ModelInfo(
         name=name,
         folder=str(folder),
@@ -216,8 +225,8 @@ def _info(name: str, folder: Path, model: Any, reader: EmbeddingTokenizer) -> Mo
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
-        vocabulary=reader.vocabulary,
-        context=reader.max_length,
+        vocabulary=tokenizer.vocabulary,
+        context=tokenizer.max_length,
         slots=0,
         device=model.device.type,
     )

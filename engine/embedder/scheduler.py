@@ -106,13 +106,10 @@ class EmbeddingScheduler:
 
     def _short_batch_tokens(self) -> int:
         """Tokens of a batch of the target time, by the speed of the last batch."""
-        return (
-            self._max_batch_tokens
-            if not self._seconds_per_token
-            else min(
-                max(int(_SHORT_BATCH_SECONDS / self._seconds_per_token), _MIN_BATCH_TOKENS), self._max_batch_tokens
-            )
-        )
+        if not self._seconds_per_token:
+            return self._max_batch_tokens
+        tokens = int(_SHORT_BATCH_SECONDS / self._seconds_per_token)
+        return min(max(tokens, _MIN_BATCH_TOKENS), self._max_batch_tokens)
 
     def _batch(self, max_tokens: int) -> list[tuple[_QueuedJob, int]]:
         batch: list[tuple[_QueuedJob, int]] = []

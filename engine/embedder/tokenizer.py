@@ -26,12 +26,12 @@ class EmbeddingTokenizer:
     vocabulary  number of tokens
     """
 
-    def __init__(self, tokenizer: Any, layout: Layout, *, vocabulary: int, longest: int) -> None:
+    def __init__(self, tokenizer: Any, layout: Layout, *, vocabulary: int, max_length: int) -> None:
         self._tokenizer, self._lowercase = tokenizer, layout.lowercase
         self._lock = threading.Lock()
         self._prompts, self._default_prompt = dict(layout.prompts), layout.default_prompt
         self._max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
-        self.max_length, self.vocabulary = longest, vocabulary
+        self.max_length, self.vocabulary = max_length, vocabulary
         self._prompt_lengths = {text: self._prompt_length(text) for text in self._prompts.values()}
 
     def prompt(self, purpose: str | None) -> str:
@@ -102,4 +102,4 @@ def _size(text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidRequest("input", "a text has a lone surrogate, which is not a character") from error
+        raise InvalidRequest("input", "a text has half of a surrogate pair, which is not a character") from error

@@ -110,13 +110,13 @@ class Encoder:
         for name, field in self._inputs.items():
             field.check(name, arrays[name], lengths)
         if media.digest != media_digest(media.arrays):
-            raise InvalidRequest("media", "the digest does not match the content")
+            raise InvalidRequest("media", "the digest is not that of the content")
         if lengths.get("images", images) != images:
             raise InvalidRequest("media", f"the prompt has {images} image tokens for {lengths['images']} images")
         size = self.entry_bytes(media)
         if size > self.budget_bytes:
             raise InvalidRequest(
-                "media", f"encoded it takes {size} bytes, beyond the limit of all encoded media, {self.budget_bytes}"
+                "media", f"encoded it takes {size} bytes, and all encoded media may take {self.budget_bytes}"
             )
 
     def entry_bytes(self, media: Media) -> int:

@@ -119,29 +119,29 @@ class LayerSurvey:
             handle.remove()
         skipped: Counter[str] = Counter()
         routed, small = _router_widths(self._model), _small_layers([observed.layer for observed in self._observed])
-        chosen: dict[nn.Module, LinearLayer] = {}
+        selected: dict[nn.Module, LinearLayer] = {}
         for observed in self._observed:
             reason = _skip_reason(observed, routed, small)
             if reason is None:
-                chosen[observed] = observed.layer
+                selected[observed] = observed.layer
             else:
                 skipped[reason] += 1
         experts = {name: each for name, each in self._experts.items() if each.module in self._called_experts}
-        return QuantizationPlan(tuple(self._groups(chosen)), skipped, experts)
+        return QuantizationPlan(tuple(self._groups(selected)), skipped, experts)
 
     def _record_experts(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """A forward hook of experts."""
         self._called_experts.add(module)
 
-    def _groups(self, chosen: dict[nn.Module, LinearLayer]) -> Iterator[tuple[LinearLayer, ...]]:
+    def _groups(self, selected: dict[nn.Module, LinearLayer]) -> Iterator[tuple[LinearLayer, ...]]:
         """Groups of layers that always share their input, and single layers; in the order of the model."""
         siblings = self._calls.siblings()
         done: set[nn.Module] = set()
-        for observed in chosen:
+        for observed in selected:
             if observed not in done:
-                members = [layer for layer in siblings.get(observed, (observed,)) if layer in chosen]
+                members = [layer for layer in siblings.get(observed, (observed,)) if layer in selected]
                 done.update(members)
-                yield tuple(chosen[layer] for layer in members)
+                yield tuple(selected[layer] for layer in members)
 
 
 class _CallLog:
@@ -170,17 +170,21 @@ class _CallLog:
 
     def siblings(self) -> dict[nn.Module, tuple[_ObservedLinear, ...]]:
         """By layer, the group of layers that share every input with it."""
-        once = {observed: next(iter(seen)) for observed, seen in self._groups.items() if len(seen) == 1}
-        return {observed: group for observed, group in once.items() if all(layer in once for layer in group)}
+        single_groups = {observed: next(iter(seen)) for observed, seen in self._groups.items() if len(seen) == 1}
+        return {
+            observed: group
+            for observed, group in single_groups.items()
+            if all(layer in single_groups for layer in group)
+        }
 
 
 class _ObservedLinear(nn.Module):
     """A wrapper of a linear layer that records its calls and reads of its weight."""
 
-    def __init__(self, layer: LinearLayer, log: _CallLog) -> None:
+    def __init__(self, layer: LinearLayer, calls: _CallLog) -> None:
         super().__init__()
         self.inner = layer.module
-        self.layer, self._calls = layer, log
+        self.layer, self._calls = layer, calls
         self.is_called, self.is_read = False, False
 
     @property

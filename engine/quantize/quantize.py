@@ -48,14 +48,12 @@ def estimate(model: nn.Module, available_bytes: int) -> QuantizationEstimate | N
             parameters += module.parameters(recurse=False)
         elif (experts := experts_of(module)) is not None:
             parameters += (experts.up.stored, experts.down.stored)
-    weights, read = (
-        sum([parameter.numel() for parameter in parameters]),
-        sum([parameter.nbytes for parameter in parameters]),
-    )
+    weights = sum([parameter.numel() for parameter in parameters])
     if not weights:
         return None
+    read_bytes = sum([parameter.nbytes for parameter in parameters])
     auto = _auto_bits(weights, available_bytes)
-    reads = tuple((f"int{bits}", weights * (bits + _SCALE_BITS) / 8 / read) for bits in (8, 4))
+    reads = tuple((f"int{bits}", weights * (bits + _SCALE_BITS) / 8 / read_bytes) for bits in (8, 4))
     return QuantizationEstimate(reads, None if auto is None else f"int{auto}")
 
 
@@ -77,8 +75,8 @@ def quantize(model: nn.Module, plan: QuantizationPlan, store: WeightStore, prepa
                 group, [matrices.quantize(layer.name, layer.weight) for layer in group], prepare
             )
         for name, experts in plan.experts.items():
-            inner, down = (_quantize_stack(matrices, name, stack) for stack in (experts.up, experts.down))
-            replacements[experts.module] = QuantizedExperts(experts, inner, down, prepare)
+            up, down = (_quantize_stack(matrices, name, stack) for stack in (experts.up, experts.down))
+            replacements[experts.module] = QuantizedExperts(experts, up, down, prepare)
     replace_modules(model, replacements)
     matrices.save()
     _log_summary(model, plan, store.bits)
@@ -98,11 +96,11 @@ class _QuantizedMatrices:
         shapes = dict(_shapes(plan))
         self._store, self._stored = store, store.read(shapes)
         self._packed = dict[str, PackedMatrix]()
-        self._room = PackedStorage(shapes.values() if self._stored is None else (), store.bits)
+        self._storage = PackedStorage(shapes.values() if self._stored is None else (), store.bits)
         console = Console(stderr=True)
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        what = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
-        self._task = self._bar.add_task(what, total=plan.weights)
+        description = f"quantize to int{store.bits}" if self._stored is None else "read quantized weights"
+        self._task = self._bar.add_task(description, total=plan.weights)
 
     def __enter__(self) -> _QuantizedMatrices:
         self._bar.start()
@@ -113,7 +111,7 @@ class _QuantizedMatrices:
 
     def quantize(self, name: str, weight: Tensor) -> PackedMatrix:
         """The quantised matrix `name` with original weights [outputs, columns]."""
-        matrix = pack(weight, self._store.bits, self._room) if self._stored is None else self._stored[name]
+        matrix = pack(weight, self._store.bits, self._storage) if self._stored is None else self._stored[name]
         self._packed[name] = matrix
         self._bar.advance(self._task, weight.numel())
         return matrix

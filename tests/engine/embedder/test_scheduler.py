@@ -60,7 +60,7 @@ class Clock:
 def make(most: int = 12, spread: int = ALL_LENGTHS, original: int | None = None) -> tuple[EmbeddingScheduler, Recorder]:
     """A scheduler over a recorder, with a clock of seconds."""
     model = Recorder()
-    embedder = Embedder(model, First(), pad=0, threads=1, spread=spread, original=original)
+    embedder = Embedder(model, First(), pad_token=0, threads=1, max_length_difference=spread, original_length=original)
     return EmbeddingScheduler(embedder, max_batch_tokens=most, clock=Clock()), model
 
 
