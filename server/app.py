@@ -1,4 +1,4 @@
-"""The ASGI application over one engine. Whoever makes it starts, drains and closes that engine (lifecycle.py)."""
+"""The ASGI application of one engine. Its caller starts, drains and closes the engine (lifecycle.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The application. From the outside in: Origins, Border, Auth, BodyLimitMiddleware, then the routes."""
+    """The application; ValueError or OSError for settings that cannot work.
+
+    From the outside in: OriginsMiddleware, BoundaryMiddleware, AuthMiddleware, BodyLimitMiddleware, then the routes.
+    """
+    settings.check()
     closing = AsyncExitStack()
 
     @asynccontextmanager
@@ -50,13 +54,13 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
         async with closing:
             yield
 
-    # The pages of Swagger and ReDoc load scripts from elsewhere, so there are none; telemetry is /metrics.
+    # No Swagger and ReDoc pages: they load scripts of other hosts. Telemetry is /metrics.
     app = FastAPI(
         title="Cellar",
         version=version(),
         docs_url=None,
         redoc_url=None,
-        # documented.py serves it: to make it takes longer than the event loop may be held.
+        # routes/openapi.py serves it: building it would block the event loop for too long.
         openapi_url=None,
         redirect_slashes=False,
         telemetry={"tracing": False},
@@ -90,9 +94,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 
 
 def _wrap(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
-    """Put the layers around the routes. The last one added is the outermost."""
+    """Add the middleware, the outermost last."""
     app.add_middleware(BodyLimitMiddleware, limit=settings.limits.body_bytes)
-    app.add_middleware(AuthMiddleware, keys=settings.keys)
+    app.add_middleware(AuthMiddleware, keys=settings.all_keys)
     app.add_middleware(
         BoundaryMiddleware,
         hosts=settings.hosts,

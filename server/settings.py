@@ -1,4 +1,8 @@
-"""The settings of one server, checked when they are made. cli.py fills them from argv and CELLAR_*."""
+"""The settings of one server: every option of `cellar serve` is declared here, once, as a field of `Settings`.
+
+The command line (cli.py), the environment variables, `cellar serve --help` and the table of options in the README
+(docs/options.py) are derived from these fields.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,40 @@ import ipaddress
 import math
 import re
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from cyclopts import Parameter, Token
 
 from engine.config import BUNDLED_NAME, ConfigError, Dtype, EngineConfig, KvDtype, Quantize
 from engine.types.request import DrafterChoice, MlaMode, Overflow
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+ENVIRONMENT_PREFIX = "CELLAR_"
 CONTAINER_SECRETS = "/run/secrets"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\s]+")
+# EngineConfig's names of the options with another name.
+ENGINE_NAMES = {"shelf": "disk_cache", "shelf_bytes": "disk_cache_bytes", "shelf_memory_bytes": "host_cache_bytes"}
+# Fields that are no options.
+_internal = Parameter(parse=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """How much of what a client may send, and how slowly.
+    """Size and time limits of client connections.
 
     head_bytes, headers   of one request line with its headers
     head_seconds          from the first byte, or the connection, to the end of the headers
     body_seconds          from the headers to the end of the body
-    write_seconds         that a reader may stand still before its connection is cut
-    keep_alive_seconds    longer than the pools of common clients, so that they close first
-    ping_seconds          of silence in a stream before a comment line goes out
+    write_seconds         without progress of a response's transmission before the connection is closed
+    keep_alive_seconds    longer than in the connection pools of common clients, so that they close first
+    ping_seconds          without an event before an SSE stream gets a comment line
     """
 
     body_bytes: int = 4 * 1024 * 1024
@@ -44,64 +57,218 @@ class ClientLimits:
     connections: int = 1024
 
 
+def split_keys(text: str) -> tuple[str, ...]:
+    """The keys of a list separated by commas or lines."""
+    return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
+
+
+def _parse_keys(type_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(key for token in tokens for key in split_keys(token.value))
+
+
+@Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that `cellar serve` can be told; the engine's part is documented at EngineConfig.
+    """The options of `cellar serve`. `check` validates them; EngineConfig documents the engine's part in detail.
 
-    served_names      what requests may call the model; empty: the name of the model itself
-    store             where responses are kept: a file, a URL of PostgreSQL, "memory", "none"; None: a file of the user
-    keys              any of them opens the server, each `key` or `organisation:key`; empty: it is open
-    allowed_hosts     values of the Host header besides localhost and `host`, "*" allows all; with a scheme, origins
-                      whose pages may call the server from a browser
-    grace_seconds     that running requests get after SIGTERM
-    lenient           whether a parameter that is not honoured becomes a warning in the answer, not an error
-    insecure_no_auth  allows an open server on an address that others can reach
+    model          a folder or a hub id; None: the bundled model
+    limits         of client connections; no option
+    direct_writes  whether text deltas go to the socket from the engine's delivery callback (DirectWriter) without
+                   passing ASGI's `send`; False where middleware has to see every body; no option
     """
 
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    dtype: Dtype = "auto"
-    kv_dtype: KvDtype = "auto"
-    quantize: Quantize = "none"
-    context: int | None = None
-    slots: int | None = None
-    overflow: Overflow = "length"
-    max_waiting: int = 64
-    itl_target_ms: float | None = None
-    threads: int | None = None
-    mla: MlaMode = "auto"
-    drafter: DrafterChoice = "auto"
-    draft_model: str | None = None
-    draft_tokens: int | None = None
-    draft_quantize: Quantize | None = None
-    embedding_model: str | None = None
-    disk_cache: str | None = None
-    disk_cache_bytes: int = 8 * 2**30
-    host_cache_bytes: int = 0
-    store: str | None = None
-    served_names: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    grace_seconds: float = 30.0
-    log_level: LogLevel = "info"
-    lenient: bool = False
-    insecure_no_auth: bool = False
-    limits: ClientLimits = field(default_factory=ClientLimits)
-    direct_writes: bool = True
+    model: Annotated[str | None, _internal] = None
+    host: Annotated[str, Parameter(help="Address to listen on. Any but a loopback address needs an API key.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Parameter(help="Port to listen on; 0 selects a free one.")] = 8000
+    dtype: Annotated[
+        Dtype,
+        Parameter(
+            help="Number format of weights and computation. auto: bfloat16 checkpoints keep their format where the "
+            "processor multiplies bfloat16, computation is float32 in the native step."
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        KvDtype, Parameter(help="Number format of the KV cache. auto: the same as the computation.")
+    ] = "auto"
+    quantize: Annotated[
+        Quantize,
+        Parameter(
+            help="Weight quantisation of linear layers and experts on a CPU. auto: the format that fits the memory, "
+            "where it is faster."
+        ),
+    ] = "none"
+    context: Annotated[
+        int | None,
+        Parameter(
+            help="Context length in tokens. Default: up to the model's trained length, 8192 for each slot first.",
+            show_default="what memory allows",
+        ),
+    ] = None
+    slots: Annotated[
+        int | None,
+        Parameter(help="Sequences that are computed at the same time.", show_default="what memory allows, at most 8"),
+    ] = None
+    served_names: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--served-model-name",
+            help="Model name in requests. Repeatable.",
+            show_default="the hub id or the folder's name",
+        ),
+    ] = ()
+    keys: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--api-key",
+            converter=_parse_keys,
+            n_tokens=1,
+            help="API keys, separated by commas; requests send one as Authorization: Bearer or x-api-key. Keys of one "
+            "organisation, written as organisation:key, share the prefix cache. Visible in the process list: prefer "
+            "the file.",
+            show_default="none",
+        ),
+    ] = ()
+    key_file: Annotated[
+        str | None,
+        Parameter(name="--api-key-file", help="File with API keys, separated by commas or lines.", show_default="none"),
+    ] = None
+    overflow: Annotated[
+        Overflow,
+        Parameter(
+            help="At a full context: length ends the answer with finish_reason length, shift drops the older half "
+            "(context shift) and continues."
+        ),
+    ] = "length"
+    max_waiting: Annotated[
+        int,
+        Parameter(
+            help="Length of the queue. One more request is answered 429 with Retry-After, unless its owner has less "
+            "than an even share of the queue."
+        ),
+    ] = 64
+    itl_target_ms: Annotated[
+        Literal["auto"] | float,
+        Parameter(
+            help="Inter-token latency in milliseconds to keep while prompts are computed. 0: prompts first. auto: 60, "
+            "or three times a step without prefill where that is more."
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        Parameter(
+            help="Threads of the computation. Default: the processors of the affinity mask and the container's quota; "
+            "1 for models too small to be divided.",
+            show_default="all",
+        ),
+    ] = None
+    mla: Annotated[
+        MlaMode,
+        Parameter(
+            help="Latent attention (MLA): absorb the projections, expand the latents, or auto: the cheaper one for "
+            "each sequence and step."
+        ),
+    ] = "auto"
+    drafter: Annotated[
+        DrafterChoice,
+        Parameter(
+            help="Speculative decoding: lookup (n-gram lookup), model (a draft model), mtp (the model's own MTP "
+            "heads), auto (lookup and one of the others) or none. The output is unchanged."
+        ),
+    ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        Parameter(
+            help="Folder or hub id of a draft model with the same tokenizer.", show_default="the bundled model's own"
+        ),
+    ] = None
+    draft_tokens: Annotated[
+        Literal["auto"] | int,
+        Parameter(
+            help="Tokens of a draft, 0 to 16. auto: the number with the highest expected tokens per second, often 0. "
+            "0: drafts only for requests that set a number."
+        ),
+    ] = "auto"
+    draft_quantize: Annotated[
+        Quantize | None,
+        Parameter(help="Weight quantisation of the draft model.", show_default="as --quantize"),
+    ] = None
+    embedding_model: Annotated[
+        str | None,
+        Parameter(help="Folder or hub id of a second model, for embeddings or for ranking.", show_default="none"),
+    ] = None
+    disk_cache: Annotated[
+        str | None,
+        Parameter(
+            alias="--shelf",
+            help="Folder of the prefix cache's disk tier: computed prompts survive a restart. Its files contain text "
+            "of users.",
+            show_default="none",
+        ),
+    ] = None
+    disk_cache_bytes: Annotated[
+        int,
+        Parameter(
+            alias="--shelf-bytes",
+            help="Size limit of the disk cache; the least recently used files are deleted.",
+            show_default="8 GiB",
+        ),
+    ] = 8 * 2**30
+    host_cache_bytes: Annotated[
+        int,
+        Parameter(
+            alias="--shelf-memory-bytes",
+            help="Host memory for prompts evicted from the prefix cache. On a CPU the cache is host memory already. "
+            "With 0, the write buffer of a disk cache still takes up to 64 MiB.",
+        ),
+    ] = 0
+    store: Annotated[
+        str | None,
+        Parameter(
+            help="Store of /v1/responses: a file, postgresql://..., memory or none.",
+            show_default="a file in the user's data folder",
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Parameter(
+            name="--allowed-host",
+            help="Accepted Host header besides localhost and --host; * accepts all. Repeatable. With a scheme, as in "
+            "https://chat.example.org: an origin whose pages may call the server from a browser (CORS).",
+            show_default="loopback names",
+        ),
+    ] = ()
+    grace_seconds: Annotated[
+        float, Parameter(name="--grace", help="Seconds for running requests to finish after SIGTERM.")
+    ] = 30.0
+    lenient: Annotated[
+        bool,
+        Parameter(
+            show_default="off",
+            help="An unsupported parameter adds a line to the answer's warnings, in place of an error.",
+        ),
+    ] = False
+    log_level: Annotated[LogLevel, Parameter(help="Lowest level of log lines.")] = "info"
+    insecure_no_auth: Annotated[
+        bool, Parameter(help="Allow an address that is not loopback without API keys.", show_default="off")
+    ] = False
+    limits: Annotated[ClientLimits, _internal] = field(default_factory=ClientLimits)
+    direct_writes: Annotated[bool, _internal] = True
 
-    def __post_init__(self) -> None:
-        """Refuse settings that cannot work or that open the server by accident; ValueError says what to change."""
+    def check(self) -> None:
+        """Raise ValueError for settings that cannot work or open the server by accident, OSError for the key file."""
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, not {self.port}")
         if not 0 <= self.grace_seconds < math.inf:
             raise ValueError(f"--grace must be a number of seconds from 0 on, not {self.grace_seconds}")
-        if not self.keys and not self.insecure_no_auth and not is_loopback(self.host):
+        keys = self.all_keys
+        if not keys and not self.insecure_no_auth and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} can be reached by others: give --api-key (or CELLAR_API_KEY_FILE), "
                 "or --insecure-no-auth to serve anyone"
             )
-        _check_keys(self.keys)
+        _check_keys(keys)
         for origin in self.origins:
             if not _origin.fullmatch(origin):
                 raise ValueError(
@@ -116,34 +283,44 @@ class Settings:
         try:
             self.engine_config()
         except ConfigError as error:
-            raise ValueError(f"--{error.setting.replace('_', '-')} {error.reason}") from error
+            raise ValueError(f"{flag_of(error.setting)} {error.reason}") from error
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """The API keys of `keys` and of the key file; ValueError for a file without a key, OSError."""
+        return (*self.keys, *(read_keys(Path(self.key_file)) if self.key_file else ()))
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What the model is called in requests, the first being its main name."""
+        """The model's names in requests, the main name first."""
         if self.served_names:
             return self.served_names
         return (BUNDLED_NAME if self.model is None else _model_name(self.model),)
 
     @property
     def embedding_name(self) -> str | None:
-        """What the embedding model is called in requests; None: there is none."""
-        return None if self.embedding_model is None else _model_name(self.embedding_model)
+        """The embedding model's name in requests, if there is one."""
+        return _model_name(self.embedding_model) if self.embedding_model else None
+
+    @property
+    def disk_cache_folder(self) -> str | None:
+        """The folder of the disk cache; None: there is no disk cache."""
+        return None if self.disk_cache in (None, "", "none") else self.disk_cache
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Values of the Host header that are answered, without ports, in lower case."""
+        """Accepted values of the Host header, without ports, in lower case."""
         bound = f"[{self.host}]" if ":" in self.host else self.host
         named = (host for host in self.allowed_hosts if "://" not in host)
         return tuple(host.lower() for host in (*LOOPBACK_NAMES, bound, *named))
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """Values of the Origin header whose pages may read answers, in lower case as browsers write them."""
+        """Accepted values of the Origin header, in lower case as browsers write them."""
         return tuple(host.lower() for host in self.allowed_hosts if "://" in host)
 
     def engine_config(self) -> EngineConfig:
-        """The part that the engine reads."""
+        """The engine's part; ConfigError for a value that cannot work."""
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
@@ -153,20 +330,87 @@ class Settings:
             slots=self.slots,
             overflow=self.overflow,
             max_waiting=self.max_waiting,
-            itl_target_ms=self.itl_target_ms,
+            itl_target_ms=None if self.itl_target_ms == "auto" else self.itl_target_ms,
             threads=self.threads,
             mla=self.mla,
             drafter=self.drafter,
-            draft_model=self.draft_model,
-            draft_tokens=self.draft_tokens,
+            draft_model=self.draft_model or None,
+            draft_tokens=None if self.draft_tokens == "auto" else self.draft_tokens,
             draft_quantize=self.draft_quantize,
-            embedding_model=self.embedding_model,
-            # No route takes any.
+            embedding_model=self.embedding_model or None,
+            # No route accepts media.
             media=False,
-            disk_cache=self.disk_cache,
+            disk_cache=self.disk_cache_folder,
             disk_cache_bytes=self.disk_cache_bytes,
             host_cache_bytes=self.host_cache_bytes,
         )
+
+    def arguments(self) -> Iterator[str]:
+        """The command line of another `cellar serve` with these settings, without address and API keys."""
+        for option in options():
+            value = getattr(self, option.field)
+            if option.field in ("host", "port", "keys", "key_file") or value == option.default:
+                continue
+            for item in value if isinstance(value, tuple) else [value]:
+                yield from [option.flag] if item is True else [option.flag, str(item)]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of `cellar serve`.
+
+    flags         the current name first, then its aliases
+    choices       the accepted words, if there are only few values
+    default_text  the default in words
+    """
+
+    field: str
+    flags: tuple[str, ...]
+    choices: tuple[str, ...]
+    help: str
+    default: object
+    default_text: str
+
+    @property
+    def flag(self) -> str:
+        """The current name."""
+        return self.flags[0]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables of all names."""
+        return tuple(ENVIRONMENT_PREFIX + flag[2:].replace("-", "_").upper() for flag in self.flags)
+
+
+def options() -> list[Option]:
+    """All options of `cellar serve`, in the order of `Settings`."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return [
+        _option(each, hints[each.name]) for each in fields(Settings) if _internal not in hints[each.name].__metadata__
+    ]
+
+
+def _option(declared: Field[Any], hint: Any) -> Option:
+    value_type, parameter = get_args(hint)
+    names = parameter.name or (f"--{declared.name.replace('_', '-')}",)
+    return Option(
+        field=declared.name,
+        flags=(*names, *(parameter.alias or ())),
+        choices=_words(value_type),
+        help=parameter.help or "",
+        default=declared.default,
+        default_text=str(parameter.show_default or declared.default),
+    )
+
+
+def _words(value_type: Any) -> tuple[str, ...]:
+    parts = (value_type, *get_args(value_type)) if get_origin(value_type) in (Union, UnionType) else (value_type,)
+    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+
+def flag_of(setting: str) -> str:
+    """The option behind a field of EngineConfig."""
+    return f"--{ENGINE_NAMES.get(setting, setting).replace('_', '-')}"
 
 
 def _model_name(model: str) -> str:
@@ -175,7 +419,7 @@ def _model_name(model: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; names other than localhost may point anywhere."""
+    """Whether only this machine can reach `host`; names other than localhost may resolve to any address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -183,26 +427,21 @@ def is_loopback(host: str) -> bool:
 
 
 def make_disk_cache(folder: str | None) -> None:
-    """Make the folder of the shelf, if there is to be one; ValueError says why there can be none."""
+    """Make the folder of the disk cache, if there is to be one; ValueError if that is impossible."""
     try:
         if folder is not None:
             Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--shelf {folder}: there can be no such folder: {error.strerror}") from error
-
-
-def split_keys(text: str) -> tuple[str, ...]:
-    """The keys in a list separated by commas or lines."""
-    return tuple(key for part in text.splitlines() for key in (piece.strip() for piece in part.split(",")) if key)
+        raise ValueError(f"--disk-cache {folder}: there can be no such folder: {error.strerror}") from error
 
 
 def is_world_readable(path: Path) -> bool:
-    """Whether every user of this machine may read a file; secrets of a container are, and only its user is there."""
+    """Whether every user of this machine can read a file, other than a secret of a container."""
     return bool(path.stat().st_mode & stat.S_IROTH) and not path.is_relative_to(CONTAINER_SECRETS)
 
 
 def split_organisation(entry: str) -> tuple[str, str]:
-    """The organisation and the key of `organisation:key`; of any other entry "" and the entry."""
+    """Organisation and key of `organisation:key`; "" and the entry for any other entry."""
     organisation, _, key = entry.partition(":")
     return (organisation, key) if organisation and key else ("", entry)
 
@@ -216,7 +455,7 @@ def _check_keys(entries: tuple[str, ...]) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file; ValueError if there is none, so that a mounted but empty secret does not open the server."""
+    """The keys of a file; ValueError if there is none, so that an empty mounted secret does not open the server."""
     keys = split_keys(path.read_text(encoding="utf-8"))
     if not keys:
         raise ValueError(f"no API key in {path}")

@@ -1,7 +1,7 @@
 """The fast path of streaming: text deltas are encoded and written to the socket inside the engine's delivery callback.
 
-Otherwise every delta wakes the task of its request and passes all ASGI middleware, which costs 11 % of the tokens per
-second at 8 streams of a small model (measured: docs/performance.md). `Settings.direct_writes` switches it off.
+Otherwise every delta wakes the task of its request and passes all ASGI middleware: 10 % fewer tokens per second at 8
+streams of the bundled model, 1 % at SmolLM2-135M in int8 (measured on 2 cores). `Settings.direct_writes` disables it.
 """
 
 from __future__ import annotations

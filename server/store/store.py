@@ -235,7 +235,7 @@ def open_store(setting: str | None) -> ResponseStore | None:
     """
     if setting == "none":
         return None
-    place = default_location() if setting is None else MEMORY if setting == "memory" else setting
+    place = default_location() if not setting else MEMORY if setting == "memory" else setting
     if place == MEMORY:
         return ResponseStore(MEMORY, RetentionLimits(bytes=MAX_MEMORY_BYTES))
     return ResponseStore(place if is_url(place) else str(Path(place).expanduser()))
@@ -244,7 +244,7 @@ def open_store(setting: str | None) -> ResponseStore | None:
 def check_store(setting: str | None) -> None:
     """Raise StoreError if the place that the user named cannot be. The default one is made when it is needed."""
     store = open_store(setting)
-    if setting is None or store is None:
+    if not setting or store is None:
         return
     try:
         database = connect(store.place)

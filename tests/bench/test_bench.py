@@ -19,7 +19,8 @@ from bench.plan import plan_of
 from bench.prompts import TokenIdPrompts, TokenRatio, WordPrompts, fit_ratio
 from bench.samples import LoadRun, Sample, outcomes, percentile
 from bench.target import BenchError
-from server.cli import ServeOptions, make_app
+from server.cli import make_app
+from server.settings import Settings
 from tests.server.peer import MEASURED, Peer, running_peer
 
 
@@ -332,7 +333,7 @@ def test_a_context_that_holds_nothing_is_refused(
 
 def test_the_started_server_gets_the_same_options() -> None:
     """All but the address and the keys, which every process list would show."""
-    given = ServeOptions(quantize="int8", slots=3, served_model_name=["a", "b"], lenient=True, api_key="secret", port=9)
+    given = Settings(quantize="int8", slots=3, served_names=("a", "b"), lenient=True, keys=("secret",), port=9)
 
     assert [
         *("--quantize", "int8", "--slots", "3", "--served-model-name", "a", "--served-model-name", "b", "--lenient")

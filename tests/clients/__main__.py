@@ -72,7 +72,7 @@ def main(environments: Mapping[str, Path]) -> int:
 def _server(more: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--shelf", "none", *more]
+        flags = ["--api-key", KEY, "--served-model-name", MODEL, "--store", "memory", "--disk-cache", "none", *more]
         with log.open("w") as errors, serving(flags, errors) as url:
             yield url
 

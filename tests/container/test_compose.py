@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from engine.kernels.cache_folder import cache_folder
-from server.cli import ServeOptions
+from server.settings import options
 from tests.container.dockerfile import ROOT, last, stages
 
 SERVICE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["cellar"]
@@ -62,10 +61,10 @@ def test_no_secret_has_a_value() -> None:
 
 def test_every_option_reaches_the_container() -> None:
     """A variable that compose.yaml leaves out is dropped in silence. The address inside is the image's own."""
-    options = {field.name for field in fields(ServeOptions)} | {"model"}
+    variables = {name for option in options() if option.field not in ("host", "port") for name in option.variables}
     named = {name for name in SERVICE["environment"] if name.startswith("CELLAR_")}
 
-    assert {f"CELLAR_{option.upper()}" for option in options - {"host", "port"}} == named
+    assert variables | {"CELLAR_MODEL"} == named
 
 
 def test_only_these_options_have_another_default() -> None:

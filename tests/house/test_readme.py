@@ -1,4 +1,4 @@
-"""The README tells every setting, and no setting that is not there."""
+"""The README's table of options is generated from the declarations in server/settings.py."""
 
 from __future__ import annotations
 
@@ -7,45 +7,33 @@ import re
 import subprocess
 import sys
 
-import pytest
-
+from docs.options import README, generated
+from server.settings import options
 from tests.house.source import ROOT
 
-README = ROOT / "README.md"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-# Flags of the command line itself, or other spellings of a flag that has a row.
-OWN = {"--help", "--version"}
+# Flags of every command, and the argument's.
+COMMON = {"--help", "--version", "--model"}
 
 
-@pytest.fixture(scope="module")
-def flags() -> set[str]:
-    """Every flag that `cellar serve --help` shows."""
+def test_the_table_of_options_is_up_to_date() -> None:
+    """`python -m docs.options` writes it."""
+    readme = README.read_text()
+
+    assert generated(readme) == readme
+
+
+def test_help_shows_every_declared_option() -> None:
     command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--help"]
     wide = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=wide, timeout=60, check=False)
-    assert shown.returncode == 0, shown.stderr
-    return set(FLAG.findall(shown.stdout)) - OWN
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=wide, timeout=60, check=True).stdout
+    declared = {flag for option in options() for flag in option.flags}
+
+    assert declared <= set(FLAG.findall(shown))
+    assert declared | COMMON >= {line.split()[1] for line in shown.splitlines() if line.startswith("│ --")}
 
 
-def rows() -> list[str]:
-    """The rows of the README's tables."""
-    return [line for line in README.read_text().splitlines() if line.startswith("|")]
-
-
-def test_every_flag_has_a_row(flags: set[str]) -> None:
-    """A flag is born with a row in the README, or not at all."""
-    told = {flag for row in rows() for flag in FLAG.findall(row)}
-
-    assert set() == {flag for flag in flags if not flag.startswith("--no-")} - told
-
-
-def test_every_row_has_a_flag(flags: set[str]) -> None:
-    """The settings table tells no flag that does not exist."""
-    told = {flag for row in rows() if (first := row.split("|")[1]) for flag in FLAG.findall(first)}
-
-    assert set() == told - flags - OWN
-
-
-def test_the_flags_are_few(flags: set[str]) -> None:
-    """Thirty settings: those that users of other servers look for, and not one for every constant."""
-    assert len({flag for flag in flags if not flag.startswith("--no-")}) <= 30
+def test_options_are_few_and_explained() -> None:
+    """No option for an internal constant; every option has a help text and a default in words."""
+    assert len(options()) <= 30
+    assert all(option.help.endswith(".") and option.default_text not in ("None", "()", "False") for option in options())

@@ -362,7 +362,7 @@ def settings(**changes: Any) -> Settings:
 def serve_in_thread(engine: Any, using: Settings | None = None) -> Iterator[int]:
     """A real server on a free port of 127.0.0.1, which is given. It listens before the thread has started."""
     listening = listen("127.0.0.1", 0)
-    lifecycle = Lifecycle(engine, using or settings(), say=lambda text: None)
+    lifecycle = Lifecycle(engine, using or settings(), print_line=lambda text: None)
 
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine.types.status import DraftingInfo, ModelInfo, QuantizationEstimate
 from server import cli
-from server.banner import banner
+from server.lifecycle import banner
 from server.settings import Settings
 from tests.server.fakes import INFO, MEMORY
 
@@ -85,11 +85,11 @@ def test_every_option(parsed: Any) -> None:
         "int8",
         "--quantize",
         "int4",
-        "--shelf",
+        "--disk-cache",
         "kept",
-        "--shelf-bytes",
+        "--disk-cache-bytes",
         "1000",
-        "--shelf-memory-bytes",
+        "--host-cache-bytes",
         "10",
         "--drafter",
         "model",
@@ -150,13 +150,23 @@ def test_the_environment_stands_in_and_argv_wins(parsed: Any, tmp_path: Path) ->
         settings.port,
         settings.slots,
         settings.model,
-        settings.keys,
+        settings.all_keys,
         settings.served_names,
     )
-    assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").keys
-    assert (None, None) == (parsed(CELLAR_DRAFT_MODEL="").draft_model, parsed("--draft-tokens", "auto").draft_tokens)
-    assert [None, 0.0] == [parsed("--itl-target-ms", text).itl_target_ms for text in ("auto", "0")]
-    assert [None, None, "x"] == [parsed(CELLAR_SHELF=name).shelf for name in ("", "none", "x")]
+    assert ("k",) == parsed(CELLAR_API_KEY="k", CELLAR_API_KEY_FILE="").all_keys
+    assert Settings() == parsed(CELLAR_DRAFT_MODEL="", CELLAR_PORT="", CELLAR_STORE="")
+    engine = parsed("--draft-tokens", "auto").engine_config()
+    assert (None, None) == (engine.draft_model, engine.draft_tokens)
+    assert [None, 0.0] == [parsed("--itl-target-ms", text).engine_config().itl_target_ms for text in ("auto", "0")]
+    assert [None, None, "x"] == [parsed(CELLAR_DISK_CACHE=name).disk_cache_folder for name in ("", "none", "x")]
+
+
+def test_older_names_of_options_are_valid(parsed: Any) -> None:
+    """On the command line and in the environment."""
+    expected = Settings(disk_cache="x", disk_cache_bytes=5, host_cache_bytes=6)
+
+    assert expected == parsed("--shelf", "x", "--shelf-bytes", "5", "--shelf-memory-bytes", "6")
+    assert expected == parsed(CELLAR_SHELF="x", CELLAR_SHELF_BYTES="5", CELLAR_SHELF_MEMORY_BYTES="6")
 
 
 @pytest.mark.parametrize("command", ["serve", "bench"])
@@ -208,7 +218,7 @@ def test_a_key_file_that_all_can_read_is_told(
     keys.write_text("secret\n")
     keys.chmod(mode)
 
-    assert ("secret",) == parsed("--api-key-file", str(keys)).keys
+    assert ("secret",) == parsed("--api-key-file", str(keys)).all_keys
     shown = capsys.readouterr().out
     assert told == (f"can read {keys}; chmod o-r" in shown)
     assert "secret" not in shown
@@ -273,9 +283,9 @@ def test_the_settings_reach_the_engine() -> None:
         (["--draft-tokens", "-1"], "--draft-tokens must be between 0 and 16"),
         (["--itl-target-ms", "-1"], "--itl-target-ms must be 0 or more"),
         (["--itl-target-ms", "inf"], "--itl-target-ms must be 0 or more"),
-        (["--shelf", "/dev/null/shelf"], "--shelf /dev/null/shelf: there can be no such folder: Not a directory"),
+        (["--disk-cache", "/dev/null/x"], "--disk-cache /dev/null/x: there can be no such folder: Not a directory"),
         (["--max-waiting", "-1"], "--max-waiting must be 0 or more"),
-        (["--shelf-memory-bytes", "-1"], "--shelf-memory-bytes must be 0 or more"),
+        (["--shelf-memory-bytes", "-1"], "--host-cache-bytes must be 0 or more"),
         (["some/model", "--drafter", "model"], "--drafter model needs a draft model: name it with --draft-model"),
         (["some/model", "--draft-quantize", "int8"], "--draft-quantize needs a draft model"),
         (["--drafter", "lookup", "--draft-model", "small"], "--drafter lookup does not use the draft model small"),
@@ -330,13 +340,13 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         "logits are the same bit for bit beside any requests",
         "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
         "of 1.0 GiB free",
-        "drafts    none",
+        "drafts     none",
         "1 API key",
         "http://127.0.0.1:8000/v1",
         "Authorization: Bearer YOUR_KEY",
     ):
         assert part in text
-    assert "shelf" not in text
+    assert "disk cache" not in text
     assert "/kept, 8.0 GiB at most" in banner(
         INFO, MEMORY, DraftingInfo(), Settings(disk_cache="/kept"), "http://127.0.0.1:8000"
     )
@@ -359,14 +369,14 @@ def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> Non
     url = "http://127.0.0.1:8000"
 
     assert (
-        "steps     one native call; weights that a token reads with --quantize, of those now: int8 53% or int4 28%; "
+        "steps      one native call; weights that a token reads with --quantize, of those now: int8 53% or int4 28%; "
         "auto takes int8\n"
     ) in banner(native, MEMORY, DraftingInfo(), Settings(), url)
     assert "in torch operations, not natively: it has an encoder; weights" in banner(
         slow, MEMORY, DraftingInfo(), Settings(), url
     )
     assert "auto leaves weights as they are\n" in banner(slow, MEMORY, DraftingInfo(), Settings(), url)
-    assert "steps     one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
+    assert "steps      one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
 
 
 def test_the_first_screen_says_which_pages_may_call() -> None:
@@ -381,11 +391,9 @@ def test_the_first_screen_says_who_drafts() -> None:
     """The kinds, how far they go, and what the model among them takes."""
     url, small = "http://127.0.0.1:8000", DraftingInfo(("lookup", "model"), INFO, MEMORY)
 
-    assert "lookup, as many tokens as pay at a time\n" in banner(
-        INFO, MEMORY, DraftingInfo(("lookup",)), Settings(), url
-    )
+    assert "lookup, depth chosen at run time\n" in banner(INFO, MEMORY, DraftingInfo(("lookup",)), Settings(), url)
     assert (
-        "lookup and model, 4 tokens at a time; FakeForCausalLM, 1.2k parameters, from /models/fake: "
+        "lookup and model, depth 4; FakeForCausalLM, 1.2k parameters, from /models/fake: "
         "weights 4.0 MiB + cache 128.0 KiB\n"
     ) in banner(INFO, MEMORY, small, Settings(draft_tokens=4), url)
 
