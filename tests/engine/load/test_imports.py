@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import transformers
+from transformers.utils.import_utils import define_import_structure
+
+from engine.load.imports import model_classes
+
 ROOT = Path(__file__).parents[3]
 
 GENERATE = """
@@ -51,6 +56,13 @@ def test_a_model_runs_without_the_compiler() -> None:
 def test_the_compiler_is_imported_where_it_is_used() -> None:
     """A graph is captured, and a decorator is the compiler's own by then."""
     assert ["[2.0, 2.0]", "1", "False"] == run(COMPILE)
+
+
+def test_the_classes_of_models_are_those_that_transformers_finds() -> None:
+    """Modules, classes and what they require."""
+    folder = Path(transformers.__file__).parent / "models"
+
+    assert define_import_structure(str(folder / "__init__.py")) == model_classes()
 
 
 def run(code: str) -> list[str]:
