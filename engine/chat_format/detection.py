@@ -14,9 +14,8 @@ from engine.chat_format.calls import ObjectCall
 from engine.chat_format.chat_format import ChatFormat
 from engine.chat_format.formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from engine.chat_format.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyFormat
-from engine.chat_format.reasoning import ReasoningMarkers
+from engine.chat_format.markers import ReasoningMarkers, ToolCallMarkers
 from engine.chat_format.tagged import TaggedFormat
-from engine.chat_format.tool_call_markers import ToolCallMarkers
 
 # A regular expression that matches one text only: literal and escaped characters.
 _PLAIN = re.compile(r"(\\\W|[^\\.+*?()|\[\]{}^$])+")

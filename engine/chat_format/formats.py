@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from engine.chat_format.brace_call import BraceCall
 from engine.chat_format.calls import NamedCall, ObjectCall
+from engine.chat_format.markers import ReasoningMarkers, ToolCallMarkers
 from engine.chat_format.parameter_call import ParameterCall
-from engine.chat_format.reasoning import ReasoningMarkers
-from engine.chat_format.tool_call_markers import ToolCallMarkers
 
 
 @dataclass(frozen=True, slots=True)

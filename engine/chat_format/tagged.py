@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from engine.chat_format.calls import CallableTools
 from engine.chat_format.delta_buffer import DeltaBuffer
 from engine.chat_format.lark_writer import ANYTHING, LarkWriter
+from engine.chat_format.markers import ReasoningMarkers, ToolCallMarkers
 from engine.chat_format.message import AnswerConstraint, Tool, ToolChoice
-from engine.chat_format.reasoning import ReasoningMarkers
 from engine.chat_format.source import Literals, Steps, TextSource
-from engine.chat_format.tool_call_markers import ToolCallMarkers
 from engine.types.request import ReasoningLimit
 
 # If a call needs no opening marker, text must not begin with an object.

@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import anyio.to_thread
 
-from engine.chat_format.answer_parser import AnswerParser
-from engine.chat_format.chat_format import ChatFormat
+from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
 from engine.text.wording import undeclared_variables
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar
-from server.generation.message_locator import MessageLocator, Messages
 from server.generation.messages import PreparedMessages, has_breakpoints, prepare_messages
 from server.generation.requests import check_capacity, choice_requests, engine_request, truncated_prompt
 from server.generation.support import REASONING_BUDGETS, SupportedRequest, supported_request
@@ -32,7 +31,39 @@ from server.http.events import ChoiceEvents
 from server.schemas.chat import ChatRequest
 from server.service import Service
 
+Messages = Sequence[Mapping[str, object]]
 Reason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLocator:
+    """Finds the message that a token of a prompt belongs to.
+
+    Only the chat template defines where messages are in the prompt. The start of a message is found by rendering the
+    messages with a changed first character and comparing the tokens; the message of a token by bisection.
+
+    render  tokens of messages, rendered as `prompt` was; runs in worker threads
+    """
+
+    messages: Messages
+    prompt: tuple[int, ...]
+    render: Callable[[Messages], Sequence[int]]
+
+    async def message_at(self, token: int) -> int | None:
+        """Index of the message that contains or precedes a token; None: before the text of the first message."""
+        return await anyio.to_thread.run_sync(self._message, token)
+
+    def _message(self, token: int) -> int | None:
+        behind = bisect_right(range(len(self.messages)), token, key=self._start)
+        return behind - 1 if behind else None
+
+    def _start(self, at: int) -> int:
+        """The first token of a message's text."""
+        content = str(self.messages[at]["content"])
+        changed = {**self.messages[at], "content": ("+" if content.startswith("-") else "-") + content}
+        other = self.render([*self.messages[:at], changed, *self.messages[at + 1 :]])
+        pairs = zip(self.prompt, other, strict=False)
+        return next((place for place, (one, two) in enumerate(pairs) if one != two), len(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)

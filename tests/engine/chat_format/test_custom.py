@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from engine.chat_format.delta_buffer import ToolInputDecoder
 from engine.chat_format.message import AnswerDelta, Tool, ToolCallDelta, ToolCallStart, ToolChoice, custom_tool
 from engine.chat_format.quoted_grammar import quoted_grammar
-from engine.chat_format.tool_input import ToolInputDecoder
 from engine.errors import InvalidRequest
 from tests.engine.chat_format.speakers import EXAMPLES, calls_of, read
 from tests.engine.chat_format.test_grammar import chat_format, every_format, walk
