@@ -90,7 +90,7 @@ class Clock:
         self._library, self.seconds = runner._library, 0.0
         runner._library = self  # type: ignore[assignment]
 
-    def take(self, step: StepFields) -> None:
+    def run_step(self, step: StepFields) -> None:
         """Library.run_step."""
         begin = time.perf_counter()
         self._library.run_step(step)

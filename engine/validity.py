@@ -7,7 +7,7 @@ from math import inf
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.load.load import LoadedModel
-from engine.model.runner import PackedRunner
+from engine.model.sequential_runner import SequentialRunner
 from engine.types.request import Dry, ReasoningLimit, Request, SamplingParams, Xtc
 
 
@@ -24,7 +24,7 @@ def check_request(request: Request, loaded: LoadedModel, *, max_step_tokens: int
         encoder.check(request.media, request.prompt)
     else:
         _require("media", request.media is None, "this model has no encoder for media")
-    is_packed = isinstance(loaded.runner, PackedRunner)
+    is_packed = not isinstance(loaded.runner, SequentialRunner)
     _require("bidirectional", is_packed or not request.bidirectional, "this model cannot run packed")
     _check_bidirectional(request, max_step_tokens)
     _check_scores(request, info.vocabulary)

@@ -25,6 +25,7 @@ from engine.load.load import LoadedModel
 from engine.model import hooks
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.runner import PackedRunner
+from engine.native.runner import NativeRunner
 from kvcache.forward import Forward
 
 
@@ -61,9 +62,9 @@ class Head(nn.Module):
 class HeadRunner(PackedRunner):
     """A head whose attention reads and writes a cache of its own. Belongs to the engine thread."""
 
-    def __init__(self, head: Head, layers: Sequence[CachedLayer], beside: PackedRunner) -> None:
-        """Attention is computed as `beside`, the model's own runner, does it."""
-        super().__init__(head, layers, beside._mla, beside._attend)
+    def __init__(self, head: Head, layers: Sequence[CachedLayer], target: PackedRunner) -> None:
+        """Attention is computed as by the runner of the target model."""
+        super().__init__(head, layers, target.mla, target.attend)
         self._head = head
 
     def read(self, forward: Forward, tokens: Sequence[int], states: Tensor, wanted: Sequence[int]) -> _Guess:
@@ -108,7 +109,8 @@ def has_heads(target: LoadedModel) -> bool:
 
 def load_heads(target: LoadedModel) -> Heads:
     """The head of a model that has one. Raises ModelUnsupported."""
-    if not isinstance(target.runner, PackedRunner):
+    runner = target.runner.fallback if isinstance(target.runner, NativeRunner) else target.runner
+    if not isinstance(runner, PackedRunner):
         raise ModelUnsupported(target.info.name, "it runs one sequence at a time, and its head guesses for batches")
     if target.encoder is not None:
         raise ModelUnsupported(target.info.name, "its head reads tokens, and not what an encoder makes")
@@ -122,7 +124,7 @@ def load_heads(target: LoadedModel) -> Heads:
             target.info.name, f"its head cannot be used ({type(error).__name__}: {reason})"
         ) from error
     weights = sum(parameter.numel() * parameter.element_size() for parameter in layers.layers.parameters())
-    return Heads(HeadRunner(head, plans, target.runner), LastStates(target.model), weights)
+    return Heads(HeadRunner(head, plans, runner), LastStates(target.model), weights)
 
 
 def _places(model: Any) -> str:

@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 from engine.draft.chain import Rows, chain, unread
 from engine.draft.seats import Seat, Seats
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
-from engine.native.draft_loop import DraftLoopInput, is_native_draw
+from engine.model.model_runner import ModelRunner
+from engine.native.draft_loop import DraftLoopInput
 from engine.native.runner import NativeRunner
+from engine.native.sampler import is_native
 from engine.schedule.draft import Want
 from kvcache.cache import Cache
 from kvcache.spec import Span
@@ -38,7 +38,7 @@ class ModelDrafter:
     def __init__(
         self,
         cache: Cache,
-        runner: PackedRunner | SequentialRunner,
+        runner: ModelRunner,
         *,
         vocabulary: int,
         chunk: int,
@@ -52,7 +52,7 @@ class ModelDrafter:
         """For each want the smaller model's continuation; none where it still has to read most of the text."""
         seats = self._seats.follow(wants)
         rows = unread(wants, seats, capacity=self._cache.capacity, most=self._chunk)
-        said = self._say(wants, seats, {at: tokens for at, tokens in rows.items() if is_native_draw(wants[at].draw)})
+        said = self._say(wants, seats, {at: tokens for at, tokens in rows.items() if is_native(wants[at].draw)})
         others = {at: tokens for at, tokens in rows.items() if at not in said}
         drafts = chain(wants, seats, others, lambda rows: self._read(seats, rows))
         return [said.get(at, draft) for at, draft in enumerate(drafts)]

@@ -1,7 +1,7 @@
-"""Memory for weights: side by side, in huge pages where the system has some.
+"""Memory for weights: contiguous, in huge pages where the system has them.
 
-Measured: the kernels read twice as many bytes a second from them on a busy machine. What malloc gives lies in them by
-chance at best: most matrices are small, and what was used before keeps its pages. A mapped file never does.
+Measured: on a busy machine the kernels read twice as many bytes a second from huge pages. malloc uses them only for
+large blocks that were not in use before, and mapped files never do.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Bytes of anything that nobody has used before, taken one piece after the other."""
+    """Uninitialised memory, from which tensors are allocated one after the other."""
 
     def __init__(self, size: int) -> None:
-        self._left = _map(size)
+        """`size` in bytes."""
+        self._free = _map(size)
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of anything, aligned."""
+        """An uninitialised tensor, aligned to ALIGNMENT bytes."""
         size = shape.numel() * dtype.itemsize
-        own, self._left = self._left[:size], self._left[aligned_size(size) :]
+        own, self._free = self._free[:size], self._free[aligned_size(size) :]
         return own.view(dtype).view(shape)
 
 
 def aligned_size(size: int) -> int:
-    """What a piece of so many bytes takes."""
+    """The bytes that an allocation of `size` bytes takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,8 +1,8 @@
-"""The user's cache folder: files that can be made again, bounded in bytes, the least recently used removed first.
+"""The user's cache folder: files that can be rebuilt, with a size limit and least-recently-used removal.
 
-It is `$XDG_CACHE_HOME/kvcellar`, else `~/.cache/kvcellar`, with one subfolder a kind of file (kernels, weights). The
-modification time of a file is its last use. Advisory locks (flock) mark files in use and folders being written to; the
-system releases them with the process, however that ends. A file system without such locks has nothing removed from it.
+It is `$XDG_CACHE_HOME/kvcellar`, else `~/.cache/kvcellar`, with a subfolder for each kind of file (kernels, weights).
+The modification time of a file is the time of its last use. Advisory locks (flock) mark files in use and folders being
+written; the system releases them when the process ends. Without file locks (on some file systems) nothing is removed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-# Bytes of all files together: the quantised weights of a few models of 8 billion parameters.
+# Size limit in bytes of all files: the quantised weights of a few models with 8 billion parameters.
 MAX_BYTES = 32 * 2**30
 _SCRATCH = ".writing-"
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for one kind of file, which may not exist yet. Raises OSError where the user has no home."""
+    """The folder for one kind of file, which may not exist yet. Raises OSError if the user has no home folder."""
     return _root() / kind
 
 
 def mark_used(file: Path) -> None:
-    """Mark a file as used now, and as in use while this process lives; nothing where it is missing."""
+    """Mark a file as used now, and as in use until this process ends; a missing file is ignored."""
     with suppress(OSError):
         os.utime(file)
     with suppress(OSError):
@@ -36,24 +36,24 @@ def mark_used(file: Path) -> None:
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside `folder`, to write files in before they are renamed.
+    """A temporary folder inside `folder`, for files that are renamed when they are complete.
 
-    It is removed at the end. That of a process that was killed is removed when the next one is made.
+    It is removed at the end; after a killed process, when the next one is made.
     """
     with _locked(folder):
         _remove_abandoned(folder)
-        made = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
-        writing = _open_locked(made, fcntl.LOCK_EX)
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+        lock = _open_locked(scratch, fcntl.LOCK_EX)
     try:
-        yield made
+        yield scratch
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if writing is not None:
-            os.close(writing)
+        shutil.rmtree(scratch, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def trim(max_bytes: int = MAX_BYTES) -> None:
-    """Remove the least recently used files until all take at most `max_bytes`, but none that a process uses."""
+    """Remove the least recently used files down to `max_bytes`, but no files in use."""
     with suppress(OSError):
         files = sorted(_files(_root()), key=lambda found: found[1].st_mtime_ns)
         excess = sum(status.st_size for _, status in files) - max_bytes
@@ -65,7 +65,7 @@ def trim(max_bytes: int = MAX_BYTES) -> None:
 
 
 def _root() -> Path:
-    """By the XDG base directory specification, relative paths are ignored."""
+    # The XDG base directory specification says to ignore relative paths.
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (named if named.is_absolute() else Path.home() / ".cache") / "kvcellar"
@@ -77,47 +77,47 @@ def _files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(_SCRATCH)]
         for file in (Path(folder, name) for name in names):
-            # Another process may remove it at the same time.
+            # Another process may remove the file at the same time.
             with suppress(OSError):
                 yield file, file.stat()
 
 
 def _remove_unused(file: Path) -> bool:
-    """Remove a file unless a process uses it; whether it is gone."""
-    held = _open_locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if held is None:
+    """Remove a file that is not in use; returns whether it was removed."""
+    lock = _open_locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is None:
         return False
     try:
         file.unlink(missing_ok=True)
     except OSError:
         return False
     finally:
-        os.close(held)
+        os.close(lock)
     return True
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the scratch folders whose process has ended."""
+    """Remove the scratch folders of ended processes."""
     for left in folder.glob(f"{_SCRATCH}*"):
-        held = _open_locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if held is not None:
+        lock = _open_locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
-            os.close(held)
+            os.close(lock)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from making or removing scratch folders."""
-    held = _open_locked(folder, fcntl.LOCK_EX)
+    """Exclude other processes from making or removing scratch folders."""
+    lock = _open_locked(folder, fcntl.LOCK_EX)
     try:
         yield
     finally:
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def _open_locked(path: Path, operation: int) -> int | None:
-    """A descriptor that holds the lock until it is closed; None where the lock cannot be had."""
+    """A descriptor that has the lock until it is closed; None if it cannot be locked."""
     try:
         opened = os.open(path, os.O_RDONLY)
     except OSError:
@@ -132,5 +132,5 @@ def _open_locked(path: Path, operation: int) -> int | None:
 
 @cache
 def _descriptor(file: Path, inode: int) -> int:
-    """A descriptor that stays open as long as the process lives, one a file."""
+    """A descriptor that stays open until the process ends, one for each file."""
     return os.open(file, os.O_RDONLY)

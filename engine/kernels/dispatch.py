@@ -1,4 +1,4 @@
-"""Who computes attention and quantised weights: C++ kernels where this machine can run or build them, else torch."""
+"""Chooses the implementation of attention and of products: C++ where this machine can run or build it, else torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from engine.kernels.reference import AttentionFunction
 log = logging.getLogger("cellar.engine")
 
 
-def attention_kernel(dtype: torch.dtype, stored: torch.dtype) -> AttentionFunction:
-    """What attends fastest on this machine's processor. May build the kernel, which takes seconds, once a machine.
-
-    dtype   in which the model computes
-    stored  in which its keys and values are kept
-    """
-    known = dtype != torch.float64 and stored in FORMATS
-    return best_attention() if known else reference.attend
+def attention_kernel(dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionFunction:
+    """The fastest attention on this machine for a model's dtype and KV dtype. May build the kernel, in seconds."""
+    is_supported = dtype != torch.float64 and kv_dtype in FORMATS
+    return best_attention() if is_supported else reference.attend
 
 
 @cache
 def best_attention() -> AttentionFunction:
-    """The kernel; without one torch, and one line in the log, however many models ask and however often."""
+    """The C++ kernel, or torch and one warning in the log."""
     try:
         return native_attention()
     except build.LibraryUnavailable as error:
@@ -43,7 +39,7 @@ def native_attention() -> AttentionFunction:
     """The C++ kernel. Raises LibraryUnavailable."""
     variant = build.variants("attention")[0]
     if variant == "generic":
-        # Measured: without wide vectors it takes longer than torch.
+        # Measured: without wide vectors it is slower than torch.
         raise build.LibraryUnavailable("the C++ kernel needs AVX2 or AVX-512, which this processor has not")
     library = build.library("attention", variant)
     try:
@@ -54,7 +50,7 @@ def native_attention() -> AttentionFunction:
 
 @cache
 def best_linear() -> PrepareMatrices:
-    """Who multiplies by quantised matrices; without a kernel torch, and one line in the log, however many ask."""
+    """The C++ kernel for products with quantised matrices, or torch and one warning in the log."""
     try:
         return native_linear()
     except build.LibraryUnavailable as error:
@@ -66,7 +62,7 @@ def best_linear() -> PrepareMatrices:
 
 
 def native_linear() -> PrepareMatrices:
-    """The C++ kernel for quantised matrices. Raises LibraryUnavailable."""
+    """The C++ kernel for products with quantised matrices. Raises LibraryUnavailable."""
     library = build.library("linear")
     try:
         return NativeLinear(library).prepare
@@ -76,7 +72,7 @@ def native_linear() -> PrepareMatrices:
 
 @cache
 def best_row_invariant() -> RowInvariantProduct:
-    """Who computes row-invariant products: the C++ kernel where there is one, else torch in tiles."""
+    """The C++ kernel for row-invariant products, or torch in tiles."""
     try:
         return native_product()
     except build.LibraryUnavailable:

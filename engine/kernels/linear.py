@@ -1,7 +1,7 @@
-"""Rows times quantised matrices in plain torch operations: what kernels must agree with, and what runs without one.
+"""Products of rows and quantised matrices in plain torch: the reference for the kernels, and the fallback without them.
 
-A row is quantised too, each group of 32 numbers by its greatest: to codes in [-127, 127] that are multiplied as whole
-numbers. The scales are a row's own, so that its product does not depend on the rows beside it.
+Rows are quantised too: to codes in [-127, 127] with a scale for each group of 32 numbers, from the largest of the
+group. A row is quantised alone, so its products do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.nn import functional
 
 from engine.kernels.packing import BLOCK, GROUP, PackedMatrix
 
-# From rows to their products with some matrices, and from the matrices to that.
+# From rows to their products with some matrices; and from matrices to such a function.
 MultiplyRows: TypeAlias = Callable[[Tensor], list[Tensor]]
 PrepareMatrices: TypeAlias = Callable[[Sequence[PackedMatrix]], MultiplyRows]
 
 
 def prepare(matrices: Sequence[PackedMatrix]) -> MultiplyRows:
-    """What multiplies rows [rows, columns] by each of some matrices."""
+    """A function that multiplies rows [rows, columns] by each matrix."""
     return lambda rows: multiply(rows, matrices)
 
 
 def multiply(rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
-    """The products [rows, outputs] of rows [rows, columns] and each matrix, in the type of the rows.
+    """The products [rows, outputs] of rows [rows, columns] and each matrix, in the dtype of the rows.
 
-    Weights are unpacked some at a time, so that they need no memory; computed in float32, of float64 rows in float64.
+    Computed in float32, for float64 rows in float64. Weights are unpacked in blocks, to need little memory.
     """
     inner = torch.float64 if rows.dtype == torch.float64 else torch.float32
     rounded = round_rows(rows.float()).to(inner)
@@ -45,10 +45,10 @@ def _product(rows: Tensor, matrix: PackedMatrix) -> Tensor:
 
 
 def round_rows(rows: Tensor) -> Tensor:
-    """Rows [rows, columns] in float32 as a kernel sees them: each number that of its code and its group's scale."""
+    """float32 rows [rows, columns], quantised and dequantised as in the kernels."""
     count, columns = rows.shape
     grouped = functional.pad(rows, (0, -columns % GROUP)).view(count, -(-columns // GROUP), GROUP)
     scales = grouped.abs().amax(-1, keepdim=True) / 127
-    # What is smaller is zero, and what is infinite or no number spoils its own row alone.
+    # Groups with a denormal scale are zero; infinity and NaN affect their own row only.
     inverse = torch.where(scales >= torch.finfo(torch.float32).tiny, 1 / scales, 0)
     return ((grouped * inverse).round() * scales).flatten(1)[:, :columns]

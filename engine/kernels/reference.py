@@ -1,7 +1,7 @@
-"""Attention over cells in plain torch operations: the fallback everywhere, and the oracle of every faster kernel.
+"""Attention over KV cells in plain torch: the fallback, and the reference for the kernels.
 
-A sequence whose cells are one run is read through a view; another is gathered first (measured 2-8 times slower in
-float32, so the pool hands out runs where it can).
+Contiguous cells of a sequence are read through a view, others are gathered first (measured: 2 to 8 times slower in
+float32, so the pool allocates contiguous cells where it can).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvcache.forward import Segment
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import AttentionRange
 
-# What is added to the scores of the last `rows` of `before + rows` positions: [heads, rows, before + rows].
+# From (rows, before) to the bias of the last `rows` of `before + rows` positions, [heads, rows, before + rows].
 ScoreBias: TypeAlias = Callable[[int, int], Tensor]
 
 
 class AttentionFunction(Protocol):
-    """Computes what `attend` of this file computes, in its own way."""
+    """The interface of `attend` and the kernels."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class AttentionFunction(Protocol):
         keys: LayerKV,
         values: LayerKV,
         segments: Sequence[Segment],
-        reach: AttentionRange,
+        attention_range: AttentionRange,
         *,
         scale: float,
         softcap: float | None = None,
@@ -48,7 +48,7 @@ def attend(
     keys: LayerKV,
     values: LayerKV,
     segments: Sequence[Segment],
-    reach: AttentionRange,
+    attention_range: AttentionRange,
     *,
     scale: float,
     softcap: float | None = None,
@@ -61,8 +61,8 @@ def attend(
     keys     of the layer, [key_heads, cells, key_width]; heads is a multiple of key_heads
     values   of the layer, [key_heads, cells, value_width]
     softcap  scores become softcap * tanh(score / softcap)
-    sinks    [heads], a score each that takes part in the softmax and carries no value
-    bias     is added to the scaled scores
+    sinks    [heads], scores that take part in the softmax without a value
+    bias     added to the scaled scores
     """
     query = keys.transform(query)
     output = query.new_empty(query.shape[1], query.shape[0], values.width)
@@ -70,7 +70,7 @@ def attend(
         k, v = (stored.read(segment.cells, query.dtype) for stored in (keys, values))
         own = query[:, segment.batch_slice]
         output[segment.batch_slice] = attend_one(
-            own, k, v, segment, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+            own, k, v, segment, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
         )
     return output
 
@@ -80,16 +80,16 @@ def attend_aligned(
     keys: LayerKV,
     values: LayerKV,
     segments: Sequence[Segment],
-    reach: AttentionRange,
+    attention_range: AttentionRange,
     *,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """What `attend` returns, with sums over positions that begin at a multiple of POSITIONS, wherever a segment does.
+    """As `attend`, with sums over positions from a multiple of POSITIONS on, also where a segment begins later.
 
-    So they run in one order however a prompt is cut into chunks, if products and softmax are row-invariant.
+    So the order of the sums does not depend on the chunks of the prompt, if products and softmax are row-invariant.
     """
     query = keys.transform(query)
     output = query.new_empty(query.shape[1], query.shape[0], values.width)
@@ -98,16 +98,16 @@ def attend_aligned(
         k, v = (functional.pad(one.read(segment.cells, query.dtype), (0, 0, before, 0)) for one in (keys, values))
         own = query[:, segment.batch_slice]
         q = own.reshape(k.shape[0], -1, *own.shape[1:])
-        # What stands before the first position is out of reach.
+        # The padding before the first position is not visible.
         aligned = replace(segment, oldest_visible=segment.oldest_visible - before)
         rule = None if bias is None else _padded_bias(bias, before)
-        result = _explicit(q, k, v, aligned, reach, scale, softcap, sinks, rule)
+        result = _explicit(q, k, v, aligned, attention_range, scale, softcap, sinks, rule)
         output[segment.batch_slice] = result.flatten(0, 1).transpose(0, 1)
     return output
 
 
 def _padded_bias(bias: ScoreBias, padding: int) -> ScoreBias:
-    """A bias where some positions of padding stand before the others."""
+    """A bias for positions with padding before them."""
     return lambda rows, before: functional.pad(bias(rows, before - padding), (padding, 0))
 
 
@@ -116,57 +116,57 @@ def attend_one(
     keys: Tensor,
     values: Tensor,
     segment: Segment,
-    reach: AttentionRange,
+    attention_range: AttentionRange,
     *,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: ScoreBias | None = None,
 ) -> Tensor:
-    """The attention output of one segment, [rows, heads, value_width], whose cells have been read.
+    """The attention output of one segment, [rows, heads, value_width].
 
-    query   [heads, rows, key_width], the segment's own
-    keys    [key_heads, positions, key_width], those of the segment's cells
+    query   [heads, rows, key_width]
+    keys    [key_heads, positions, key_width], read from the segment's cells
     values  [key_heads, positions, value_width]
     """
     q = query.reshape(keys.shape[0], -1, *query.shape[1:])
     if softcap is None and sinks is None and bias is None:
-        result = _fused(q, keys, values, segment, reach, scale)
+        result = _fused(q, keys, values, segment, attention_range, scale)
     else:
-        result = _explicit(q, keys, values, segment, reach, scale, softcap, sinks, bias)
+        result = _explicit(q, keys, values, segment, attention_range, scale, softcap, sinks, bias)
     return result.flatten(0, 1).transpose(0, 1)
 
 
-def visibility_mask(segment: Segment, reach: AttentionRange, device: torch.device) -> Tensor:
-    """Which of the segment's cells each of its queries sees, [rows, positions]."""
+def visibility_mask(segment: Segment, attention_range: AttentionRange, device: torch.device) -> Tensor:
+    """The cells of a segment that are visible to each of its queries, [rows, positions]."""
     key = torch.arange(
         segment.oldest_visible, segment.start + segment.batch_slice.stop - segment.batch_slice.start, device=device
     )
     query = key[segment.start - segment.oldest_visible :, None]
-    seen = key <= query
+    visible = key <= query
     for start, stop in segment.bidirectional:
-        seen |= (start <= query) & (query < stop) & (start <= key) & (key < stop)
-    if reach.kind == "window":
-        seen &= key > query - reach.size
-    elif reach.kind == "chunk":
-        seen &= key // reach.size == query // reach.size
-    return seen
+        visible |= (start <= query) & (query < stop) & (start <= key) & (key < stop)
+    if attention_range.kind == "window":
+        visible &= key > query - attention_range.size
+    elif attention_range.kind == "chunk":
+        visible &= key // attention_range.size == query // attention_range.size
+    return visible
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, segment: Segment, reach: AttentionRange, scale: float) -> Tensor:
-    """[key_heads, group, rows, value_width] by torch's own kernel; q is [key_heads, group, rows, key_width]."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, segment: Segment, attention_range: AttentionRange, scale: float) -> Tensor:
+    """[key_heads, group, rows, value_width] by torch's kernel; q is [key_heads, group, rows, key_width]."""
     rows = q.shape[2]
     if rows == 1:
-        # One query sees all that was read, so the heads of a group may pose as rows: keys are read once for them all.
+        # A single query sees all positions, so the heads of a group can be rows: keys are read once for all of them.
         folded = functional.scaled_dot_product_attention(
             q.transpose(1, 2).transpose(0, 1), k[None], v[None], scale=scale
         )
         return folded.transpose(0, 1).transpose(1, 2)
     group = q.shape[1]
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
-    if segment.start == 0 and reach.kind == "full" and not segment.bidirectional:
+    if segment.start == 0 and attention_range.kind == "full" and not segment.bidirectional:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    mask = visibility_mask(segment, reach, q.device)
+    mask = visibility_mask(segment, attention_range, q.device)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
@@ -175,19 +175,19 @@ def _explicit(
     k: Tensor,
     v: Tensor,
     segment: Segment,
-    reach: AttentionRange,
+    attention_range: AttentionRange,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
     bias: ScoreBias | None,
 ) -> Tensor:
-    """The same with the scores in hand, for models that bend them."""
+    """The same with explicit scores, for softcap, sinks and bias."""
     scores = (q @ k[:, None].transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias(q.shape[2], segment.start - segment.oldest_visible).view_as(scores)
-    scores = scores.masked_fill(~visibility_mask(segment, reach, q.device), -torch.inf)
+    scores = scores.masked_fill(~visibility_mask(segment, attention_range, q.device), -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
@@ -195,3 +195,18 @@ def _explicit(
     if sinks is not None:
         weights = weights[..., :-1]
     return weights @ v[:, None]
+
+
+def cross_attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """The cross-attention output of one sequence, [rows, heads, value_width].
+
+    query   [heads, rows, key_width]
+    keys    of the encoder output, [key_heads, length, key_width]; heads is a multiple of key_heads
+    values  [key_heads, length, value_width]
+    mask    [rows, length], true: visible; None: all. The output of a row with nothing visible is undefined
+    """
+    grouped = query.reshape(keys.shape[0], -1, *query.shape[1:])
+    group = grouped.shape[1]
+    k, v = keys[:, None].expand(-1, group, -1, -1), values[:, None].expand(-1, group, -1, -1)
+    output = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    return output.flatten(0, 1).transpose(0, 1)

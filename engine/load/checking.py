@@ -19,9 +19,9 @@ from engine.load.selection import RunnerSelection, select
 from engine.load.selftest import ModelTraits, find_runner, is_batch_invariant, restore_runner
 from engine.model.encoder import Encoder
 from engine.model.margins import Margin, Margins
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.plan import LayerSurvey, QuantizationPlan, plan_from_names
 
@@ -70,7 +70,7 @@ class ModelChecks:
 
     def find_runner(self, name: str) -> None:
         """Find the torch runner of the model. Raises ModelUnsupported."""
-        self._torch_runner: PackedRunner | SequentialRunner
+        self._torch_runner: ModelRunner
         if self.earlier is None:
             self._torch_runner = find_runner(name, self._model, self._traits)
         else:
@@ -105,9 +105,7 @@ class ModelChecks:
             return RunnerSelection(runner, "C++ kernels are not used")
         return select(self._model, runner, self._traits, context=context, checked=checked)
 
-    def _is_batch_invariant(
-        self, runner: PackedRunner | SequentialRunner, bits: Bits | None, passed: Outcome | None
-    ) -> bool:
+    def _is_batch_invariant(self, runner: ModelRunner, bits: Bits | None, passed: Outcome | None) -> bool:
         """See ModelInfo. Quantised models are made batch invariant, as they amplify rounding; the result is checked."""
         native = isinstance(runner, NativeRunner)
         if bits is None or self._dtype == torch.float64:

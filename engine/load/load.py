@@ -46,9 +46,8 @@ from engine.model import hooks, recurrence, rope
 from engine.model.encoder import Encoder, has_encoder
 from engine.model.layers import CachedLayer
 from engine.model.margins import Margin, recording
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.quantize.plan import QuantizationPlan
 from engine.quantize.quantize import bits_for, bytes_of, estimate, quantize
 from engine.quantize.store import WeightStore
@@ -73,7 +72,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Tokenizer
-    runner: PackedRunner | SequentialRunner
+    runner: ModelRunner
     info: ModelInfo
     memory: MemoryPlan
     recurrent: bool

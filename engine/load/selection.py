@@ -18,8 +18,8 @@ from engine.kernels.packing import PackedMatrix
 from engine.load.selftest import ModelTraits, logit_difference
 from engine.model import rope
 from engine.model.margins import within
+from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.decoder import DecoderSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder, linears
 from engine.native.float32_mode import Float32Mode
@@ -37,12 +37,12 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 class RunnerSelection:
     """The fastest runner of a model, and the reason why it is not the native step; None: it is."""
 
-    runner: PackedRunner | SequentialRunner
+    runner: ModelRunner
     reason: str | None = None
 
 
 def select(
-    model: Any, runner: PackedRunner | SequentialRunner, traits: ModelTraits, *, context: int, checked: bool = False
+    model: Any, runner: ModelRunner, traits: ModelTraits, *, context: int, checked: bool = False
 ) -> RunnerSelection:
     """Select the runner of a model in CPU memory: the native step if it can replace `runner`.
 
@@ -59,7 +59,10 @@ def select(
         library = _library()
         move_weights(model)
         make = partial(NativeRunner, runner, decoder, library, extended=extended)
-        native, reason = make(), None if checked else _difference(model, runner, make(rounds=False), decoder, traits)
+        native, reason = (
+            make(),
+            None if checked else _difference(model, runner, make(rounds_to_bfloat16=False), decoder, traits),
+        )
     except (UnsupportedArchitecture, LibraryUnavailable) as error:
         log.info("layers run in torch operations, not in one native call: %s", error.reason)
         return RunnerSelection(runner, error.reason)
@@ -86,8 +89,8 @@ def _difference(
     return None
 
 
-def _require_packed(runner: PackedRunner | SequentialRunner, traits: ModelTraits) -> PackedRunner:
-    """The runner, if the native step can replace it. Raises NoShape."""
+def _require_packed(runner: ModelRunner, traits: ModelTraits) -> PackedRunner:
+    """The runner, if the native step can replace it. Raises UnsupportedArchitecture."""
     kv_dtype = traits.kv_dtype or traits.dtype
     if traits.dtype not in _WEIGHT_DTYPES:
         raise UnsupportedArchitecture(f"its weights are {traits.dtype}")
@@ -107,7 +110,7 @@ def _decoders(
 ) -> tuple[DecoderSpec, DecoderSpec | None]:
     """The decoder, and the decoder with the rotation beyond the original length if the context has such positions.
 
-    Raises NoShape.
+    Raises UnsupportedArchitecture.
     """
     original = context if runner.switch is None else runner.switch.original_length
     decoder = find_decoder(model, runner.layers, vocabulary=vocabulary, context=min(context, original))

@@ -28,6 +28,7 @@ from engine.model.encoder import Encoder
 from engine.model.encoder_mask import EncoderMask
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
+from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
@@ -79,7 +80,7 @@ class _TestSequence:
     encoder_mask: EncoderMask | None = None
 
 
-def find_runner(name: str, model: Any, traits: ModelTraits) -> PackedRunner | SequentialRunner:
+def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
     """The fastest runner with the logits of the unmodified model. Raises ModelUnsupported.
 
     The model's hooks (hooks.py, recurrence.py) must be installed; the attention implementation of the model is set for
@@ -122,7 +123,7 @@ def restore_runner(
 
 
 def _check_kv_dtype(
-    name: str, model: Any, runner: PackedRunner | SequentialRunner, sequences: list[_TestSequence], traits: ModelTraits
+    name: str, model: Any, runner: ModelRunner, sequences: list[_TestSequence], traits: ModelTraits
 ) -> None:
     kv_dtype = traits.kv_dtype or traits.dtype
     if kv_dtype == traits.dtype:
@@ -132,7 +133,7 @@ def _check_kv_dtype(
 
 
 def logit_difference(
-    expected_runner: PackedRunner, actual_runner: PackedRunner, model: Any, traits: ModelTraits, kv_dtype: torch.dtype
+    expected_runner: ModelRunner, actual_runner: ModelRunner, model: Any, traits: ModelTraits, kv_dtype: torch.dtype
 ) -> float:
     """The largest difference between the logits of two runners in the batches of the check, relative to the largest
     logit.
@@ -147,7 +148,7 @@ def logit_difference(
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
 
 
-def is_batch_invariant(runner: PackedRunner | SequentialRunner, model: Any, traits: ModelTraits) -> bool:
+def is_batch_invariant(runner: ModelRunner, model: Any, traits: ModelTraits) -> bool:
     """Whether two prompts, in chunks and in one batch, have bit for bit the logits that each has alone in one chunk."""
     sequences = [_test_sequence(model, traits, number, _INVARIANCE_PROMPT) for number in (1, 2)]
     first, second = (len(sequence.prompt) for sequence in sequences)
@@ -160,7 +161,7 @@ def is_batch_invariant(runner: PackedRunner | SequentialRunner, model: Any, trai
 
 
 def _all_logits(
-    runner: PackedRunner | SequentialRunner,
+    runner: ModelRunner,
     model: Any,
     sequences: list[_TestSequence],
     traits: ModelTraits,
@@ -184,7 +185,7 @@ class LogitsDiffer(Exception):
 
 # By forward, (sequence, number of tokens) pairs.
 _StepPlan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
-_MakeRunner: TypeAlias = Callable[[Any], PackedRunner | SequentialRunner]
+_MakeRunner: TypeAlias = Callable[[Any], ModelRunner]
 
 
 def _candidates(traits: ModelTraits) -> Iterator[tuple[str, _MakeRunner]]:
@@ -226,7 +227,7 @@ def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:
 
 def _check(
     expected_logits: list[Tensor],
-    runner: PackedRunner | SequentialRunner,
+    runner: ModelRunner,
     model: Any,
     sequences: list[_TestSequence],
     traits: ModelTraits,
@@ -343,7 +344,7 @@ def _logits_alone(model: Any, sequence: _TestSequence, ends: list[int]) -> Tenso
 
 
 def _batched_logits(
-    runner: PackedRunner | SequentialRunner,
+    runner: ModelRunner,
     model: Any,
     sequences: list[_TestSequence],
     traits: ModelTraits,
@@ -358,7 +359,7 @@ def _batched_logits(
 
 
 def _batched_logits_once(
-    runner: PackedRunner | SequentialRunner,
+    runner: ModelRunner,
     model: Any,
     sequences: list[_TestSequence],
     traits: ModelTraits,
@@ -379,7 +380,7 @@ def _batched_logits_once(
 
 
 def _cache(
-    runner: PackedRunner | SequentialRunner,
+    runner: ModelRunner,
     model: Any,
     sequences: list[_TestSequence],
     traits: ModelTraits,

@@ -1,19 +1,41 @@
-"""What draws the next tokens behind the rows of a forward, however their logits are computed."""
+"""The interface of the runners: PackedRunner, SequentialRunner, and NativeRunner (engine/native/runner.py)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
-from engine.sample.sampler import SamplingContext, sample_tokens
+from engine.model.layers import CachedLayer
+from engine.model.rope import RopeSwitch
+from engine.sample.sampler import Sampler, SamplingContext
 from kvcache.forward import Forward
 
 
-class ModelRunner(ABC):
-    """A model over the shared cache, of which tokens are asked rather than logits."""
+class ModelRunner(Protocol):
+    """Runs a model over the spans of open forwards of the cache.
+
+    layers             with KV cells, in the order of the cache
+    extended_layers    the same with the rotation of sequences beyond the original length; equal without a switch
+    switch             when the rotary factors change; None: never
+    sampler            for the logits of `run`
+    has_hidden_states  whether the self-test found that `run_with_hidden_states` can be called
+    """
+
+    layers: tuple[CachedLayer, ...]
+    extended_layers: tuple[CachedLayer, ...]
+    switch: RopeSwitch | None
+    sampler: Sampler
+    has_hidden_states: bool
+
+    @abstractmethod
+    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
+        """Whether the runner itself computes a forward. A runner with a fallback passes other forwards to that."""
+        ...
 
     @abstractmethod
     def run(
@@ -23,11 +45,30 @@ class ModelRunner(ABC):
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
-        """Logits [wanted, vocabulary] after an open forward's rows, see Runner."""
+        """Logits [logit_rows, vocabulary] of an open forward.
 
-    def sample(self, logits: Tensor, draws: Sequence[SamplingContext]) -> list[int | None]:
-        """The next token of each row of logits [draws, vocabulary], by the rule `emit`."""
-        return sample_tokens(logits, draws)
+        tokens         of all spans, concatenated
+        logit_rows     batch rows, ascending
+        encoder_masks  the encoder output that each span attends to; None: none. Empty: none for all spans
+        """
+        ...
+
+    @abstractmethod
+    def run_with_hidden_states(
+        self,
+        forward: Forward,
+        tokens: Sequence[int],
+        logit_rows: Sequence[int],
+        hidden_rows: Sequence[int],
+        encoder_masks: Sequence[EncoderMask | None] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, and the hidden states [hidden_rows, width] before the output layer; all rows ascending."""
+        ...
+
+    @abstractmethod
+    def make_invariant(self, product: RowInvariantProduct) -> None:
+        """Give each row the same bits in any batch and for any chunks, from now on; see engine/model/invariant.py."""
+        ...
 
     def run_and_sample(
         self,
@@ -35,7 +76,7 @@ class ModelRunner(ABC):
         tokens: Sequence[int],
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None],
-        draws: Sequence[SamplingContext],
+        contexts: Sequence[SamplingContext],
     ) -> list[int | None]:
-        """The next token behind each wanted row: `sample` after `run`, where nobody asks for the logits."""
-        return self.sample(self.run(forward, tokens, logit_rows, encoder_masks), draws)
+        """The token that `sampler` samples from the logits of each row; None where these are not finite."""
+        return self.sampler.sample(self.run(forward, tokens, logit_rows, encoder_masks), contexts)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import cross_attention, latent, reference
+from engine.kernels import latent, reference
 from engine.kernels.products import RowInvariantProduct
 from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
@@ -18,6 +18,7 @@ from engine.model.invariant import RowInvariant
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
+from engine.sample.sampler import Sampler, TorchSampler
 from engine.types.request import MlaMode
 from kvcache.forward import Forward
 
@@ -25,10 +26,7 @@ from kvcache.forward import Forward
 class PackedRunner(ModelRunner):
     """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
 
-    layers      what it stores, for the cache
-    extended_layers  the same, with the rotation of sequences beyond the original length; equal where there is no switch
-    switch      when the rotary factors change; None: never
-    has_hidden_states  whether `run_with_hidden_states` can be called: the self-test has seen that it can
+    model  transformers' model, with the hooks of engine/model/hooks.py
     """
 
     def __init__(
@@ -42,8 +40,9 @@ class PackedRunner(ModelRunner):
         extended_layers: Sequence[CachedLayer] | None = None,
     ) -> None:
         """`attend` computes attention over cells, but for latent and for cross attention."""
-        self._model = model
+        self.model = model
         self.layers, self.switch = tuple(layers), switch
+        self.sampler: Sampler = TorchSampler()
         self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
         self._device = next(model.parameters()).device
         self._cache_layers = {
@@ -65,9 +64,18 @@ class PackedRunner(ModelRunner):
             self._attend = reference.attend_aligned
 
     @property
+    def mla(self) -> MlaMode:
+        """The algorithm of latent attention."""
+        return self._mla
+
+    @property
     def attend(self) -> AttentionFunction:
-        """Computes attention over cells."""
+        """Computes attention over KV cells, but for latent attention and cross-attention."""
         return self._attend
+
+    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
+        """All forwards."""
+        return True
 
     def run(
         self,
@@ -76,12 +84,7 @@ class PackedRunner(ModelRunner):
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
-        """Logits [wanted, vocabulary] after an open forward's rows.
-
-        tokens  of all spans, one after the other
-        wanted  the rows of the packed batch to know the logits of, in order
-        sights  what each span's sequence sees of an encoder entry; None: it has none. Empty: none has one
-        """
+        """See ModelRunner."""
         return self._run(forward, tokens, self._tensor(logit_rows), encoder_masks)
 
     def run_with_hidden_states(
@@ -93,7 +96,7 @@ class PackedRunner(ModelRunner):
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
         """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
-        with hooks.capture_hidden_states(self._model, self._tensor(logit_rows), self._tensor(hidden_rows)) as tap:
+        with hooks.capture_hidden_states(self.model, self._tensor(logit_rows), self._tensor(hidden_rows)) as tap:
             logits = self._run(forward, tokens, tap.output_rows, encoder_masks)
         return logits, tap.hidden_states
 
@@ -105,7 +108,7 @@ class PackedRunner(ModelRunner):
         arithmetic = self._invariant or nullcontext()
         extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
         with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), extended, arithmetic:
-            return hooks.forward(self._model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
+            return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
     def _backend(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> _CacheBackend:
         by_rows = self._invariant is not None
@@ -176,7 +179,7 @@ class _CacheBackend:
                 keys, values = sight.entry.layers[call.layer]
                 mask = sight.mask(span.start, span.stop, keys.shape[1])
                 mask = None if mask is None else mask.to(keys.device)
-                output[rows] = cross_attention.cross_attend(call.query[:, rows], keys, values, mask, scale=call.scale)
+                output[rows] = reference.cross_attend(call.query[:, rows], keys, values, mask, scale=call.scale)
             row = rows.stop
         return output
 

@@ -26,6 +26,7 @@ from engine.model.layers import CachedLayer
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.ties import StableTopK
+from engine.sample.sampler import Sampler, TorchSampler
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
 from kvcache.spec import LayerSpec, Span
@@ -55,14 +56,13 @@ class _LayerFormat:
 class SequentialRunner(ModelRunner):
     """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
 
-    layers      what it stores, for the cache: found by running two tokens
-    extended_layers, switch  as at Runner; none of the layers turns
-    has_hidden_states  whether `run_with_hidden_states` is supported, as the self-test found
+    model  transformers' model
     """
 
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
         """Raises UnsupportedCache, or whatever the model raises."""
-        self._model, self.switch = model, switch
+        self.model, self.switch = model, switch
+        self.sampler: Sampler = TorchSampler()
         self._invariant: RowInvariant | None = None
         self.has_hidden_states = False
         self._device = next(model.parameters()).device
@@ -77,8 +77,12 @@ class SequentialRunner(ModelRunner):
             raise UnsupportedCache("it keeps nothing in its cache")
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """From now on compute each row alike whatever chunk it is in: see engine/model/invariant.py."""
+        """See ModelRunner."""
         self._invariant = RowInvariant(product)
+
+    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
+        """Forwards without bidirectional ranges, since the masks are the model's own."""
+        return not any(span.bidirectional for span in forward.spans)
 
     def run(
         self,
@@ -87,12 +91,7 @@ class SequentialRunner(ModelRunner):
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
-        """Logits [wanted, vocabulary] after an open forward's rows.
-
-        tokens  of all spans, one after the other
-        wanted  the rows of the batch to know the logits of, ascending
-        sights  as at Runner; models with encoders are not run this way
-        """
+        """See ModelRunner."""
         return self.run_with_hidden_states(forward, tokens, logit_rows, (), encoder_masks)[0]
 
     def run_with_hidden_states(
@@ -103,8 +102,8 @@ class SequentialRunner(ModelRunner):
         hidden_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
-        if any(span.bidirectional for span in forward.spans):
+        """See ModelRunner. Raises ValueError for bidirectional ranges."""
+        if not self.supports(forward, encoder_masks):
             raise ValueError("the masks are the model's own: no ranges of tokens see each other")
         logits, states, memories, row = [], [], [], 0
         for number, span in enumerate(forward.spans):
@@ -112,7 +111,7 @@ class SequentialRunner(ModelRunner):
             memory = self._fill_cache(forward, number)
             own, others = ([at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows))
             if others:
-                with hooks.capture_hidden_states(self._model, self._tensor(own), self._tensor(others)) as tap:
+                with hooks.capture_hidden_states(self.model, self._tensor(own), self._tensor(others)) as tap:
                     logits.append(self._run(memory, span, tokens[row:stop], tap.output_rows))
                 states.append(tap.hidden_states)
             else:
@@ -140,7 +139,7 @@ class SequentialRunner(ModelRunner):
         for index, plan in enumerate(self.layers):
             cells = forward.segments(index)[number].cells
             keys, values = (
-                _read_cells(stored, cells, self._model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
+                _read_cells(stored, cells, self.model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
             )
             layer, width = memory.layers[plan.index], self._formats[plan.index].value_width
             layer.update(keys, values[..., :width])
@@ -159,7 +158,7 @@ class SequentialRunner(ModelRunner):
         }
         extended = None if self.switch is None else self.switch.extended([span])
         with torch.inference_mode(), rope.extending(extended), StableTopK(), self._invariant or nullcontext():
-            made = self._model(**{name: value for name, value in inputs.items() if name in self._parameters})
+            made = self.model(**{name: value for name, value in inputs.items() if name in self._parameters})
         logits: Tensor = made.logits[0]
         return logits if logits.shape[0] <= len(logit_rows) else logits[logit_rows]
 

@@ -1,4 +1,4 @@
-"""Finds the first half of a layer: how its queries, keys and values come from the states, and how they turn."""
+"""Finds the attention of a layer in a trace: its projections, norms and rotary embedding."""
 
 from __future__ import annotations
 
@@ -18,112 +18,109 @@ from engine.native.trace import TracedLinear, TracedNorm
 from kvcache.rotary import column_pairs
 from kvcache.spec import Rotation
 
-_OTHER = "its queries, keys and values are made in another way"
+_UNSUPPORTED = "its queries, keys and values are computed by other operations"
 
 
 def find_attention(
     norm: Norm,
-    entering: Tensor,
+    inputs: Tensor,
     events: Sequence[TracedLinear | TracedNorm],
     call: hooks.AttentionCall,
     positions: Tensor,
-    plan: CachedLayer,
+    layer: CachedLayer,
 ) -> AttentionSpec:
-    """How a layer makes its queries, keys and values. Raises UnsupportedArchitecture.
+    """The attention of a layer. Raises UnsupportedArchitecture.
 
-    norm       the layer's first
-    entering   what it makes, [rows, width]
-    events     from there to the attention
+    norm       before the projections
+    inputs     its output [rows, width]
+    events     between the norm and the attention call
     positions  of the rows
     """
     if call.bias is not None:
         raise UnsupportedArchitecture("its attention adds a bias to its scores")
-    if call.layer != plan.index:
-        raise UnsupportedArchitecture("its layers run in another order than they store")
-    matrices = [event for event in events if isinstance(event, TracedLinear)]
+    if call.layer != layer.index:
+        raise UnsupportedArchitecture("its layers run in another order than their KV buffers")
+    linears = [event for event in events if isinstance(event, TracedLinear)]
     norms = [event.norm for event in events if isinstance(event, TracedNorm)] or [NO_NORM, NO_NORM]
-    for matrix in matrices:
-        require_close("a projection", entering, matrix.input)
+    for linear in linears:
+        require_close("a projection", inputs, linear.input)
     if len(norms) != 2:
-        raise UnsupportedArchitecture(_OTHER)
-    # Where keys are no turned ones, they may be as they are.
-    rotation = plan.spec.rotation or Rotation()
-    for places, turns_first in itertools.product(_layouts(call, len(matrices)), (False, True)):
-        raw = [_heads(place, matrices) for place in places]
-        if not is_close(raw[2], call.value):
+        raise UnsupportedArchitecture(_UNSUPPORTED)
+    # Keys without a rotary embedding have the empty rotation.
+    rotation = layer.spec.rotation or Rotation()
+    for columns, rotates_before_norm in itertools.product(_layouts(call, len(linears)), (False, True)):
+        projected = [_read_heads(own, linears) for own in columns]
+        if not is_close(projected[2], call.value):
             continue
-        turn, query, key = _queries_and_keys(raw, norms, call, rotation, positions, turns_first=turns_first)
+        rotary, query, key = _queries_and_keys(
+            projected, norms, call, rotation, positions, rotates_before_norm=rotates_before_norm
+        )
         if is_close(query, call.query) and is_close(key, call.key):
             return AttentionSpec(
                 norm=norm,
-                projections=tuple(matrix.linear for matrix in matrices),
-                queries=places[0],
-                keys=places[1],
-                values=places[2],
-                of_queries=norms[0],
-                of_keys=norms[1],
-                rotates_before_norm=turns_first,
-                rotary=turn,
+                projections=tuple(linear.linear for linear in linears),
+                queries=columns[0],
+                keys=columns[1],
+                values=columns[2],
+                query_norm=norms[0],
+                key_norm=norms[1],
+                rotates_before_norm=rotates_before_norm,
+                rotary=rotary,
                 scale=call.scale,
                 softcap=call.softcap or 0.0,
                 sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
             )
-    raise UnsupportedArchitecture(_OTHER)
+    raise UnsupportedArchitecture(_UNSUPPORTED)
 
 
 def _queries_and_keys(
-    raw: Sequence[Tensor],
+    projected: Sequence[Tensor],
     norms: Sequence[Norm],
     call: hooks.AttentionCall,
     rotation: Rotation,
     positions: Tensor,
     *,
-    turns_first: bool,
+    rotates_before_norm: bool,
 ) -> tuple[RotarySpec, Tensor, Tensor]:
-    """Queries and keys [heads, rows, width] of raw ones, and how they turn."""
-    if turns_first:
-        turn = RotarySpec(rotation, 1.0)
-        query, key = (_normed(own, _rotated(rows, turn, positions)) for own, rows in zip(norms, raw, strict=False))
-        return turn, query, key
-    query, key = (_normed(own, rows) for own, rows in zip(norms, raw, strict=False))
-    turn = RotarySpec(rotation, _scaling(key, call.key, rotation))
-    return turn, _rotated(query, turn, positions), _rotated(key, turn, positions)
+    """The rotary embedding, and the queries and keys [heads, rows, width] of projected ones."""
+    if rotates_before_norm:
+        rotary = RotarySpec(rotation, 1.0)
+        query, key = (
+            _normed(norm, _rotated(heads, rotary, positions)) for norm, heads in zip(norms, projected, strict=False)
+        )
+        return rotary, query, key
+    query, key = (_normed(norm, heads) for norm, heads in zip(norms, projected, strict=False))
+    rotary = RotarySpec(rotation, _rotary_scaling(key, call.key, rotation))
+    return rotary, _rotated(query, rotary, positions), _rotated(key, rotary, positions)
 
 
 def _normed(norm: Norm, heads: Tensor) -> Tensor:
-    """Heads [heads, rows, width], each by itself or all of a row at once."""
+    """Heads [heads, rows, width] after a norm over each head, or over all heads of a row."""
     count, _, width = heads.shape
     if norm.kind == "none" or norm.width == width:
         return normalise(norm, heads)
     if norm.width != count * width:
-        raise UnsupportedArchitecture(_OTHER)
-    whole = normalise(norm, heads.transpose(0, 1).flatten(1))
-    return whole.view(-1, count, width).transpose(0, 1)
+        raise UnsupportedArchitecture(_UNSUPPORTED)
+    all_heads = normalise(norm, heads.transpose(0, 1).flatten(1))
+    return all_heads.view(-1, count, width).transpose(0, 1)
 
 
 def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadColumns, HeadColumns, HeadColumns]]:
-    """Where queries, keys and values may lie: in a matrix each, in one after the other, or in one head by head."""
+    """Possible columns of queries, keys and values: a matrix each, or one fused matrix by kind or by head."""
     heads, _, width = call.query.shape
     key_heads, value_width = call.key.shape[0], call.value.shape[2]
     if matrices == 3:
-        yield (
-            HeadColumns(0, 0, width, heads, width),
-            HeadColumns(1, 0, width, key_heads, width),
-            HeadColumns(2, 0, value_width, key_heads, value_width),
-        )
-    if matrices == 3:
-        # Beside each head's query lies its gate.
-        yield (
-            HeadColumns(0, 0, 2 * width, heads, width),
-            HeadColumns(1, 0, width, key_heads, width),
-            HeadColumns(2, 0, value_width, key_heads, value_width),
-        )
+        keys = HeadColumns(1, 0, width, key_heads, width)
+        values = HeadColumns(2, 0, value_width, key_heads, value_width)
+        yield HeadColumns(0, 0, width, heads, width), keys, values
+        # Each query head is followed by its gate.
+        yield HeadColumns(0, 0, 2 * width, heads, width), keys, values
     if matrices == 1:
-        keys, values = heads * width, (heads + key_heads) * width
+        key_offset, value_offset = heads * width, (heads + key_heads) * width
         yield (
             HeadColumns(0, 0, width, heads, width),
-            HeadColumns(0, keys, width, key_heads, width),
-            HeadColumns(0, values, value_width, key_heads, value_width),
+            HeadColumns(0, key_offset, width, key_heads, width),
+            HeadColumns(0, value_offset, value_width, key_heads, value_width),
         )
     if matrices == 1 and heads == key_heads:
         stride = 2 * width + value_width
@@ -135,63 +132,65 @@ def _layouts(call: hooks.AttentionCall, matrices: int) -> Iterator[tuple[HeadCol
 
 
 def find_output_gates(
-    way: AttentionSpec, events: Sequence[TracedLinear | TracedNorm], made: Tensor, taken: Tensor
+    attention: AttentionSpec, events: Sequence[TracedLinear | TracedNorm], output: Tensor, next_input: Tensor
 ) -> tuple[AttentionSpec, Tensor]:
-    """The way with the gates that weight what attention makes [rows, heads * value_width], and what is made so.
+    """The attention with the gates of its output, if it has any, and the gated output.
 
-    taken  by what follows
+    output      of the attention [rows, heads * value_width]
+    next_input  of the operation after it
     """
-    queries, width = way.queries, way.values.width
-    if is_close(made, taken) or queries.stride != queries.width + width:
-        return way, made
-    matrices = [event for event in events if isinstance(event, TracedLinear)]
+    queries, width = attention.queries, attention.values.width
+    if is_close(output, next_input) or queries.stride != queries.width + width:
+        return attention, output
+    linears = [event for event in events if isinstance(event, TracedLinear)]
     gates = HeadColumns(queries.matrix, queries.offset + queries.width, queries.stride, queries.count, width)
-    weights = torch.sigmoid(_heads(gates, matrices))
-    return replace(way, gates=gates), made * weights.transpose(0, 1).flatten(1)
+    weights = torch.sigmoid(_read_heads(gates, linears))
+    return replace(attention, gates=gates), output * weights.transpose(0, 1).flatten(1)
 
 
-def _heads(place: HeadColumns, matrices: Sequence[TracedLinear]) -> Tensor:
-    """[heads, rows, width]"""
-    made = matrices[place.matrix].output
-    if made.shape[1] < place.offset + (place.count - 1) * place.stride + place.width:
-        raise UnsupportedArchitecture(_OTHER)
-    starts = range(place.offset, place.offset + place.count * place.stride, place.stride)
-    return torch.stack([made[:, start : start + place.width] for start in starts])
+def _read_heads(columns: HeadColumns, linears: Sequence[TracedLinear]) -> Tensor:
+    """Heads [heads, rows, width] of the output of a projection."""
+    output = linears[columns.matrix].output
+    if output.shape[1] < columns.offset + (columns.count - 1) * columns.stride + columns.width:
+        raise UnsupportedArchitecture(_UNSUPPORTED)
+    starts = range(columns.offset, columns.offset + columns.count * columns.stride, columns.stride)
+    return torch.stack([output[:, start : start + columns.width] for start in starts])
 
 
-def rotary_angles(turn: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [rows, pairs] of positions [rows], scaled: computed in float32, as transformers does."""
-    angle = positions.float()[:, None] * torch.tensor(turn.rotation.inverse_frequency, dtype=torch.float32)
-    if turn.scaling == 1.0:
+def rotary_angles(rotary: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Scaled cosines and sines [rows, pairs] of positions [rows], computed in float32 as in transformers."""
+    angle = positions.float()[:, None] * torch.tensor(rotary.rotation.inverse_frequency, dtype=torch.float32)
+    if rotary.scaling == 1.0:
         return angle.cos(), angle.sin()
-    return angle.cos() * turn.scaling, angle.sin() * turn.scaling
+    return angle.cos() * rotary.scaling, angle.sin() * rotary.scaling
 
 
 def switched_rotary_angles(
-    turn: RotarySpec, extended: RotarySpec, positions: Tensor, original: int
+    rotary: RotarySpec, extended: RotarySpec, positions: Tensor, original_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [2 * rows, pairs] of positions [rows]: by `turn` within the original length and by `extended`
-    from there on; behind them those of all positions by `extended`.
+    """Cosines and sines [2 * rows, pairs] of positions [rows], for models with two sets of rotary factors.
+
+    The first half has `rotary` below the original length and `extended` from there on; the second half only `extended`.
     """
-    pairs = zip(rotary_angles(turn, positions), rotary_angles(extended, positions), strict=True)
-    cosine, sine = (torch.cat((own[:original], longer[original:], longer)) for own, longer in pairs)
+    pairs = zip(rotary_angles(rotary, positions), rotary_angles(extended, positions), strict=True)
+    cosine, sine = (torch.cat((short[:original_length], long[original_length:], long)) for short, long in pairs)
     return cosine, sine
 
 
-def _rotated(heads: Tensor, turn: RotarySpec, positions: Tensor) -> Tensor:
-    turned = heads.clone()
-    cosine, sine = rotary_angles(turn, positions)
-    (x, y), (first, second) = column_pairs(heads, turn.rotation), column_pairs(turned, turn.rotation)
+def _rotated(heads: Tensor, rotary: RotarySpec, positions: Tensor) -> Tensor:
+    rotated = heads.clone()
+    cosine, sine = rotary_angles(rotary, positions)
+    (x, y), (first, second) = column_pairs(heads, rotary.rotation), column_pairs(rotated, rotary.rotation)
     first.copy_(x * cosine - y * sine)
     second.copy_(y * cosine + x * sine)
-    return turned
+    return rotated
 
 
-def _scaling(heads: Tensor, turned: Tensor, rotation: Rotation) -> float:
-    """By how much turned columns are larger than before."""
-    if not rotation.inverse_frequency or heads.shape != turned.shape:
+def _rotary_scaling(heads: Tensor, rotated: Tensor, rotation: Rotation) -> float:
+    """The factor from the size of the rotary columns before rotation to their size after it."""
+    if not rotation.inverse_frequency or heads.shape != rotated.shape:
         return 1.0
-    columns = [torch.cat(column_pairs(own.double(), rotation), -1) for own in (turned, heads)]
+    columns = [torch.cat(column_pairs(own.double(), rotation), -1) for own in (rotated, heads)]
     sizes = [float(own.square().sum()) for own in columns]
-    found = (sizes[0] / max(sizes[1], 1e-30)) ** 0.5
-    return 1.0 if abs(found - 1.0) < 1e-5 else found
+    scaling = (sizes[0] / max(sizes[1], 1e-30)) ** 0.5
+    return 1.0 if abs(scaling - 1.0) < 1e-5 else scaling

@@ -1,4 +1,4 @@
-"""Whether two computations of one thing say the same, but for rounding."""
+"""Comparison of tensors that may differ by rounding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from engine.model.margins import within
 from engine.native.decoder import UnsupportedArchitecture
 
-# Of the largest number: some hundred roundings of float32.
+# Relative to the largest number: some hundred roundings of float32.
 TOLERANCE = 2e-5
 
 
 def relative_difference(expected: Tensor, actual: Tensor) -> float:
-    """The largest difference of two tensors relative to the largest number; infinite where shapes differ."""
+    """The largest difference, relative to the largest actual number; infinite for different shapes."""
     if expected.shape != actual.shape:
         return math.inf
     size = float((expected.float() - actual.float()).abs().max())
@@ -23,19 +23,20 @@ def relative_difference(expected: Tensor, actual: Tensor) -> float:
 
 def is_close(expected: Tensor, actual: Tensor) -> bool:
     """Whether two tensors are equal but for rounding."""
-    return within("a part computed anew is the part traced", relative_difference(expected, actual), TOLERANCE)
+    difference = relative_difference(expected, actual)
+    return within("a recomputed operation equals the traced one", difference, TOLERANCE)
 
 
-def require_close(what: str, expected: Tensor, actual: Tensor) -> None:
-    """Raise UnsupportedArchitecture where two tensors differ."""
+def require_close(operation: str, expected: Tensor, actual: Tensor) -> None:
+    """Raise UnsupportedArchitecture unless the input of an operation is the output of the one before."""
     if not is_close(expected, actual):
-        raise UnsupportedArchitecture(f"{what} takes something else than what the part before it makes")
+        raise UnsupportedArchitecture(f"the input of {operation} is not the output of the operation before it")
 
 
 def least_squares_ratio(rows: Tensor, others: Tensor) -> float:
-    """How many times as large the others are, by least squares; 1 where that is all but it."""
+    """The factor from `rows` to `others` by least squares; exactly 1 within rounding."""
     if rows.shape != others.shape:
         raise UnsupportedArchitecture("its rows change their width")
     wide = rows.double()
-    found = float((wide * others.double()).sum() / (wide * wide).sum().clamp_min(1e-30))
-    return 1.0 if abs(found - 1.0) < 1e-5 else found
+    ratio = float((wide * others.double()).sum() / (wide * wide).sum().clamp_min(1e-30))
+    return 1.0 if abs(ratio - 1.0) < 1e-5 else ratio

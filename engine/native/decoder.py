@@ -1,9 +1,10 @@
-"""What the native step knows of a model: its layers as the parts of one common shape.
+"""The architecture of a decoder in the native step: its layers as weights and parameters of a few operations.
 
-states > (norm) > projections > (norm) > turn > attention > (gate) > output > (norm) > + states
-states > (norm) > inner matrices > activation (times up) > down > (norm) > + states
+states > (norm) > projections > (norm) > rotary embedding > attention > (gate) > output > (norm) > + states
+states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 
-In place of attention over cells, layers may have recurrences over states of their own (`DeltaRuleSpec`, `StateSpaceSpec`, `GatedConvolutionSpec`).
+In place of attention over KV cells, layers may have recurrences over states (DeltaRuleSpec, StateSpaceSpec,
+GatedConvolutionSpec).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
 class UnsupportedArchitecture(Exception):
-    """The model is of another shape, for a `reason` that people can read."""
+    """The native step cannot compute the model, for a human-readable `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -32,9 +33,9 @@ class UnsupportedArchitecture(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix that rows are multiplied by, and what is added.
+    """A linear layer.
 
-    weight  [outputs, columns] as the model holds it, or quantised
+    weight  [outputs, columns], the model's own tensor or quantised
     bias    [outputs] float32, or None
     """
 
@@ -44,7 +45,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What brings a row to one size: (row - its mean, if the kind is "layer") / its deviation * weight + bias.
+    """A norm over `width` columns.
 
     weight, bias  [width] float32; None: 1 and 0
     """
@@ -56,13 +57,12 @@ class Norm:
     bias: Tensor | None = None
 
 
-# In place of a norm that a model has not.
 NO_NORM = Norm("none", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadColumns:
-    """Where heads lie in what the projection of number `matrix` makes of a row: `stride` columns from head to head."""
+    """Columns of heads in the output of projection `matrix`: `stride` columns from head to head."""
 
     matrix: int
     offset: int
@@ -73,7 +73,7 @@ class HeadColumns:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """How queries and keys turn; the turned columns are `scaling` times as large (YaRN)."""
+    """The rotary embedding of queries and keys; rotated columns are multiplied by `scaling` (YaRN)."""
 
     rotation: Rotation
     scaling: float
@@ -81,7 +81,7 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class ColumnOffset:
-    """Where some columns begin in what the inner matrix of number `matrix` makes of a row."""
+    """The first of some columns in the output of inner matrix `matrix`."""
 
     matrix: int
     offset: int
@@ -89,13 +89,13 @@ class ColumnOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How states become queries, keys and values, and how these are compared.
+    """Attention over KV cells.
 
-    of_queries, of_keys  norms of each head, or of a row's heads all at once
-    rotates_before_norm          whether heads turn before their norms
-    scale, softcap       what scores are multiplied by, and what bounds them; 0: nothing does
-    sinks                [heads] float32, scores that take their part of a row's weights; None: there are none
-    gates                of which the sigmoid weights what attention makes; None: there are none
+    query_norm, key_norm  over each head, or over all heads of a row
+    rotates_before_norm   whether the rotary embedding comes before these norms
+    scale, softcap        of the scores; softcap 0: none
+    sinks                 [heads] float32, scores that take part in the softmax without a value; None: none
+    gates                 the attention output is multiplied by their sigmoid; None: no gates
     """
 
     norm: Norm
@@ -103,8 +103,8 @@ class AttentionSpec:
     queries: HeadColumns
     keys: HeadColumns
     values: HeadColumns
-    of_queries: Norm
-    of_keys: Norm
+    query_norm: Norm
+    key_norm: Norm
     rotates_before_norm: bool
     rotary: RotarySpec
     scale: float
@@ -115,33 +115,32 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ColumnRange:
-    """`count` columns of what the projection of number `matrix` makes of a row, and the first place that they go to."""
+    """`count` columns of the output of projection `matrix`, copied to columns from `target` on."""
 
     matrix: int
     offset: int
-    first: int
+    target: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """A causal convolution of each channel by itself; its state are the last inputs [channels, kernel - 1].
+    """A depthwise causal convolution; its state are the last inputs [channels, kernel - 1].
 
     weights  [kernel, channels] float32
     bias     [channels] float32, or None
-    name     of its state
     """
 
     weights: Tensor
     bias: Tensor | None
-    name: Hashable
+    state_name: Hashable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedConvolutionSpec:
-    """A convolution between two products.
+    """A gated short convolution: third * convolution(first * second).
 
-    column_ranges  bring columns to their places: channels, what they are multiplied by, and what comes out is multiplied by
+    column_ranges  the three factors
     """
 
     norm: Norm
@@ -152,15 +151,14 @@ class GatedConvolutionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRuleSpec:
-    """Linear attention by the gated delta rule: how it is made from a row, and what it keeps from row to row.
+    """Linear attention by the gated delta rule (arXiv 2412.06464).
 
-    column_ranges         bring columns to their places: channels of queries, keys and values, one head after the other, then
-                 what makes each head's decay, its rate, and its gate
-    convolution  whose sums are activated by silu
-    speed, shift [value_heads] float32: a decay is exp(-speed * softplus(column + shift))
-    max_beta         a rate is so many times sigmoid(column)
-    head_norm    of a head's values, before they are multiplied by silu(gate)
-    state_name         of its state [1, value_heads, key_width, value_width]
+    column_ranges         channels of queries, keys and values, head by head, then the decay, beta and gate inputs
+    convolution           of the channels, activated by SiLU
+    decay_scale, dt_bias  [value_heads] float32: decay = exp(-decay_scale * softplus(input + dt_bias))
+    max_beta              beta = max_beta * sigmoid(input)
+    head_norm             of the values of a head, before they are multiplied by silu(gate)
+    state_name            of its state [1, value_heads, key_width, value_width]
     """
 
     norm: Norm
@@ -180,17 +178,17 @@ class DeltaRuleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceSpec:
-    """A state space whose numbers are chosen by each token (Mamba-2).
+    """A selective state space (Mamba-2, arXiv 2405.21060).
 
-    column_ranges          bring columns to their places: channels of values, keys and queries, then what makes each head's
-                  pace, and behind room for as many numbers the gates
-    convolution   whose sums are activated by silu
-    groups        of heads that share keys and queries
-    speed, shift  [heads] float32: a decay is exp(-speed * pace), a pace is softplus(column + shift)
-    direct        [heads] float32, by how much values are added to what is told of them
-    dt_limits         the least and the greatest
-    group_norm    of so many values at a time, behind their gates; its weight is [heads * value_width]
-    state_name          of its state [1, heads, value_width, key_width]
+    column_ranges         channels of values, keys and queries, then the dt inputs of the heads, a gap of `heads`
+                          columns, and the gates
+    convolution           of the channels, activated by SiLU
+    groups                of heads that share keys and queries
+    decay_scale, dt_bias  [heads] float32: decay = exp(-decay_scale * dt), dt = softplus(input + dt_bias)
+    skip                  [heads] float32, times the values added to the output
+    dt_limits             dt is clamped to this range
+    group_norm            of groups of values, after their gates; its weight is [heads * value_width]
+    state_name            of its state [1, heads, value_width, key_width]
     """
 
     norm: Norm
@@ -203,7 +201,7 @@ class StateSpaceSpec:
     key_width: int
     decay_scale: Tensor
     dt_bias: Tensor
-    direct: Tensor
+    skip: Tensor
     dt_limits: tuple[float, float]
     group_norm: Norm
     state_name: Hashable
@@ -214,7 +212,10 @@ RecurrenceSpec: TypeAlias = DeltaRuleSpec | StateSpaceSpec | GatedConvolutionSpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """The first half of a layer; what comes out of the norm `after` is added to the states `residual_scale` times."""
+    """The first half of a layer.
+
+    residual_scale  multiplies its output (after post_norm) before it is added to the hidden states
+    """
 
     mixer: AttentionSpec | RecurrenceSpec
     output: Linear
@@ -224,7 +225,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """activation(gate) * up, or without up, of what the inner matrices make, times the last one."""
+    """down(activation(gate) * up), or without up; gate and up are columns of the outputs of the inner matrices."""
 
     inner: tuple[Linear, ...]
     gate: ColumnOffset
@@ -235,25 +236,26 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Chooses experts for each row, by scores that are the softmax of what `linear` makes, or its sigmoid.
+    """Chooses `top_k` experts for each row by the softmax or sigmoid scores of a linear layer.
 
-    correction    [experts] float32, added where experts are chosen; None: nothing is
-    renormalised  whether the weights of the chosen have a sum of 1, before they are multiplied by `scaling_factor`
+    score_correction  [experts] float32, added to the scores for the choice only; None: none
+    normalised        whether the weights of the chosen experts are normalised to a sum of 1
+    scaling_factor    multiplies the weights after that
     """
 
     linear: Linear
     scoring: Scoring
-    correction: Tensor | None
+    score_correction: Tensor | None
     top_k: int
-    renormalised: bool
+    normalised: bool
     scaling_factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """A matrix for each expert.
+    """One matrix of each expert.
 
-    weight  as the model holds it [experts, outputs, columns], [experts, columns, outputs] if `transposed`; or quantised
+    weight  the model's tensor [experts, outputs, columns], if `transposed` [experts, columns, outputs]; or quantised
     bias    [experts, outputs] float32, or None
     """
 
@@ -262,26 +264,26 @@ class ExpertMatrices:
     bias: Tensor | None = None
 
     def matrix(self, expert: int) -> Linear:
-        """That of one expert, as it lies in memory now."""
+        """The matrix of one expert; its weight is a view of the model's tensor."""
         weight = self.weight[expert]
-        turned = weight.T if self.transposed and isinstance(weight, Tensor) else weight
-        return Linear(turned, None if self.bias is None else self.bias[expert])
+        matrix = weight.T if self.transposed and isinstance(weight, Tensor) else weight
+        return Linear(matrix, None if self.bias is None else self.bias[expert])
 
     def matrices(self) -> list[Linear]:
-        """Those of all experts."""
+        """The matrices of all experts."""
         return [self.matrix(expert) for expert in range(len(self.weight))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertActivation:
-    """What experts make of 2 * width numbers: activation(slope * gate) / slope * (up + shift).
+    """The input of the `down` matrix of an expert: activation(slope * gate) / slope * (up + shift).
 
-    alternating  gates and ups stand in turns; else all gates stand first
-    limit        gates are at most that, and ups no further from 0; infinite where nothing bounds them
+    interleaved  gates and ups alternate; else all gates come first
+    limit        gates are clamped to at most `limit`, ups to [-limit, limit]; infinite: not clamped
     """
 
     activation: Activation
-    alternating: bool
+    interleaved: bool
     limit: float
     slope: float
     shift: float
@@ -289,11 +291,11 @@ class ExpertActivation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Of each row what the chosen ones make of it.
+    """A mixture of experts.
 
-    inner        of 2 * width outputs, which go through the gate
-    down         of width columns
-    shared_gate  of one output, whose sigmoid weights what the layer's own matrices make; None: nothing does
+    inner        with 2 * width outputs, gates and ups
+    down         with width columns
+    shared_gate  with one output; the dense MLP beside the experts is multiplied by its sigmoid. None: by 1
     """
 
     router: Router
@@ -305,9 +307,10 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpBlock:
-    """The second half: matrices that all rows go through, experts, or both.
+    """The second half of a layer: a dense MLP, experts, or the sum of both.
 
-    parallel  it reads what the first half reads
+    residual_scale  multiplies its output (after post_norm) before it is added to the hidden states
+    parallel        its input are the hidden states before the first half
     """
 
     norm: Norm
@@ -323,7 +326,7 @@ DecoderLayer: TypeAlias = tuple[AttentionBlock, MlpBlock]
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """What makes logits: of the states' norm times `head`, `scale` times, between -softcap and softcap; 0: anywhere."""
+    """Logits: softcap * tanh(scale * head(norm(states)) / softcap); softcap 0: scale * head(norm(states))."""
 
     norm: Norm
     head: Linear
@@ -332,15 +335,15 @@ class OutputHead:
 
     @property
     def is_linear(self) -> bool:
-        """Whether logits are what the head makes."""
+        """Whether logits are the outputs of `head`, neither scaled nor capped."""
         return self.scale == 1.0 and self.softcap == 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A model of the common shape.
+    """A decoder.
 
-    embedding  [vocabulary, width], of which rows enter the first layer `scale` times as large
+    embedding  [vocabulary, width]; embeddings are multiplied by `scale`
     """
 
     embedding: Tensor

@@ -1,7 +1,7 @@
-"""Finds the decoder of the common shape in a loaded model: from what its layers take and make, not from any name.
+"""Finds the decoder architecture of a loaded model from a trace, without regard to class names.
 
-Every part is computed anew from what the trace has of the part before, and must give what the trace has behind it. So
-a model that does anything else on its way, whatever it is, has no shape here and runs as transformers wrote it.
+Every operation is recomputed from the output of the one before, and must give the traced input of the next one. So a
+model with any other operation is unsupported by the native step, and runs in transformers' modules.
 """
 
 from __future__ import annotations
@@ -26,91 +26,91 @@ from engine.native.decoder import (
     RecurrenceSpec,
     UnsupportedArchitecture,
 )
-from engine.native.mlp_block import find_mlp
+from engine.native.mlp_block import find_mlp_block
 from engine.native.recurrence import find_recurrence
 from engine.native.trace import trace
 from engine.native.trace_reader import TraceReader
 
 
-def find_decoder(model: Any, plans: Sequence[CachedLayer], *, vocabulary: int, context: int) -> DecoderSpec:
-    """The model as a decoder of the common shape. Raises UnsupportedArchitecture.
+def find_decoder(model: Any, layers: Sequence[CachedLayer], *, vocabulary: int, context: int) -> DecoderSpec:
+    """The decoder architecture of a model. Raises UnsupportedArchitecture.
 
-    plans    of its layers that store (engine/model/layers.py)
-    context  positions that it knows
+    layers   with KV cells (engine/model/layers.py)
+    context  the model's maximum context length
     """
-    if any(plan.sharing_layers for plan in plans):
+    if any(layer.sharing_layers for layer in layers):
         raise UnsupportedArchitecture("some of its layers share their keys and values")
-    seen = trace(model, vocabulary=vocabulary, context=context)
-    walk = TraceReader(seen.events)
+    traced = trace(model, vocabulary=vocabulary, context=context)
+    reader = TraceReader(traced.events)
     try:
-        states = walk.next_input()
-        scale = least_squares_ratio(seen.embeddings, states)
-        require_close("its first layer", seen.embeddings * scale, states)
-        layers, storing = [], iter(plans)
-        for recurs in walk.recurrent_layers():
-            plan = None if recurs else next(storing, None)
-            layer, states = _layer(walk, seen.positions, plan, states)
-            layers.append(layer)
-        ending = _ending(walk, states, seen.logits, _numbers(model))
+        states = reader.next_input()
+        scale = least_squares_ratio(traced.embeddings, states)
+        require_close("its first layer", traced.embeddings * scale, states)
+        found, cached_layers = [], iter(layers)
+        for is_recurrent in reader.recurrent_layers():
+            cached_layer = None if is_recurrent else next(cached_layers, None)
+            layer, states = _find_layer(reader, traced.positions, cached_layer, states)
+            found.append(layer)
+        head = _find_output_head(reader, states, traced.logits, _config_numbers(model))
     except UnsupportedArchitecture as error:
-        if seen.unsupported_modules:
-            raise UnsupportedArchitecture(
-                f"{error.reason}; it has layers of the kind {seen.unsupported_modules[0]}"
-            ) from error
+        if traced.unsupported_modules:
+            reason = f"{error.reason}; it has layers of the kind {traced.unsupported_modules[0]}"
+            raise UnsupportedArchitecture(reason) from error
         raise
-    return DecoderSpec(model.get_input_embeddings().weight, scale, tuple(layers), ending)
+    return DecoderSpec(model.get_input_embeddings().weight, scale, tuple(found), head)
 
 
-def _layer(
-    walk: TraceReader, positions: Tensor, plan: CachedLayer | None, states: Tensor
+def _find_layer(
+    reader: TraceReader, positions: Tensor, cached_layer: CachedLayer | None, states: Tensor
 ) -> tuple[DecoderLayer, Tensor]:
-    """Both halves of a layer, and the states behind it; one without a plan stores no cells."""
-    norm, entering = walk.read_norm(states)
-    way, attended = _way(walk, norm, entering, positions, plan)
-    output = walk.read_linear("what follows attention", attended)
-    after, made = walk.read_norm(output.output)
-    taken = walk.next_hidden_states(states)
-    parallel = is_close(states, taken) or is_close(entering, taken)
-    share = 1.0 if parallel else least_squares_ratio(made, taken - states)
-    own = states if parallel else states + share * made
-    mlp, states = find_mlp(walk, own, norm, entering, made if parallel else None)
-    return (AttentionBlock(mixer=way, output=output.linear, post_norm=after, residual_scale=share), mlp), states
+    """A layer, and the hidden states after it; recurrent layers have no cached layer."""
+    norm, inputs = reader.read_norm(states)
+    mixer, mixed = _find_mixer(reader, norm, inputs, positions, cached_layer)
+    projection = reader.read_linear("the output projection", mixed)
+    post_norm, output = reader.read_norm(projection.output)
+    next_input = reader.next_hidden_states(states)
+    parallel = is_close(states, next_input) or is_close(inputs, next_input)
+    scale = 1.0 if parallel else least_squares_ratio(output, next_input - states)
+    attended = states if parallel else states + scale * output
+    mlp, states = find_mlp_block(reader, attended, norm, inputs, output if parallel else None)
+    attention = AttentionBlock(mixer=mixer, output=projection.linear, post_norm=post_norm, residual_scale=scale)
+    return (attention, mlp), states
 
 
-def _way(
-    walk: TraceReader, norm: Norm, entering: Tensor, positions: Tensor, plan: CachedLayer | None
+def _find_mixer(
+    reader: TraceReader, norm: Norm, inputs: Tensor, positions: Tensor, cached_layer: CachedLayer | None
 ) -> tuple[AttentionSpec | RecurrenceSpec, Tensor]:
-    """How a layer attends, and the rows that this makes."""
-    if plan is None:
-        return find_recurrence(norm, entering, walk.read_until_output(entering))
-    before, seen = walk.read_until_attention()
-    way = find_attention(norm, entering, before, seen.call, positions, plan)
-    return find_output_gates(way, before, seen.output, walk.next_input())
+    """The attention or recurrence of a layer, and its output."""
+    if cached_layer is None:
+        return find_recurrence(norm, inputs, reader.read_until_output(inputs))
+    before, traced = reader.read_until_attention()
+    attention = find_attention(norm, inputs, before, traced.call, positions, cached_layer)
+    return find_output_gates(attention, before, traced.output, reader.next_input())
 
 
-def _ending(walk: TraceReader, states: Tensor, logits: Tensor, numbers: Sequence[float]) -> OutputHead:
-    """What follows the last layer; `numbers` are those that may bound logits."""
-    norm, made = walk.read_norm(states)
+def _find_output_head(reader: TraceReader, states: Tensor, logits: Tensor, softcaps: Sequence[float]) -> OutputHead:
+    """The output head; `softcaps` are possible values."""
+    norm, normed = reader.read_norm(states)
     if norm.kind == "none":
-        raise UnsupportedArchitecture("it has no norm behind its last layer")
-    head = walk.read_linear("its output layer", made)
+        raise UnsupportedArchitecture("it has no norm after its last layer")
+    head = reader.read_linear("its output layer", normed)
     scale = least_squares_ratio(head.output, logits)
     if is_close(head.output * scale, logits):
         return OutputHead(norm, head.linear, scale, 0.0)
-    for cap in numbers:
+    for cap in softcaps:
         if is_close(cap * torch.tanh(head.output / cap), logits):
             return OutputHead(norm, head.linear, 1.0, cap)
-    raise UnsupportedArchitecture("its logits are made in another way")
+    raise UnsupportedArchitecture("its logits are computed by other operations")
 
 
-def _numbers(model: Any) -> list[float]:
-    """What a model's settings have of numbers above zero."""
+def _config_numbers(model: Any) -> list[float]:
+    """The positive numbers in the configuration of a model."""
     values = model.config.get_text_config().to_dict().values()
     return sorted({float(value) for value in values if isinstance(value, int | float) and value > 0})
 
 
 def linears(decoder: DecoderSpec) -> Iterator[Linear]:
-    """All matrices."""
+    """All linear layers, those of experts included; routers excluded."""
     for attention, mlp in decoder.layers:
         yield from (*attention.mixer.projections, attention.output)
         if mlp.gated is not None:

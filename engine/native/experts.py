@@ -1,10 +1,11 @@
-"""Finds out how a layer's router chooses among experts, by asking it, and what experts make of rows."""
+"""Finds the parameters of a router and the activation of experts by calling their modules."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,99 +16,96 @@ from engine.native.gated_mlp import ACTIVATIONS
 from engine.native.trace import TracedExperts, TracedRouter
 
 _SCORES: dict[Scoring, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda made: made.softmax(-1),
+    "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
 }
-# Rows that a router is asked with, enough to choose every expert of a few hundred.
+# Random rows for a router: enough that each of a few hundred experts is chosen.
 _PROBE_ROWS = 256
-# Numbers that a gate is asked with, and how far they reach beyond what may bound them.
+# Random numbers for an activation, and their range in multiples of its largest float attribute.
 _PROBE_VALUES, _PROBE_RANGE = 1024, 3.0
 
 
-def find_router(seen: TracedRouter) -> Router:
-    """How a router chooses. Raises UnsupportedArchitecture where it is none that is known."""
-    weight, bias = seen.weight.detach().float(), _bias(seen.router, len(seen.weight))
+def find_router(traced: TracedRouter) -> Router:
+    """The parameters of a router. Raises UnsupportedArchitecture."""
+    weight, bias = traced.weight.detach().float(), _bias(traced.router, len(traced.weight))
     linear = Linear(weight, bias)
     rows = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    # Such that scores differ: next to outliers, rows as large as those seen may make all of them 1.
+    # Scaled so that scores differ: large logits could make all of them 1.
     rows /= float(nn.functional.linear(rows, weight).std().clamp_min(1e-6))
-    weights, chosen = seen.route(rows)
-    made = nn.functional.linear(rows, weight, bias)
-    dense = torch.zeros_like(made).scatter(1, chosen, weights)
-    for router in _candidate_routers(seen, linear, chosen.shape[1]):
-        mine = router_weights(router, made)
-        factor = least_squares_ratio(mine, dense)
-        if is_close(factor * mine, dense):
-            return Router(
-                linear=linear,
-                scoring=router.scoring,
-                correction=router.correction,
-                top_k=router.top_k,
-                renormalised=router.renormalised,
-                scaling_factor=factor,
-            )
+    weights, experts = traced.route(rows)
+    logits = nn.functional.linear(rows, weight, bias)
+    dense = torch.zeros_like(logits).scatter(1, experts, weights)
+    for router in _candidate_routers(traced, linear, experts.shape[1]):
+        own = router_weights(router, logits)
+        factor = least_squares_ratio(own, dense)
+        if is_close(factor * own, dense):
+            return replace(router, scaling_factor=factor)
     raise UnsupportedArchitecture("its experts are chosen in another way")
 
 
-def router_weights(router: Router, made: Tensor) -> Tensor:
-    """The weight of every expert for rows [rows, experts] of what the router's matrix makes, but for its factor."""
-    scores = _SCORES[router.scoring](made)
-    order = scores if router.correction is None else scores + router.correction
-    chosen = order.topk(router.top_k).indices
-    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
-    return weights / weights.sum(-1, keepdim=True) if router.renormalised else weights
+def router_weights(router: Router, logits: Tensor) -> Tensor:
+    """The weights of all experts, without scaling_factor, from router logits [rows, experts]."""
+    scores = _SCORES[router.scoring](logits)
+    corrected = scores if router.score_correction is None else scores + router.score_correction
+    experts = corrected.topk(router.top_k).indices
+    weights = torch.zeros_like(scores).scatter(1, experts, scores.gather(1, experts))
+    return weights / weights.sum(-1, keepdim=True) if router.normalised else weights
 
 
-def find_expert_activation(seen: TracedExperts) -> ExpertActivation:
-    """What experts do between their matrices. Raises UnsupportedArchitecture where it is unknown, or they do anything else."""
-    own = _float_attributes(seen.experts.module)
-    made = _PROBE_RANGE * max((1.0, *own)) * torch.randn(4, _PROBE_VALUES, generator=torch.Generator().manual_seed(0))
-    try:
-        told = seen.experts.activate(made)
-    except (RuntimeError, TypeError) as error:
-        raise UnsupportedArchitecture("its experts activate in another way") from error
-    gate = min(
-        _candidate_activations(own), key=lambda gate: relative_difference(apply_expert_activation(gate, made), told)
+def find_expert_activation(traced: TracedExperts) -> ExpertActivation:
+    """The activation between the matrices of experts. Raises UnsupportedArchitecture."""
+    numbers = _float_attributes(traced.experts.module)
+    inner = (
+        _PROBE_RANGE * max((1.0, *numbers)) * torch.randn(4, _PROBE_VALUES, generator=torch.Generator().manual_seed(0))
     )
-    whole = isinstance(seen.inner.weight, Tensor)
-    if is_close(apply_expert_activation(gate, made), told) and (
-        not whole or is_close(_expected_output(seen), seen.output)
+    try:
+        activated = traced.experts.activate(inner)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedArchitecture("its experts have another activation") from error
+    best = min(
+        _candidate_activations(numbers),
+        key=lambda own: relative_difference(apply_expert_activation(own, inner), activated),
+    )
+    is_quantised = not isinstance(traced.inner.weight, Tensor)
+    if is_close(apply_expert_activation(best, inner), activated) and (
+        is_quantised or is_close(_expected_output(traced), traced.output)
     ):
-        return gate
-    raise UnsupportedArchitecture("its experts make something else of their rows")
+        return best
+    raise UnsupportedArchitecture("its experts compute other operations")
 
 
-def apply_expert_activation(gate: ExpertActivation, made: Tensor) -> Tensor:
-    """What enters the last matrices, of what the inner ones make of rows [rows, 2 * width]."""
-    gates, ups = (made[:, 0::2], made[:, 1::2]) if gate.alternating else made.chunk(2, dim=1)
-    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-    return ACTIVATIONS[gate.activation](gate.slope * gates) / gate.slope * (ups + gate.shift)
+def apply_expert_activation(activation: ExpertActivation, inner: Tensor) -> Tensor:
+    """The input of the down matrices, from the outputs [rows, 2 * width] of the inner ones."""
+    gates, ups = (inner[:, 0::2], inner[:, 1::2]) if activation.interleaved else inner.chunk(2, dim=1)
+    gates, ups = gates.clamp(max=activation.limit), ups.clamp(-activation.limit, activation.limit)
+    activated = ACTIVATIONS[activation.activation](activation.slope * gates)
+    return activated / activation.slope * (ups + activation.shift)
 
 
 def _candidate_activations(numbers: Sequence[float]) -> Iterator[ExpertActivation]:
-    """What a gate may be whose module holds some numbers, the plainest first."""
-    for limit, slope, shift, alternating in itertools.product(
+    """Activations with some numbers as parameters, the simplest first."""
+    for limit, slope, shift, interleaved in itertools.product(
         (math.inf, *numbers), (1.0, *numbers), (0.0, 1.0), (False, True)
     ):
         for activation in ACTIVATIONS:
             yield ExpertActivation(
-                activation=activation, alternating=alternating, limit=limit, slope=slope, shift=shift
+                activation=activation, interleaved=interleaved, limit=limit, slope=slope, shift=shift
             )
 
 
 def _float_attributes(module: nn.Module) -> list[float]:
-    """The numbers above zero that a module holds as settings."""
+    """The positive float attributes of a module."""
     return sorted({own for own in vars(module).values() if isinstance(own, float) and own > 0})
 
 
-def _expected_output(seen: TracedExperts) -> Tensor:
-    """What the plain matrices of experts make of the rows."""
-    made = torch.zeros_like(seen.input)
-    for row, rank in itertools.product(range(seen.chosen.shape[0]), range(seen.chosen.shape[1])):
-        expert = int(seen.chosen[row, rank])
-        entering = seen.experts.activate(_product(seen.input[row][None], seen.inner.matrix(expert)))
-        made[row] += seen.weights[row, rank] * _product(entering, seen.down.matrix(expert))[0]
-    return made
+def _expected_output(traced: TracedExperts) -> Tensor:
+    """The output of experts that are not quantised, for the traced input."""
+    output = torch.zeros_like(traced.input)
+    for row, rank in itertools.product(range(traced.chosen.shape[0]), range(traced.chosen.shape[1])):
+        expert = int(traced.chosen[row, rank])
+        activated = traced.experts.activate(_product(traced.input[row][None], traced.inner.matrix(expert)))
+        output[row] += traced.weights[row, rank] * _product(activated, traced.down.matrix(expert))[0]
+    return output
 
 
 def _product(rows: Tensor, linear: Linear) -> Tensor:
@@ -115,28 +113,27 @@ def _product(rows: Tensor, linear: Linear) -> Tensor:
     return nn.functional.linear(rows, linear.weight.float(), linear.bias)
 
 
-def _candidate_routers(seen: TracedRouter, linear: Linear, chosen: int) -> Iterator[Router]:
-    corrections = [None, *_corrections(seen, len(seen.weight))]
+def _candidate_routers(traced: TracedRouter, linear: Linear, top_k: int) -> Iterator[Router]:
+    corrections = [None, *_corrections(traced, len(traced.weight))]
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
-    for scoring, correction, renormalised in itertools.product(scorings, corrections, (True, False)):
+    for scoring, correction, normalised in itertools.product(scorings, corrections, (True, False)):
         yield Router(
             linear=linear,
             scoring=scoring,
-            correction=correction,
-            top_k=chosen,
-            renormalised=renormalised,
+            score_correction=correction,
+            top_k=top_k,
+            normalised=normalised,
             scaling_factor=1.0,
         )
 
 
-def _corrections(seen: TracedRouter, experts: int) -> Iterator[Tensor]:
-    """What a router has of one number an expert, beside its bias, or is given."""
-    own = (*seen.router.parameters(), *seen.router.buffers(), *seen.extra_inputs)
-    for numbers in own:
+def _corrections(traced: TracedRouter, experts: int) -> Iterator[Tensor]:
+    """The parameters, buffers and inputs of a router with one number for each expert, but its bias."""
+    for numbers in (*traced.router.parameters(), *traced.router.buffers(), *traced.extra_inputs):
         if (
             isinstance(numbers, Tensor)
             and numbers.numel() == experts
-            and numbers is not getattr(seen.router, "bias", None)
+            and numbers is not getattr(traced.router, "bias", None)
         ):
             yield numbers.detach().float().flatten().contiguous()
 

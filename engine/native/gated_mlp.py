@@ -1,4 +1,4 @@
-"""Finds out what is done with what a layer's inner matrices make."""
+"""Finds a dense MLP in a trace: its matrices and its activation."""
 
 from __future__ import annotations
 
@@ -22,33 +22,36 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def find_gated(walk: TraceReader, rows: Tensor) -> tuple[GatedMlp, Tensor]:
-    """The matrices that rows go through next, and what they make. Raises UnsupportedArchitecture."""
-    inner = walk.read_linears(rows)
+def find_gated_mlp(reader: TraceReader, rows: Tensor) -> tuple[GatedMlp, Tensor]:
+    """The MLP with the input `rows`, and its output. Raises UnsupportedArchitecture."""
+    inner = reader.read_linears(rows)
     if not 1 <= len(inner) <= 2:
-        raise UnsupportedArchitecture("the second half of its layers is not of one matrix or two, and one more")
-    taken = walk.next_input()
-    gate, up, activation = _activation(inner, taken)
-    down = walk.read_linear("a layer's last matrix", taken)
-    return GatedMlp(tuple(matrix.linear for matrix in inner), gate, up, activation, down.linear), down.output
+        raise UnsupportedArchitecture("its MLP does not have one or two inner matrices and a down matrix")
+    activated = reader.next_input()
+    gate, up, activation = _find_activation(inner, activated)
+    down = reader.read_linear("the down matrix of the MLP", activated)
+    return GatedMlp(tuple(own.linear for own in inner), gate, up, activation, down.linear), down.output
 
 
-def _activation(inner: Sequence[TracedLinear], taken: Tensor) -> tuple[ColumnOffset, ColumnOffset | None, Activation]:
-    """The columns and the activation with the smallest error: next to outliers gelu and its approximation are close."""
+def _find_activation(
+    inner: Sequence[TracedLinear], activated: Tensor
+) -> tuple[ColumnOffset, ColumnOffset | None, Activation]:
+    """The columns and the activation with the smallest error: for large inputs gelu and its approximation are close."""
     found: dict[tuple[ColumnOffset, ColumnOffset | None, Activation], Tensor] = {}
-    for gate, up in _places(inner, taken.shape[1]):
+    width = activated.shape[1]
+    for gate, up in _layouts(inner, width):
         for name, activate in ACTIVATIONS.items():
-            made = activate(_columns(inner, gate, taken.shape[1]))
-            found[gate, up, name] = made if up is None else made * _columns(inner, up, taken.shape[1])
-    best = min(found, key=lambda own: relative_difference(found[own], taken), default=None)
-    if best is None or not is_close(found[best], taken):
-        raise UnsupportedArchitecture("its layers activate in another way")
+            output = activate(_columns(inner, gate, width))
+            found[gate, up, name] = output if up is None else output * _columns(inner, up, width)
+    best = min(found, key=lambda own: relative_difference(found[own], activated), default=None)
+    if best is None or not is_close(found[best], activated):
+        raise UnsupportedArchitecture("its MLP has another activation")
     return best
 
 
-def _places(inner: Sequence[TracedLinear], width: int) -> Iterator[tuple[ColumnOffset, ColumnOffset | None]]:
-    """Where the activated columns may lie, and those they are multiplied by."""
-    widths = [matrix.output.shape[1] for matrix in inner]
+def _layouts(inner: Sequence[TracedLinear], width: int) -> Iterator[tuple[ColumnOffset, ColumnOffset | None]]:
+    """Possible columns of gates and ups."""
+    widths = [own.output.shape[1] for own in inner]
     if widths == [width]:
         yield ColumnOffset(0, 0), None
     if widths == [2 * width]:
@@ -59,5 +62,5 @@ def _places(inner: Sequence[TracedLinear], width: int) -> Iterator[tuple[ColumnO
         yield ColumnOffset(1, 0), ColumnOffset(0, 0)
 
 
-def _columns(inner: Sequence[TracedLinear], place: ColumnOffset, width: int) -> Tensor:
-    return inner[place.matrix].output[:, place.offset : place.offset + width]
+def _columns(inner: Sequence[TracedLinear], start: ColumnOffset, width: int) -> Tensor:
+    return inner[start.matrix].output[:, start.offset : start.offset + width]

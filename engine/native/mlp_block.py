@@ -1,4 +1,4 @@
-"""Finds the second half of a layer: the matrices that all rows go through, and the experts that some do."""
+"""Finds the second half of a layer in a trace: a dense MLP, experts, or both."""
 
 from __future__ import annotations
 
@@ -8,79 +8,83 @@ from torch import Tensor
 from engine.native.comparison import is_close, least_squares_ratio, require_close
 from engine.native.decoder import ExpertsSpec, GatedMlp, Linear, MlpBlock, Norm, UnsupportedArchitecture
 from engine.native.experts import find_expert_activation, find_router
-from engine.native.gated_mlp import find_gated
+from engine.native.gated_mlp import find_gated_mlp
 from engine.native.trace import TracedExperts, TracedLinear, TracedRouter
 from engine.native.trace_reader import TraceReader
 
 
-def find_mlp(
-    walk: TraceReader, states: Tensor, norm: Norm, normed: Tensor, beside: Tensor | None
+def find_mlp_block(
+    reader: TraceReader, states: Tensor, norm: Norm, normed: Tensor, parallel_output: Tensor | None
 ) -> tuple[MlpBlock, Tensor]:
-    """The second half, and the states behind it. Raises UnsupportedArchitecture.
+    """The second half of a layer, and the hidden states after it. Raises UnsupportedArchitecture.
 
-    states  that enter it
-    norm    the first half's, and what it made of states
-    beside  what the first half adds, where it reads the same states; None: the states have it
+    states           its input
+    norm, normed     the norm of the first half, and its output
+    parallel_output  the output of the first half if both have the same input; None: `states` contain it
     """
-    if beside is None or not is_close(normed, walk.next_input()):
-        norm, normed = walk.read_norm(states)
-    gated, experts, made = _parts(walk, normed)
-    after, made = walk.read_norm(made)
-    whole = states if beside is None else states + beside
-    share = least_squares_ratio(made, walk.next_hidden_states(whole) - whole)
-    states = whole + share * made
-    require_close("a layer", states, walk.next_input())
-    if beside is not None and share != 1.0:
-        raise UnsupportedArchitecture("its layers add parts of two halves at once")
-    mlp = MlpBlock(
-        norm=norm, gated=gated, experts=experts, post_norm=after, residual_scale=share, parallel=beside is not None
+    if parallel_output is None or not is_close(normed, reader.next_input()):
+        norm, normed = reader.read_norm(states)
+    gated, experts, output = _find_parts(reader, normed)
+    post_norm, output = reader.read_norm(output)
+    attended = states if parallel_output is None else states + parallel_output
+    scale = least_squares_ratio(output, reader.next_hidden_states(attended) - attended)
+    states = attended + scale * output
+    require_close("a layer", states, reader.next_input())
+    if parallel_output is not None and scale != 1.0:
+        raise UnsupportedArchitecture("its layers scale the sum of both halves")
+    block = MlpBlock(
+        norm=norm,
+        gated=gated,
+        experts=experts,
+        post_norm=post_norm,
+        residual_scale=scale,
+        parallel=parallel_output is not None,
     )
-    return mlp, states
+    return block, states
 
 
-def _parts(walk: TraceReader, rows: Tensor) -> tuple[GatedMlp | None, ExpertsSpec | None, Tensor]:
-    """What rows go through, in whatever order, and the sum of what that makes."""
+def _find_parts(reader: TraceReader, rows: Tensor) -> tuple[GatedMlp | None, ExpertsSpec | None, Tensor]:
+    """The dense MLP and the experts with the input `rows`, in any order, and the sum of their outputs."""
     gated: GatedMlp | None = None
-    own: Tensor | None = None
+    dense: Tensor | None = None
     gate: TracedLinear | None = None
-    routed: TracedRouter | None = None
-    mixed: TracedExperts | None = None
-    while (event := walk.next_branch(rows)) is not None:
+    router: TracedRouter | None = None
+    experts: TracedExperts | None = None
+    while (event := reader.next_branch(rows)) is not None:
         if isinstance(event, TracedRouter):
-            routed = walk.read_event(TracedRouter)
+            router = reader.read_event(TracedRouter)
         elif isinstance(event, TracedExperts):
-            mixed = walk.read_event(TracedExperts)
+            experts = reader.read_event(TracedExperts)
         elif event.output.shape[1] == 1:
-            gate = walk.read_event(TracedLinear)
+            gate = reader.read_event(TracedLinear)
         elif gated is None:
-            gated, own = find_gated(walk, rows)
+            gated, dense = find_gated_mlp(reader, rows)
         else:
-            raise UnsupportedArchitecture("the second half of its layers has more parts")
-    if routed is None or mixed is None:
-        if own is None or gate is not None or mixed is not None:
-            raise UnsupportedArchitecture("the second half of its layers is not of one matrix or two, and one more")
-        return gated, None, own
-    experts = _experts(routed, mixed, gate)
-    if own is None:
-        return None, experts, mixed.output
+            raise UnsupportedArchitecture("the second half of its layers has more than one dense MLP")
+    if router is None or experts is None:
+        if dense is None or gate is not None or experts is not None:
+            raise UnsupportedArchitecture("its MLP does not have one or two inner matrices and a down matrix")
+        return gated, None, dense
+    spec = _experts(router, experts, gate)
+    if dense is None:
+        return None, spec, experts.output
     if gated is not None and gated.down.bias is not None:
-        raise UnsupportedArchitecture("what all rows go through beside experts has a bias")
-    return gated, experts, mixed.output + (own if gate is None else torch.sigmoid(gate.output) * own)
+        raise UnsupportedArchitecture("the dense MLP beside its experts has a bias")
+    return gated, spec, experts.output + (dense if gate is None else torch.sigmoid(gate.output) * dense)
 
 
-def _experts(routed: TracedRouter, mixed: TracedExperts, gate: TracedLinear | None) -> ExpertsSpec:
-    require_close("its experts", routed.weights, mixed.weights)
+def _experts(router: TracedRouter, experts: TracedExperts, gate: TracedLinear | None) -> ExpertsSpec:
+    require_close("its experts", router.weights, experts.weights)
     return ExpertsSpec(
-        router=find_router(routed),
-        inner=mixed.inner,
-        activation=find_expert_activation(mixed),
-        down=mixed.down,
-        shared_gate=None if gate is None else _plain(gate.linear),
+        router=find_router(router),
+        inner=experts.inner,
+        activation=find_expert_activation(experts),
+        down=experts.down,
+        shared_gate=None if gate is None else _float32_linear(gate.linear),
     )
 
 
-def _plain(linear: Linear) -> Linear:
-    """A small matrix, in float32."""
+def _float32_linear(linear: Linear) -> Linear:
     if not isinstance(linear.weight, Tensor):
         raise UnsupportedArchitecture("the gate beside its experts is quantised")
     return Linear(linear.weight.detach().float(), linear.bias)

@@ -1,4 +1,4 @@
-"""What recurrent layers take and make in a trace: each row by itself, behind states of anything, so that these show."""
+"""Traced calls of recurrent layers: every row is computed alone, from a random state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.native.decoder import UnsupportedArchitecture
 
 @dataclass(frozen=True, slots=True)
 class TracedConvolution:
-    """A convolution along the sequence was called.
+    """A call of a causal convolution.
 
-    before       [rows, channels, kernel - 1] the state
-    taken, made  [rows, channels]
+    before         [rows, channels, kernel - 1] the state
+    input, output  [rows, channels]
     """
 
     name: Hashable
-    run: Convolution
+    operation: Convolution
     before: Tensor
     input: Tensor
     output: Tensor
@@ -31,12 +31,13 @@ class TracedConvolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedDeltaRule:
-    """The gated delta rule was called, inside of a module.
+    """A call of the gated delta rule by a module.
 
     query, key, value  [rows, heads, width]
-    decay, rate        [rows, value_heads], the one as logarithm
+    decay              [rows, value_heads], logarithms
+    beta               [rows, value_heads]
     before, after      [rows, value_heads, key_width, value_width] the state
-    output               [rows, value_heads, value_width]
+    output             [rows, value_heads, value_width]
     """
 
     name: Hashable
@@ -53,14 +54,14 @@ class TracedDeltaRule:
 
 @dataclass(frozen=True, slots=True)
 class TracedStateSpace:
-    """A state space whose numbers are chosen by each token was called.
+    """A call of a selective state space.
 
     before, after  [rows, heads, value_width, key_width] the state
-    output           [rows, heads, value_width]
+    output         [rows, heads, value_width]
     """
 
     name: Hashable
-    run: StateSpace
+    operation: StateSpace
     before: Tensor
     after: Tensor
     output: Tensor
@@ -68,7 +69,7 @@ class TracedStateSpace:
 
 @dataclass(frozen=True, slots=True)
 class TracedGatedNorm:
-    """A norm was called with a gate for each number; all [..., width]."""
+    """A call of a norm with a gate; all tensors [..., width]."""
 
     module: nn.Module
     input: Tensor
@@ -80,36 +81,41 @@ TracedRecurrence: TypeAlias = TracedConvolution | TracedDeltaRule | TracedStateS
 
 
 def trace_recurrence(
-    name: Hashable, run: hooks.RecurrentOperation, rows: int, module: nn.Module
+    name: Hashable, operation: hooks.RecurrentOperation, rows: int, module: nn.Module
 ) -> tuple[TracedRecurrence, list[Tensor]]:
-    """Run a recurrent operation for each row alone: what happened, and the outputs. Raises UnsupportedArchitecture.
+    """Run a recurrent operation for each row alone; the event and the outputs. Raises UnsupportedArchitecture.
 
-    module  that is being called
+    module  calls the operation
     """
-    _, state = run(0, 1, None)
+    _, state = operation(0, 1, None)
     generator = torch.Generator().manual_seed(0)
     before = [torch.randn(state.shape, generator=generator) for _ in range(rows)]
-    outputs, after = zip(*(run(row, row + 1, before[row].to(state.dtype)) for row in range(rows)), strict=True)
-    if isinstance(run, Convolution):
-        made = torch.cat(outputs, -1)[0].T.clone()
-        return TracedConvolution(name, run, torch.stack(before), run.rows[0].T.clone(), made), list(outputs)
-    if isinstance(run, StateSpace):
-        made = torch.cat(outputs, 1)[0].float()
-        return TracedStateSpace(name, run, torch.cat(before), torch.cat(after).float(), made), list(outputs)
-    if not isinstance(run, GatedDelta) or {"g", "beta"} != set(run.gates) or run.gates["g"].dim() != 3:
+    outputs, after = zip(*(operation(row, row + 1, before[row].to(state.dtype)) for row in range(rows)), strict=True)
+    if isinstance(operation, Convolution):
+        output = torch.cat(outputs, -1)[0].T.clone()
+        event = TracedConvolution(name, operation, torch.stack(before), operation.rows[0].T.clone(), output)
+        return event, list(outputs)
+    if isinstance(operation, StateSpace):
+        output = torch.cat(outputs, 1)[0].float()
+        return TracedStateSpace(name, operation, torch.cat(before), torch.cat(after).float(), output), list(outputs)
+    if (
+        not isinstance(operation, GatedDelta)
+        or {"g", "beta"} != set(operation.gates)
+        or operation.gates["g"].dim() != 3
+    ):
         raise UnsupportedArchitecture("it has recurrent layers of another kind")
-    own = (run.query, run.key, run.value, run.gates["g"], run.gates["beta"])
-    query, key, value, decay, rate = (tensor[0].float().clone() for tensor in own)
-    event = TracedDeltaRule(
+    inputs = (operation.query, operation.key, operation.value, operation.gates["g"], operation.gates["beta"])
+    query, key, value, decay, beta = (tensor[0].float().clone() for tensor in inputs)
+    delta_rule = TracedDeltaRule(
         name=name,
         module=module,
         query=query,
         key=key,
         value=value,
         decay=decay,
-        beta=rate,
+        beta=beta,
         before=torch.cat(before),
         after=torch.cat(after).float(),
         output=torch.cat(outputs, 1)[0].float(),
     )
-    return event, list(outputs)
+    return delta_rule, list(outputs)

@@ -1,4 +1,4 @@
-"""Runs a decoder of the common shape over the spans of one forward in one native call."""
+"""Runs a decoder over the spans of a forward in one native call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.attention import (
+    ATTENTION_RANGES,
     FORMATS,
-    REACHES,
     KernelBuffer,
     address,
     kernel_buffer,
@@ -19,7 +19,9 @@ from engine.kernels.cpu.attention import (
     segment_table,
     write_segments,
 )
+from engine.kernels.products import RowInvariantProduct
 from engine.model.encoder_mask import EncoderMask
+from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
 from engine.native.attention import rotary_angles, switched_rotary_angles
 from engine.native.decoder import AttentionSpec, DecoderSpec, RotarySpec
@@ -31,18 +33,11 @@ from engine.native.description import (
     describe_rotary,
     recurrence_fields,
 )
-from engine.native.draft_loop import (
-    DraftLoopInput,
-    describe_draft_loop,
-    draw_spec_table,
-    has_native_filters,
-    is_native_draw,
-)
+from engine.native.draft_loop import DraftLoopInput, context_table, describe_draft_loop
 from engine.native.recurrent_states import RecurrentStates
-from engine.native.sampler import SamplingCall
-from engine.native.step_library import CellsFields, LayerFields, RotaryFields, StepFields, StepLibrary
-from engine.sample.logprobs import at_least_float32
-from engine.sample.sampler import SamplingContext, modified_logits, sample_tokens
+from engine.native.sampler import NativeSampler, SamplingCall, is_native
+from engine.native.step_library import CellGroupFields, LayerFields, RotaryFields, StepFields, StepLibrary
+from engine.sample.sampler import SamplingContext
 from kvcache.attention_group import AttentionGroup
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV
@@ -50,74 +45,84 @@ from kvcache.kv_buffer import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class _OutputBuffers:
-    """Where a step writes, with the addresses: logits [rows, vocabulary], and states of as many rows or more."""
+    """Memory for the output of a step: logits [rows, vocabulary], hidden states [rows or more, width]."""
 
     rows: int
     logits: Tensor
-    states: Tensor
+    hidden_states: Tensor
     logits_address: int
-    states_address: int
+    hidden_states_address: int
 
     @classmethod
-    def allocate(cls, wanted: int, kept: int, vocabulary: int, width: int) -> _OutputBuffers:
-        """Room for the logits of `wanted` rows, and the states of `kept`."""
-        logits, states = torch.empty(wanted, vocabulary), torch.empty(kept, width)
-        return cls(wanted, logits, states, logits.data_ptr(), states.data_ptr())
+    def allocate(cls, logit_rows: int, output_rows: int, vocabulary: int, width: int) -> _OutputBuffers:
+        """Buffers for the logits of `logit_rows` rows and the hidden states of `output_rows`."""
+        logits, hidden_states = torch.empty(logit_rows, vocabulary), torch.empty(output_rows, width)
+        return cls(logit_rows, logits, hidden_states, logits.data_ptr(), hidden_states.data_ptr())
 
 
-class NativeRunner(PackedRunner):
-    """As the runner that it stands for, a few roundings apart. What the native step cannot do, that one does.
+class NativeRunner(ModelRunner):
+    """Runs forwards in the native step, and those that it does not support with the packed runner of the same model.
 
-    Belongs to the engine thread.
+    The logits of both differ by rounding. Belongs to the engine thread.
+
+    fallback  the packed runner
     """
 
     def __init__(
         self,
-        plain: PackedRunner,
+        fallback: PackedRunner,
         decoder: DecoderSpec,
         library: StepLibrary,
         *,
-        rounds: bool = True,
+        rounds_to_bfloat16: bool = True,
         extended: DecoderSpec | None = None,
     ) -> None:
-        """Raises UnsupportedArchitecture where a matrix is stored in a way that the step does not read.
+        """Raises UnsupportedArchitecture for a matrix in a dtype or memory layout that the step does not read.
 
-        rounds    whether rows may be rounded to bfloat16 to meet weights, keys and values in it, where the processor is
-                  faster so
-        extended  the decoder as it turns beyond the original length, if the model's rotary factors change
+        rounds_to_bfloat16  whether rows may be rounded for products with bfloat16 weights, keys and values, where the
+                            processor is faster so
+        extended            the decoder with the rotary factors beyond the original length, if they change
         """
-        super().__init__(plain._model, plain.layers, plain._mla, plain._attend)
-        self.switch, self.extended_layers = plain.switch, plain.extended_layers
-        self._decoder, self._library = decoder, library
+        self.fallback = fallback
+        self.layers, self.switch, self.extended_layers = fallback.layers, fallback.switch, fallback.extended_layers
+        self.sampler: NativeSampler = NativeSampler(library)
         self.has_hidden_states = True
-        self._watched = plain._model.get_decoder()
-        ways = [attention.mixer for attention, _ in decoder.layers]
-        turns = _turns(decoder)
-        self._turns = tuple(dict.fromkeys(turns))
-        self._extended = {} if extended is None else dict(zip(turns, _turns(extended), strict=True))
-        layers = describe_layers(decoder, self._turns)
+        self._decoder, self._library = decoder, library
+        self._hooked_module = fallback.model.get_decoder()
+        mixers = [attention.mixer for attention, _ in decoder.layers]
+        rotaries = _rotaries(decoder)
+        self._rotaries = tuple(dict.fromkeys(rotaries))
+        self._extended = {} if extended is None else dict(zip(rotaries, _rotaries(extended), strict=True))
+        layers = describe_layers(decoder, self._rotaries)
         self._fields = (LayerFields * len(layers))(*layers)
-        # Those that store cells, in the order of the cache, and those that keep states.
-        pairs = list(zip(ways, self._fields, strict=True))
-        self._storing = [own for way, own in pairs if isinstance(way, AttentionSpec)]
-        self._recurring = [
-            (way, recurrence_fields(way, own)) for way, own in pairs if not isinstance(way, AttentionSpec)
+        # Layers with KV cells in the order of the cache, and layers with recurrent states.
+        pairs = list(zip(mixers, self._fields, strict=True))
+        self._cached = [own for mixer, own in pairs if isinstance(mixer, AttentionSpec)]
+        self._recurrent = [
+            (mixer, recurrence_fields(mixer, own)) for mixer, own in pairs if not isinstance(mixer, AttentionSpec)
         ]
         self._head = describe_linear(decoder.output_head.head)
-        self._common = self._describe_common(decoder, rounds)
-        # Of the cache that was read last: its groups and the first layer of each, and for each way to turn the angles
-        # of all positions. Those take less than a hundredth of what the cells of as many tokens do.
-        self._settled: tuple[AttentionGroup, ...] | None = None
-        self._firsts: list[int] = []
-        self._cells = (CellsFields * 0)()
+        self._step = self._describe_step(decoder, rounds_to_bfloat16)
+        # Of the cache of the last forward: its groups, the first layer of each, and the rotary tables. These take less
+        # than 1 % of the memory of as many cells.
+        self._bound: tuple[AttentionGroup, ...] | None = None
+        self._group_layers: list[int] = []
+        self._cell_groups = (CellGroupFields * 0)()
         self._angles: list[tuple[Tensor, Tensor]] = []
-        self._places = array("q")
-        # The segments of steps of so many spans, by groups.
+        self._rotary_rows = array("q")
+        # Segment tables by group, of steps with `_spans` spans.
         self._spans = 0
         self._tables: list[array[int]] = []
-        # Where logits go that nobody but `tell` sees, and what draws from them.
-        self._unseen = self._output(0, 0)
-        self._drawing = self._drawn(self._unseen)
+        # Logits of `run_and_sample`, and the sampling call that reads them.
+        self._buffers = self._allocate(0, 0)
+        self._sampling = self._sampling_call(self._buffers)
+
+    def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
+        """Whether the native step computes a forward: causal, without hooks on the modules, in a known KV dtype."""
+        if any(encoder_masks) or any([span.bidirectional for span in forward.spans]):
+            return False
+        # Hooks on the decoder (of an MTP head, which reads its output) are not called by the native step.
+        return not self._hooked_module._forward_hooks and self._reads_kv(forward)
 
     def run(
         self,
@@ -126,12 +131,12 @@ class NativeRunner(PackedRunner):
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> Tensor:
-        """Logits [wanted, vocabulary] after an open forward's rows, see Runner."""
+        """See ModelRunner."""
         if not self.supports(forward, encoder_masks):
-            return super().run(forward, tokens, logit_rows, encoder_masks)
-        output = self._output(len(logit_rows), len(logit_rows))
-        self._take(forward, tokens, logit_rows, (), output)
-        return self._bounded(output.logits)
+            return self.fallback.run(forward, tokens, logit_rows, encoder_masks)
+        output = self._allocate(len(logit_rows), len(logit_rows))
+        self._run_step(forward, tokens, logit_rows, (), output)
+        return self._scale_and_cap(output.logits)
 
     def run_with_hidden_states(
         self,
@@ -141,12 +146,12 @@ class NativeRunner(PackedRunner):
         hidden_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
+        """See ModelRunner."""
         if not self.supports(forward, encoder_masks):
-            return super().run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, encoder_masks)
-        output = self._output(len(logit_rows), len(logit_rows) + len(hidden_rows))
-        self._take(forward, tokens, logit_rows, hidden_rows, output)
-        return self._bounded(output.logits), output.states[len(logit_rows) :]
+            return self.fallback.run_with_hidden_states(forward, tokens, logit_rows, hidden_rows, encoder_masks)
+        output = self._allocate(len(logit_rows), len(logit_rows) + len(hidden_rows))
+        self._run_step(forward, tokens, logit_rows, hidden_rows, output)
+        return self._scale_and_cap(output.logits), output.hidden_states[len(logit_rows) :]
 
     def run_and_sample(
         self,
@@ -154,208 +159,189 @@ class NativeRunner(PackedRunner):
         tokens: Sequence[int],
         logit_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None],
-        draws: Sequence[SamplingContext],
+        contexts: Sequence[SamplingContext],
     ) -> list[int | None]:
-        """As `sample` after `run`, without a tensor that torch makes: behind a step its code is in no cache of the
-        processor any more, so the first of them takes it 60 microseconds.
+        """See ModelRunner.
+
+        No torch operation follows the step: caches are cold after it, and the first operation takes 60 microseconds.
         """
-        if not (self.supports(forward, encoder_masks) and all(map(is_native_draw, draws))):
-            return super().run_and_sample(forward, tokens, logit_rows, encoder_masks, draws)
-        if self._unseen.rows < len(logit_rows):
-            # What was never written is no memory yet, and what is new becomes it page by page, in the midst of a step.
-            room = 1 << (len(logit_rows) - 1).bit_length()
-            self._unseen = self._output(room, room)
-            self._drawing = self._drawn(self._unseen)
-        # What can be done before the step is: behind it every line of Python comes from memory again.
-        self._drawing.describe(draws)
-        self._take(forward, tokens, logit_rows, (), self._unseen)
+        if not (self.supports(forward, encoder_masks) and all(map(is_native, contexts))):
+            return super().run_and_sample(forward, tokens, logit_rows, encoder_masks, contexts)
+        if self._buffers.rows < len(logit_rows):
+            # Kept from step to step: new memory has a page fault for each page during the step.
+            rows = 1 << (len(logit_rows) - 1).bit_length()
+            self._buffers = self._allocate(rows, rows)
+            self._sampling = self._sampling_call(self._buffers)
+        # Before the step, because caches are cold after it.
+        self._sampling.prepare(contexts)
+        self._run_step(forward, tokens, logit_rows, (), self._buffers)
         if not self._decoder.output_head.is_linear:
-            self._bounded(self._unseen.logits[: len(logit_rows)])
-        self._library.sample(self._drawing.fields)
-        return self._drawing.tokens
+            self._scale_and_cap(self._buffers.logits[: len(logit_rows)])
+        self._library.sample(self._sampling.fields)
+        return self._sampling.tokens
 
-    def sample(self, logits: Tensor, draws: Sequence[SamplingContext]) -> list[int | None]:
-        """What `emit` says, in one native call where that knows how. A row is drawn alike whatever is beside it."""
-        known = [
-            row
-            for row, draw in enumerate(draws)
-            if is_native_draw(draw) or (has_native_filters(draw) and not draw.greedy)
-        ]
-        if all(map(is_native_draw, draws)):
-            return self._choose(logits, draws)
-        said: list[int | None] = [None] * len(draws)
-        for row in set(range(len(draws))).difference(known):
-            (said[row],) = sample_tokens(logits[row : row + 1], [draws[row]])
-        if known:
-            shaped = torch.stack([modified_logits(at_least_float32(logits[row]), draws[row]) for row in known])
-            for row, token in zip(known, self._choose(shaped, [draws[row] for row in known]), strict=True):
-                said[row] = token
-        return said
-
-    def _choose(self, logits: Tensor, draws: Sequence[SamplingContext]) -> list[int | None]:
-        whole = at_least_float32(logits).contiguous()
-        drawing = SamplingCall(len(draws), whole.data_ptr(), whole.shape[1])
-        drawing.describe(draws)
-        self._library.sample(drawing.fields)
-        return drawing.tokens
-
-    def run_draft_loop(self, forward: Forward, links: Sequence[DraftLoopInput], choices: int) -> list[list[int]]:
-        """What each link says, from the first so many tokens: fewer than asked for where logits are not finite.
-
-        forward  open, with a span of `rows` for each link; whether it runs here can be asked of `chains`
-        """
-        assert self.supports_draft_loop(forward), "whether it runs here was not asked"
-        deepest = max(link.count for link in links)
-        said = array("q", bytes(8 * len(links) * deepest))
-        tokens = array("q", [token for link in links for token in link.tokens])
-        table, step = draw_spec_table(links), self._describe(forward)
-        self._library.run_draft_loop(describe_draft_loop(self._decoder, step, table, tokens, choices, said))
-        rows = [said[at * deepest : (at + 1) * deepest] for at in range(len(links))]
-        return [[token for token in own if token >= 0] for own in rows]
+    def make_invariant(self, product: RowInvariantProduct) -> None:
+        """The native step is row-invariant; this makes the fallback so, see ModelRunner."""
+        self.fallback.make_invariant(product)
 
     def supports_draft_loop(self, forward: Forward) -> bool:
-        """Whether `say` computes this: what it takes back are cells, not states."""
-        return not self._recurring and self.supports(forward)
+        """Whether `run_draft_loop` computes a forward: recurrent states could not be rewound to rejected drafts."""
+        return not self._recurrent and self.supports(forward)
 
-    def supports(self, forward: Forward, sights: Sequence[EncoderMask | None] = ()) -> bool:
-        """Whether the step computes this: nothing is looked at but earlier tokens, and nobody watches the modules."""
-        looks = any(sights) or any([span.bidirectional for span in forward.spans])
-        # What is hooked into the model's own modules, such as a draft head's ear, hears nothing of a native step.
-        return not looks and not self._watched._forward_hooks and self._reads(forward)
+    def run_draft_loop(self, forward: Forward, inputs: Sequence[DraftLoopInput], vocabulary: int) -> list[list[int]]:
+        """The sampled tokens of each input; fewer than its count from logits on that are not finite.
 
-    def _reads(self, forward: Forward) -> bool:
-        """Whether it reads cells as these are stored."""
-        if forward.groups is self._settled:
+        forward     open, with a span of `batch_tokens` for each input; `supports_draft_loop` holds
+        vocabulary  only the first `vocabulary` tokens are sampled
+        """
+        assert self.supports_draft_loop(forward), "not checked by the caller"
+        max_count = max(own.count for own in inputs)
+        sampled = array("q", bytes(8 * len(inputs) * max_count))
+        tokens = array("q", [token for own in inputs for token in own.tokens])
+        contexts, step = context_table(inputs), self._describe(forward)
+        self._library.run_draft_loop(describe_draft_loop(self._decoder, step, contexts, tokens, vocabulary, sampled))
+        rows = [sampled[at * max_count : (at + 1) * max_count] for at in range(len(inputs))]
+        return [[token for token in row if token >= 0] for row in rows]
+
+    def _reads_kv(self, forward: Forward) -> bool:
+        """Whether the step reads keys and values in their dtype."""
+        if forward.groups is self._bound:
             return True
-        return not self._storing or all(map(kernel_buffer, forward.layer_kv(0)))
+        return not self._cached or all(map(kernel_buffer, forward.layer_kv(0)))
 
-    def _describe_common(self, decoder: DecoderSpec, rounds: bool) -> StepFields:
-        """What all steps have in common; each fills in the rest."""
+    def _describe_step(self, decoder: DecoderSpec, rounds_to_bfloat16: bool) -> StepFields:
+        """The fields that are the same in all steps."""
         return StepFields(
             width=decoder.embedding.shape[1],
             embedding=describe_embedding(decoder),
             layers=self._fields,
             layer_count=len(self._fields),
-            last=describe_norm(decoder.output_head.norm),
+            final_norm=describe_norm(decoder.output_head.norm),
             head=self._head,
-            rounds=rounds,
+            rounds_to_bfloat16=rounds_to_bfloat16,
         )
 
-    def _output(self, wanted: int, kept: int) -> _OutputBuffers:
-        return _OutputBuffers.allocate(wanted, kept, self._head.outputs, self._common.width)
+    def _allocate(self, logit_rows: int, output_rows: int) -> _OutputBuffers:
+        return _OutputBuffers.allocate(logit_rows, output_rows, self._head.outputs, self._step.width)
 
-    def _drawn(self, output: _OutputBuffers) -> SamplingCall:
+    def _sampling_call(self, output: _OutputBuffers) -> SamplingCall:
         return SamplingCall(output.rows, output.logits_address, self._head.outputs)
 
-    def _take(
+    def _run_step(
         self,
         forward: Forward,
         tokens: Sequence[int],
-        wanted: Sequence[int],
-        pooled: Sequence[int],
+        logit_rows: Sequence[int],
+        hidden_rows: Sequence[int],
         output: _OutputBuffers,
     ) -> None:
-        """Compute the step, with the logits of the rows `wanted`, and the states of these and behind them `pooled`."""
-        # Whatever the step reads by its address must live until it is over.
-        read, kept, step = array("q", tokens), array("q", (*wanted, *pooled)), self._describe(forward)
-        step.tokens, step.kept = address(read), address(kept)
-        step.kept_count, step.wanted_count = len(kept), len(wanted)
-        step.kept_states, step.logits = output.states_address, output.logits_address
-        states = self._open(forward, step) if self._recurring else None
+        """Compute the logits of `logit_rows`, and the hidden states of these rows and after them of `hidden_rows`."""
+        # The arrays must live until the step is over, which reads them by address.
+        token_array, output_rows, step = (
+            array("q", tokens),
+            array("q", (*logit_rows, *hidden_rows)),
+            self._describe(forward),
+        )
+        step.tokens, step.output_rows = address(token_array), address(output_rows)
+        step.output_count, step.logit_count = len(output_rows), len(logit_rows)
+        step.hidden_states, step.logits = output.hidden_states_address, output.logits_address
+        states = self._bind_states(forward, step) if self._recurrent else None
         self._library.run_step(step)
         if states is not None:
             states.commit()
 
-    def _open(self, forward: Forward, step: StepFields) -> RecurrentStates:
-        """Let the layers that keep states name those of a forward."""
+    def _bind_states(self, forward: Forward, step: StepFields) -> RecurrentStates:
+        """Set the addresses of the recurrent states of a forward."""
         states = RecurrentStates(forward)
-        for way, fields in self._recurring:
-            states.bind(way, fields)
-        step.pieces, step.piece_count = states.fields, len(states.fields)
+        for recurrence, fields in self._recurrent:
+            states.bind(recurrence, fields)
+        step.state_ranges, step.state_range_count = states.fields, len(states.fields)
         return states
 
-    def _bounded(self, logits: Tensor) -> Tensor:
-        """Logits of what the head makes, which is overwritten."""
+    def _scale_and_cap(self, logits: Tensor) -> Tensor:
+        """Logits from the outputs of the head, in place."""
         scale, cap = self._decoder.output_head.scale, self._decoder.output_head.softcap
         scaled = logits if scale == 1.0 else logits.mul_(scale)
         return scaled if cap == 0.0 else scaled.div_(cap).tanh_().mul_(cap)
 
     def _describe(self, forward: Forward) -> StepFields:
-        """The step but for what its rows are and who asks for them, of an open forward that `supports` has seen."""
-        # The planes of a cache stay where they are.
-        if forward.groups is not self._settled:
-            self._settle(forward)
+        """The step of a supported forward, but for its tokens and outputs."""
+        # The KV buffers of a cache never move.
+        if forward.groups is not self._bound:
+            self._bind_cache(forward)
         if len(forward.spans) != self._spans:
-            self._lay_tables(forward)
-        for at, table in zip(self._firsts, self._tables, strict=True):
+            self._allocate_tables(forward)
+        for at, table in zip(self._group_layers, self._tables, strict=True):
             write_segments(table, forward.segments(at))
-        step = self._common
-        step.angles = self._place_angles(forward)
+        step = self._step
+        step.rotary_rows = self._write_rotary_rows(forward)
         step.rows, step.threads = forward.batch_tokens, torch.get_num_threads()
         return step
 
-    def _lay_tables(self, forward: Forward) -> None:
-        """Let all steps of as many spans have their segments at one place."""
+    def _allocate_tables(self, forward: Forward) -> None:
+        """Segment tables for the span count of a forward."""
         self._spans = len(forward.spans)
-        self._tables = [segment_table(forward.segments(at)) for at in self._firsts]
-        for cells, table in zip(self._cells, self._tables, strict=True):
-            cells.segments, cells.count = address(table), self._spans
+        self._tables = [segment_table(forward.segments(at)) for at in self._group_layers]
+        for group, table in zip(self._cell_groups, self._tables, strict=True):
+            group.segments, group.count = address(table), self._spans
 
-    def _settle(self, forward: Forward) -> None:
-        """Let all layers name the planes of a cache, and the cells that they share with others."""
-        shared: dict[int, int] = {}
-        self._firsts = []
-        for at, fields in enumerate(self._storing):
-            self._place(forward, at)
+    def _bind_cache(self, forward: Forward) -> None:
+        """Set the KV buffers and cell groups of all layers, and compute the rotary tables."""
+        groups: dict[int, int] = {}
+        self._group_layers = []
+        for at, fields in enumerate(self._cached):
+            self._bind_layer(forward, at)
             segments = id(forward.segments(at))
-            if segments not in shared:
-                shared[segments] = len(shared)
-                self._firsts.append(at)
-            fields.cells = shared[segments]
-        self._cells = (CellsFields * len(self._firsts))(*[_cells(forward, at) for at in self._firsts])
+            if segments not in groups:
+                groups[segments] = len(groups)
+                self._group_layers.append(at)
+            fields.cell_group = groups[segments]
+        cell_groups = [_cell_group(forward, at) for at in self._group_layers]
+        self._cell_groups = (CellGroupFields * len(cell_groups))(*cell_groups)
         self._spans = 0
-        self._common.cells, self._common.cells_count = self._cells, len(self._firsts)
+        self._step.cell_groups, self._step.cell_group_count = self._cell_groups, len(cell_groups)
         positions = torch.arange(forward.capacity)
-        self._angles = [self._angles_of(turn, positions) for turn in self._turns]
-        self._common.turns = (RotaryFields * len(self._turns))(*map(describe_rotary, self._turns, self._angles))
-        self._settled = forward.groups
+        self._angles = [self._angles_of(rotary, positions) for rotary in self._rotaries]
+        tables = map(describe_rotary, self._rotaries, self._angles)
+        self._step.rotaries = (RotaryFields * len(self._rotaries))(*tables)
+        self._bound = forward.groups
 
-    def _angles_of(self, turn: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-        extended = self._extended.get(turn)
+    def _angles_of(self, rotary: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+        extended = self._extended.get(rotary)
         if self.switch is None or extended is None:
-            return rotary_angles(turn, positions)
-        return switched_rotary_angles(turn, extended, positions, self.switch.original_length)
+            return rotary_angles(rotary, positions)
+        return switched_rotary_angles(rotary, extended, positions, self.switch.original_length)
 
-    def _place_angles(self, forward: Forward) -> int | None:
-        """The address of the rows' places in the tables of angles; None where these are their positions."""
+    def _write_rotary_rows(self, forward: Forward) -> int | None:
+        """The address of the rows of the batch tokens in the rotary tables; None: their positions."""
         if self.switch is None or not any([span.long_factors for span in forward.spans]):
             return None
         starts = [(span.start + forward.capacity * span.long_factors, span.length) for span in forward.spans]
-        self._places = array("q", [at for start, length in starts for at in range(start, start + length)])
-        return address(self._places)
+        self._rotary_rows = array("q", [at for start, length in starts for at in range(start, start + length)])
+        return address(self._rotary_rows)
 
-    def _place(self, forward: Forward, at: int) -> None:
-        """Let a layer's fields name its planes."""
-        keys, values = map(_stored, forward.layer_kv(at))
-        fields, reach = self._storing[at], forward.attention_range(at)
-        fields.key_plane, fields.value_plane = kv_buffer_fields(keys), kv_buffer_fields(values)
-        fields.reach, fields.reach_size = REACHES[reach.kind], reach.size
-        self._common.format = FORMATS[keys.numbers.dtype]
-
-
-def _turns(decoder: DecoderSpec) -> list[RotarySpec]:
-    """How the layers that store cells turn, in order."""
-    ways = (attention.mixer for attention, _ in decoder.layers)
-    return [way.rotary for way in ways if isinstance(way, AttentionSpec)]
+    def _bind_layer(self, forward: Forward, at: int) -> None:
+        """Set the KV buffers of a layer."""
+        keys, values = map(_kernel_buffer, forward.layer_kv(at))
+        fields, attention_range = self._cached[at], forward.attention_range(at)
+        fields.key_buffer, fields.value_buffer = kv_buffer_fields(keys), kv_buffer_fields(values)
+        fields.attention_range = ATTENTION_RANGES[attention_range.kind]
+        fields.attention_range_size = attention_range.size
+        self._step.format = FORMATS[keys.numbers.dtype]
 
 
-def _cells(forward: Forward, at: int) -> CellsFields:
-    """The cells of a layer's group, with no rows yet."""
-    return CellsFields(cells=_stored(forward.layer_kv(at)[0]).numbers.shape[1])
+def _rotaries(decoder: DecoderSpec) -> list[RotarySpec]:
+    """The rotary embeddings of the layers with KV cells, in order."""
+    mixers = (attention.mixer for attention, _ in decoder.layers)
+    return [mixer.rotary for mixer in mixers if isinstance(mixer, AttentionSpec)]
 
 
-def _stored(stored: LayerKV) -> KernelBuffer:
-    """The keys or values of a layer, in a format that `_reads` has seen."""
-    rows = kernel_buffer(stored)
-    assert rows is not None, "a format that the step does not read"
-    return rows
+def _cell_group(forward: Forward, at: int) -> CellGroupFields:
+    """The cell group of a layer, without segments."""
+    return CellGroupFields(cells=_kernel_buffer(forward.layer_kv(at)[0]).numbers.shape[1])
+
+
+def _kernel_buffer(layer: LayerKV) -> KernelBuffer:
+    buffer = kernel_buffer(layer)
+    assert buffer is not None, "not checked by `supports`"
+    return buffer

@@ -1,4 +1,4 @@
-"""Tokens drawn from rows of logits in one native call, that can be described before the logits are computed."""
+"""Sampling in one native call (engine/kernels/cpu/sampling.h), with the tokens of engine/sample/sampler.py."""
 
 from __future__ import annotations
 
@@ -6,32 +6,85 @@ from array import array
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from engine.kernels.cpu.attention import address
-from engine.native.draft_loop import write_draw_spec
-from engine.native.step_library import DRAW_SPEC, SamplingFields
-from engine.sample.sampler import SamplingContext
+from engine.native.step_library import SAMPLING_CONTEXT, SamplingFields, StepLibrary
+from engine.sample.logprobs import at_least_float32
+from engine.sample.sampler import SamplingContext, modified_logits, sample_tokens
+
+
+class NativeSampler:
+    """Implements Sampler. A row of logits gets the same token in any batch."""
+
+    def __init__(self, library: StepLibrary) -> None:
+        self._library = library
+
+    def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        """As `sample_tokens`; contexts with other filters than the library's are sampled by torch."""
+        if all(map(is_native, contexts)):
+            return self._sample(logits, contexts)
+        native = [
+            row
+            for row, context in enumerate(contexts)
+            if is_native(context) or (has_native_filters(context) and not context.greedy)
+        ]
+        tokens: list[int | None] = [None] * len(contexts)
+        for row in set(range(len(contexts))).difference(native):
+            (tokens[row],) = sample_tokens(logits[row : row + 1], [contexts[row]])
+        if native:
+            modified = torch.stack([modified_logits(at_least_float32(logits[row]), contexts[row]) for row in native])
+            for row, token in zip(native, self._sample(modified, [contexts[row] for row in native]), strict=True):
+                tokens[row] = token
+        return tokens
+
+    def _sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        float_logits = at_least_float32(logits).contiguous()
+        call = SamplingCall(len(contexts), float_logits.data_ptr(), float_logits.shape[1])
+        call.prepare(contexts)
+        self._library.sample(call.fields)
+        return call.tokens
 
 
 class SamplingCall:
-    """One token a row of logits that lie at one place, as often as they are written anew.
+    """A call of the library for logits at a fixed address, to be used any number of times.
 
-    fields  for the library, which writes `tokens`; they must not outlive this
+    fields  for the library, which writes `tokens`; valid as long as this object
     """
 
-    def __init__(self, rows: int, logits: int, outputs: int) -> None:
-        """Of so many rows at most, side by side at the address `logits`, in float32, each of so many tokens."""
-        self._links, self._said = array("q", bytes(DRAW_SPEC.size * rows)), array("q", bytes(8 * rows))
-        links, said = address(self._links), address(self._said)
-        self.fields = SamplingFields(links, rows, logits, outputs, said, torch.get_num_threads())
+    def __init__(self, rows: int, logits: int, vocabulary: int) -> None:
+        """`logits` is the address of float32 logits [rows, vocabulary]."""
+        self._contexts = array("q", bytes(SAMPLING_CONTEXT.size * rows))
+        self._sampled = array("q", bytes(8 * rows))
+        contexts, sampled = address(self._contexts), address(self._sampled)
+        self.fields = SamplingFields(contexts, rows, logits, vocabulary, sampled, torch.get_num_threads())
 
-    def describe(self, draws: Sequence[SamplingContext]) -> None:
-        """Of the rows to come as many are drawn from as there are draws, as `emit` does; `chains` holds of each."""
-        self.fields.rows = len(draws)
-        for row, draw in enumerate(draws):
-            write_draw_spec(self._links, row, draw, 0, 0)
+    def prepare(self, contexts: Sequence[SamplingContext]) -> None:
+        """Set the contexts of the first len(contexts) rows; `is_native` holds for each."""
+        self.fields.rows = len(contexts)
+        for row, context in enumerate(contexts):
+            write_context(self._contexts, row, context)
 
     @property
     def tokens(self) -> list[int | None]:
-        """What was drawn; None where a row has no finite maximum."""
-        return [None if token < 0 else token for token in self._said[: self.fields.rows]]
+        """The sampled tokens; None where a row has no finite maximum."""
+        return [None if token < 0 else token for token in self._sampled[: self.fields.rows]]
+
+
+def is_native(context: SamplingContext) -> bool:
+    """Whether the library samples from unmodified logits: no bias, penalties or constraints, and native filters."""
+    return not context.modifies_logits and (context.greedy or has_native_filters(context))
+
+
+def has_native_filters(context: SamplingContext) -> bool:
+    """Whether the library has all filters of a context: top-k, top-p and min-p."""
+    params = context.params
+    return params.typical_p == 1.0 and params.top_n_sigma == 0.0 and params.xtc is None
+
+
+def write_context(table: array[int], at: int, context: SamplingContext, *, length: int = 0, count: int = 0) -> None:
+    """Pack entry `at` of a table of SamplingContext (step.h); `length` and `count` are those of a draft loop."""
+    params, temperature = context.params, 0.0 if context.greedy else context.params.temperature
+    seed, position = context.seed & 2**64 - 1, context.position
+    filters = (temperature, params.top_k, params.top_p, params.min_p)
+    SAMPLING_CONTEXT.pack_into(table, at * SAMPLING_CONTEXT.size, length, count, seed, position, *filters)

@@ -1,21 +1,21 @@
-"""The native step's library, and its structures: those of engine/kernels/cpu/step.h, field by field."""
+"""The library of the native step: mirrors of the structures of engine/kernels/cpu/step.h, and its functions."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import TypeAlias
 
-from engine.kernels.cpu.attention import KVBufferFields
+from engine.kernels.cpu.attention import KVBufferFields, SegmentFields
+from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
 
 MAX_PROJECTIONS = 6
 _NO_MEMORY, _BAD_CELL, _BAD_TOKEN = 1, 2, 3
 
 
 class LinearFields(Structure):
-    """A matrix."""
+    """`Linear` of step.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "scales", "bias")),
@@ -24,7 +24,7 @@ class LinearFields(Structure):
 
 
 class NormFields(Structure):
-    """A norm."""
+    """`Norm` of step.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("weight", "bias")),
@@ -34,19 +34,19 @@ class NormFields(Structure):
 
 
 class HeadsFields(Structure):
-    """Where heads lie."""
+    """`Heads` of step.h."""
 
     _fields_ = [(name, c_int64) for name in ("matrix", "offset", "stride", "count", "width")]
 
 
 class EmbeddingFields(Structure):
-    """What rows begin as."""
+    """`Embedding` of step.h."""
 
     _fields_ = [("table", c_void_p), *((name, c_int64) for name in ("kind", "count")), ("scale", c_float)]
 
 
 class RotaryFields(Structure):
-    """The angles of all positions."""
+    """`Rotary` of step.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("cosine", "sine")),
@@ -54,119 +54,123 @@ class RotaryFields(Structure):
     ]
 
 
-class CellsFields(Structure):
-    """The cells of the rows; `segments` is a segment_table (kernels/cpu/native.py)."""
+class CellGroupFields(Structure):
+    """`CellGroup` of step.h; `segments` is a table of engine.kernels.cpu.attention.segment_table."""
 
     _fields_ = [("segments", c_void_p), ("count", c_int64), ("cells", c_int64)]
 
 
 class ExpertsFields(Structure):
-    """A layer's experts."""
+    """`Experts` of step.h."""
 
     _fields_ = [
         ("router", LinearFields),
-        ("correction", c_void_p),
-        *((name, c_int64) for name in ("scoring", "chosen", "renormalised")),
-        ("factor", c_float),
+        ("score_correction", c_void_p),
+        *((name, c_int64) for name in ("scoring", "top_k", "normalised")),
+        ("scaling_factor", c_float),
         *((name, POINTER(LinearFields)) for name in ("inner", "down")),
-        *((name, c_int64) for name in ("activation", "alternating")),
+        *((name, c_int64) for name in ("activation", "interleaved")),
         *((name, c_float) for name in ("limit", "slope", "shift")),
-        ("share", LinearFields),
+        ("shared_gate", LinearFields),
     ]
 
 
-class PieceFields(Structure):
-    """Rows of one sequence, behind which its states are told."""
+class StateRangeFields(Structure):
+    """`StateRange` of step.h."""
 
     _fields_ = [(name, c_int64) for name in ("row", "rows", "span")]
 
 
 class ColumnRangeFields(Structure):
-    """Columns that go to other places."""
+    """`ColumnRange` of step.h."""
 
-    _fields_ = [(name, c_int64) for name in ("matrix", "offset", "first", "count")]
+    _fields_ = [(name, c_int64) for name in ("matrix", "offset", "target", "count")]
 
 
 class ConvolutionFields(Structure):
-    """A convolution; the addresses of states are those of one step."""
+    """`Convolution` of step.h; `states_before` and `states_after` are set for each step."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("weights", "bias")),
         *((name, c_int64) for name in ("kernel", "channels")),
-        *((name, POINTER(c_void_p)) for name in ("before", "after")),
+        *((name, POINTER(c_void_p)) for name in ("states_before", "states_after")),
     ]
 
 
 class DeltaRuleFields(Structure):
-    """A layer's linear attention; see ConvolutionFields."""
+    """`DeltaRule` of step.h."""
 
     _fields_ = [
-        ("runs", POINTER(ColumnRangeFields)),
-        ("run_count", c_int64),
+        ("ranges", POINTER(ColumnRangeFields)),
+        ("range_count", c_int64),
         ("convolution", ConvolutionFields),
         *((name, c_int64) for name in ("key_heads", "value_heads", "key_width", "value_width")),
-        *((name, c_void_p) for name in ("speed", "shift")),
-        ("most", c_float),
-        ("norm", NormFields),
-        *((name, POINTER(c_void_p)) for name in ("before", "after")),
+        *((name, c_void_p) for name in ("decay_scale", "dt_bias")),
+        ("max_beta", c_float),
+        ("head_norm", NormFields),
+        *((name, POINTER(c_void_p)) for name in ("states_before", "states_after")),
     ]
 
 
 class StateSpaceFields(Structure):
-    """A layer's state space; see ConvolutionFields."""
+    """`StateSpace` of step.h."""
 
     _fields_ = [
-        ("runs", POINTER(ColumnRangeFields)),
-        ("run_count", c_int64),
+        ("ranges", POINTER(ColumnRangeFields)),
+        ("range_count", c_int64),
         ("convolution", ConvolutionFields),
         *((name, c_int64) for name in ("heads", "groups", "value_width", "key_width")),
-        *((name, c_void_p) for name in ("speed", "shift", "direct")),
-        *((name, c_float) for name in ("slowest", "fastest")),
-        ("norm", NormFields),
-        *((name, POINTER(c_void_p)) for name in ("before", "after")),
+        *((name, c_void_p) for name in ("decay_scale", "dt_bias", "skip")),
+        *((name, c_float) for name in ("min_dt", "max_dt")),
+        ("group_norm", NormFields),
+        *((name, POINTER(c_void_p)) for name in ("states_before", "states_after")),
     ]
 
 
 class GatedConvolutionFields(Structure):
-    """A convolution between two products."""
+    """`GatedConvolution` of step.h."""
 
-    _fields_ = [("runs", POINTER(ColumnRangeFields)), ("run_count", c_int64), ("convolution", ConvolutionFields)]
+    _fields_ = [
+        ("ranges", POINTER(ColumnRangeFields)),
+        ("range_count", c_int64),
+        ("convolution", ConvolutionFields),
+    ]
 
 
 RecurrenceFields: TypeAlias = DeltaRuleFields | StateSpaceFields | GatedConvolutionFields
 
 
 class LayerFields(Structure):
-    """A layer."""
+    """`Layer` of step.h."""
 
     _fields_ = [
-        *((name, NormFields) for name in ("before_attention", "of_queries", "of_keys", "after_attention")),
-        *((name, NormFields) for name in ("before_mlp", "after_mlp")),
+        *((name, NormFields) for name in ("attention_norm", "query_norm", "key_norm", "post_attention_norm")),
+        *((name, NormFields) for name in ("mlp_norm", "post_mlp_norm")),
         ("projections", LinearFields * MAX_PROJECTIONS),
         ("output", LinearFields),
         ("inner", LinearFields * 2),
         ("down", LinearFields),
         *((name, c_int64) for name in ("projection_count", "inner_count")),
         *((name, HeadsFields) for name in ("queries", "keys", "values", "gates")),
-        ("delta", POINTER(DeltaRuleFields)),
-        ("sieve", POINTER(GatedConvolutionFields)),
-        ("space", POINTER(StateSpaceFields)),
-        *((name, c_int64) for name in ("norms_whole", "turns_first")),
+        ("delta_rule", POINTER(DeltaRuleFields)),
+        ("gated_convolution", POINTER(GatedConvolutionFields)),
+        ("state_space", POINTER(StateSpaceFields)),
+        *((name, c_int64) for name in ("norms_all_heads", "rotates_before_norm")),
         *((name, c_int64) for name in ("gate_matrix", "gate_offset", "up_matrix", "up_offset")),
         ("activation", c_int64),
         ("experts", POINTER(ExpertsFields)),
         ("parallel", c_int64),
-        *((name, c_float) for name in ("attention_share", "mlp_share")),
+        *((name, c_float) for name in ("attention_residual_scale", "mlp_residual_scale")),
         ("sinks", c_void_p),
         *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int64) for name in ("turn", "cells")),
-        *((name, KVBufferFields) for name in ("key_plane", "value_plane")),
-        *((name, c_int64) for name in ("reach", "reach_size")),
+        *((name, c_int64) for name in ("rotary", "cell_group")),
+        *((name, KVBufferFields) for name in ("key_buffer", "value_buffer")),
+        *((name, c_int64) for name in ("attention_range", "attention_range_size")),
     ]
 
 
 class StepFields(Structure):
-    """A step."""
+    """`Step` of step.h."""
 
     _fields_ = [
         ("tokens", c_void_p),
@@ -174,81 +178,120 @@ class StepFields(Structure):
         ("embedding", EmbeddingFields),
         ("layers", POINTER(LayerFields)),
         ("layer_count", c_int64),
-        ("turns", POINTER(RotaryFields)),
-        ("angles", c_void_p),
-        ("cells", POINTER(CellsFields)),
-        ("cells_count", c_int64),
-        ("pieces", POINTER(PieceFields)),
-        *((name, c_int64) for name in ("piece_count", "format")),
-        ("last", NormFields),
+        ("rotaries", POINTER(RotaryFields)),
+        ("rotary_rows", c_void_p),
+        ("cell_groups", POINTER(CellGroupFields)),
+        ("cell_group_count", c_int64),
+        ("state_ranges", POINTER(StateRangeFields)),
+        *((name, c_int64) for name in ("state_range_count", "format")),
+        ("final_norm", NormFields),
         ("head", LinearFields),
-        ("kept", c_void_p),
-        *((name, c_int64) for name in ("kept_count", "wanted_count")),
-        *((name, c_void_p) for name in ("kept_states", "logits")),
-        *((name, c_int64) for name in ("rounds", "threads")),
+        ("output_rows", c_void_p),
+        *((name, c_int64) for name in ("output_count", "logit_count")),
+        *((name, c_void_p) for name in ("hidden_states", "logits")),
+        *((name, c_int64) for name in ("rounds_to_bfloat16", "threads")),
     ]
 
 
-# What one sequence reads and says: length, count, seed, position; temperature; top_k; top_p, min_p.
-DRAW_SPEC = struct.Struct("qqQqdqdd")
+class SamplingContextFields(Structure):
+    """`SamplingContext` of step.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("length", "count")),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("temperature", c_double),
+        ("top_k", c_int64),
+        *((name, c_double) for name in ("top_p", "min_p")),
+    ]
+
+
+# Packs the fields of a SamplingContext in order.
+SAMPLING_CONTEXT = struct_of(SamplingContextFields)
 
 
 class DraftLoopFields(Structure):
-    """Steps that follow each other."""
+    """`DraftLoop` of step.h."""
 
     _fields_ = [
         ("step", POINTER(StepFields)),
-        ("links", c_void_p),
-        ("links_count", c_int64),
+        ("contexts", c_void_p),
+        ("sequence_count", c_int64),
         ("tokens", c_void_p),
         *((name, c_float) for name in ("logits_scale", "softcap")),
-        *((name, c_int64) for name in ("choices", "deepest")),
-        ("said", c_void_p),
+        *((name, c_int64) for name in ("vocabulary", "max_count")),
+        ("sampled", c_void_p),
     ]
 
 
 class SamplingFields(Structure):
-    """Rows of logits, and how tokens are drawn behind them."""
+    """`SamplingCall` of step.h."""
 
     _fields_ = [
-        ("links", c_void_p),
+        ("contexts", c_void_p),
         ("rows", c_int64),
         ("logits", c_void_p),
         ("outputs", c_int64),
-        ("said", c_void_p),
+        ("sampled", c_void_p),
         ("threads", c_int64),
     ]
 
 
+# By the names in step.h and attention.h.
+MIRRORS: Mirrors = {
+    "Segment": SegmentFields,
+    "KVBuffer": KVBufferFields,
+    "Linear": LinearFields,
+    "Norm": NormFields,
+    "Heads": HeadsFields,
+    "Embedding": EmbeddingFields,
+    "Rotary": RotaryFields,
+    "CellGroup": CellGroupFields,
+    "Experts": ExpertsFields,
+    "StateRange": StateRangeFields,
+    "ColumnRange": ColumnRangeFields,
+    "Convolution": ConvolutionFields,
+    "DeltaRule": DeltaRuleFields,
+    "StateSpace": StateSpaceFields,
+    "GatedConvolution": GatedConvolutionFields,
+    "Layer": LayerFields,
+    "Step": StepFields,
+    "SamplingContext": SamplingContextFields,
+    "DraftLoop": DraftLoopFields,
+    "SamplingCall": SamplingFields,
+}
+
+
 class StepLibrary:
-    """The step of one library file, which engine/kernels/cpu/build.py provides."""
+    """The functions of one library file, which engine/kernels/cpu/build.py provides."""
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError where it cannot be loaded."""
+        """Raises OSError if the file cannot be loaded, LayoutMismatch (an OSError) if it has other structures."""
         library = ctypes.CDLL(str(file))
-        self._step, self._chain, self._choose = library.cellar_step, library.cellar_chain, library.cellar_choose
+        check_layout(library, MIRRORS)
+        self._step, self._draft_loop = library.cellar_step, library.cellar_draft_loop
+        self._sample = library.cellar_sample
         self._step.argtypes, self._step.restype = [POINTER(StepFields)], c_int64
-        self._chain.argtypes, self._chain.restype = [POINTER(DraftLoopFields)], c_int64
-        self._choose.argtypes, self._choose.restype = [POINTER(SamplingFields)], c_int64
+        self._draft_loop.argtypes, self._draft_loop.restype = [POINTER(DraftLoopFields)], c_int64
+        self._sample.argtypes, self._sample.restype = [POINTER(SamplingFields)], c_int64
 
     def run_step(self, step: StepFields) -> None:
-        """Compute a step. Raises MemoryError, and IndexError for a cell outside the pool or a token that is none."""
+        """Compute a step. Raises MemoryError, IndexError for a cell outside the pool or an unknown token."""
         if outcome := self._step(byref(step)):
             raise _error(outcome)
 
-    def run_draft_loop(self, chain: DraftLoopFields) -> None:
-        """Compute a chain of steps. Raises as `take` does."""
-        if outcome := self._chain(byref(chain)):
+    def run_draft_loop(self, draft_loop: DraftLoopFields) -> None:
+        """Compute the steps of a draft loop. Raises as `run_step` does."""
+        if outcome := self._draft_loop(byref(draft_loop)):
             raise _error(outcome)
 
-    def sample(self, choices: SamplingFields) -> None:
-        """Draw tokens. Raises MemoryError."""
-        if outcome := self._choose(byref(choices)):
+    def sample(self, call: SamplingFields) -> None:
+        """Sample a token for each row of logits. Raises MemoryError."""
+        if outcome := self._sample(byref(call)):
             raise _error(outcome)
 
 
 def _error(outcome: int) -> Exception:
-    """What an outcome other than 0 means."""
     if outcome == _NO_MEMORY:
         return MemoryError("no memory for the rows of a step")
     if outcome == _BAD_CELL:

@@ -1,4 +1,4 @@
-"""Watches a model run a few tokens, none of which sees another: what its linear layers and norms take and make."""
+"""Traces a forward of a few tokens, none of which attends to another: inputs and outputs of its modules."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from engine.quantize import stacks
 from engine.quantize.experts import QuantizedExperts
 from engine.quantize.layers import QuantizedLinear
 
-# The first positions of the tokens; two more are far away, for some models change what they compute there.
+# Positions of the first tokens; two more are far away, where some models compute something else.
 _POSITIONS = (0, 1, 5, 29)
-# How many times as large logits are made: so what bounds them shows.
+# Multiplies the output of the head, so that a softcap changes the logits.
 _LOGIT_GAIN = 32.0
 
 
 @dataclass(frozen=True, slots=True)
 class TracedLinear:
-    """A linear layer was called: rows [rows, columns] and what it made of them [rows, outputs]."""
+    """A call of a linear layer: input [rows, columns], output [rows, outputs]."""
 
     linear: Linear
     input: Tensor
@@ -43,7 +43,7 @@ class TracedLinear:
 
 @dataclass(frozen=True, slots=True)
 class TracedNorm:
-    """A norm was called: rows [rows, width] both."""
+    """A call of a norm: input and output [rows, width]."""
 
     norm: Norm
     input: Tensor
@@ -52,7 +52,7 @@ class TracedNorm:
 
 @dataclass(frozen=True, slots=True)
 class TracedAttention:
-    """A layer attended; every row got its own value, [rows, heads * value_width]."""
+    """An attention call; the output of each row is its own value, [rows, heads * value_width]."""
 
     call: hooks.AttentionCall
     output: Tensor
@@ -60,10 +60,10 @@ class TracedAttention:
 
 @dataclass(frozen=True, slots=True)
 class TracedRouter:
-    """A router was called, which tells weights and numbers of chosen experts [rows, chosen]; see `route`.
+    """A call of a router, which returns weights and numbers of the chosen experts [rows, top_k].
 
-    weight  [experts, columns]
-    extra_inputs  what it was given beside rows
+    weight        [experts, columns]
+    extra_inputs  all inputs but the rows
     """
 
     router: nn.Module
@@ -74,15 +74,15 @@ class TracedRouter:
     experts: Tensor
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What it tells of other rows [rows, columns]."""
+        """Weights and numbers of the experts that the router chooses for other rows [rows, columns]."""
         with torch.inference_mode():
-            _, weights, chosen = self.router(rows, *self.extra_inputs)
-        return weights, chosen
+            _, weights, experts = self.router(rows, *self.extra_inputs)
+        return weights, experts
 
 
 @dataclass(frozen=True, slots=True)
 class TracedExperts:
-    """Experts were called with rows, and the weights of the chosen ones; `experts` tells what they do in between."""
+    """A call of experts with rows, and weights and numbers of the chosen experts [rows, top_k]."""
 
     experts: stacks.Experts
     inner: ExpertMatrices
@@ -98,11 +98,11 @@ Event: TypeAlias = TracedLinear | TracedNorm | TracedAttention | TracedRouter | 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened in one forward.
+    """One forward.
 
-    embeddings  [rows, width] of the tokens, as they lie in the table
-    unsupported_modules     kinds of layers with weights that are no linear ones and no norms
-    logits      after the last linear layer, whose output was made louder
+    embeddings           [rows, width], not scaled
+    unsupported_modules  class names of modules with parameters that are neither linear layers nor norms
+    logits               from the output of the head times _LOGIT_GAIN
     """
 
     positions: Tensor
@@ -112,38 +112,38 @@ class Trace:
     logits: Tensor
 
 
-class _TraceListener:
-    """Hears the calls of attention and of recurrences (hooks.Listener).
+class _TraceBackend:
+    """Records the calls of attention and recurrent operations; implements hooks.AttentionBackend.
 
-    running  the modules that are being called, the innermost last
+    active  the modules that are being called, the innermost last
     """
 
-    def __init__(self, events: list[Event], rows: int, running: Sequence[nn.Module]) -> None:
-        self._events, self._rows, self._running = events, rows, running
+    def __init__(self, events: list[Event], rows: int, active: Sequence[nn.Module]) -> None:
+        self._events, self._rows, self._active = events, rows, active
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
-        """A row that attends to itself alone gets its own value."""
+        """The value of each row: it attends to itself alone."""
         if call.is_cross or call.latent is not None:
-            raise UnsupportedArchitecture("its attention is not that of queries, keys and values")
-        heads = call.query.shape[0] // call.value.shape[0]
-        output = call.value.repeat_interleave(heads, 0).transpose(0, 1).contiguous()
+            raise UnsupportedArchitecture("its attention is not over queries, keys and values of the tokens")
+        group = call.query.shape[0] // call.value.shape[0]
+        output = call.value.repeat_interleave(group, 0).transpose(0, 1).contiguous()
         self._events.append(TracedAttention(call, output.flatten(1)))
         return output
 
     def recur(self, name: Hashable, operation: hooks.RecurrentOperation) -> list[Tensor]:
-        """Every row goes on behind a state of its own."""
-        event, outputs = trace_recurrence(name, operation, self._rows, self._running[-1])
+        """The outputs of each row alone, from a random state."""
+        event, outputs = trace_recurrence(name, operation, self._rows, self._active[-1])
         self._events.append(event)
         return outputs
 
 
 def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
-    """Run a model whose hooks are in place. Raises UnsupportedArchitecture where it does what no decoder of the common shape does.
+    """Run a model with its hooks installed. Raises UnsupportedArchitecture for operations that no decoder has.
 
-    context  positions that the model knows
+    context  the model's maximum context length
     """
     events: list[Event] = []
-    watcher = _ModuleRecorder(events)
+    recorder = _ModuleRecorder(events)
     positions = torch.tensor([at for at in (*_POSITIONS, context // 2, context - 1) if at < context])
     rows = torch.arange(len(positions))
     tokens = rows * (vocabulary // len(rows))
@@ -151,99 +151,100 @@ def trace(model: Any, *, vocabulary: int, context: int) -> Trace:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is None or not isinstance(embedding, nn.Embedding):
             raise UnsupportedArchitecture("its embeddings or its output layer are no tables")
-        stack.callback(head.register_forward_hook(lambda module, taken, made: _LOGIT_GAIN * made).remove)
+        stack.callback(head.register_forward_hook(lambda module, inputs, output: _LOGIT_GAIN * output).remove)
         for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(watcher.enter).remove)
-            stack.callback(module.register_forward_hook(watcher.leave).remove)
+            stack.callback(module.register_forward_pre_hook(recorder.enter).remove)
+            stack.callback(module.register_forward_hook(recorder.leave).remove)
             if module is not embedding:
-                stack.callback(module.register_forward_hook(watcher.record).remove)
-        with hooks.use_backend(_TraceListener(events, len(rows), watcher.running)):
+                stack.callback(module.register_forward_hook(recorder.record).remove)
+        with hooks.use_backend(_TraceBackend(events, len(rows), recorder.active)):
             logits = hooks.forward(model, tokens, positions, rows)
-        return Trace(positions, embedding.weight[tokens].float(), tuple(events), tuple(watcher.unknown), logits)
+        unsupported = tuple(recorder.unsupported_modules)
+        return Trace(positions, embedding.weight[tokens].float(), tuple(events), unsupported, logits)
 
 
 class _ModuleRecorder:
-    """Notes the calls of a model's innermost modules.
+    """Records the calls of a model's innermost modules, by forward hooks.
 
-    running  those that are being called, the innermost last
+    active  the modules that are being called, the innermost last
     """
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
-        self._asking = False
-        self.unknown: list[str] = []
-        self.running: list[nn.Module] = []
+        self._is_probing = False
+        self.unsupported_modules: list[str] = []
+        self.active: list[nn.Module] = []
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """A forward pre-hook."""
-        self.running.append(module)
+        self.active.append(module)
 
-    def leave(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A forward hook."""
-        self.running.pop()
+        self.active.pop()
 
-    def record(self, module: nn.Module, inputs: tuple[Any, ...], made: Any) -> None:
-        """A forward hook. Whatever else a model does shows in what follows."""
-        if self._asking or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
+    def record(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A forward hook. Operations between the recorded modules show in the inputs of the next ones."""
+        if self._is_probing or not inputs or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
             return
-        # Copies, for some models go on in the same memory.
-        taken = inputs[0].flatten(0, -2).clone()
-        if isinstance(made, tuple):
-            self._note_router(module, inputs, taken, made)
-        elif isinstance(made, Tensor) and len(inputs) == 3:
-            self._note_experts(module, inputs, taken, made)
-        elif isinstance(made, Tensor) and len(inputs) == 2:
-            self._note_gated_norm(module, inputs, taken, made)
-        elif isinstance(made, Tensor) and len(inputs) == 1:
-            self._note_plain(module, taken, made.flatten(0, -2).clone())
+        # Copies, because some models overwrite the memory.
+        rows = inputs[0].flatten(0, -2).clone()
+        if isinstance(output, tuple):
+            self._record_router(module, inputs, rows, output)
+        elif isinstance(output, Tensor) and len(inputs) == 3:
+            self._record_experts(module, inputs, rows, output)
+        elif isinstance(output, Tensor) and len(inputs) == 2:
+            self._record_gated_norm(module, inputs, rows, output)
+        elif isinstance(output, Tensor) and len(inputs) == 1:
+            self._record_linear_or_norm(module, rows, output.flatten(0, -2).clone())
 
-    def _note_router(self, module: nn.Module, inputs: tuple[Any, ...], taken: Tensor, made: tuple[Any, ...]) -> None:
+    def _record_router(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: tuple[Any, ...]) -> None:
         weight = getattr(module, "weight", None)
-        told = len(made) == 3 and all(isinstance(one, Tensor) and len(one) == len(taken) for one in made)
-        if told and isinstance(weight, Tensor) and weight.dim() == 2:
-            self._events.append(TracedRouter(module, weight, taken, inputs[1:], made[1].float(), made[2]))
+        by_row = len(output) == 3 and all(isinstance(one, Tensor) and len(one) == len(rows) for one in output)
+        if by_row and isinstance(weight, Tensor) and weight.dim() == 2:
+            self._events.append(TracedRouter(module, weight, rows, inputs[1:], output[1].float(), output[2]))
 
-    def _note_experts(self, module: nn.Module, inputs: tuple[Any, ...], taken: Tensor, made: Tensor) -> None:
+    def _record_experts(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
         experts = module.experts if isinstance(module, QuantizedExperts) else stacks.experts_of(module)
         if experts is None or experts.has_norm or not isinstance(inputs[2], Tensor):
             return
-        own = module if isinstance(module, QuantizedExperts) else None
-        inner = _stack(experts.up, None if own is None else own.up)
-        down = _stack(experts.down, None if own is None else own.down)
-        seen = (taken, inputs[2].float(), inputs[1], made.flatten(0, -2).clone())
-        self._events.append(TracedExperts(experts, inner, down, *seen))
+        quantised = module if isinstance(module, QuantizedExperts) else None
+        inner = _expert_matrices(experts.up, None if quantised is None else quantised.up)
+        down = _expert_matrices(experts.down, None if quantised is None else quantised.down)
+        weights, chosen = inputs[2].float(), inputs[1]
+        self._events.append(TracedExperts(experts, inner, down, rows, weights, chosen, output.flatten(0, -2).clone()))
 
-    def _note_gated_norm(self, module: nn.Module, inputs: tuple[Any, ...], taken: Tensor, made: Tensor) -> None:
-        gate, recurs = inputs[1], any(isinstance(event, TracedDeltaRule | TracedStateSpace) for event in self._events)
-        if recurs and isinstance(gate, Tensor) and gate.shape == inputs[0].shape == made.shape:
-            self._events.append(
-                TracedGatedNorm(module, taken, gate.flatten(0, -2).clone(), made.flatten(0, -2).clone())
-            )
+    def _record_gated_norm(self, module: nn.Module, inputs: tuple[Any, ...], rows: Tensor, output: Tensor) -> None:
+        gate = inputs[1]
+        after_recurrence = any(isinstance(event, TracedDeltaRule | TracedStateSpace) for event in self._events)
+        if after_recurrence and isinstance(gate, Tensor) and gate.shape == inputs[0].shape == output.shape:
+            gate_rows, output_rows = gate.flatten(0, -2).clone(), output.flatten(0, -2).clone()
+            self._events.append(TracedGatedNorm(module, rows, gate_rows, output_rows))
 
-    def _note_plain(self, module: nn.Module, taken: Tensor, made: Tensor) -> None:
+    def _record_linear_or_norm(self, module: nn.Module, rows: Tensor, output: Tensor) -> None:
         if isinstance(module, nn.Linear | QuantizedLinear):
-            self._events.append(TracedLinear(linear_of(module), taken, made))
-        elif next(module.children(), None) is None and taken.shape == made.shape and not is_close(taken, made):
-            self._note_norm(module, taken, made)
+            self._events.append(TracedLinear(linear_of(module), rows, output))
+        elif next(module.children(), None) is None and rows.shape == output.shape and not is_close(rows, output):
+            self._record_norm(module, rows, output)
 
-    def _note_norm(self, module: nn.Module, taken: Tensor, made: Tensor) -> None:
-        self._asking = True
+    def _record_norm(self, module: nn.Module, rows: Tensor, output: Tensor) -> None:
+        self._is_probing = True
         try:
-            self._events.append(TracedNorm(find_norm(module, taken, made), taken, made))
+            self._events.append(TracedNorm(find_norm(module, rows, output), rows, output))
         except UnsupportedArchitecture:
             if any(True for _ in module.parameters()):
-                self.unknown.append(type(module).__name__)
+                self.unsupported_modules.append(type(module).__name__)
         finally:
-            self._asking = False
+            self._is_probing = False
 
 
-def _stack(own: stacks.ExpertStack, quantised: tuple[PackedMatrix, ...] | None) -> ExpertMatrices:
-    bias = None if own.bias is None else own.bias.detach().float().contiguous()
-    return ExpertMatrices(own.stored if quantised is None else quantised, own.transposed, bias)
+def _expert_matrices(stack: stacks.ExpertStack, quantised: tuple[PackedMatrix, ...] | None) -> ExpertMatrices:
+    bias = None if stack.bias is None else stack.bias.detach().float().contiguous()
+    return ExpertMatrices(stack.stored if quantised is None else quantised, stack.transposed, bias)
 
 
 def linear_of(module: nn.Linear | QuantizedLinear) -> Linear:
-    """A linear layer's numbers."""
+    """The weights of a linear layer."""
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if isinstance(module, nn.Linear):
         return Linear(module.weight, bias)

@@ -1,4 +1,4 @@
-"""A way through the events of a trace, one after the other."""
+"""Reads the events of a trace in order."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from engine.native.decoder import NO_NORM, Norm, UnsupportedArchitecture
 from engine.native.recurrence_trace import TracedConvolution, TracedDeltaRule, TracedStateSpace
 from engine.native.trace import Event, TracedAttention, TracedExperts, TracedLinear, TracedNorm, TracedRouter
 
-One = TypeVar("One", TracedLinear, TracedRouter, TracedExperts)
+EventT = TypeVar("EventT", TracedLinear, TracedRouter, TracedExperts)
 
-_OTHER = "its layers are not of projections, attention and matrices"
+_UNSUPPORTED = "its layers are not made of projections, attention and an MLP"
 
 
 class TraceReader:
-    """Where one stands among the events; whatever steps on raises UnsupportedArchitecture where the next event is another."""
+    """A position in a trace; `read_*` methods move it, and raise UnsupportedArchitecture for another event."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events, self._at = events, 0
 
     def next_input(self) -> Tensor:
-        """The rows that the next layer takes."""
+        """The input rows of the next event."""
         event = self._next()
         if isinstance(event, TracedAttention | TracedDeltaRule | TracedStateSpace):
-            raise UnsupportedArchitecture(_OTHER)
+            raise UnsupportedArchitecture(_UNSUPPORTED)
         return event.input
 
     def next_hidden_states(self, states: Tensor) -> Tensor:
-        """The same, where they are as wide as these."""
-        taken = self.next_input()
-        if taken.shape != states.shape:
+        """The input rows of the next event, which must have the shape of `states`."""
+        rows = self.next_input()
+        if rows.shape != states.shape:
             raise UnsupportedArchitecture("its rows change their width")
-        return taken
+        return rows
 
     def read_norm(self, states: Tensor) -> tuple[Norm, Tensor]:
-        """The norm that these states go through next, and what it makes of them; where there is none, themselves."""
+        """The norm with the input `states` and its output; NO_NORM and `states` if the next event is another."""
         event = self._next()
         if not isinstance(event, TracedNorm) or not is_close(states, event.input):
             return NO_NORM, states
@@ -46,40 +46,40 @@ class TraceReader:
         return event.norm, event.output
 
     def recurrent_layers(self) -> list[bool]:
-        """Of each layer that follows whether it has a recurrence, which has one convolution, in place of attention."""
+        """For each layer ahead, whether it has a recurrence (which has one convolution) in place of attention."""
         layers = (event for event in self._events[self._at :] if isinstance(event, TracedAttention | TracedConvolution))
         return [isinstance(event, TracedConvolution) for event in layers]
 
-    def read_until_output(self, entering: Tensor) -> list[Event]:
-        """What comes before the next linear layer that takes other rows than these."""
+    def read_until_output(self, inputs: Tensor) -> list[Event]:
+        """The events before the next linear layer with another input than `inputs`."""
         before: list[Event] = []
-        while not isinstance(event := self._next(), TracedLinear) or is_close(entering, event.input):
+        while not isinstance(event := self._next(), TracedLinear) or is_close(inputs, event.input):
             before.append(event)
             self._at += 1
         return before
 
     def read_until_attention(self) -> tuple[Sequence[TracedLinear | TracedNorm], TracedAttention]:
-        """What comes before the next attention, and that."""
+        """The next attention, and the events before it."""
         before: list[TracedLinear | TracedNorm] = []
         while not isinstance(event := self._next(), TracedAttention):
             if not isinstance(event, TracedLinear | TracedNorm):
-                raise UnsupportedArchitecture(_OTHER)
+                raise UnsupportedArchitecture(_UNSUPPORTED)
             before.append(event)
             self._at += 1
         self._at += 1
         return before, event
 
-    def read_linear(self, what: str, rows: Tensor) -> TracedLinear:
-        """The linear layer that takes these rows next."""
+    def read_linear(self, name: str, rows: Tensor) -> TracedLinear:
+        """The next event, a linear layer with the input `rows`."""
         event = self._next()
         if not isinstance(event, TracedLinear):
-            raise UnsupportedArchitecture(_OTHER)
-        require_close(what, rows, event.input)
+            raise UnsupportedArchitecture(_UNSUPPORTED)
+        require_close(name, rows, event.input)
         self._at += 1
         return event
 
     def read_linears(self, rows: Tensor) -> list[TracedLinear]:
-        """Those that take these rows, one after the other."""
+        """The next linear layers with the input `rows`."""
         found = []
         while isinstance(event := self._next(), TracedLinear) and is_close(rows, event.input):
             found.append(event)
@@ -87,14 +87,14 @@ class TraceReader:
         return found
 
     def next_branch(self, rows: Tensor) -> TracedLinear | TracedRouter | TracedExperts | None:
-        """The next event if it takes these rows and is no norm."""
+        """The next event if it is a linear layer, router or experts with the input `rows`."""
         event = self._next()
         if isinstance(event, TracedLinear | TracedRouter | TracedExperts) and is_close(rows, event.input):
             return event
         return None
 
-    def read_event(self, kind: type[One]) -> One:
-        """The next event, of a kind that it is known to be of."""
+    def read_event(self, kind: type[EventT]) -> EventT:
+        """The next event; the caller has checked its kind."""
         event = self._next()
         assert isinstance(event, kind)
         self._at += 1
@@ -102,5 +102,5 @@ class TraceReader:
 
     def _next(self) -> Event:
         if self._at == len(self._events):
-            raise UnsupportedArchitecture(_OTHER)
+            raise UnsupportedArchitecture(_UNSUPPORTED)
         return self._events[self._at]

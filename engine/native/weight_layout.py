@@ -1,4 +1,4 @@
-"""Where a model's plain matrices lie in memory: as read from a file, they begin anywhere, and in small pages."""
+"""Moves the weights of a model to memory from which the native step reads them faster."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _GROUP_BYTES = 2**29
 
 
 def move_weights(model: nn.Module) -> None:
-    """Move the matrices of a model to where the native step reads them faster; they stay the same.
+    """Move the matrices of a model to huge pages, aligned; their values stay the same.
 
-    Those of experts that stand to the right of rows come to lie as others do, with an output's columns side by side.
-    Measured with bfloat16 weights: a prompt of 512 tokens takes two thirds of the time.
+    Transposed matrices of experts are stored with the columns of an output side by side, like all others. Measured with
+    bfloat16 weights: prefill of 512 tokens takes 33 % less time.
     """
-    turned = _turned(model)
+    transposed = _transposed(model)
     matrices = [own for own in model.parameters() if own.dim() > 1 and own.is_contiguous()]
-    pages = Arena(sum(aligned_size(own.nbytes) for own in matrices))
+    arena = Arena(sum(aligned_size(own.nbytes) for own in matrices))
     for group in _groups(matrices):
-        views = [own.data.transpose(1, 2) if id(own) in turned else own.data for own in group]
-        copies = [pages.allocate(view.shape, view.dtype) for view in views]
+        views = [own.data.transpose(1, 2) if id(own) in transposed else own.data for own in group]
+        copies = [arena.allocate(view.shape, view.dtype) for view in views]
         torch._foreach_copy_(copies, views)
         for own, copy in zip(group, copies, strict=True):
-            own.data = copy.transpose(1, 2) if id(own) in turned else copy
+            own.data = copy.transpose(1, 2) if id(own) in transposed else copy
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -43,8 +43,8 @@ def _groups(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield group
 
 
-def _turned(model: nn.Module) -> set[int]:
-    """Parameters whose matrices lie column by column."""
+def _transposed(model: nn.Module) -> set[int]:
+    """The ids of parameters that are stored column by column."""
     found: list[Tensor] = []
     for module in model.modules():
         experts = experts_of(module)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -131,3 +132,19 @@ def _as_int64(seed: int) -> int:
     """A 64-bit seed as a signed number."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
+
+
+class Sampler(Protocol):
+    """Samples tokens from logits: TorchSampler, or NativeSampler (engine/native/sampler.py)."""
+
+    def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        """The next token of each row of logits [rows, vocabulary]; None where the row has no finite maximum."""
+        ...
+
+
+class TorchSampler:
+    """Samples by `sample_tokens`; implements Sampler."""
+
+    def sample(self, logits: Tensor, contexts: Sequence[SamplingContext]) -> list[int | None]:
+        """See Sampler."""
+        return sample_tokens(logits, contexts)

@@ -114,7 +114,7 @@ class Stepper:
             logits = self._runner.run(forward, tokens, logit_rows, masks)
         rows = [row for one in slices for row in one.sampled_rows]
         sampled_logits = logits[rows] if len(rows) < len(logit_rows) else logits
-        sampled = _verify_drafts(scheduled, partial(self._runner.sample, sampled_logits))
+        sampled = _verify_drafts(scheduled, partial(self._runner.sampler.sample, sampled_logits))
         return list(self._step_results(slices, sampled, logits, states))
 
     def _logprob(self, token: int, logprob: float) -> Logprob:

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence, rope
+from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.model.ties import StableTopK
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
@@ -38,7 +38,7 @@ class Family:
 
     name: str
     model: Any
-    runner: PackedRunner | SequentialRunner
+    runner: ModelRunner
     recurrent: bool
     prompt: tuple[int, ...]
 

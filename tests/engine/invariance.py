@@ -22,8 +22,8 @@ from engine.kernels.products import TiledProduct
 from engine.load import selection as selection
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
+from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.plan import LayerSurvey
 from engine.quantize.quantize import quantize
@@ -42,7 +42,7 @@ class Quantised:
     """A tiny quantised model of one family with its runner."""
 
     name: str
-    runner: PackedRunner | SequentialRunner
+    runner: ModelRunner
     traits: ModelTraits
 
     @property

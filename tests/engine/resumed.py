@@ -17,9 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.encoder_mask import EncoderMask
-from engine.model.runner import PackedRunner
-from engine.model.sequential_runner import SequentialRunner
-from kvcache.attention_group import HOLE
+from engine.model.model_runner import ModelRunner
 from kvcache.cache import Cache
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig
@@ -94,7 +92,7 @@ def text(vocabulary: int, seed: int) -> tuple[int, ...]:
 class Talk:
     """A model over cells, what is said, and the logits after every token of one forward over all of it."""
 
-    runner: PackedRunner | SequentialRunner
+    runner: ModelRunner
     recurrent: bool
     vocabulary: int = tiny.VOCABULARY
     sight: EncoderMask | None = None

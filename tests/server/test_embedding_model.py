@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from server.banner import banner
 
 from engine.errors import Overloaded
 from engine.types.events import Embedded, Event, Failed
 from engine.types.request import EmbeddingJob
 from engine.types.status import DraftingInfo, EmbeddingModelInfo
 from server.app import create_app
-from server.banner import banner
 from server.schemas.capabilities import Capabilities
 from server.schemas.embeddings import EmbeddingList
 from server.schemas.models import ModelList

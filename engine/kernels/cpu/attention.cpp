@@ -1,13 +1,14 @@
-// Attention over cells (work.h), for one instruction set: the compiler's flags say which.
-#include "work.h"
+// Attention over KV cells (attention_work.h), for one instruction set, chosen by compiler flags.
+#include "attention_work.h"
+#include "layout.h"
 
 namespace {
 
 template <class Tiles>
-int64_t attend(const Call &call) {
-    const Memory memory(Work<Tiles>::size(call));
+int64_t attend(const AttentionCall &call) {
+    const Memory memory(AttentionWork<Tiles>::size(call));
     if (!memory.start) return NO_MEMORY;
-    const Work<Tiles> work(call, memory.start);
+    const AttentionWork<Tiles> work(call, memory.start);
 #pragma omp parallel num_threads((int)call.threads)
     work.run();
     return DONE;
@@ -15,9 +16,16 @@ int64_t attend(const Call &call) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int64_t cellar_attend(const Call *call) {
+extern "C" __attribute__((visibility("default"))) int64_t cellar_attend(const AttentionCall *call) {
     if (!in_pool(*call)) return BAD_CELL;
     if (call->format == INT8) return attend<FloatTiles<int8_t>>(*call);
     if (call->format == FLOAT32) return attend<FloatTiles<float>>(*call);
-    return call->rounds ? attend<RoundedTiles>(*call) : attend<FloatTiles<bfloat16>>(*call);
+    return call->rounds_to_bfloat16 ? attend<RoundedTiles>(*call) : attend<FloatTiles<bfloat16>>(*call);
 }
+
+EXPORT_LAYOUT(
+    LAYOUT(Segment, row, rows, start, first, first_cell, cells)
+    LAYOUT(KVBuffer, data, scales, width, head_stride, cell_stride, scale_stride)
+    LAYOUT(AttentionCall, query, query_head_stride, query_row_stride, output, sinks, segments, segment_count, heads,
+           key_heads, cells, keys, values, format, attention_range, attention_range_size, scale, softcap,
+           rounds_to_bfloat16, threads))

@@ -1,6 +1,7 @@
-// The C interface of the attention kernel. engine/kernels/cpu/attention.py mirrors these structures field by field.
+// The C interface of the attention kernel. engine/kernels/cpu/attention.py mirrors these structures and compares sizes and
+// offsets with `cellar_layout` when it loads the library.
 //
-// One call is one layer of a packed batch. A segment's rows stand at the end of its cells:
+// One call is the attention of one layer for a packed batch. The rows of a segment are at the end of its cells:
 //
 //     position   first ... start ... start + rows
 //     cells      [0]   ...
@@ -9,37 +10,38 @@
 
 #include "format.h"
 
-enum Kind : int64_t { FULL, WINDOW, CHUNK };
+enum AttentionRangeKind : int64_t { FULL, WINDOW, CHUNK };
 
 struct Segment {
     int64_t row, rows;     // of the batch: [row, row + rows)
     int64_t start;         // position of the first row
     int64_t first;         // position of the first cell
-    int64_t run;           // the first cell, where the cells are one run
-    const int64_t *cells;  // the cells of positions [first, start + rows); null where they are one run
+    int64_t first_cell;    // the first cell, where the cells are contiguous
+    const int64_t *cells;  // the cells of positions [first, start + rows); null where they are contiguous
 };
 
-// The keys or the values of one layer's pool: [key_heads][cells][width]. Strides are in elements.
-struct Plane {
+// The K or V storage of one layer: [key_heads][cells][width]. Strides are in elements.
+struct KVBuffer {
     const void *data;
-    const float *scales;  // [key_heads][cells], of INT8 only: an element is worth its number times its cell's scale
+    const float *scales;  // [key_heads][cells], of INT8 only: a value is its code times the scale of its cell
     int64_t width, head_stride, cell_stride, scale_stride;
 };
 
-struct Call {
+struct AttentionCall {
     const float *query;  // [heads][rows][key width]
     int64_t query_head_stride, query_row_stride;
-    float *output;       // [rows][heads][value width], without gaps
+    float *output;       // [rows][heads][value width], contiguous
     const float *sinks;  // [heads], or null
     const Segment *segments;
     int64_t segment_count, heads, key_heads, cells;
-    Plane keys, values;
+    KVBuffer keys, values;
     Format format;
-    Kind reach;
-    int64_t reach_size;
-    float scale, softcap;  // softcap 0: none
-    int64_t rounds;         // whether queries and weights may be rounded to bfloat16 to meet keys and values in it
+    AttentionRangeKind attention_range;
+    int64_t attention_range_size;
+    float scale, softcap;        // softcap 0: none
+    int64_t rounds_to_bfloat16;  // whether queries and weights may be rounded to bfloat16 for products with bfloat16 keys and
+                                 // values
     int64_t threads;
 };
 
-extern "C" int64_t cellar_attend(const Call *call);
+extern "C" int64_t cellar_attend(const AttentionCall *call);

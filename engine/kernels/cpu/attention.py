@@ -1,15 +1,14 @@
-"""Attention on the CPU by the C++ kernel: what engine/kernels/reference.py computes, from the pool as it lies.
+"""Attention on the CPU by the C++ kernel, with the interface of engine/kernels/reference.py.
 
-The kernel reads every key and value once for all query heads that share it, through the table, in whatever format the
-pool has; it sums in float32. Where queries and cells are bfloat16, and the processor multiplies that, weights are
-rounded to it too. Its rows come out the same, bit for bit, however a prompt was cut into forwards, whatever else the
-batch holds, and with any number of threads. It uses as many threads as torch does, from the same OpenMP pool.
+The kernel reads each key and value once for all query heads that share it, through the cell table, in the dtype of the
+pool, and sums in float32. Softmax weights for bfloat16 cells are rounded to bfloat16 if the queries are bfloat16 and
+the processor multiplies it. A row has the same bits for any chunks of the prompt, any batch and any number of threads.
+It uses as many threads as torch, of the same OpenMP pool.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.cpu.layout import Mirrors, check_layout, struct_of
 from engine.kernels.reference import ScoreBias
 from kvcache.forward import Segment
 from kvcache.kv_buffer import FloatKVBuffer, Int8KVBuffer, LayerKV
@@ -27,21 +27,28 @@ from kvcache.spec import AttentionRange
 
 # The enumerations of attention.h.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-REACHES = {"full": 0, "window": 1, "chunk": 2}
+ATTENTION_RANGES = {"full": 0, "window": 1, "chunk": 2}
 _NO_MEMORY, _BAD_CELL = 1, 2
-# A segment: row, rows, start, first, run, and the address of the cells.
-_SEGMENT = struct.Struct("6q")
+
+
+class SegmentFields(Structure):
+    """`Segment` of attention.h."""
+
+    _fields_ = [(name, c_int64) for name in ("row", "rows", "start", "first", "first_cell")] + [("cells", c_void_p)]
+
+
+_SEGMENT = struct_of(SegmentFields)
 
 
 class KVBufferFields(Structure):
-    """A layer's keys or values, as attention.h has them."""
+    """`KVBuffer` of attention.h."""
 
     _fields_ = [("data", c_void_p), ("scales", c_void_p)] + [
         (name, c_int64) for name in ("width", "head_stride", "cell_stride", "scale_stride")
     ]
 
 
-class _AttendFields(Structure):
+class _AttentionCallFields(Structure):
     _fields_ = [
         ("query", c_void_p),
         ("query_head_stride", c_int64),
@@ -56,18 +63,26 @@ class _AttendFields(Structure):
         ("keys", KVBufferFields),
         ("values", KVBufferFields),
         ("format", c_int64),
-        ("reach", c_int64),
-        ("reach_size", c_int64),
+        ("attention_range", c_int64),
+        ("attention_range_size", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
-        ("rounds", c_int64),
+        ("rounds_to_bfloat16", c_int64),
         ("threads", c_int64),
     ]
 
 
+# By the names in attention.h.
+_MIRRORS: Mirrors = {
+    "Segment": SegmentFields,
+    "KVBuffer": KVBufferFields,
+    "AttentionCall": _AttentionCallFields,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class KernelBuffer:
-    """A layer's keys or values as they lie: numbers [key_heads, cells, width], scales [key_heads, cells] of int8."""
+    """The keys or values of a layer as stored: numbers [key_heads, cells, width], scales [key_heads, cells] of int8."""
 
     numbers: Tensor
     scales: Tensor | None = None
@@ -76,9 +91,12 @@ class KernelBuffer:
 class NativeAttention:
     """The kernel of one library file, which engine/kernels/cpu/build.py provides."""
 
-    def __init__(self, library: Path) -> None:
-        self._call = ctypes.CDLL(str(library)).cellar_attend
-        self._call.argtypes, self._call.restype = [POINTER(_AttendFields)], c_int64
+    def __init__(self, file: Path) -> None:
+        """Raises OSError if the file cannot be loaded, LayoutMismatch (an OSError) for other structures than these."""
+        library = ctypes.CDLL(str(file))
+        check_layout(library, _MIRRORS)
+        self._call = library.cellar_attend
+        self._call.argtypes, self._call.restype = [POINTER(_AttentionCallFields)], c_int64
 
     def attend(
         self,
@@ -86,31 +104,37 @@ class NativeAttention:
         keys: LayerKV,
         values: LayerKV,
         segments: Sequence[Segment],
-        reach: AttentionRange,
+        attention_range: AttentionRange,
         *,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         bias: ScoreBias | None = None,
     ) -> Tensor:
-        """What reference.attend returns; it is asked itself in float64, in other formats, for a bias or mutual ranges.
+        """See reference.attend, which computes float64, other KV dtypes, bias and bidirectional ranges.
 
         Raises ValueError for shapes that do not fit, IndexError for a table that names a cell outside the pool.
         """
         k, v = kernel_buffer(keys), kernel_buffer(values)
-        if k is None or v is None or query.dtype == torch.float64 or bias is not None or _is_mutual(segments):
+        if k is None or v is None or query.dtype == torch.float64 or bias is not None or _has_bidirectional(segments):
             return reference.attend(
-                query, keys, values, segments, reach, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+                query, keys, values, segments, attention_range, scale=scale, softcap=softcap, sinks=sinks, bias=bias
             )
-        # Who asks in bfloat16 has rounded queries, and gets no more digits back.
-        rounds = query.dtype == torch.bfloat16
-        # A mode that looks at every function of torch (engine/model/invariant.py) has nothing to see here.
+        # A torch function mode (engine/model/invariant.py) has nothing to do here.
         with torch._C.DisableTorchFunction():
-            queries, bent = _floats(keys.transform(query)), None if sinks is None else _floats(sinks)
-            sums = self.attend_float32(
-                queries, k, v, segments, reach, scale=scale, softcap=softcap, sinks=bent, rounds=rounds
+            output = self.attend_float32(
+                _float32(keys.transform(query)),
+                k,
+                v,
+                segments,
+                attention_range,
+                scale=scale,
+                softcap=softcap,
+                sinks=None if sinks is None else _float32(sinks),
+                # The queries are rounded already, and so is the output.
+                rounds_to_bfloat16=query.dtype == torch.bfloat16,
             )
-            return sums.to(query.dtype)
+            return output.to(query.dtype)
 
     def attend_float32(
         self,
@@ -118,29 +142,30 @@ class NativeAttention:
         keys: KernelBuffer,
         values: KernelBuffer,
         segments: Sequence[Segment],
-        reach: AttentionRange,
+        attention_range: AttentionRange,
         *,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        rounds: bool = False,
+        rounds_to_bfloat16: bool = False,
     ) -> Tensor:
-        """What `attend` returns, of float32 queries and sinks and as it is summed, in float32.
+        """The output of `attend` in float32, from float32 queries (transformed as the keys are) and sinks.
 
-        rounds  whether queries and weights may be rounded to bfloat16 to meet keys and values in it, where the
-                processor is faster so
+        rounds_to_bfloat16  whether queries and weights may be rounded for products with bfloat16 keys and values, where
+                            the processor is faster so
         """
         _check(query, keys.numbers, values.numbers, sinks, segments)
         output = torch.empty(query.shape[1], query.shape[0], values.numbers.shape[2])
         table = segment_table(segments)
         call = _describe(query, keys, values, sinks, output)
         call.segments, call.segment_count = address(table), len(segments)
-        call.reach, call.reach_size = REACHES[reach.kind], reach.size
-        call.scale, call.softcap, call.rounds = scale, softcap or 0.0, rounds
+        call.attention_range = ATTENTION_RANGES[attention_range.kind]
+        call.attention_range_size = attention_range.size
+        call.scale, call.softcap, call.rounds_to_bfloat16 = scale, softcap or 0.0, rounds_to_bfloat16
         self._run(call)
         return output
 
-    def _run(self, call: _AttendFields) -> None:
+    def _run(self, call: _AttentionCallFields) -> None:
         outcome = self._call(byref(call))
         if outcome == _NO_MEMORY:
             raise MemoryError("no memory for the attention of a batch")
@@ -148,53 +173,50 @@ class NativeAttention:
             raise IndexError(f"a table names a cell outside the pool of {call.cells}")
 
 
-def kernel_buffer(stored: LayerKV) -> KernelBuffer | None:
-    """What a layer holds; None in a format that the kernel does not know."""
-    plane, layer = stored.buffer, stored.layer
-    if isinstance(plane, FloatKVBuffer) and plane.rows.dtype in FORMATS and plane.rows.device.type == "cpu":
-        return KernelBuffer(plane.rows[layer])
+def kernel_buffer(layer: LayerKV) -> KernelBuffer | None:
+    """The stored keys or values of a layer; None for a KV dtype or device that the kernel does not support."""
+    buffer, at = layer.buffer, layer.layer
+    if isinstance(buffer, FloatKVBuffer) and buffer.rows.dtype in FORMATS and buffer.rows.device.type == "cpu":
+        return KernelBuffer(buffer.rows[at])
     # Latents are stored in parts with a scale each.
-    if isinstance(plane, Int8KVBuffer) and len(plane.parts) == 1 and plane.codes.device.type == "cpu":
-        return KernelBuffer(plane.codes[layer], plane.scales[layer, :, :, 0])
+    if isinstance(buffer, Int8KVBuffer) and len(buffer.parts) == 1 and buffer.codes.device.type == "cpu":
+        return KernelBuffer(buffer.codes[at], buffer.scales[at, :, :, 0])
     return None
 
 
-def _is_mutual(segments: Sequence[Segment]) -> bool:
-    """Whether some rows see rows behind them."""
+def _has_bidirectional(segments: Sequence[Segment]) -> bool:
     return any(segment.bidirectional for segment in segments)
 
 
-def _floats(tensor: Tensor) -> Tensor:
-    """The same in float32, its last dimension without gaps."""
+def _float32(tensor: Tensor) -> Tensor:
+    """In float32, the last dimension contiguous."""
     floats = tensor.float()
     return floats if floats.stride(-1) == 1 else floats.contiguous()
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, segments: Sequence[Segment]) -> None:
-    """Raise ValueError for what the kernel, which only sees addresses, would read past."""
+    """Raise ValueError for shapes with which the kernel would read outside the tensors."""
     heads, rows, width = query.shape
-    sound = {
+    conditions = {
         "keys and values are of one pool": keys.shape[:2] == values.shape[:2] and keys.dtype == values.dtype,
         "queries are as wide as keys": width == keys.shape[2],
         "heads are a multiple of key heads": heads % keys.shape[0] == 0,
-        "columns lie side by side": keys.stride(2) == values.stride(2) == 1,
+        "columns are contiguous": keys.stride(2) == values.stride(2) == 1,
         "every head has a sink": sinks is None or sinks.shape == (heads,),
-        "segments lie in the batch": all(
+        "segments are in the batch": all(
             0 <= one.batch_slice.start <= one.batch_slice.stop <= rows for one in segments
         ),
         "tables end with the rows": all(_is_whole(one) for one in segments),
     }
-    for name, holds in sound.items():
+    for name, holds in conditions.items():
         if not holds:
             raise ValueError(f"the kernel needs that {name}")
 
 
 def _is_whole(segment: Segment) -> bool:
-    """Whether the cells are as many as the positions, and a table is what the kernel reads: int64 side by side."""
-    cells, length = (
-        segment.cells,
-        segment.start + segment.batch_slice.stop - segment.batch_slice.start - segment.oldest_visible,
-    )
+    """Whether there is a cell for each position, and a table is contiguous int64."""
+    rows = segment.batch_slice.stop - segment.batch_slice.start
+    cells, length = segment.cells, segment.start + rows - segment.oldest_visible
     if isinstance(cells, slice):
         return bool(cells.stop - cells.start == length)
     return cells.shape == (length,) and cells.dtype == torch.int64 and cells.is_contiguous()
@@ -202,10 +224,10 @@ def _is_whole(segment: Segment) -> bool:
 
 def _describe(
     query: Tensor, keys: KernelBuffer, values: KernelBuffer, sinks: Tensor | None, output: Tensor
-) -> _AttendFields:
-    """The addresses and sizes of a call but for its segments; the tensors must outlive it."""
+) -> _AttentionCallFields:
+    """A call without its segments; the tensors must outlive it."""
     heads, cells, _ = keys.numbers.shape
-    return _AttendFields(
+    return _AttentionCallFields(
         query=query.data_ptr(),
         query_head_stride=query.stride(0),
         query_row_stride=query.stride(1),
@@ -222,32 +244,29 @@ def _describe(
 
 
 def segment_table(segments: Sequence[Segment]) -> array[int]:
-    """Segments as attention.h has them. The tensors of cells must outlive it."""
+    """The Segment (attention.h) of each segment. The tensors of cells must outlive it."""
     table = array("q", bytes(_SEGMENT.size * len(segments)))
     write_segments(table, segments)
     return table
 
 
 def write_segments(table: array[int], segments: Sequence[Segment]) -> None:
-    """Write segments to a table of as many, see segment_table.
-
-    Numbers in an array take a third of the time of a ctypes structure.
-    """
+    """Overwrite a segment_table of the same length. struct.pack_into takes a third of the time of ctypes structures."""
     for at, segment in enumerate(segments):
         rows, cells = segment.batch_slice, segment.cells
-        run, place = (cells.start, 0) if isinstance(cells, slice) else (0, cells.data_ptr())
-        numbers = (rows.start, rows.stop - rows.start, segment.start, segment.oldest_visible, run, place)
+        first_cell, cell_table = (cells.start, 0) if isinstance(cells, slice) else (0, cells.data_ptr())
+        numbers = (rows.start, rows.stop - rows.start, segment.start, segment.oldest_visible, first_cell, cell_table)
         _SEGMENT.pack_into(table, at * _SEGMENT.size, *numbers)
 
 
 def address(numbers: array[int]) -> int:
-    """Where numbers lie, as long as they live and do not grow."""
+    """The address of an array, valid until it is resized or deleted."""
     return numbers.buffer_info()[0]
 
 
-def kv_buffer_fields(rows: KernelBuffer) -> KVBufferFields:
-    """The fields of rows, which must outlive them."""
-    numbers, scales = rows.numbers, rows.scales
+def kv_buffer_fields(buffer: KernelBuffer) -> KVBufferFields:
+    """The fields of a buffer, which must outlive them."""
+    numbers, scales = buffer.numbers, buffer.scales
     return KVBufferFields(
         data=numbers.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),

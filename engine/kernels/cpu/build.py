@@ -1,11 +1,11 @@
-"""Finds a kernel's library of one instruction set: the wheel's own, or one that the system's compiler builds once.
+"""Finds the library of a kernel for one instruction set: prebuilt in the wheel, or built once by the system's compiler.
 
-    python -m engine.kernels.cpu.build FOLDER     builds every variant that this kind of machine may run into FOLDER, as
-                                                  a wheel or an image carries them
+    python -m engine.kernels.cpu.build FOLDER     builds all variants for this machine architecture into FOLDER, as for
+                                                  wheels and images
 
-A cached file is named after all that it depends on (source, compiler, flags) and ends with a digest of itself: a file
-that was cut short is built anew, never loaded. A library is built in a scratch folder and renamed in one step, so that
-several processes may build at once. There is no library without a compiler; whoever asked then uses torch.
+The name of a cached file has a digest of its sources, compiler and flags, and the file ends with a digest of its
+content: a truncated file is built again, never loaded. A library is built in a scratch folder and renamed atomically,
+so several processes may build at once. Without a compiler there is no library, and the callers fall back to torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPILERS = ("g++", "clang++", "c++")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", *_AVX2)
 _BFLOAT16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
-# A kernel is the source file of its name. What its variants may use beyond the base of the machine, fastest first.
+# Kernels by the names of their source files: compiler flags of their variants, fastest first.
 KERNELS = {
     "attention": {"bfloat16": _BFLOAT16, "avx512": _AVX512, "avx2": _AVX2, "generic": ()},
     "linear": {"vnni": (*_AVX512, "-mavx512vnni"), "avx2": _AVX2, "generic": ()},
@@ -40,20 +40,20 @@ KERNELS = {
         "avx2": _AVX2,
     },
 }
-# Kinds of machine (platform.machine) whose compilers know the instruction sets of x86; others build "generic" alone.
+# Architectures (platform.machine) with the x86 instruction sets; others build "generic" only.
 _X86 = ("x86_64", "AMD64", "amd64", "i386", "i686")
 _FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared"),
     *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
 )
 _BUILD_SECONDS = 300
-# Builds of one variant: several checkouts, or versions, may take turns.
+# Builds of one variant in the cache: several versions may be in use.
 _KEPT_BUILDS = 4
 _DIGEST_BYTES = 32
 
 
 class LibraryUnavailable(Exception):
-    """There is none, for a `reason` that people can read."""
+    """A kernel has no library on this machine, for a human-readable `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -61,28 +61,28 @@ class LibraryUnavailable(Exception):
 
 
 def variants(kernel: str) -> tuple[str, ...]:
-    """Those that this processor can run, fastest first."""
+    """The variants of a kernel that this processor can run, fastest first."""
     return tuple(variant for variant in KERNELS[kernel] if variant in _supported_variants())
 
 
 def _supported_variants() -> set[str]:
-    """What of all variants this processor can run, by torch's names of the same capabilities."""
+    """The variants of all kernels that this processor can run, by the CPU capabilities that torch reports."""
     capability = torch.backends.cpu.get_cpu_capability()
     wide = capability == "AVX512"
     vnni = wide and torch.cpu._is_vnni_supported()
-    halves = vnni and torch.cpu._is_avx512_bf16_supported()
+    bfloat16 = vnni and torch.cpu._is_avx512_bf16_supported()
     found = {
-        "bfloat16": halves,
+        "bfloat16": bfloat16,
         "avx512": wide,
         "vnni": vnni,
         "avx2": capability in ("AVX2", "AVX512"),
         "generic": True,
     }
-    return {variant for variant, can in found.items() if can}
+    return {variant for variant, is_supported in found.items() if is_supported}
 
 
 def buildable(kernel: str, machine: str) -> tuple[str, ...]:
-    """The variants that a compiler for this kind of machine can build, fastest first; none for some kernels."""
+    """The variants that a compiler for an architecture can build, fastest first; none for some kernels."""
     return tuple(variant for variant, flags in KERNELS[kernel].items() if machine in _X86 or not flags)
 
 
@@ -94,11 +94,11 @@ def library(
     cache: Path | None = None,
     path: str | None = None,
 ) -> Path:
-    """The file of a kernel's variant, by default of the fastest. Raises LibraryUnavailable.
+    """The library file of a kernel's variant, by default the fastest. Raises LibraryUnavailable.
 
-    prebuilt  where a wheel or image has put libraries
-    cache     where built ones are kept, by default under the user's; made if need be, refused if others may write there
-    path      where compilers are looked for, PATH by default
+    prebuilt  folder of the wheel or image
+    cache     folder for built libraries, by default in the user's cache; refused if other users can write to it
+    path      to look for compilers, by default PATH
     """
     variant = variant or variants(kernel)[0]
     ready = prebuilt / _name(kernel, variant, "prebuilt", ())
@@ -118,18 +118,18 @@ def library(
 
 
 def prebuild(folder: Path) -> list[Path]:
-    """Build every variant of every kernel for this kind of machine, under the names that `library` looks for."""
+    """Build all variants of all kernels for this architecture, with the names that `library` looks for."""
     folder.mkdir(parents=True, exist_ok=True)
     compiler = _compiler(None)
     all_of = [(kernel, variant) for kernel in KERNELS for variant in buildable(kernel, platform.machine())]
-    made = [folder / _name(kernel, variant, "prebuilt", ()) for kernel, variant in all_of]
-    for (kernel, variant), target in zip(all_of, made, strict=True):
+    targets = [folder / _name(kernel, variant, "prebuilt", ()) for kernel, variant in all_of]
+    for (kernel, variant), target in zip(all_of, targets, strict=True):
         _build(compiler, kernel, variant, target)
-    return made
+    return targets
 
 
 def _name(kernel: str, variant: str, builder: str, flags: tuple[str, ...]) -> str:
-    """A file name that changes with the sources and all that they are built with."""
+    """A file name with a digest of the sources, compiler and flags."""
     key = hashlib.sha256()
     for source in _sources():
         key.update(source.read_bytes())
@@ -150,7 +150,7 @@ def _compiler(path: str | None) -> str:
 
 
 def _version(compiler: str) -> str:
-    """What a compiler says it is, and where it lies."""
+    """The path and version of a compiler."""
     return compiler + _run([compiler, "--version"])
 
 
@@ -165,10 +165,10 @@ def _build(compiler: str, kernel: str, variant: str, target: Path) -> None:
 
 
 def _prune(cache: Path, pattern: str) -> None:
-    """Of the builds of one variant, keep those that were used last."""
+    """Remove all but the most recently used builds of one variant."""
     found = []
     for file in cache.glob(pattern):
-        # Another process may do the same.
+        # Another process may remove the file at the same time.
         with suppress(FileNotFoundError):
             found.append((file.stat().st_mtime_ns, file))
     for _, file in sorted(found)[:-_KEPT_BUILDS]:
@@ -176,7 +176,7 @@ def _prune(cache: Path, pattern: str) -> None:
 
 
 def _run(command: list[str], scratch: Path | None = None) -> str:
-    """The output of a compiler, its own temporary files in `scratch`; what it complains about ends up in LibraryUnavailable."""
+    """The output of a compiler, with its temporary files in `scratch`. Raises LibraryUnavailable with its errors."""
     name = Path(command[0]).name
     environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
     try:
@@ -191,7 +191,7 @@ def _run(command: list[str], scratch: Path | None = None) -> str:
 
 
 def _is_sound(file: Path) -> bool:
-    """Whether a library is there and ends with its own digest: loading a part of one could end the process."""
+    """Whether a library exists and ends with its own digest: loading a truncated one could crash the process."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -201,7 +201,7 @@ def _is_sound(file: Path) -> bool:
 
 def _user_cache() -> Path:
     if os.name != "posix":
-        raise LibraryUnavailable(f"built on POSIX systems only, and this is {platform.system()}")
+        raise LibraryUnavailable(f"built on POSIX systems only, not on {platform.system()}")
     try:
         return cache_folder("kernels")
     except OSError as error:
@@ -209,14 +209,14 @@ def _user_cache() -> Path:
 
 
 def _private_folder(cache: Path) -> Path:
-    """The cache's folder, made if need be. What lies there is run, so nobody else may be able to write it."""
+    """The cache folder, created if missing. Its files are executed, so other users must not be able to write to it."""
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = cache.stat()
     except OSError as error:
-        raise LibraryUnavailable(f"no folder to keep it in: {error}") from error
+        raise LibraryUnavailable(f"no folder for the library: {error}") from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LibraryUnavailable(f"{cache} can be written by others")
+        raise LibraryUnavailable(f"other users can write to {cache}")
     return cache
 
 

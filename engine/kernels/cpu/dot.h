@@ -1,14 +1,15 @@
-// The arithmetic of the linear kernel, for one instruction set: whole-number sums of 16 outputs over a group of columns.
+// The arithmetic of the linear kernel, for one instruction set: integer sums of 16 outputs over a group of columns.
 //
-//     Words  64 bytes of codes, ready to be multiplied: 4 columns of 16 outputs
-//     Sums   the 16 outputs' whole-number sums
-//     Totals their float32 totals
+//     Words  64 bytes of codes: 4 columns of 16 outputs
+//     Sums   integer sums of 16 outputs
+//     Totals float32 totals of 16 outputs
 //
-// Codes are stored from 0 up, the zero being 128 or 8, so a sum of code * number is too large by zero times the sum of
-// the numbers: `begin` gives the sums that make up for it, which is told for a zero of 128. All sums of a group are exact.
+// Codes are unsigned with a zero of 128 or 8, so a sum of code * number is too large by the zero times the sum of the numbers:
+// `begin` returns initial sums that correct for it, from those for a zero of 128. All sums of a group are exact.
 //
-// ROWS_ALONE rows at most meet one block of outputs at a time, which is read once then. Of more, ROWS_A_TILE at most meet
-// BLOCKS_AT_ONCE blocks, as many as there are registers for sums and totals. Measured: no other numbers were faster.
+// Up to ROWS_ALONE rows are multiplied by one block of outputs at a time. More rows are computed in tiles of up to
+// ROWS_PER_TILE rows and BLOCKS_AT_ONCE blocks, as many as there are registers for sums and totals (measured: no other
+// numbers are faster).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 namespace {
 
 template <int BITS>
-constexpr int SHIFT = BITS == 8 ? 0 : 4;  // from 128 to the zero
+constexpr int SHIFT = BITS == 8 ? 0 : 4;  // from a zero of 128 to the zero of BITS
 
 inline int32_t word(const int8_t *from) {
     int32_t value;
@@ -31,7 +32,7 @@ inline int32_t word(const int8_t *from) {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int ROWS_ALONE = 8, ROWS_A_TILE = 6, BLOCKS_AT_ONCE = 2;
+constexpr int ROWS_ALONE = 8, ROWS_PER_TILE = 6, BLOCKS_AT_ONCE = 2;
 
 typedef __m512i Words;
 typedef __m512i Sums;
@@ -48,7 +49,7 @@ inline Words fetch(const uint8_t *codes) { return _mm512_load_si512(codes); }
 inline Words low(Words both) { return _mm512_and_si512(both, _mm512_set1_epi8(15)); }
 inline Words high(Words both) { return low(_mm512_srli_epi16(both, 4)); }
 
-// In assembler, for GCC 12 copies registers around the intrinsic (measured: half the speed).
+// Inline assembly, because GCC 12 copies registers around the intrinsic (measured: half the speed).
 template <int BITS>
 inline __attribute__((always_inline)) Sums dot(Sums sums, Words words, const int8_t *numbers) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(words), "m"(*(const int32_t(*)[1])numbers));
@@ -65,7 +66,7 @@ inline void write(float *to, Totals totals) { _mm512_storeu_ps(to, totals); }
 
 #elif defined(__AVX2__)
 
-constexpr int ROWS_ALONE = 8, ROWS_A_TILE = 4, BLOCKS_AT_ONCE = 1;
+constexpr int ROWS_ALONE = 8, ROWS_PER_TILE = 4, BLOCKS_AT_ONCE = 1;
 
 struct Words { __m256i half[2]; };
 struct Sums { __m256i half[2]; };
@@ -76,7 +77,7 @@ inline Both both(Make make) { return {{make(0), make(1)}}; }
 
 inline Totals nothing() { return both<Totals>([](int) { return _mm256_setzero_ps(); }); }
 
-// Codes of 8 bits are multiplied as signed numbers, for the instruction would not hold 255 * 127 * 2.
+// 8-bit codes are multiplied as signed numbers: the int16 result of the instruction could not hold 255 * 127 * 2.
 template <int BITS>
 inline Sums begin(int32_t start) {
     const __m256i all = _mm256_set1_epi32(BITS == 8 ? 0 : start >> SHIFT<BITS>);
@@ -127,7 +128,7 @@ inline void write(float *to, const Totals &totals) {
 
 #else
 
-constexpr int ROWS_ALONE = 3, ROWS_A_TILE = 3, BLOCKS_AT_ONCE = 1;
+constexpr int ROWS_ALONE = 3, ROWS_PER_TILE = 3, BLOCKS_AT_ONCE = 1;
 
 struct Words { uint8_t code[64]; };
 struct Sums { int32_t output[16]; };

@@ -1,111 +1,111 @@
-// A layer's experts: each row goes through the few that its router chooses, and gets what they make, weighted.
+// A mixture of experts: the router chooses a few experts for each row, and their outputs are added, weighted.
 //
-//     scores   [row][expert]          by the router
-//     lines    (row, rank), sorted by expert: an expert's lines stand side by side, so that its weights are read once
-//     taken    [line][columns]        the rows
-//     inner    [line][2 * width], entering [line][width], made [line][columns]
+//     scores   [row][expert]          of the router
+//     lines    (row, rank), sorted by expert: the weights of an expert are read once for all its lines
+//     inputs   [line][columns]        the rows
+//     inner    [line][2 * width], activated [line][width], outputs [line][columns]
 //
-// A row's parts are added in the order of their scores: so neither neighbours nor threads change a bit of it.
+// The outputs for a row are added in the order of their scores, independent of the batch and of threads.
 #pragma once
 
 #include <math.h>
 
-#include "matrices.h"
-#include "rows.h"
+#include "multiplier.h"
+#include "row_operations.h"
 
 namespace {
 
-class Mixture {
+class MixtureOfExperts {
   public:
-    Mixture() = default;
-    explicit Mixture(char *memory) : memory(memory) {}
+    MixtureOfExperts() = default;
+    explicit MixtureOfExperts(char *memory) : memory(memory) {}
 
     static int64_t size(const Experts &experts, int64_t rows) {
-        const int64_t lines = rows * experts.chosen, count = experts.router.outputs;
+        const int64_t lines = rows * experts.top_k, count = experts.router.outputs;
         const int64_t columns = experts.down->outputs, width = experts.down->columns;
         const int64_t numbers = rows * count + lines * (1 + 2 * columns + 4 * width);
         return numbers * sizeof(float) + (4 * lines + 2 * count + 2) * sizeof(int64_t) + lines * share_size(experts) + 16 * 64;
     }
 
-    // To be called by all threads of a team; `to` is overwritten.
+    // Called by all threads of a team; `to` is overwritten.
     void run(const Experts &experts, const Multiplier &multiplier, const float *from, float *to, int64_t rows) const {
-        const Desk desk(experts, memory, rows, multiplier.rounds);
-        const int64_t columns = desk.columns;
-        multiplier.multiply(&experts.router, 1, from, desk.scores, rows);
+        const Scratch scratch(experts, memory, rows, multiplier.rounds_to_bfloat16);
+        const int64_t columns = scratch.columns;
+        multiplier.multiply(&experts.router, 1, from, scratch.scores, rows);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) choose(experts, desk, row);
+        for (int64_t row = 0; row < rows; ++row) route(experts, scratch, row);
 #pragma omp single
-        sort(experts, desk, rows);
+        sort(experts, scratch, rows);
 #pragma omp for schedule(static)
-        for (int64_t line = 0; line < desk.lines; ++line)
-            memcpy(desk.taken + line * columns, from + desk.row[line] * columns, columns * sizeof(float));
-        multiply(desk, experts.inner, desk.taken, desk.inner);
+        for (int64_t line = 0; line < scratch.lines; ++line)
+            memcpy(scratch.inputs + line * columns, from + scratch.row[line] * columns, columns * sizeof(float));
+        multiply(scratch, experts.inner, scratch.inputs, scratch.inner);
 #pragma omp for schedule(static)
-        for (int64_t line = 0; line < desk.lines; ++line) activate(experts, desk, line);
-        multiply(desk, experts.down, desk.entering, desk.made);
+        for (int64_t line = 0; line < scratch.lines; ++line) activate(experts, scratch, line);
+        multiply(scratch, experts.down, scratch.activated, scratch.outputs);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) gather(experts, desk, row, to + row * columns);
+        for (int64_t row = 0; row < rows; ++row) combine(experts, scratch, row, to + row * columns);
     }
 
   private:
-    struct Desk {
+    struct Scratch {
         const int64_t lines, columns, width, share_size;
-        const bool rounds;
-        float *scores, *weights, *taken, *inner, *ups, *entering, *made;
-        int64_t *expert, *line;  // of [row][rank]
-        int64_t *row, *owner;    // of a line its row and its expert
-        int64_t *first;          // of an expert its first line; behind the last one all lines
-        int64_t *busy;           // how many experts have lines, and these
-        char *shares;            // what a line's multiplier needs, of every line
+        const bool rounds_to_bfloat16;
+        float *scores, *weights, *inputs, *inner, *up_values, *activated, *outputs;
+        int64_t *expert, *line;      // [row][rank]
+        int64_t *row, *line_expert;  // [line]
+        int64_t *first;              // [expert + 1], the first line of each expert; at the end the number of lines
+        int64_t *active;             // the number of experts with lines, then these experts
+        char *shares;                // memory for the multiplier of each line
 
-        Desk(const Experts &experts, char *memory, int64_t rows, bool rounds)
-            : lines(rows * experts.chosen),
+        Scratch(const Experts &experts, char *memory, int64_t rows, bool rounds_to_bfloat16)
+            : lines(rows * experts.top_k),
               columns(experts.down->outputs),
               width(experts.down->columns),
-              share_size(Mixture::share_size(experts)),
-              rounds(rounds) {
+              share_size(MixtureOfExperts::share_size(experts)),
+              rounds_to_bfloat16(rounds_to_bfloat16) {
             const int64_t count = experts.router.outputs;
-            Slices slices(memory);
-            const auto numbers = [&](int64_t count) { return slices.take<float>(count); };
-            const auto places = [&](int64_t count) { return slices.take<int64_t>(count); };
+            Arena arena(memory);
+            const auto numbers = [&](int64_t count) { return arena.allocate<float>(count); };
+            const auto places = [&](int64_t count) { return arena.allocate<int64_t>(count); };
             scores = numbers(rows * count), weights = numbers(lines);
-            taken = numbers(lines * columns), made = numbers(lines * columns);
-            inner = numbers(2 * lines * width), ups = numbers(lines * width), entering = numbers(lines * width);
-            expert = places(lines), line = places(lines), row = places(lines), owner = places(lines);
-            first = places(count + 1), busy = places(count + 1);
-            shares = slices.take<char>(lines * share_size);
+            inputs = numbers(lines * columns), outputs = numbers(lines * columns);
+            inner = numbers(2 * lines * width), up_values = numbers(lines * width), activated = numbers(lines * width);
+            expert = places(lines), line = places(lines), row = places(lines), line_expert = places(lines);
+            first = places(count + 1), active = places(count + 1);
+            shares = arena.allocate<char>(lines * share_size);
         }
 
-        // Of an expert's lines.
+        // For all lines of an expert.
         Multiplier multiplier(int64_t expert, int64_t columns) const {
-            return Multiplier(shares + first[expert] * share_size, lines_of(expert), columns, rounds);
+            return Multiplier(shares + first[expert] * share_size, lines_of(expert), columns, rounds_to_bfloat16);
         }
         int64_t lines_of(int64_t expert) const { return first[expert + 1] - first[expert]; }
     };
 
-    // What a multiplier needs for each of its rows.
+    // Bytes of multiplier memory for a line.
     static int64_t share_size(const Experts &experts) {
         const int64_t columns = larger(experts.inner->columns, experts.down->columns);
         return (Multiplier::size(1, columns) + 63) / 64 * 64;
     }
 
-    static void choose(const Experts &experts, const Desk &desk, int64_t row) {
-        const int64_t count = experts.router.outputs, start = row * experts.chosen;
-        float *scores = desk.scores + row * count, *weights = desk.weights + start, sum = 0;
+    static void route(const Experts &experts, const Scratch &scratch, int64_t row) {
+        const int64_t count = experts.router.outputs, start = row * experts.top_k;
+        float *scores = scratch.scores + row * count, *weights = scratch.weights + start, sum = 0;
         score(experts, scores);
-        for (int64_t rank = 0; rank < experts.chosen; ++rank) {
+        for (int64_t rank = 0; rank < experts.top_k; ++rank) {
             int64_t best = 0;
             float top = -INFINITY;
             for (int64_t at = 0; at < count; ++at) {
-                const float own = scores[at] + (experts.correction ? experts.correction[at] : 0);
+                const float own = scores[at] + (experts.score_correction ? experts.score_correction[at] : 0);
                 if (own > top) best = at, top = own;
             }
-            desk.expert[start + rank] = best;
+            scratch.expert[start + rank] = best;
             sum += weights[rank] = scores[best];
             scores[best] = -INFINITY;
         }
-        const float by = experts.renormalised ? experts.factor / sum : experts.factor;
-        for (int64_t rank = 0; rank < experts.chosen; ++rank) weights[rank] *= by;
+        const float by = experts.normalised ? experts.scaling_factor / sum : experts.scaling_factor;
+        for (int64_t rank = 0; rank < experts.top_k; ++rank) weights[rank] *= by;
     }
 
     static void score(const Experts &experts, float *scores) {
@@ -121,66 +121,67 @@ class Mixture {
         for (int64_t at = 0; at < count; ++at) scores[at] /= sum;
     }
 
-    static void sort(const Experts &experts, const Desk &desk, int64_t rows) {
+    static void sort(const Experts &experts, const Scratch &scratch, int64_t rows) {
         const int64_t count = experts.router.outputs;
-        memset(desk.first, 0, (count + 1) * sizeof(int64_t));
-        for (int64_t at = 0; at < desk.lines; ++at) ++desk.first[desk.expert[at] + 1];
-        desk.busy[0] = 0;
+        memset(scratch.first, 0, (count + 1) * sizeof(int64_t));
+        for (int64_t at = 0; at < scratch.lines; ++at) ++scratch.first[scratch.expert[at] + 1];
+        scratch.active[0] = 0;
         for (int64_t at = 0; at < count; ++at)
-            if (desk.first[at + 1]) desk.busy[++desk.busy[0]] = at;
-        for (int64_t at = 0; at < count; ++at) desk.first[at + 1] += desk.first[at];
-        for (int64_t at = 0; at < desk.lines; ++at) {
-            const int64_t line = desk.first[desk.expert[at]]++;
-            desk.line[at] = line, desk.row[line] = at / experts.chosen, desk.owner[line] = desk.expert[at];
+            if (scratch.first[at + 1]) scratch.active[++scratch.active[0]] = at;
+        for (int64_t at = 0; at < count; ++at) scratch.first[at + 1] += scratch.first[at];
+        for (int64_t at = 0; at < scratch.lines; ++at) {
+            const int64_t line = scratch.first[scratch.expert[at]]++;
+            scratch.line[at] = line, scratch.row[line] = at / experts.top_k, scratch.line_expert[line] = scratch.expert[at];
         }
-        for (int64_t at = count; at > 0; --at) desk.first[at] = desk.first[at - 1];
-        desk.first[0] = 0;
+        for (int64_t at = count; at > 0; --at) scratch.first[at] = scratch.first[at - 1];
+        scratch.first[0] = 0;
     }
 
-    // Every line times its expert's matrix.
-    static void multiply(const Desk &desk, const Linear *matrices, const float *from, float *to) {
-        const int64_t columns = matrices->columns, outputs = matrices->outputs, shares = ::parts(outputs, SHARE);
+    // Every line times the matrix of its expert.
+    static void multiply(const Scratch &scratch, const Linear *matrices, const float *from, float *to) {
+        const int64_t columns = matrices->columns, outputs = matrices->outputs, shares = ::ceil_div(outputs, SHARE);
 #pragma omp for schedule(static)
-        for (int64_t line = 0; line < desk.lines; ++line) {
-            const int64_t expert = desk.owner[line], first = desk.first[expert];
-            desk.multiplier(expert, columns)
-                .take_row(matrices[expert], from + first * columns, line - first, desk.lines_of(expert));
+        for (int64_t line = 0; line < scratch.lines; ++line) {
+            const int64_t expert = scratch.line_expert[line], first = scratch.first[expert];
+            scratch.multiplier(expert, columns)
+                .prepare_row(matrices[expert], from + first * columns, line - first, scratch.lines_of(expert));
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t at = 0; at < desk.busy[0] * shares; ++at) {
-            const int64_t expert = desk.busy[1 + at / shares], first = desk.first[expert];
-            desk.multiplier(expert, columns)
+        for (int64_t at = 0; at < scratch.active[0] * shares; ++at) {
+            const int64_t expert = scratch.active[1 + at / shares], first = scratch.first[expert];
+            scratch.multiplier(expert, columns)
                 .multiply_share(matrices[expert], at % shares, from + first * columns, to + first * outputs,
-                                desk.lines_of(expert));
+                                scratch.lines_of(expert));
         }
     }
 
-    // What enters a line's last matrix.
-    static void activate(const Experts &experts, const Desk &desk, int64_t line) {
-        const int64_t width = desk.width;
-        float *made = desk.inner + 2 * line * width, *ups = desk.ups + line * width, *to = desk.entering + line * width;
-        const float *bias = experts.inner[desk.owner[line]].bias;
-        if (bias) add_row(made, bias, nullptr, 2 * width);
-        if (!experts.alternating && experts.limit == INFINITY && experts.slope == 1 && experts.shift == 0)
-            return activate_row(experts.activation, made, nullptr, made + width, nullptr, to, width);
-        const int64_t step = experts.alternating ? 2 : 1, apart = experts.alternating ? 1 : width;
+    // The input of the `down` matrix of a line.
+    static void activate(const Experts &experts, const Scratch &scratch, int64_t line) {
+        const int64_t width = scratch.width;
+        float *outputs = scratch.inner + 2 * line * width, *up_values = scratch.up_values + line * width,
+              *to = scratch.activated + line * width;
+        const float *bias = experts.inner[scratch.line_expert[line]].bias;
+        if (bias) add_row(outputs, bias, nullptr, 2 * width);
+        if (!experts.interleaved && experts.limit == INFINITY && experts.slope == 1 && experts.shift == 0)
+            return activate_row(experts.activation, outputs, nullptr, outputs + width, nullptr, to, width);
+        const int64_t step = experts.interleaved ? 2 : 1, distance = experts.interleaved ? 1 : width;
         for (int64_t at = 0; at < width; ++at) {
-            // Compared so that a NaN stays one.
-            const float gate = made[step * at], up = made[step * at + apart], limit = experts.limit;
+            // These comparisons keep a NaN.
+            const float gate = outputs[step * at], up = outputs[step * at + distance], limit = experts.limit;
             to[at] = experts.slope * (gate > limit ? limit : gate);
-            ups[at] = ((up > limit ? limit : up < -limit ? -limit : up) + experts.shift) / experts.slope;
+            up_values[at] = ((up > limit ? limit : up < -limit ? -limit : up) + experts.shift) / experts.slope;
         }
-        activate_row(experts.activation, to, nullptr, ups, nullptr, to, width);
+        activate_row(experts.activation, to, nullptr, up_values, nullptr, to, width);
     }
 
-    static void gather(const Experts &experts, const Desk &desk, int64_t row, float *to) {
-        memset(to, 0, desk.columns * sizeof(float));
-        for (int64_t rank = 0; rank < experts.chosen; ++rank) {
-            const int64_t at = row * experts.chosen + rank;
-            const float *bias = experts.down[desk.expert[at]].bias;
-            float *made = desk.made + desk.line[at] * desk.columns;
-            if (bias) add_row(made, bias, nullptr, desk.columns);
-            for (int64_t i = 0; i < desk.columns; ++i) to[i] += desk.weights[at] * made[i];
+    static void combine(const Experts &experts, const Scratch &scratch, int64_t row, float *to) {
+        memset(to, 0, scratch.columns * sizeof(float));
+        for (int64_t rank = 0; rank < experts.top_k; ++rank) {
+            const int64_t at = row * experts.top_k + rank;
+            const float *bias = experts.down[scratch.expert[at]].bias;
+            float *outputs = scratch.outputs + scratch.line[at] * scratch.columns;
+            if (bias) add_row(outputs, bias, nullptr, scratch.columns);
+            for (int64_t i = 0; i < scratch.columns; ++i) to[i] += scratch.weights[at] * outputs[i];
         }
     }
 

@@ -1,4 +1,4 @@
-// What all kernels of this folder call number formats and outcomes; their Python sides know the numbers.
+// Number formats and results of all kernels; engine/kernels/cpu/*.py have the same numbers.
 #pragma once
 
 #include <cstdint>

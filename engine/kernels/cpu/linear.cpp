@@ -1,37 +1,38 @@
-// Rows times quantised matrices (quantised.h), for one instruction set: the compiler's flags say which.
-#include "plain.h"
-#include "quantised.h"
+// Products of rows and quantised matrices (quantised_matrices.h), for one instruction set, chosen by compiler flags.
+#include "layout.h"
+#include "plain_matrices.h"
+#include "quantised_matrices.h"
 
 namespace {
 
-// So many times blocks are met.
-inline int64_t shares(const Matrix &matrix) { return parts(matrix.outputs, BLOCKS_AT_ONCE * OUTPUTS); }
+// Units of work of a matrix.
+inline int64_t shares(const QuantisedMatrix &matrix) { return ceil_div(matrix.outputs, BLOCKS_AT_ONCE * OUTPUTS); }
 
-// The shares of all matrices in one count, so that threads get even parts of it.
-void multiply_one(const Product &product, int64_t share, const Rows &rows, Some some) {
-    const Matrix *matrix = product.matrices;
+// Units of all matrices are numbered together, for an even distribution over threads.
+void multiply_one(const LinearCall &product, int64_t share, const QuantisedRows &rows, RowRange range) {
+    const QuantisedMatrix *matrix = product.matrices;
     for (; share >= shares(*matrix); ++matrix) share -= shares(*matrix);
     const int64_t block = share * BLOCKS_AT_ONCE;
-    if (matrix->bits == 8) return multiply_blocks<8>(*matrix, block, rows, some);
-    multiply_blocks<4>(*matrix, block, rows, some);
+    if (matrix->bits == 8) return multiply_blocks<8>(*matrix, block, rows, range);
+    multiply_blocks<4>(*matrix, block, rows, range);
 }
 
 template <class Number>
-int64_t multiply(const Product &product) {
-    const int64_t groups = parts(product.columns, GROUP);
-    const Memory memory(Rows::size(product.rows, groups));
+int64_t multiply(const LinearCall &product) {
+    const int64_t groups = ceil_div(product.columns, GROUP);
+    const Memory memory(QuantisedRows::size(product.rows, groups));
     if (!memory.start) return NO_MEMORY;
-    const Rows rows(product.rows, groups, product.format, memory.start);
-    const Numbers<Number> numbers = {(const Number *)product.input, product.stride, product.columns};
+    const QuantisedRows rows(product.rows, groups, product.format, memory.start);
+    const FloatRows<Number> numbers = {(const Number *)product.input, product.stride, product.columns};
     int64_t count = 0;
     for (int64_t at = 0; at < product.count; ++at) count += shares(product.matrices[at]);
 #pragma omp parallel num_threads((int)product.threads)
     {
         quantise(numbers, rows);
         for (int64_t first = 0; first < rows.rows; first += rows.step()) {
-            const Some some = {first, lesser(first + rows.step(), rows.rows)};
+            const RowRange range = {first, lesser(first + rows.step(), rows.rows)};
 #pragma omp for schedule(static) nowait
-            for (int64_t share = 0; share < count; ++share) multiply_one(product, share, rows, some);
+            for (int64_t share = 0; share < count; ++share) multiply_one(product, share, rows, range);
         }
     }
     return DONE;
@@ -39,7 +40,7 @@ int64_t multiply(const Product &product) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const Product *product) {
+extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const LinearCall *product) {
     return product->format == BFLOAT16 ? multiply<bfloat16>(*product) : multiply<float>(*product);
 }
 
@@ -47,12 +48,12 @@ extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply(const 
 
 namespace {
 
-// Outputs that a thread takes at a time.
+// Outputs of a unit of work.
 constexpr int64_t PLAIN_SHARE = 32;
 
 template <class Number>
-void multiply_plain(const PlainProduct &own) {
-    const int64_t shares = parts(own.outputs, PLAIN_SHARE);
+void multiply_plain(const PlainLinearCall &own) {
+    const int64_t shares = ceil_div(own.outputs, PLAIN_SHARE);
 #pragma omp parallel for collapse(2) schedule(static) num_threads((int)own.threads)
     for (int64_t at = 0; at < own.batch; ++at)
         for (int64_t share = 0; share < shares; ++share) {
@@ -65,9 +66,15 @@ void multiply_plain(const PlainProduct &own) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply_plain(const PlainProduct *product) {
+extern "C" __attribute__((visibility("default"))) int64_t cellar_multiply_plain(const PlainLinearCall *product) {
     product->format == BFLOAT16 ? multiply_plain<bfloat16>(*product) : multiply_plain<float>(*product);
     return DONE;
 }
 
 #endif
+
+EXPORT_LAYOUT(
+    LAYOUT(QuantisedMatrix, codes, scales, bits, outputs, output)
+    LAYOUT(LinearCall, input, format, stride, rows, columns, matrices, count, threads)
+    LAYOUT(PlainLinearCall, rows, weights, output, format, batch, count, outputs, columns, row_stride,
+           row_batch_stride, weight_stride, weight_batch_stride, threads))

@@ -1,6 +1,6 @@
-"""Rows times quantised matrices on the CPU by the C++ kernel: what engine/kernels/linear.py computes.
+"""Products of rows and quantised matrices on the CPU by the C++ kernel, with the interface of engine/kernels/linear.py.
 
-A row comes out the same, bit for bit, whatever rows stand beside it and with any number of threads.
+A row has the same bits for any batch and any number of threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.layout import Mirrors, check_layout
 from engine.kernels.linear import MultiplyRows
 from engine.kernels.packing import PackedMatrix
 
-# The enumeration of linear.h.
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+# The enumeration of format.h.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _MatrixFields(Structure):
@@ -31,7 +32,7 @@ class _MatrixFields(Structure):
     ]
 
 
-class _ProductFields(Structure):
+class _CallFields(Structure):
     _fields_ = [
         ("input", c_void_p),
         *((name, c_int64) for name in ("format", "stride", "rows", "columns")),
@@ -40,34 +41,61 @@ class _ProductFields(Structure):
     ]
 
 
+class PlainCallFields(Structure):
+    """Of engine/kernels/cpu/products.py, whose kernel is in the same library."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("rows", "weights", "output")),
+        *((name, c_int64) for name in ("format", "batch", "count", "outputs", "columns")),
+        *((name, c_int64) for name in ("row_stride", "row_batch_stride", "weight_stride", "weight_batch_stride")),
+        ("threads", c_int64),
+    ]
+
+
+# By the names in linear.h.
+_MIRRORS: Mirrors = {
+    "QuantisedMatrix": _MatrixFields,
+    "LinearCall": _CallFields,
+    "PlainLinearCall": PlainCallFields,
+}
+
+
+def load_library(file: Path) -> ctypes.CDLL:
+    """A library of `linear`. Raises OSError, LayoutMismatch (an OSError) for other structures than these."""
+    library = ctypes.CDLL(str(file))
+    check_layout(library, _MIRRORS)
+    return library
+
+
 class NativeLinear:
     """The kernel of one library file, which engine/kernels/cpu/build.py provides."""
 
-    def __init__(self, library: Path) -> None:
-        self._call = ctypes.CDLL(str(library)).cellar_multiply
-        self._call.argtypes, self._call.restype = [POINTER(_ProductFields)], c_int64
+    def __init__(self, file: Path) -> None:
+        """Raises OSError if the file cannot be loaded."""
+        self._call = load_library(file).cellar_multiply
+        self._call.argtypes, self._call.restype = [POINTER(_CallFields)], c_int64
 
     def prepare(self, matrices: Sequence[PackedMatrix]) -> MultiplyRows:
-        """What returns, for rows, what engine.kernels.linear.multiply does, from float32 sums. For one thread's use."""
+        """A function as of engine.kernels.linear.prepare, with float32 sums. Not thread-safe."""
         return _PreparedMatrices(self._call, matrices)
 
     def multiply(self, rows: Tensor, matrices: Sequence[PackedMatrix]) -> list[Tensor]:
-        """The same for once."""
+        """See engine.kernels.linear.multiply."""
         return self.prepare(matrices)(rows)
 
 
 class _PreparedMatrices:
-    """Some matrices, described to the kernel once."""
+    """Matrices, described to the kernel once."""
 
     def __init__(self, call: Any, matrices: Sequence[PackedMatrix]) -> None:
-        self._call, self._held = call, list(matrices)
+        self._call, self._packed = call, list(matrices)
         [self._columns] = {matrix.columns for matrix in matrices}
         self._matrices = (_MatrixFields * len(matrices))(*map(_describe, matrices))
-        self._product = _ProductFields(columns=self._columns, matrices=self._matrices, count=len(matrices))
+        self._fields = _CallFields(columns=self._columns, matrices=self._matrices, count=len(matrices))
 
     def __call__(self, rows: Tensor) -> list[Tensor]:
         """The products. Raises ValueError for rows of another width."""
-        # A mode that looks at every function of torch (engine/model/invariant.py) has nothing to see here.
+        # A torch function mode (engine/model/invariant.py) has nothing to do here.
         with torch._C.DisableTorchFunction():
             return self._multiply(rows)
 
@@ -75,18 +103,18 @@ class _PreparedMatrices:
         count, columns = rows.shape
         if columns != self._columns:
             raise ValueError(f"rows of {columns} columns do not fit matrices of {self._columns}")
-        known = rows if rows.dtype in _FORMATS else rows.float()
-        if known.stride(1) != 1:
-            known = known.contiguous()
-        outputs = [torch.empty(count, matrix.outputs, dtype=known.dtype) for matrix in self._held]
-        for described, output in zip(self._matrices, outputs, strict=True):
-            described.output = output.data_ptr()
-        product = self._product
-        product.input, product.format = known.data_ptr(), _FORMATS[known.dtype]
-        product.stride, product.rows, product.threads = known.stride(0), count, torch.get_num_threads()
-        if self._call(byref(product)):
+        inputs = rows if rows.dtype in FORMATS else rows.float()
+        if inputs.stride(1) != 1:
+            inputs = inputs.contiguous()
+        outputs = [torch.empty(count, matrix.outputs, dtype=inputs.dtype) for matrix in self._packed]
+        for fields, output in zip(self._matrices, outputs, strict=True):
+            fields.output = output.data_ptr()
+        call = self._fields
+        call.input, call.format = inputs.data_ptr(), FORMATS[inputs.dtype]
+        call.stride, call.rows, call.threads = inputs.stride(0), count, torch.get_num_threads()
+        if self._call(byref(call)):
             raise MemoryError(f"no memory for {count} rows of {columns} columns")
-        return outputs if known.dtype == rows.dtype else [output.to(rows.dtype) for output in outputs]
+        return outputs if inputs.dtype == rows.dtype else [output.to(rows.dtype) for output in outputs]
 
 
 def _describe(matrix: PackedMatrix) -> _MatrixFields:

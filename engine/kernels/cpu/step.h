@@ -1,156 +1,156 @@
-// The C interface of the native step. engine/native/step_library.py mirrors these structures field by field.
+// The C interface of the native step. engine/native/step_library.py mirrors these structures and compares sizes and offsets
+// with `cellar_layout` when it loads the library.
 //
-// One call is one step: the rows of a packed batch go through all layers of a decoder, whose weights are read where they
-// lie. What a layer does with the rows, from their states:
+// One call is one step: the rows of a packed batch (one a token) pass through all layers of a decoder. Weights are read from
+// the tensors of the loaded model. A layer computes, from the hidden states of the rows:
 //
-//     states > (norm) > projections > (norm) > turn > cells > attention > (gate) > output > (norm) > + states
-//     states > (norm) > inner matrices > activation (times up) > down > (norm) > + states
+//     states > (norm) > projections > (norm) > rotary > KV cells > attention > (gate) > output > (norm) > + states
+//     states > (norm) > inner matrices > activation (* up) > down > (norm) > + states
 //
-// The second line begins behind the first, or beside it from the same states where a layer is `parallel`. In place of
-// attention over cells, a layer may have a recurrence over states (delta.h, space.h, convolution.h).
+// A `parallel` layer computes both lines from the same states. In place of attention over KV cells a layer may have a
+// recurrence over states (delta_rule.h, state_space.h, convolution.h).
 #pragma once
 
 #include "attention.h"
 
-enum Weights : int64_t { PLAIN, HALVES, BYTES, NIBBLES };
+enum WeightFormat : int64_t { WEIGHTS_FLOAT32, WEIGHTS_BFLOAT16, WEIGHTS_INT8, WEIGHTS_INT4 };
 enum NormKind : int64_t { NO_NORM, ROOT_MEAN_SQUARE, LAYER_NORM };
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
 enum Scoring : int64_t { SOFTMAX, SIGMOID };
 
-// A matrix: of float32 or bfloat16 numbers [outputs][columns], `stride` numbers from output to output, or of codes (linear.h).
+// A linear layer: float32 or bfloat16 weights [outputs][columns] with `stride` numbers from output to output, or
+// quantised codes (linear.h).
 struct Linear {
     const void *weights;
-    const uint16_t *scales;  // of codes
+    const uint16_t *scales;  // of quantised weights
     const float *bias;       // [outputs], or null
-    Weights kind;
+    WeightFormat kind;
     int64_t outputs, columns, stride;
 };
 
 struct Norm {
-    const float *weight, *bias;  // [width], or null: the one is 1, the other 0
+    const float *weight, *bias;  // [width]; null: 1 and 0
     NormKind kind;
     int64_t width;
     float epsilon;
 };
 
-// Where the heads of queries, keys or values lie in what a matrix makes of a row.
+// Columns of the queries, keys, values or gates in the output of projection `matrix`: `stride` columns from head to head.
 struct Heads {
     int64_t matrix, offset, stride, count, width;
 };
 
-// What rows begin as (entry.h): the rows of a table that their tokens name, `scale` times as large.
+// The embedding table; embeddings are multiplied by `scale`.
 struct Embedding {
-    const void *table;  // [count][width], PLAIN or HALVES
-    Weights kind;
+    const void *table;  // [count][width], WEIGHTS_FLOAT32 or WEIGHTS_BFLOAT16
+    WeightFormat kind;
     int64_t count;
     float scale;
 };
 
-// The angles by which a layer turns its queries and keys: pairs of columns (i, i + pairs), or (2i, 2i + 1).
-struct Turn {
-    const float *cosine, *sine;  // [positions][pairs], of all positions that there may be
+// Rotary tables of one kind of layer. Pairs of columns are (i, i + pairs), interleaved: (2i, 2i + 1).
+struct Rotary {
+    const float *cosine, *sine;  // [positions][pairs]
     int64_t pairs, offset, interleaved;
 };
 
-// The cells of the rows, in the layers that share them.
-struct Cells {
+// The cells of the batch in one attention group of the cache: layers of a group share them.
+struct CellGroup {
     const Segment *segments;
-    int64_t count, cells;
+    int64_t count, cells;  // segments; cells of the pool
 };
 
-// Matrices of which every row goes through a few: activation(gate) * up, weighted by the router's scores (experts.h).
+// A mixture of experts (experts.h): activation(gate) * up of the chosen experts, weighted by the router's scores.
 struct Experts {
-    Linear router;            // as many outputs as there are experts
-    const float *correction;  // [experts], added to the scores by which experts are chosen alone; or null
+    Linear router;                  // an output for each expert
+    const float *score_correction;  // [experts], added to the scores for the choice of experts only; or null
     Scoring scoring;
-    int64_t chosen, renormalised;  // by so many a row, whose weights are brought to a sum of 1
-    float factor;                  // what weights are multiplied by
-    const Linear *inner, *down;    // of each expert; what the inner one makes is gates, and ups behind them
-    Activation activation;         // activation(slope * gate) / slope * (up + shift) enters the other
-    int64_t alternating;           // gates and ups stand in turns
-    float limit, slope, shift;     // gates are at most the limit, and ups no further from 0
-    Linear share;  // where the layer's own matrices stand beside its experts, what they make is sigmoid(share) of; may be null
+    int64_t top_k, normalised;   // experts per row; whether their weights are normalised to a sum of 1
+    float scaling_factor;        // multiplies the weights
+    const Linear *inner, *down;  // of each expert; the inner matrix makes gates and ups
+    Activation activation;       // input of `down`: activation(slope * gate) / slope * (up + shift)
+    int64_t interleaved;         // gates and ups alternate; else all gates come first
+    float limit, slope, shift;   // gates are clamped to at most `limit`, ups to [-limit, limit]
+    Linear shared_gate;          // the dense MLP beside the experts is multiplied by sigmoid(shared_gate); weights null: by 1
 };
 
-// Rows of one sequence, behind which its states are told. Pieces of a sequence, which is `span` of the step, stand one
-// behind the other and follow each other.
-struct Piece {
-    int64_t row, rows;  // of the batch: [row, row + rows)
+// Rows [row, row + rows) of one span, after which recurrent states are written. State ranges of a span are consecutive.
+struct StateRange {
+    int64_t row, rows;
     int64_t span;
 };
 
-// Columns of what a matrix makes of a row, and the first place that they go to.
-struct Run {
-    int64_t matrix, offset, first, count;
+// `count` columns from `offset` of the output of projection `matrix`, copied to columns from `target`.
+struct ColumnRange {
+    int64_t matrix, offset, target, count;
 };
 
-// A causal convolution of every channel by itself (convolution.h); before and after are its last inputs [channels][kernel - 1].
+// A depthwise causal convolution (convolution.h); its state are the last inputs [channels][kernel - 1].
 struct Convolution {
-    const float *weights, *bias;  // [kernel][channels], and [channels] or null
+    const float *weights, *bias;  // [kernel][channels]; [channels] or null
     int64_t kernel, channels;
-    const float *const *before;  // [spans], of which any may be null: zeros
-    float *const *after;         // [pieces]
+    const float *const *states_before;  // [spans]; null: zeros
+    float *const *states_after;         // [state_ranges]
 };
 
-// Linear attention by the gated delta rule (delta.h); before and after are its states [value_heads][key_width][value_width].
-struct Delta {
-    const Run *runs;    // from projections to channels of queries, keys and values; then of each head what makes its decay,
-    int64_t run_count;  // its rate, and its gate
+// Linear attention by the gated delta rule (delta_rule.h); states are [value_heads][key_width][value_width].
+struct DeltaRule {
+    const ColumnRange *ranges;  // channels of queries, keys and values, then the decay, beta and gate inputs of each head
+    int64_t range_count;
     Convolution convolution;
     int64_t key_heads, value_heads, key_width, value_width;
-    const float *speed, *shift;  // [value_heads]: a decay is exp(-speed * softplus(column + shift))
-    float most;                  // a rate is so many times sigmoid(column)
-    Norm norm;                   // of a head's values, before its gate
-    const float *const *before;  // as a convolution's
-    float *const *after;
+    const float *decay_scale, *dt_bias;  // [value_heads]: decay = exp(-decay_scale * softplus(input + dt_bias))
+    float max_beta;                      // beta = max_beta * sigmoid(input)
+    Norm head_norm;                      // of the values of a head, before its gate
+    const float *const *states_before;   // as in Convolution
+    float *const *states_after;
 };
 
-// A state space whose numbers are chosen by each token (space.h); before and after are its states
-// [heads][value_width][key_width].
-struct Space {
-    const Run *runs;    // from projections to channels of values, keys and queries; then of each head what makes its pace,
-    int64_t run_count;  // room for as many numbers, and gates
+// A selective state space (Mamba-2, state_space.h); states are [heads][value_width][key_width].
+struct StateSpace {
+    const ColumnRange *ranges;  // channels of values, keys and queries, then the dt inputs of the heads, a gap of `heads`
+    int64_t range_count;        // columns (for decays), and the gates
     Convolution convolution;
     int64_t heads, groups, value_width, key_width;  // a group of heads shares keys and queries
-    const float *speed, *shift, *direct;  // [heads]: a decay is exp(-speed * pace), a pace is softplus(column + shift)
-    float slowest, fastest;               // between which paces are held
-    Norm norm;                            // of so many values at a time, behind their gates; its weight is of all values
-    const float *const *before;           // as a convolution's
-    float *const *after;
+    const float *decay_scale, *dt_bias, *skip;      // [heads]: decay = exp(-decay_scale * dt), dt = softplus(input + dt_bias)
+    float min_dt, max_dt;                           // dt is clamped to this range
+    Norm group_norm;                                // of `width` values at a time, after their gates; weight: of all values
+    const float *const *states_before;              // as in Convolution
+    float *const *states_after;
 };
 
-// A convolution between two products (convolution.h).
-struct Sieve {
-    const Run *runs;  // from projections to channels, what they are multiplied by, and what comes out is multiplied by
-    int64_t run_count;
+// A gated short convolution (convolution.h): third * convolution(first * second).
+struct GatedConvolution {
+    const ColumnRange *ranges;  // the three factors, `channels` columns each
+    int64_t range_count;
     Convolution convolution;
 };
 
-constexpr int MOST_PROJECTIONS = 6;
+constexpr int MAX_PROJECTIONS = 6;
 
 struct Layer {
-    Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp;
-    Linear projections[MOST_PROJECTIONS], output, inner[2], down;
+    Norm attention_norm, query_norm, key_norm, post_attention_norm, mlp_norm, post_mlp_norm;
+    Linear projections[MAX_PROJECTIONS], output, inner[2], down;
     int64_t projection_count, inner_count;
     Heads queries, keys, values;
-    Heads gates;          // of which the sigmoid weights what attention makes; count 0: there are none
-    const Delta *delta;   // in place of attention, or null
-    const Sieve *sieve;   // the same
-    const Space *space;   // the same
-    int64_t norms_whole;  // of_queries and of_keys are norms of all heads of a row at once, which lie side by side
-    int64_t turns_first;  // heads turn before their norms, not after
-    int64_t gate_matrix, gate_offset;  // where the columns that are activated lie in what the inner matrices make
-    int64_t up_matrix, up_offset;      // and those they are multiplied by; matrix -1: there are none
+    Heads gates;                  // the attention output is multiplied by their sigmoid; count 0: no gates
+    const DeltaRule *delta_rule;  // at most one of these three is set, and replaces attention
+    const GatedConvolution *gated_convolution;
+    const StateSpace *state_space;
+    int64_t norms_all_heads;           // query_norm and key_norm are over all heads of a row at once, which are contiguous
+    int64_t rotates_before_norm;       // rotary embedding comes before the norms of the heads
+    int64_t gate_matrix, gate_offset;  // columns of the inner outputs that are activated
+    int64_t up_matrix, up_offset;      // columns that multiply them; matrix -1: none
     Activation activation;
-    const Experts *experts;            // or null; then the inner matrices may be none
+    const Experts *experts;  // or null; with experts there may be no inner matrices
     int64_t parallel;
-    float attention_share, mlp_share;  // how many times what a half makes is added
-    const float *sinks;                // [queries.count], or null
-    float scale, softcap;              // softcap 0: none
-    int64_t turn, cells;               // which of the step's
-    Plane key_plane, value_plane;
-    Kind reach;
-    int64_t reach_size;
+    float attention_residual_scale, mlp_residual_scale;  // multiply an output before it is added to the states
+    const float *sinks;                                  // [queries.count], or null
+    float scale, softcap;                                // of the scores; softcap 0: none
+    int64_t rotary, cell_group;                          // indices into the arrays of Step
+    KVBuffer key_buffer, value_buffer;
+    AttentionRangeKind attention_range;
+    int64_t attention_range_size;
 };
 
 struct Step {
@@ -159,57 +159,58 @@ struct Step {
     Embedding embedding;
     const Layer *layers;
     int64_t layer_count;
-    const Turn *turns;
-    const int64_t *angles;  // [rows], the rows' places in the tables of cosines and sines; null: their positions
-    const Cells *cells;
-    int64_t cells_count;
-    const Piece *pieces;  // where layers have recurrences
-    int64_t piece_count;
-    Format format;  // of all planes
-    Norm last;
+    const Rotary *rotaries;
+    const int64_t *rotary_rows;  // [rows], row of each token in the rotary tables; null: its position
+    const CellGroup *cell_groups;
+    int64_t cell_group_count;
+    const StateRange *state_ranges;  // of recurrent layers
+    int64_t state_range_count;
+    Format format;  // of all KV buffers
+    Norm final_norm;
     Linear head;
-    const int64_t *kept;  // rows whose states behind the last norm are told
-    int64_t kept_count, wanted_count;  // of them, the first ones get logits
-    float *kept_states;  // [kept_count][width]
-    float *logits;       // [wanted_count][outputs of the head]
-    int64_t rounds;      // whether rows may be rounded to bfloat16 to meet weights, keys and values in it
+    const int64_t *output_rows;         // rows whose hidden states after the final norm are written
+    int64_t output_count, logit_count;  // the first `logit_count` of them get logits too
+    float *hidden_states;               // [output_count][width]
+    float *logits;                      // [logit_count][outputs of the head]
+    int64_t rounds_to_bfloat16;         // rows may be rounded to bfloat16 for products with bfloat16 weights, keys and values
     int64_t threads;
 };
 
 extern "C" int64_t cellar_step(const Step *step);
 
-// What one sequence reads, and then says: one token after the other, each read in its turn but for the last (choice.h).
-struct Link {
-    int64_t length, count;  // tokens to read first, and to say
-    int64_t seed, position;  // of the noise that the first one is drawn with
-    double temperature;      // 0: the highest logit is said
+// How tokens of one sequence are sampled (sampling.h); `length` and `count` belong to a draft loop only.
+struct SamplingContext {
+    int64_t length, count;   // tokens to compute first; tokens to sample
+    int64_t seed, position;  // of the noise of the first sampled token
+    double temperature;      // 0: greedy
     int64_t top_k;           // 0: off
-    double top_p, min_p;     // 1 and 0: off
+    double top_p, min_p;     // off: 1 and 0
 };
 
-// Steps that follow each other. `step` has the rows of all of them, those of a sequence side by side: a segment
-// for each, but no tokens and nothing kept. The cells of rows that are not reached are left as they are.
-struct Chain {
+// Several steps in one call (draft_loop.h): every sequence computes its tokens, then samples and computes one token a step.
+// `step` has one segment for each sequence with the rows of all steps, but neither tokens nor output rows. Cells of rows that
+// are not reached (after logits that are not finite) stay unwritten.
+struct DraftLoop {
     const Step *step;
-    const Link *links;  // one for each segment
-    int64_t links_count;
-    const int64_t *tokens;  // that are read first, of all sequences
-    float logits_scale, softcap;  // logits are so many times what the head makes, between -softcap and softcap; 0: anywhere
-    int64_t choices;  // the tokens that may be said are the first ones, so many; all of them have embeddings
-    int64_t deepest;  // the largest count
-    int64_t *said;    // [links_count][deepest]; -1 where a row of logits has no finite maximum, and behind it
+    const SamplingContext *contexts;  // [sequence_count]
+    int64_t sequence_count;
+    const int64_t *tokens;        // computed first, of all sequences
+    float logits_scale, softcap;  // as in DecoderSpec.output_head; softcap 0: none
+    int64_t vocabulary;           // only the first `vocabulary` tokens are sampled; all of them have embeddings
+    int64_t max_count;            // the largest count
+    int64_t *sampled;             // [sequence_count][max_count]; -1 from a row on whose logits have no finite maximum
 };
 
-extern "C" int64_t cellar_chain(const Chain *chain);
+extern "C" int64_t cellar_draft_loop(const DraftLoop *loop);
 
-// Rows of logits, and how a token is drawn behind each (choice.h).
-struct Choices {
-    const Link *links;  // [rows]
+// Rows of logits to sample from (sampling.h).
+struct SamplingCall {
+    const SamplingContext *contexts;  // [rows]
     int64_t rows;
     const float *logits;  // [rows][outputs]
     int64_t outputs;
-    int64_t *said;  // [rows]; -1 where a row has no finite maximum
+    int64_t *sampled;  // [rows]; -1 where a row has no finite maximum
     int64_t threads;
 };
 
-extern "C" int64_t cellar_choose(const Choices *choices);
+extern "C" int64_t cellar_sample(const SamplingCall *call);

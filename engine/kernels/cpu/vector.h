@@ -1,4 +1,4 @@
-// Vectors as wide as the instruction set that this file is compiled for, in the compilers' own vector types (GCC, Clang).
+// Vectors of the width of the instruction set, as vector types of the compiler (GCC, Clang).
 #pragma once
 
 #include <cstddef>
@@ -47,11 +47,11 @@ inline Vector load(const float *from) { return read<Vector>(from); }
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-// As many numbers as a vector holds, in float32.
+// A vector of numbers as float32.
 inline Vector wide(const float *from) { return load(from); }
 inline Vector wide(Halves numbers) {
 #if defined(__AVX512F__)
-    // GCC 12 would convert parts of them, and join these.
+    // GCC 12 would convert it in parts.
     return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)numbers), 16);
 #else
     return (Vector)(__builtin_convertvector(numbers, Unsigned) << 16);
@@ -68,23 +68,23 @@ inline float number(bfloat16 stored) {
 
 inline void store(float *to, Vector vector) { memcpy(to, &vector, sizeof vector); }
 
-// The same in a register: GCC would load it anew for every use.
-inline Vector kept(Vector vector) {
+// Keeps a vector in a register: GCC would load it again for every use.
+inline Vector in_register(Vector vector) {
 #if defined(__x86_64__)
     asm("" : "+v"(vector));
 #endif
     return vector;
 }
 
-// A row, read through once from end to end: that is how runs of rows come fastest from memory (measured: 18 GB/s a core,
-// against 10 when several rows are read side by side, and 13 so with prefetch instructions).
+// Touches every cache line of a row in order: the fastest way to read contiguous rows (measured: 18 GB/s a core, against 10
+// when several rows are read in parallel, and 13 with prefetch instructions).
 template <class Number>
 inline const Number *touched(const Number *row, int64_t width) {
     for (int64_t at = 0; at < width; at += 64 / sizeof(Number)) (void)*(const volatile char *)(row + at);
     return row;
 }
 
-// Less nothing, for compilers drop that: not so an added zero, which would turn -0 to 0.
+// number - 0, which compilers drop; number + 0 would change -0 to 0.
 inline Vector spread(float number) { return number - Vector{}; }
 
 template <std::size_t... I>
@@ -97,7 +97,7 @@ inline Integers lane_numbers() { return count_lanes(std::make_index_sequence<LAN
 
 inline Vector greater(Vector a, Vector b) { return a > b ? a : b; }
 
-// Every lane's partner, STEP lanes away.
+// Exchanges each lane with the lane STEP away.
 template <int STEP, std::size_t... I>
 inline Vector partners(Vector vector, std::index_sequence<I...>) {
     return SHUFFLE(vector, vector, (I ^ STEP)...);
@@ -117,11 +117,11 @@ inline float greatest(Vector vector) {
     return vector[0];
 }
 
-// e^x to 2e-7 of its value, for x in [-87, 88]; beyond them the ends. The polynomial is Cephes' expf.
+// e^x with a relative error of 2e-7; x is clamped to [-87, 88]. The polynomial is that of Cephes' expf.
 inline Vector exponential(Vector x) {
     x = x < -87.0f ? spread(-87.0f) : x;
     x = x > 88.0f ? spread(88.0f) : x;
-    // Adding 1.5 * 2^23 rounds to whole numbers and leaves them in the low bits.
+    // Adding 1.5 * 2^23 rounds to integers in the low bits.
     const Vector magic = spread(12582912.0f);
     const Vector shifted = x * 1.44269504088896341f + magic;
     const Vector whole = shifted - magic;
@@ -138,7 +138,7 @@ inline Vector exponential(Vector x) {
     return y * (Vector)power;
 }
 
-// tanh x to 3e-7 of its value; the polynomial for small numbers is Cephes' tanhf.
+// tanh x with a relative error of 3e-7; the polynomial for small x is that of Cephes' tanhf.
 inline Vector hyperbolic_tangent(Vector x) {
     const Vector square = x * x;
     Vector y = spread(-5.70498872745e-3f);
@@ -150,19 +150,17 @@ inline Vector hyperbolic_tangent(Vector x) {
     return square < 0.39f ? x * (y * square) + x : large;
 }
 
-// Where the lane comes from when two vectors are folded: STEP lanes of the first, then STEP of the second.
-constexpr int folded_from(int lane, int step) {
-    return lane % (2 * step) < step ? lane : lane - step + LANES;
-}
+// The source of a lane when two vectors are folded: STEP lanes of the first, then STEP of the second.
+constexpr int folded_from(int lane, int step) { return lane % (2 * step) < step ? lane : lane - step + LANES; }
 
 template <int STEP, std::size_t... I>
 inline Vector fold(Vector a, Vector b, std::index_sequence<I...>) {
     return SHUFFLE(a, b, folded_from(I, STEP)...) + SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...);
 }
 
-// One of the steps in which LANES vectors become columns: what stands STEP off the diagonal changes sides.
+// One step of a transposition: exchanges the lanes STEP off the diagonal.
 template <int STEP, std::size_t... I>
-inline void turn_step(Vector *rows, std::index_sequence<I...>) {
+inline void transpose_step(Vector *rows, std::index_sequence<I...>) {
     for (int at = 0; at < LANES; ++at) {
         if (at & STEP) continue;
         const Vector a = rows[at], b = rows[at + STEP];
@@ -171,14 +169,14 @@ inline void turn_step(Vector *rows, std::index_sequence<I...>) {
     }
 }
 
-// Vector i becomes lane i of every vector.
+// Transposes LANES vectors.
 template <int STEP = LANES / 2>
-inline void turn(Vector *rows) {
-    turn_step<STEP>(rows, std::make_index_sequence<LANES>());
-    if constexpr (STEP > 1) turn<STEP / 2>(rows);
+inline void transpose(Vector *rows) {
+    transpose_step<STEP>(rows, std::make_index_sequence<LANES>());
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
 }
 
-// Sums of COUNT vectors, a power of two from LANES / 4 to LANES: lane i of the result holds that of vector i.
+// Sums of COUNT vectors, a power of two from LANES / 4 to LANES: lane i of the result is the sum of vector i.
 template <int COUNT>
 inline Vector sums(Vector *vectors) {
     static_assert(4 * COUNT >= LANES, "more folds would be needed");
@@ -191,7 +189,7 @@ inline Vector sums(Vector *vectors) {
         for (int i = 0; i < COUNT / 4; ++i) left[i] = fold<2>(left[2 * i], left[2 * i + 1], lanes);
     if constexpr (COUNT >= 8)
         for (int i = 0; i < COUNT / 8; ++i) left[i] = fold<4>(left[2 * i], left[2 * i + 1], lanes);
-    // What is left are LANES / COUNT parts of each sum, COUNT lanes apart.
+    // LANES / COUNT partial sums of each vector remain, COUNT lanes apart.
     Vector total = left[0];
     if constexpr (COUNT < LANES) total = fold<COUNT>(total, total, lanes);
     if constexpr (2 * COUNT < LANES) total = fold<2 * COUNT>(total, total, lanes);

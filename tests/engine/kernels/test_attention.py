@@ -78,7 +78,8 @@ class Batch:
             assert isinstance(self.keys, FloatKVBuffer)
             assert isinstance(self.values, FloatKVBuffer)
             own = KernelBuffer(self.keys.rows[1]), KernelBuffer(self.values.rows[1])
-            return native.attend_float32(self.query, *own, self.segments, reach, scale=scale, rounds=True, **bend)  # type: ignore[arg-type]
+            bend = {"rounds_to_bfloat16": True, **bend}
+            return native.attend_float32(self.query, *own, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
         return native.attend(self.query, keys, values, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
 
     def expected(self, reach: AttentionRange, **bend: object) -> Tensor:
@@ -118,7 +119,7 @@ def batch(
     for plane in (keys, values):
         spoil(plane)
         for segment in segments:
-            length = segment.start + segment.rows.stop - segment.rows.start - segment.first
+            length = segment.start + segment.batch_slice.stop - segment.batch_slice.start - segment.oldest_visible
             plane.write(1, segment.cells, torch.randn(key_heads, length, plane.width, generator=generator))
     query = torch.randn(row, heads, width, generator=generator).transpose(0, 1)
     # Rounded here, for what the reference says is of the same queries then.
@@ -354,7 +355,7 @@ def test_a_table_outside_the_pool_is_refused(native: NativeAttention, cell: int)
     [
         ({"query": torch.zeros(2, 1, 16)}, "queries are as wide as keys"),
         ({"query": torch.zeros(3, 1, 8)}, "multiple of key heads"),
-        ({"query": torch.zeros(2, 0, 8)}, "segments lie in the batch"),
+        ({"query": torch.zeros(2, 0, 8)}, "segments are in the batch"),
         ({"segments": (Segment(slice(0, 1), 5, slice(0, 5)),)}, "tables end with the rows"),
         ({"segments": (Segment(slice(0, 1), 5, torch.zeros(5, dtype=torch.int64)),)}, "tables end with the rows"),
         ({"segments": (Segment(slice(0, 1), 5, torch.zeros(6, dtype=torch.int32)),)}, "tables end with the rows"),

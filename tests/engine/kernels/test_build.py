@@ -138,7 +138,7 @@ def test_a_cache_that_others_write_is_refused(bench: Bench) -> None:
     bench.cache.mkdir()
     bench.cache.chmod(0o777)
 
-    with pytest.raises(build.LibraryUnavailable, match="can be written by others"):
+    with pytest.raises(build.LibraryUnavailable, match="other users can write"):
         bench.library()
 
 
@@ -146,7 +146,7 @@ def test_a_cache_that_cannot_be_made_is_a_reason(bench: Bench) -> None:
     """A read-only or strange home is no crash."""
     bench.cache.write_text("a file")
 
-    with pytest.raises(build.LibraryUnavailable, match="no folder to keep it in"):
+    with pytest.raises(build.LibraryUnavailable, match="no folder for the library"):
         bench.library()
 
 

@@ -90,7 +90,7 @@ def test_a_file_in_use_is_never_removed(root: Path) -> None:
     own, others, free = (written(root, f"a/{name}", size=100, age_seconds=9) for name in ("own", "others", "free"))
     cache_folder.mark_used(own)
     code = (
-        "import sys, pathlib; from engine.kernels.cache_folder import use; use(pathlib.Path(sys.argv[1]));"
+        "import sys, pathlib; from engine.kernels.cache_folder import mark_used; mark_used(pathlib.Path(sys.argv[1]));"
         " print(flush=True); input()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(others)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -18,6 +18,7 @@ from engine.kernels.cpu import build
 from engine.kernels.reference import AttentionFunction
 from engine.load.load import LoadedModel
 from engine.model.runner import PackedRunner
+from engine.native.runner import NativeRunner
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange, LayerSpec, Span
 from tests.engine.mixes import mix, prompts
@@ -82,9 +83,10 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attending(loaded: LoadedModel) -> AttentionFunction:
-    """The attention kernel of a model."""
-    assert isinstance(loaded.runner, PackedRunner)
-    return loaded.runner._attend
+    """What a model's layers attend with."""
+    runner = loaded.runner.fallback if isinstance(loaded.runner, NativeRunner) else loaded.runner
+    assert isinstance(runner, PackedRunner)
+    return runner.attend
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral", "gpt_oss"])

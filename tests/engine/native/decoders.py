@@ -15,6 +15,7 @@ from engine.kernels import linear
 from engine.load import selection as choosing
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
+from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
 from engine.native.runner import NativeRunner
 from engine.quantize.plan import LayerSurvey
@@ -38,15 +39,15 @@ class Both:
 
     model: Any
     plain: PackedRunner
-    fastest: PackedRunner
+    fastest: ModelRunner
     recurrent: bool = False
 
-    def cache(self, runner: PackedRunner, stored: torch.dtype = torch.float32) -> Cache:
+    def cache(self, runner: ModelRunner, stored: torch.dtype = torch.float32) -> Cache:
         """An empty one with room for all steps."""
         specs, state_bytes = [plan.spec for plan in runner.layers], 2**30 if self.recurrent else None
         return Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=stored, state_bytes=state_bytes)
 
-    def states(self, runner: PackedRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def states(self, runner: ModelRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logits and states of every row, by slot and position, however the steps cut them."""
         some = self.cache(runner, stored)
         told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -92,7 +93,6 @@ def of_config(config: Any, weights: Weights = 32) -> Both:
     if weights == 8 or weights == 4:
         quantize(model, choice, WeightStore(family, weights), linear.prepare)
     runner = choosing.select(model, plain, facts, context=CONTEXT).runner
-    assert isinstance(runner, PackedRunner)
     return Both(model, plain, runner, recurrent)
 
 

@@ -72,7 +72,7 @@ def test_a_decoder_is_described_by_its_parts() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("nanochat", "second half"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "follows attention")],
+    [("nanochat", "down matrix"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "output projection")],
 )
 def test_the_reason_is_said(family: str, reason: str) -> None:
     """Start-up may say why a model runs as transformers wrote it."""
@@ -114,7 +114,7 @@ def test_how_experts_are_chosen_is_found() -> None:
 
     assert before is None
     assert experts is not None
-    assert ("sigmoid", 2, True) == (experts.router.scoring, experts.router.top_k, experts.router.renormalised)
+    assert ("sigmoid", 2, True) == (experts.router.scoring, experts.router.top_k, experts.router.normalised)
     assert pytest.approx(2.5) == experts.router.scaling_factor
 
 
@@ -133,5 +133,5 @@ def test_layers_that_change_their_states_have_no_shape(monkeypatch: pytest.Monke
     layer = model.model.model.layers[1]
     monkeypatch.setattr(layer, "forward", lambda *args, **named: type(layer).forward(layer, *args, **named).square())
 
-    with pytest.raises(UnsupportedArchitecture, match="takes something else"):
+    with pytest.raises(UnsupportedArchitecture, match="is not the output"):
         find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)

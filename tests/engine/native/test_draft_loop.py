@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from engine.native.draft_loop import DraftLoopInput, is_native_draw
+from engine.native.draft_loop import DraftLoopInput
 from engine.native.runner import NativeRunner
+from engine.native.sampler import is_native
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.types.request import Dry, SamplingParams, Xtc
@@ -81,7 +82,7 @@ class Talk:
                 logits = self.runner.run(forward, rows, [len(rows) - 1])
             self.references.setdefault(slot, []).extend(rows)
             if len(said) < link.count:
-                said += [one for one in sample_tokens(logits, [link.draw.after(said)]) if one is not None]
+                said += [one for one in sample_tokens(logits, [link.context.after(said)]) if one is not None]
             rows = said[-1:] if len(said) < link.count else []
         return said
 
@@ -144,7 +145,7 @@ def test_filters_keep_the_same_tokens(params: SamplingParams) -> None:
     some = Talk(runner), Talk(runner)
     filtered, free = (talk.chained(talk.links(SHAPES, [own])) for talk, own in zip(some, (params, loose), strict=True))
 
-    assert is_native_draw(draw(params))
+    assert is_native(draw(params))
     assert same(runner, [params]) > 0
     assert (filtered == free) == (params == loose or params.temperature == 0.0)
 
@@ -163,7 +164,7 @@ def test_filters_keep_the_same_tokens(params: SamplingParams) -> None:
 )
 def test_what_a_chain_cannot_draw_is_not_left_to_it(params: SamplingParams) -> None:
     """Other filters, and whatever changes logits."""
-    assert not is_native_draw(draw(params))
+    assert not is_native(draw(params))
 
 
 def test_tokens_are_chosen_among_the_first_ones() -> None:

@@ -91,7 +91,7 @@ def test_weights_of_16_bits_say_what_widened_ones_say(halves: Path) -> None:
 def exact(runner: object) -> NativeRunner:
     """The same, with no row rounded to meet a weight."""
     assert isinstance(runner, NativeRunner)
-    return NativeRunner(runner, runner._decoder, runner._library, rounds=False)
+    return NativeRunner(runner.fallback, runner._decoder, runner._library, rounds_to_bfloat16=False)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.native.decoder import Linear
-from engine.native.gated_mlp import ACTIVATIONS, _activation
+from engine.native.gated_mlp import ACTIVATIONS, _find_activation
 from engine.native.trace import TracedLinear
 
 
@@ -22,4 +22,4 @@ def test_the_activation_is_the_one_with_the_smallest_error(name: str, outlier: f
     inner = [TracedLinear(Linear(torch.empty(0), None), rows, made) for made in (gates, ups)]
     taken = ACTIVATIONS[name](gates) * ups  # type: ignore[index]
 
-    assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(*_activation(inner, taken))
+    assert (name, 0, 1) == (lambda gate, up, found: (found, gate.matrix, up.matrix))(*_find_activation(inner, taken))

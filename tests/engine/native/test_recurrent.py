@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from engine.model.runner import PackedRunner
+from engine.model.model_runner import ModelRunner
 from engine.native.decoder import DeltaRuleSpec, UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.runner import NativeRunner
@@ -49,7 +49,7 @@ def exact(model: Both) -> Tensor:
     return torch.cat([one.logits[0] for one in told])
 
 
-def fed(runner: PackedRunner, cache: Cache, slot: int, rows: int, guessed: int = 0, kept: int | None = None) -> Tensor:
+def fed(runner: ModelRunner, cache: Cache, slot: int, rows: int, guessed: int = 0, kept: int | None = None) -> Tensor:
     """Logits of a slot's next rows, of which the first `kept` stay."""
     span = Span(slot, cache.cached_length(slot), rows, draft_tokens=guessed)
     with cache.forward([span]) as forward:

@@ -70,17 +70,17 @@ def test_it_says_what_the_rule_says(params: SamplingParams, spread: float) -> No
     logits, drawn = rows(spread), draws(params)
     before = logits.clone()
 
-    assert sample_tokens(logits, drawn) == runner_of(native("llama")).sample(logits, drawn)
+    assert sample_tokens(logits, drawn) == runner_of(native("llama")).sampler.sample(logits, drawn)
     assert torch.equal(before, logits)
 
 
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     """Rows that the native choice knows beside rows that it does not, in any number."""
     runner, logits, drawn = runner_of(native("llama")), rows(3.0), draws(*PARAMS[2:])
-    together = runner.sample(logits, drawn)
+    together = runner.sampler.sample(logits, drawn)
 
-    assert together == [runner.sample(logits[row : row + 1], [drawn[row]])[0] for row in range(ROWS)]
-    assert together == runner.sample(logits.flip(0), drawn[::-1])[::-1]
+    assert together == [runner.sampler.sample(logits[row : row + 1], [drawn[row]])[0] for row in range(ROWS)]
+    assert together == runner.sampler.sample(logits.flip(0), drawn[::-1])[::-1]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -90,7 +90,7 @@ def test_a_row_that_is_not_finite_breaks_alone(value: float) -> None:
     logits[1, 0] = logits[2, 77] = logits[4, VOCABULARY - 1] = value
     logits[3] = -torch.inf
     logits[0, ::2] = -torch.inf
-    said = runner_of(native("llama")).sample(logits, draws(PARAMS[0], PARAMS[2]))
+    said = runner_of(native("llama")).sampler.sample(logits, draws(PARAMS[0], PARAMS[2]))
 
     assert said == sample_tokens(logits, draws(PARAMS[0], PARAMS[2]))
     assert [row for row, token in enumerate(said) if token is None] == [1, 2, 3, 4]
@@ -109,7 +109,7 @@ def test_what_a_step_tells_is_chosen_from_its_logits(family: str, params: tuple[
         wanted = [rows - 1, 2 * rows - 1, 3 * rows - 1]
         drawn = [draw(params[slot % 2], slot, standing + rows) for slot in range(3)]
         with shown.cache.forward(spans) as forward:
-            expected = runner.sample(runner.run(forward, tokens, wanted), drawn)
+            expected = runner.sampler.sample(runner.run(forward, tokens, wanted), drawn)
         with told.cache.forward(spans) as forward:
             said = runner.run_and_sample(forward, tokens, wanted, [None] * 3, drawn)
 

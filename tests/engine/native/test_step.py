@@ -56,7 +56,7 @@ def decoder_of(model: Both) -> DecoderSpec:
 def unrounded(model: Both) -> NativeRunner:
     """What runs it with no row rounded, whatever the processor would like."""
     library = StepLibrary(build.library("step", build.variants("step")[0]))
-    return NativeRunner(model.plain, decoder_of(model), library, rounds=False)
+    return NativeRunner(model.plain, decoder_of(model), library, rounds_to_bfloat16=False)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
@@ -88,7 +88,7 @@ def test_gates_of_experts_are_bounded(limit: float, slope: float) -> None:
     [gate] = {mlp.experts.activation for _, mlp in decoder_of(model).layers if mlp.experts is not None}
 
     assert isinstance(model.fastest, NativeRunner)
-    assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.alternating)
+    assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.interleaved)
     assert apart(expected[0], actual[0]) < 2e-5
 
 

@@ -1,13 +1,13 @@
-// Rows as codes of 8 bits, to be multiplied by quantised matrices: each group of 32 numbers has a scale of its own.
+// Rows quantised to 8 bits, with a scale for each group of 32 numbers, for products with quantised matrices.
 //
-// Rows stand in tiles, of which all are met at once (quantised.h):
+// Rows are stored in tiles (quantised_matrices.h):
 //
 //     codes   [tile][group][word: 8][row of the tile][byte: 4]
 //     scales  [tile][group][row of the tile]           a number is code * scale
-//     starts  [tile][group][row of the tile]           where a group's sums begin, to make up for the zero of the weights'
-//                                                      codes of 8 bits: minus 128 times the sum of the row's own
+//     starts  [tile][group][row of the tile]           initial value of the sums of a group, which corrects for the zero of
+//                                                      8-bit weight codes: -128 times the sum of the row's codes
 //
-// A row's numbers are quantised alone, so its codes do not depend on the rows beside it.
+// Each row is quantised alone, so its codes do not depend on the batch.
 #pragma once
 
 #include <math.h>
@@ -21,20 +21,20 @@
 namespace {
 
 constexpr int64_t WORDS = GROUP / 4, VECTORS = GROUP / LANES;
-// Groups that are quantised at a time: while one waits for its scale, others are computed.
+// Groups quantised at once, to overlap the latency of their scales.
 constexpr int64_t GROUPS_AT_ONCE = 16;
-// Fewer tiles than that are no even work for threads.
-constexpr int64_t TILES_A_THREAD = 4;
-// Bytes of rows that all outputs meet at a time. More than a core's own cache holds: rows come from the shared one as fast as
-// they are met, and weights are read less often (measured: 256 rows of 8192 columns are 2 % faster than with 512 KB).
+// With fewer tiles a thread, tiles are cut for an even distribution.
+constexpr int64_t TILES_PER_THREAD = 4;
+// Bytes of rows that are multiplied by all outputs before the next rows. More than an L2 cache: rows are read from L3 fast
+// enough, and weights less often (measured: 256 rows of 8192 columns are 2 % faster than with 512 KB).
 constexpr int64_t CACHED_BYTES = 3 * 1024 * 1024;
-// Below that a scale's inverse is no number: such a group is zero.
-constexpr float SMALLEST = 1.17549435e-38f;
+// The inverse of a smaller scale is infinite: such a group is zero.
+constexpr float MIN_NORMAL = 1.17549435e-38f;
 
 // The quantised rows of a call.
-struct Rows {
-    int64_t rows, groups, tile;  // rows of a tile, the last one may hold fewer
-    Format format;               // of what is made of them
+struct QuantisedRows {
+    int64_t rows, groups, tile;  // rows of a tile, the last one may have fewer
+    Format format;               // of the outputs
     int8_t *codes;
     float *scales;
     int32_t *starts;
@@ -42,22 +42,22 @@ struct Rows {
     static int64_t size(int64_t rows, int64_t groups) {
         return rows * groups * (GROUP + (int64_t)sizeof(float) + (int64_t)sizeof(int32_t));
     }
-    Rows(int64_t rows, int64_t groups, Format format, char *memory)
+    QuantisedRows(int64_t rows, int64_t groups, Format format, char *memory)
         : rows(rows),
           groups(groups),
-          tile(rows > ROWS_ALONE ? parts(rows, parts(rows, ROWS_A_TILE)) : ROWS_ALONE),
+          tile(rows > ROWS_ALONE ? ceil_div(rows, ceil_div(rows, ROWS_PER_TILE)) : ROWS_ALONE),
           format(format),
           codes((int8_t *)memory),
           scales((float *)(memory + rows * groups * GROUP)),
           starts((int32_t *)(scales + rows * groups)) {}
 
-    // Rows that are best met at a time, in whole tiles.
+    // Rows that fit CACHED_BYTES, in whole tiles.
     int64_t step() const { return larger(CACHED_BYTES / size(tile, groups), 1) * tile; }
 };
 
 typedef int8_t Codes __attribute__((vector_size(LANES)));
 
-// LANES vectors are folded into one: lane i holds what an operation brings the lanes of number i to. They are overwritten.
+// Fold LANES vectors to one: lane i is the reduction of vector i by `join`. Overwrites the vectors.
 template <int STEP, class Join, std::size_t... I>
 inline Integers fold(Integers a, Integers b, Join join, std::index_sequence<I...>) {
     return join(SHUFFLE(a, b, folded_from(I, STEP)...), SHUFFLE(a, b, (folded_from(I, STEP) + STEP)...));
@@ -70,23 +70,23 @@ inline Integers folded(Integers *vectors, Join join) {
     return vectors[0];
 }
 
-// Compared as whole numbers: so a NaN is greater than all numbers, and is not lost.
+// Compared as integers, so that NaN is the largest.
 inline Integers top(Integers a, Integers b) { return a > b ? a : b; }
 
-// The largest sizes that lanes of a group have.
+// The largest absolute value in each lane of a group.
 inline Integers sizes(const Vector *numbers) {
     Integers most = {};
     for (int64_t at = 0; at < VECTORS; ++at) most = top(most, (Integers)numbers[at] & 0x7fffffff);
     return most;
 }
 
-// The codes of a group, and sums of them.
+// Writes the codes of a group and returns partial sums of them.
 inline Integers encode(const Vector *numbers, float inverse, int8_t *to) {
-    // Adding 1.5 * 2^23 rounds to whole numbers and leaves them in the low bits. What is added to is rounded before.
+    // Adding 1.5 * 2^23 rounds to integers in the low bits; the product must be rounded to float32 before.
     const Vector magic = spread(12582912.0f);
     Integers sum = {};
     for (int64_t at = 0; at < VECTORS; ++at) {
-        const Integers code = (Integers)(kept(numbers[at] * inverse) + magic) - (Integers)magic;
+        const Integers code = (Integers)(in_register(numbers[at] * inverse) + magic) - (Integers)magic;
         const Codes narrow = __builtin_convertvector(code, Codes);
         memcpy(to + at * LANES, &narrow, sizeof narrow);
         sum += code;
@@ -94,13 +94,13 @@ inline Integers encode(const Vector *numbers, float inverse, int8_t *to) {
     return sum;
 }
 
-// Rows as they lie in memory.
+// Rows of float32 or bfloat16 numbers.
 template <class Number>
-struct Numbers {
+struct FloatRows {
     const Number *input;
     int64_t stride, columns;
 
-    // A group of a row; zeros behind its last number.
+    // A group of a row, padded with zeros.
     void fetch(int64_t row, int64_t group, Vector *to) const {
         const Number *from = input + row * stride + group * GROUP;
         const int64_t left = columns - group * GROUP;
@@ -118,9 +118,9 @@ struct Numbers {
     }
 };
 
-// Groups [first, last) of a row, GROUPS_AT_ONCE at most, of a source that fetches them.
+// Quantise groups [first, last) of a row of a source, at most GROUPS_AT_ONCE.
 template <class Source>
-void quantise_some(const Source &source, int64_t row, int64_t first, int64_t last, const Rows &to) {
+void quantise_some(const Source &source, int64_t row, int64_t first, int64_t last, const QuantisedRows &to) {
     Vector numbers[GROUPS_AT_ONCE][VECTORS];
     Integers lanes[GROUPS_AT_ONCE], sums[GROUPS_AT_ONCE];
     alignas(64) float scales[GROUPS_AT_ONCE], inverses[GROUPS_AT_ONCE];
@@ -134,14 +134,14 @@ void quantise_some(const Source &source, int64_t row, int64_t first, int64_t las
     for (int64_t at = 0; at < GROUPS_AT_ONCE; at += LANES) {
         const Vector scale = (Vector)folded(lanes + at, top) / 127.0f;
         store(scales + at, scale);
-        store(inverses + at, (scale >= SMALLEST) & (scale < INFINITY) ? 1.0f / scale : Vector{});
+        store(inverses + at, (scale >= MIN_NORMAL) & (scale < INFINITY) ? 1.0f / scale : Vector{});
     }
     const int64_t start = row / to.tile * to.tile, rows = lesser(to.rows - start, to.tile);
     const int64_t place = start * to.groups + first * rows + row - start;
     int8_t *codes = to.codes + (start * to.groups + first * rows) * GROUP + (row - start) * 4;
     for (int64_t at = 0; at < count; ++at) {
         alignas(32) int8_t own[GROUP];
-        // A group that holds an infinity or a NaN is zero times that: no output of its row will be a number.
+        // The scale of a group with infinity or NaN makes all outputs of its row NaN.
         if (inverses[at] > 0)
             sums[at] = encode(numbers[at], inverses[at], own);
         else
@@ -158,19 +158,19 @@ void quantise_some(const Source &source, int64_t row, int64_t first, int64_t las
     }
 }
 
-// Groups [first, last) of a row.
+// Quantise groups [first, last) of a row.
 template <class Source>
-void quantise_row(const Source &source, int64_t row, int64_t first, int64_t last, const Rows &to) {
-    const int64_t count = last - first, some = count > 0 ? parts(count, parts(count, GROUPS_AT_ONCE)) : 0;
+void quantise_row(const Source &source, int64_t row, int64_t first, int64_t last, const QuantisedRows &to) {
+    const int64_t count = last - first, some = count > 0 ? ceil_div(count, ceil_div(count, GROUPS_AT_ONCE)) : 0;
     for (; first < last; first += some) quantise_some(source, row, first, lesser(first + some, last), to);
 }
 
-// All rows. To be called by all threads of a team, which meet behind it. Few tiles are cut across, into a piece for each
-// thread: rows of one tile share lines of memory, which threads would take from each other word by word.
+// Quantise all rows. Called by all threads of a team, with a barrier at the end. Few tiles are cut across the columns: rows of
+// a tile share cache lines, which threads would contend for.
 template <class Source>
-void quantise(const Source &source, const Rows &to) {
-    const int64_t threads = omp_get_num_threads(), tiles = parts(to.rows, to.tile);
-    const int64_t pieces = tiles < TILES_A_THREAD * threads ? threads : 1, groups = parts(to.groups, pieces);
+void quantise(const Source &source, const QuantisedRows &to) {
+    const int64_t threads = omp_get_num_threads(), tiles = ceil_div(to.rows, to.tile);
+    const int64_t pieces = tiles < TILES_PER_THREAD * threads ? threads : 1, groups = ceil_div(to.groups, pieces);
 #pragma omp for schedule(static) collapse(2)
     for (int64_t tile = 0; tile < tiles; ++tile)
         for (int64_t piece = 0; piece < pieces; ++piece)

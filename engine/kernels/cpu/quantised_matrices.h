@@ -1,63 +1,62 @@
-// Rows times quantised matrices (linear.h), whose rows are codes too (codes.h).
+// Products of quantised rows (quantised_rows.h) and quantised matrices (linear.h).
 //
-// Few rows meet one block of outputs after the other, all of them at once. Many come in tiles, which meet some blocks at
-// once: what is loaded is then multiplied as often as there are registers for sums. All tiles of some rows meet the same
-// blocks before the next ones' turn. So these lie in the processor's cache, and the rows too, of which a call takes some at
-// a time.
+// Few rows are multiplied by one block of outputs at a time, all rows at once. Many rows are computed in tiles, which are
+// multiplied by several blocks at once, as many as there are registers for sums. All tiles of a range of rows are multiplied by
+// the same blocks, which stay in the cache like the rows.
 //
-// The sums of a group are whole numbers, and groups are added up in their order: so a row comes out the same bit for bit,
-// whatever stands beside it, in whatever tile, with any threads.
+// The sums of a group are integers, and groups are added up in order: a row has the same bits for any batch, any tile and any
+// number of threads.
 #pragma once
 
 #include <utility>
 
-#include "codes.h"
+#include "quantised_rows.h"
 
 namespace {
 
-// Bytes of codes that one tile asks for before their turn, and one that does nothing but wait for memory.
+// Prefetch distance of a tile, and of a tile that is bound by memory.
 constexpr int64_t BYTES_AHEAD = 2048, FAR_AHEAD = 4096;
 template <int ROWS, int BLOCKS>
-constexpr bool WAITS = ROWS <= 2 && BLOCKS == 1;
-// One that computes meanwhile asks twice: so far ahead for the larger cache, and so far for the nearest (measured on an Intel
-// processor: 3 to 8 rows of 4 bits take 8 to 10 % less time so than where they ask once, 4 rows of 8 bits 4 %).
+constexpr bool MEMORY_BOUND = ROWS <= 2 && BLOCKS == 1;
+// A tile that is bound by arithmetic prefetches twice: into the L2 and into the L1 cache (measured on an Intel processor: 3 to
+// 8 rows with 4 bits take 8 to 10 % less time than with one prefetch, 4 rows with 8 bits 4 %).
 constexpr int64_t FIRST_AHEAD = 16384, SECOND_AHEAD = 1024;
 template <int ROWS, int BLOCKS>
-constexpr bool ASKS_TWICE = ROWS > 2 && BLOCKS == 1;
+constexpr bool PREFETCHES_TWICE = ROWS > 2 && BLOCKS == 1;
 
 template <int BITS>
 constexpr int64_t GROUP_BYTES = GROUP * OUTPUTS * BITS / 8;
 
-// Rows [first, last) of a call, whole tiles but for its last one.
-struct Some {
+// Rows [first, last) of a call, in whole tiles but for the last one of the call.
+struct RowRange {
     int64_t first, last;
 };
 
-// Codes that a tile asks for before their turn: so many lines of 64 bytes with each group.
-struct Ahead {
+// Codes that a tile prefetches: `lines` cache lines with each group.
+struct Prefetch {
     const uint8_t *start;
     int64_t lines;
 };
 
-inline void put(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
+inline void write_row(float *to, const float *from, int64_t count) { memcpy(to, from, count * sizeof(float)); }
 
-// To the nearest, to even ones of two, and a NaN to a NaN.
-inline void put(bfloat16 *to, const float *from, int64_t count) {
+// Round to nearest even; NaN stays NaN.
+inline void write_row(bfloat16 *to, const float *from, int64_t count) {
     for (int64_t at = 0; at < count; ++at) {
         const uint32_t bits = read<uint32_t>(from + at), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
         to[at].bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
     }
 }
 
-// A group of BLOCKS blocks, `stride` bytes from one to the other, times that of ROWS rows. All loops are unrolled, for sums
-// that are counted through would lie in memory.
+// A group of BLOCKS blocks, `stride` bytes apart, times a group of ROWS rows. Fully unrolled: sums indexed by a loop variable
+// would be in memory.
 template <int BITS, int ROWS, int BLOCKS>
 inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, int64_t stride, const int8_t *numbers,
                                                           Sums (&sums)[ROWS][BLOCKS]) {
 #pragma GCC unroll 8
     for (int64_t at = 0; at < GROUP_BYTES<BITS>; at += 64) {
-        if (WAITS<ROWS, BLOCKS>) __builtin_prefetch(codes + at + FAR_AHEAD, 0, 3);
-        if (ASKS_TWICE<ROWS, BLOCKS>) {
+        if (MEMORY_BOUND<ROWS, BLOCKS>) __builtin_prefetch(codes + at + FAR_AHEAD, 0, 3);
+        if (PREFETCHES_TWICE<ROWS, BLOCKS>) {
             __builtin_prefetch(codes + at + FIRST_AHEAD, 0, 2);
             __builtin_prefetch(codes + at + SECOND_AHEAD, 0, 3);
         }
@@ -79,18 +78,18 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t *codes, 
     }
 }
 
-// Ask for the memory that totals will come to lie in: they would wait for each line of it.
+// Prefetch the memory of the outputs.
 template <int ROWS, int BLOCKS>
-inline void ask_for_output(const Matrix &matrix, Format format, int64_t row, int64_t block) {
+inline void prefetch_output(const QuantisedMatrix &matrix, Format format, int64_t row, int64_t block) {
     const float *const to = (const float *)matrix.output + row * matrix.outputs + block * OUTPUTS;
     for (int at = 0; at < ROWS * BLOCKS && format == FLOAT32; ++at)
         __builtin_prefetch(to + at / BLOCKS * matrix.outputs + at % BLOCKS * OUTPUTS, 1, 3);
 }
 
-// What rows from number `row` on make of some blocks: whole blocks of float32 come to lie where they belong at once.
+// Write the totals of some rows and blocks: whole blocks of float32 directly to the output.
 template <int ROWS, int BLOCKS>
-inline void put_totals(const Matrix &matrix, Format format, int64_t row, int64_t block,
-                       const Totals (&totals)[ROWS][BLOCKS]) {
+inline void write_totals(const QuantisedMatrix &matrix, Format format, int64_t row, int64_t block,
+                         const Totals (&totals)[ROWS][BLOCKS]) {
     constexpr int64_t WIDTH = BLOCKS * OUTPUTS;
     const int64_t start = row * matrix.outputs + block * OUTPUTS, width = lesser(matrix.outputs - block * OUTPUTS, WIDTH);
     const bool whole = format == FLOAT32 && width == WIDTH;
@@ -103,27 +102,27 @@ inline void put_totals(const Matrix &matrix, Format format, int64_t row, int64_t
     if (whole) return;
     for (int at = 0; at < ROWS; ++at) {
         if (format == BFLOAT16)
-            put((bfloat16 *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
+            write_row((bfloat16 *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
         else
-            put((float *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
+            write_row((float *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
     }
 }
 
-// BLOCKS blocks of outputs times ROWS rows, the tile that begins with row `first`.
+// BLOCKS blocks of outputs times the tile of ROWS rows from `first` on.
 template <int BITS, int ROWS, int BLOCKS>
-void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows, int64_t first, Ahead ahead) {
+void multiply_tile(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, int64_t first, Prefetch ahead) {
     constexpr int64_t BYTES = GROUP_BYTES<BITS>;
-    constexpr bool asks = WAITS<ROWS, BLOCKS> || ASKS_TWICE<ROWS, BLOCKS>;
+    constexpr bool prefetches = MEMORY_BOUND<ROWS, BLOCKS> || PREFETCHES_TWICE<ROWS, BLOCKS>;
     const int64_t groups = rows.groups, start = first * groups;
     const uint8_t *codes = matrix.codes + block * groups * BYTES;
     const uint16_t *scales = matrix.scales + block * groups * OUTPUTS;
-    if (BLOCKS > 1) ask_for_output<ROWS, BLOCKS>(matrix, rows.format, first, block);
+    if (BLOCKS > 1) prefetch_output<ROWS, BLOCKS>(matrix, rows.format, first, block);
     Totals totals[ROWS][BLOCKS];
 #pragma GCC unroll 16
     for (int at = 0; at < ROWS * BLOCKS; ++at) totals[at / BLOCKS][at % BLOCKS] = nothing();
     for (int64_t group = 0; group < groups; ++group) {
-        // What all tiles ask for together is not needed at once.
-        for (int64_t line = 0; line < ahead.lines && !asks; ++line, ahead.start += 64)
+        // Codes that all tiles prefetch together are not needed at once: into the L2 cache.
+        for (int64_t line = 0; line < ahead.lines && !prefetches; ++line, ahead.start += 64)
             __builtin_prefetch(ahead.start, 0, BLOCKS == 1 ? 3 : 2);
         const int64_t at = start + group * ROWS;
         Sums sums[ROWS][BLOCKS];
@@ -139,45 +138,45 @@ void multiply_tile(const Matrix &matrix, int64_t block, const Rows &rows, int64_
                 totals[row][own] = add(totals[row][own], sums[row][own], wide, rows.scales[at + row]);
         }
     }
-    put_totals(matrix, rows.format, first, block, totals);
+    write_totals(matrix, rows.format, first, block, totals);
 }
 
-typedef void Tile(const Matrix &, int64_t, const Rows &, int64_t, Ahead);
+typedef void Tile(const QuantisedMatrix &, int64_t, const QuantisedRows &, int64_t, Prefetch);
 
-// The function for a tile of so many rows.
+// The instantiation for a number of rows.
 template <int BITS, int BLOCKS, std::size_t... I>
 inline Tile *tile_of(int64_t rows, std::index_sequence<I...>) {
     static constexpr Tile *tiles[] = {multiply_tile<BITS, I + 1, BLOCKS>...};
     return tiles[rows - 1];
 }
 
-// BLOCKS blocks of outputs times some rows, in tiles of at most MOST.
+// BLOCKS blocks of outputs times a range of rows, in tiles of at most MOST.
 template <int BITS, int BLOCKS, int MOST>
-void multiply_some(const Matrix &matrix, int64_t block, const Rows &rows, Some some) {
+void multiply_some(const QuantisedMatrix &matrix, int64_t block, const QuantisedRows &rows, RowRange range) {
     constexpr int64_t LINES = BLOCKS * GROUP_BYTES<BITS> / 64;
-    const auto multiply = [&](int64_t first, int64_t count, Ahead ahead) {
+    const auto multiply = [&](int64_t first, int64_t count, Prefetch ahead) {
         tile_of<BITS, BLOCKS>(count, std::make_index_sequence<MOST>())(matrix, block, rows, first, ahead);
     };
-    const int64_t count = some.last - some.first, bytes = rows.groups * GROUP_BYTES<BITS>;
+    const int64_t count = range.last - range.first, bytes = rows.groups * GROUP_BYTES<BITS>;
     const uint8_t *const codes = matrix.codes + block * bytes;
-    // One tile asks for its own codes. Of several each asks for a part of those that all of them will meet next.
-    if (count <= rows.tile) return multiply(some.first, count, {codes + BYTES_AHEAD, LINES});
-    const int64_t lines = parts(LINES, parts(count, rows.tile));
+    // A single tile prefetches its own codes. Several tiles each prefetch a part of the next blocks.
+    if (count <= rows.tile) return multiply(range.first, count, {codes + BYTES_AHEAD, LINES});
+    const int64_t lines = ceil_div(LINES, ceil_div(count, rows.tile));
     const uint8_t *next = codes + BLOCKS * bytes, *const end = next + BLOCKS * bytes;
     const int64_t scales = BLOCKS * rows.groups * OUTPUTS, after = block * rows.groups * OUTPUTS + scales;
     for (int64_t at = after; at < after + scales; at += 32) __builtin_prefetch(matrix.scales + at, 0, 2);
-    for (int64_t first = some.first; first < some.last; first += rows.tile, next += rows.groups * lines * 64)
-        multiply(first, lesser(some.last - first, rows.tile), {next, next < end ? lines : 0});
+    for (int64_t first = range.first; first < range.last; first += rows.tile, next += rows.groups * lines * 64)
+        multiply(first, lesser(range.last - first, rows.tile), {next, next < end ? lines : 0});
 }
 
-// Of a matrix the blocks from `first` on that are met at once, or as many of them as there are.
+// Up to BLOCKS_AT_ONCE blocks of a matrix from `first` on.
 template <int BITS>
-void multiply_blocks(const Matrix &matrix, int64_t first, const Rows &rows, Some some) {
-    constexpr int MOST = ROWS_ALONE > ROWS_A_TILE ? ROWS_ALONE : ROWS_A_TILE;
-    const int64_t last = lesser(first + BLOCKS_AT_ONCE, parts(matrix.outputs, OUTPUTS));
+void multiply_blocks(const QuantisedMatrix &matrix, int64_t first, const QuantisedRows &rows, RowRange range) {
+    constexpr int MOST = ROWS_ALONE > ROWS_PER_TILE ? ROWS_ALONE : ROWS_PER_TILE;
+    const int64_t last = lesser(first + BLOCKS_AT_ONCE, ceil_div(matrix.outputs, OUTPUTS));
     if (rows.rows > ROWS_ALONE && last - first == BLOCKS_AT_ONCE)
-        return multiply_some<BITS, BLOCKS_AT_ONCE, ROWS_A_TILE>(matrix, first, rows, some);
-    for (int64_t block = first; block < last; ++block) multiply_some<BITS, 1, MOST>(matrix, block, rows, some);
+        return multiply_some<BITS, BLOCKS_AT_ONCE, ROWS_PER_TILE>(matrix, first, rows, range);
+    for (int64_t block = first; block < last; ++block) multiply_some<BITS, 1, MOST>(matrix, block, rows, range);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What is done to one row alone: norms, turns, activations.
+// Operations on a single row: norms, rotary embedding, activations.
 #pragma once
 
 #include <math.h>
@@ -10,9 +10,9 @@
 
 namespace {
 
-// f(vector of numbers, place) for the whole row; a last part is padded with zeros.
+// function(start, count) for vectors of a row; count < LANES at the end.
 template <class Function>
-inline void by_vectors(int64_t width, Function function) {
+inline void for_vectors(int64_t width, Function function) {
     int64_t at = 0;
     for (; at + LANES <= width; at += LANES) function(at, (int64_t)LANES);
     if (at < width) function(at, width - at);
@@ -36,14 +36,14 @@ inline void add_row(float *__restrict to, const float *__restrict more, const fl
 
 inline float total(const float *from, int64_t width) {
     Vector parts = {};
-    by_vectors(width, [&](int64_t at, int64_t count) { parts += load_some(from + at, count); });
+    for_vectors(width, [&](int64_t at, int64_t count) { parts += load_some(from + at, count); });
     return sum(parts);
 }
 
 // The sum of squared distances from `middle`.
 inline float squares(const float *from, float middle, int64_t width) {
     Vector parts = {};
-    by_vectors(width, [&](int64_t at, int64_t count) {
+    for_vectors(width, [&](int64_t at, int64_t count) {
         Vector own = load_some(from + at, count) - middle;
         if (count < LANES) own = lane_numbers() < (int32_t)count ? own : Vector{};
         parts += own * own;
@@ -51,7 +51,7 @@ inline float squares(const float *from, float middle, int64_t width) {
     return sum(parts);
 }
 
-// A row and its norm may be one.
+// `from` and `to` may be equal.
 inline void normalise(const Norm &norm, const float *from, float *to) {
     const float middle = norm.kind == LAYER_NORM ? total(from, norm.width) / norm.width : 0;
     const float by = 1.0f / sqrtf(squares(from, middle, norm.width) / norm.width + norm.epsilon);
@@ -61,19 +61,19 @@ inline void normalise(const Norm &norm, const float *from, float *to) {
     }
 }
 
-inline void turn_head(const Turn &turn, int64_t position, float *head) {
-    const float *cosine = turn.cosine + position * turn.pairs, *sine = turn.sine + position * turn.pairs;
-    const int64_t step = turn.interleaved ? 2 : 1, apart = turn.interleaved ? 1 : turn.pairs;
-    float *__restrict first = head + turn.offset;
-    for (int64_t pair = 0; pair < turn.pairs; ++pair) {
-        float *x = first + pair * step, *y = x + apart;
+inline void rotate_head(const Rotary &rotary, int64_t position, float *head) {
+    const float *cosine = rotary.cosine + position * rotary.pairs, *sine = rotary.sine + position * rotary.pairs;
+    const int64_t step = rotary.interleaved ? 2 : 1, distance = rotary.interleaved ? 1 : rotary.pairs;
+    float *__restrict first = head + rotary.offset;
+    for (int64_t pair = 0; pair < rotary.pairs; ++pair) {
+        float *x = first + pair * step, *y = x + distance;
         const float before = *x;
         *x = before * cosine[pair] - *y * sine[pair];
         *y = *y * cosine[pair] + before * sine[pair];
     }
 }
 
-// The error function to 2e-7: Abramowitz and Stegun, 7.1.26.
+// The error function with an error of 2e-7: Abramowitz and Stegun, 7.1.26.
 inline Vector error_function(Vector x) {
     const Vector size = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * size);
     Vector y = spread(1.061405429f);
@@ -95,14 +95,14 @@ inline Vector activate(Vector x) {
     return KIND == RELU ? positive : positive * positive;
 }
 
-// What an activation makes of rows: activation(gate + its bias) * (up + its bias); up and all biases may be null.
+// A source of rows: activation(gate + its bias) * (up + its bias); `up` and the biases may be null.
 template <Activation KIND>
 struct Activated {
     const float *gate, *gate_bias, *up, *up_bias;
     int64_t gate_stride, up_stride, columns;
 
-    // Of a row `count` columns from `at` on, and zeros behind them.
-    inline __attribute__((always_inline)) Vector some(int64_t row, int64_t at, int64_t count) const {
+    // `count` columns of a row from `at` on, padded with zeros.
+    inline __attribute__((always_inline)) Vector activated(int64_t row, int64_t at, int64_t count) const {
         Vector own = load_some(gate + row * gate_stride + at, count);
         if (gate_bias) own += load_some(gate_bias + at, count);
         own = activate<KIND>(own);
@@ -110,26 +110,26 @@ struct Activated {
         const Vector more = load_some(up + row * up_stride + at, count);
         return own * (up_bias ? more + load_some(up_bias + at, count) : more);
     }
-    void put(int64_t row, float *to) const {
-        by_vectors(columns, [&](int64_t at, int64_t count) { store_some(to + at, some(row, at, count), count); });
+    void write_row(int64_t row, float *to) const {
+        for_vectors(columns, [&](int64_t at, int64_t count) { store_some(to + at, activated(row, at, count), count); });
     }
-    // A group of a row that is to be quantised (codes.h).
+    // A group of a row to be quantised (quantised_rows.h).
     void fetch(int64_t row, int64_t group, Vector *to) const {
         const int64_t first = group * GROUP;
         if (first + GROUP > columns) return fetch_part(row, first, to);
-        for (int64_t at = first; at < first + GROUP; at += LANES) *to++ = some(row, at, LANES);
+        for (int64_t at = first; at < first + GROUP; at += LANES) *to++ = activated(row, at, LANES);
     }
 
   private:
     __attribute__((noinline)) void fetch_part(int64_t row, int64_t first, Vector *to) const {
         for (int64_t at = first; at < first + GROUP; at += LANES)
-            *to++ = at < columns ? some(row, at, lesser(columns - at, LANES)) : Vector{};
+            *to++ = at < columns ? activated(row, at, lesser(columns - at, LANES)) : Vector{};
     }
 };
 
-// f(a constant that says which activation).
+// function(activation), a compile-time constant.
 template <class Function>
-inline void by_kind(Activation kind, Function function) {
+inline void for_activation(Activation kind, Function function) {
     switch (kind) {
         case SILU: return function(std::integral_constant<Activation, SILU>());
         case GELU: return function(std::integral_constant<Activation, GELU>());
@@ -142,12 +142,12 @@ inline void by_kind(Activation kind, Function function) {
 template <Activation KIND>
 inline void activate_row(const float *gate, const float *gate_bias, const float *up, const float *up_bias, float *to,
                          int64_t width) {
-    Activated<KIND>{gate, gate_bias, up, up_bias, 0, 0, width}.put(0, to);
+    Activated<KIND>{gate, gate_bias, up, up_bias, 0, 0, width}.write_row(0, to);
 }
 
 inline void activate_row(Activation kind, const float *gate, const float *gate_bias, const float *up, const float *up_bias,
                          float *to, int64_t width) {
-    by_kind(kind, [&](auto kind) { activate_row<decltype(kind)::value>(gate, gate_bias, up, up_bias, to, width); });
+    for_activation(kind, [&](auto kind) { activate_row<decltype(kind)::value>(gate, gate_bias, up, up_bias, to, width); });
 }
 
 }  // namespace

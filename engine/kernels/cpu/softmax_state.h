@@ -1,4 +1,4 @@
-// What a softmax over some positions has come to, so that others can be added: each line's greatest score and its sums.
+// The state of an online softmax: maximum score, sum of weights and weighted sum of values of each line.
 #pragma once
 
 #include <math.h>
@@ -8,51 +8,48 @@
 
 namespace {
 
-constexpr float NOTHING = -1e30f;  // the greatest score of a line that has seen no key
+constexpr float NO_SCORE = -1e30f;  // the maximum of a line before its first key
 
 inline int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
-// What some lines have gathered: the softmax's greatest score, sums of its weights, LANES of them a line, which come to
-// its own, and the weighted sum of values.
-struct Gathered {
+// The state of some lines. The sum of weights is kept as LANES partial sums.
+struct SoftmaxState {
     float *greatest, *totals, *values;
 
     static int64_t size(int64_t lines, int64_t width) { return padded(lines) + lines * (LANES + width); }
-    static Gathered at(float *memory, int64_t lines) {
+    static SoftmaxState at(float *memory, int64_t lines) {
         float *const totals = memory + padded(lines);
         return {memory, totals, totals + lines * LANES};
     }
     void clear(int64_t lines, int64_t width) const {
-        for (int64_t line = 0; line < lines; ++line) greatest[line] = NOTHING;
+        for (int64_t line = 0; line < lines; ++line) greatest[line] = NO_SCORE;
         memset(totals, 0, lines * LANES * sizeof(float));
         memset(values, 0, lines * width * sizeof(float));
     }
-    // Take what some lines, the first being number `line`, have gathered elsewhere.
-    void copy(const Gathered &other, int64_t line, int64_t lines, int64_t width) const {
+    // Copy the state of some lines, which begin at `line` in `other`.
+    void copy(const SoftmaxState &other, int64_t line, int64_t lines, int64_t width) const {
         memcpy(greatest, other.greatest + line, lines * sizeof(float));
         memcpy(totals, other.totals + line * LANES, lines * LANES * sizeof(float));
         memcpy(values, other.values + line * width, lines * width * sizeof(float));
     }
-    void add_total(int64_t line, Vector weights) const {
-        store(totals + line * LANES, load(totals + line * LANES) + weights);
-    }
+    void add_total(int64_t line, Vector weights) const { store(totals + line * LANES, load(totals + line * LANES) + weights); }
     float total(int64_t line) const { return sum(load(totals + line * LANES)); }
-    // Let a line's greatest score be `now`, if it is another than before.
+    // Set the maximum of a line to `now`, and scale its sums.
     void raise(int64_t line, float now, int64_t width) const {
         const float before = greatest[line];
         if (now == before) return;
         greatest[line] = now;
-        if (before == NOTHING) return;
+        if (before == NO_SCORE) return;
         const float by = expf(before - now);
         float *own = values + line * width;
         for (int64_t at = 0; at < width; at += LANES) store(own + at, load(own + at) * by);
         store(totals + line * LANES, load(totals + line * LANES) * by);
     }
-    // Add what the same lines gathered from later positions.
-    void add(const Gathered &other, int64_t lines, int64_t width) const {
+    // Add the state of the same lines over later positions.
+    void add(const SoftmaxState &other, int64_t lines, int64_t width) const {
         for (int64_t line = 0; line < lines; ++line) {
-            if (other.greatest[line] == NOTHING) continue;
-            if (greatest[line] == NOTHING) {
+            if (other.greatest[line] == NO_SCORE) continue;
+            if (greatest[line] == NO_SCORE) {
                 at_line(line, width).copy(other, line, 1, width);
                 continue;
             }
@@ -66,7 +63,7 @@ struct Gathered {
     }
 
   private:
-    Gathered at_line(int64_t line, int64_t width) const {
+    SoftmaxState at_line(int64_t line, int64_t width) const {
         return {greatest + line, totals + line * LANES, values + line * width};
     }
 };

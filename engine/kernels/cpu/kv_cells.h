@@ -1,20 +1,20 @@
-// How a head's key or value is stored in a cell (kvcache/kv_buffer.py): in float32, rounded to bfloat16, or as int8 codes and a
-// scale. int8 keys are stored behind a Hadamard transform (kvcache/hadamard.py), and queries that meet them are transformed.
+// How a key or value is stored in a cell (kvcache/kv_buffer.py): float32, bfloat16, or int8 codes with a scale. int8 keys
+// are stored after a Hadamard transform (kvcache/hadamard.py), and their queries are transformed too.
 #pragma once
 
 #include <math.h>
 
 #include "attention.h"
-#include "quantised.h"
+#include "quantised_matrices.h"
 #include "vector.h"
 
 namespace {
 
-// Below that a scale's inverse is no number.
-constexpr float LEAST_SCALE = 1.17549435e-38f;
+// The inverse of a smaller scale is infinite.
+constexpr float MIN_SCALE = 1.17549435e-38f;
 
-// The orthonormal Walsh-Hadamard transform of every block of a row, in place. A block is as wide as the largest power of two
-// that divides the width.
+// The orthonormal Walsh-Hadamard transform of every block of a row, in place. The block size is the largest power of two that
+// divides the width.
 inline void transform(float *row, int64_t width) {
     const int64_t block = width & -width;
     for (int64_t half = 1; half < block; half *= 2)
@@ -27,7 +27,7 @@ inline void transform(float *row, int64_t width) {
     for (int64_t at = 0; at < width; ++at) row[at] /= by;
 }
 
-// The largest absolute value. Compared as whole numbers: so a NaN is larger than all numbers, and is not lost.
+// The largest absolute value; NaN if there is one, because the bits are compared as integers.
 inline float largest(const float *row, int64_t width) {
     int32_t most = 0;
     for (int64_t at = 0; at < width; ++at) {
@@ -37,23 +37,23 @@ inline float largest(const float *row, int64_t width) {
     return read<float>(&most);
 }
 
-// A row as multiples of its scale, which is a 127th of its largest number.
-inline void put_codes(int8_t *to, float *scale, const float *row, int64_t width) {
+// A row as codes in [-127, 127] times a scale.
+inline void write_codes(int8_t *to, float *scale, const float *row, int64_t width) {
     const float whole = largest(row, width) / 127.0f;
-    *scale = whole < LEAST_SCALE ? LEAST_SCALE : whole;
-    // With a number that is not finite all codes are zero, times a scale that is not finite: the row reads back as NaN.
+    *scale = whole < MIN_SCALE ? MIN_SCALE : whole;
+    // A row with a non-finite number gets zero codes and a non-finite scale: it reads back as NaN.
     const bool finite = *scale < INFINITY;
     for (int64_t at = 0; at < width; ++at) to[at] = finite ? (int8_t)nearbyintf(row[at] / *scale) : 0;
 }
 
-// Store a head's row in a cell of a plane.
+// Store the row of a head in a cell.
 template <class Element>
-inline void put_cell(const Plane &plane, int64_t head, int64_t cell, const float *row, int64_t width) {
+inline void write_cell(const KVBuffer &plane, int64_t head, int64_t cell, const float *row, int64_t width) {
     Element *const to = (Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride;
     if constexpr (std::is_same_v<Element, int8_t>)
-        put_codes(to, (float *)plane.scales + head * plane.scale_stride + cell, row, width);
+        write_codes(to, (float *)plane.scales + head * plane.scale_stride + cell, row, width);
     else
-        put(to, row, width);
+        write_row(to, row, width);
 }
 
 }  // namespace
