@@ -24,7 +24,7 @@ TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError)
 class Outline(Generic[Pieces]):
     """Places in a rendered conversation, in letters or tokens as it was rendered.
 
-    checkpoints       of the leading system messages, of all before the last user message, of that one, and at breakpoints
+    checkpoints  of the leading system messages, of all before the last user message, of that one, and at breakpoints
     system_end     where the leading system messages end; 0: there are none, or nobody can tell
     last_user  where the last user message stands; None: there is none
     generation_prompt     what stands behind all messages, or with a continued one, from its beginning on
