@@ -1,4 +1,4 @@
-"""Measures cells against servers in turns, so that a drift of the machine meets all of them, under a progress bar."""
+"""Measures cells against servers, alternating between them, so that a drift of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.options import Kind
 from bench.probe import ProbedServer, probe
 from bench.samples import OK, outcomes
 
-# One short wave of as many streams as a cell has wakes threads and memory that nothing used before.
+# A short run with the streams of the cell: the first use of threads and memory is not measured.
 WARMUP_PROMPT_TOKENS, WARMUP_ANSWER_TOKENS = 16, 4
 
 
@@ -30,7 +30,7 @@ class Measured:
 
     @property
     def series(self) -> list[str]:
-        """The names of the figures, in the order in which they came."""
+        """The names of the figures, in order of appearance."""
         return list(dict.fromkeys(name for result in self.results for name in result.figures))
 
     def values(self, name: str) -> list[float]:
@@ -44,12 +44,12 @@ class Measured:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many requests ended how."""
+        """Requests by outcome."""
         return outcomes([run for result in self.results for run in result.runs])
 
     @property
     def problems(self) -> dict[str, str]:
-        """Of every way in which requests failed, what the server said of the first."""
+        """The first error text of the server by outcome."""
         first: dict[str, str] = {}
         for sample in (sample for result in self.results for run in result.runs for sample in run.samples):
             if sample.outcome != OK:
@@ -58,19 +58,19 @@ class Measured:
 
     @property
     def whole(self) -> bool:
-        """Whether every request got a whole answer."""
+        """Whether every request got a complete answer."""
         return {OK} == self.outcomes.keys()
 
 
 @dataclass(slots=True, kw_only=True)
 class Benchmark:
-    """How to measure, and what was measured so far: that stays when a run is interrupted.
+    """A benchmark run; results so far survive an interruption.
 
     watch     called after each cell; may raise to end the run
     measured  one for each cell and server, cell by cell
     """
 
-    ask: RequestOptions
+    options: RequestOptions
     kind: Kind
     seed: int
     rounds: int
@@ -83,57 +83,58 @@ class Benchmark:
         began = time.monotonic()
         places = {(number, server): Measured(server.name, cells[number]) for number, server in pairs(cells, servers)}
         self.measured[:] = places.values()
-        self.console.print("asking a few short things first ...")
-        found = {server: await probe(server, self.ask, self.kind, self.seed) for server in servers}
+        self.console.print("probing the servers ...")
+        found = {server: await probe(server, self.options, self.kind, self.seed) for server in servers}
         seconds = {(number, server): found[server].speed.seconds(cells[number].work) for number, server in places}
         self.console.print(self._announcement(servers, cells, sum(seconds.values())), soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             bar = progress.add_task("", total=self.rounds * sum(seconds.values()))
-            for turn, number, server in self._order(servers, cells):
-                told = f"{server.name}, {cells[number].label}, round {turn + 1} of {self.rounds}"
-                progress.update(bar, description=told)
-                if not self.console.is_terminal:  # where no bar is shown
-                    self.console.print(told)
+            for round_number, number, server in self._order(servers, cells):
+                description = f"{server.name}, {cells[number].label}, round {round_number + 1} of {self.rounds}"
+                progress.update(bar, description=description)
+                if not self.console.is_terminal:  # no progress bar
+                    self.console.print(description)
                 place = places[number, server]
-                place.results.append(await self._measure(found[server], cells[number], turn))
+                place.results.append(await self._measure(found[server], cells[number], round_number))
                 self.watch(place)
                 progress.advance(bar, seconds[number, server])
         self.console.print(f"took {format_duration(time.monotonic() - began)}")
 
-    async def _measure(self, found: ProbedServer, cell: Cell, turn: int) -> CellResult:
-        asker = found.asker.for_round(turn)
-        if turn == 0:
+    async def _measure(self, found: ProbedServer, cell: Cell, round_number: int) -> CellResult:
+        generator = found.generator.for_round(round_number)
+        if round_number == 0:
             count = cell.work.streams
             wave = [
-                asker.prompts.unshared(WARMUP_PROMPT_TOKENS, "warm-up", cell.label, number) for number in range(count)
+                generator.prompts.unshared(WARMUP_PROMPT_TOKENS, "warm-up", cell.label, number)
+                for number in range(count)
             ]
-            await asker.closed_loop(wave, WARMUP_ANSWER_TOKENS, streams=count)
-        return await cell.measure(asker)
+            await generator.closed_loop(wave, WARMUP_ANSWER_TOKENS, streams=count)
+        return await cell.measure(generator)
 
     def _order(self, servers: Sequence[Server], cells: Sequence[Cell]) -> list[tuple[int, int, Server]]:
-        """Rounds, cells and servers; who goes first changes from round to round."""
+        """Rounds, cells and servers; the first server alternates from round to round."""
         return [
-            (turn, number, server)
-            for turn in range(self.rounds)
-            for number, server in pairs(cells, servers if turn % 2 == 0 else servers[::-1])
+            (round_number, number, server)
+            for round_number in range(self.rounds)
+            for number, server in pairs(cells, servers if round_number % 2 == 0 else servers[::-1])
         ]
 
     def _announcement(self, servers: Sequence[Server], cells: Sequence[Cell], seconds: float) -> str:
         names = " and ".join(server.name for server in servers)
         return (
             f"{names}: {len(cells)} cells, rounds: {self.rounds}, seed {self.seed}; "
-            f"about {format_duration(self.rounds * seconds)} in all, from the pace of one short answer"
+            f"about {format_duration(self.rounds * seconds)} in all, estimated from one short answer"
         )
 
 
 def pairs(cells: Sequence[Cell], servers: Sequence[Server]) -> list[tuple[int, Server]]:
-    """Every cell's number with every server."""
+    """All pairs of a cell number and a server."""
     return [(number, server) for number in range(len(cells)) for server in servers]
 
 
 def format_duration(seconds: float) -> str:
-    """A time as people say it."""
+    """A duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{max(1, round(seconds))} seconds"
     return f"{round(seconds / 60)} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

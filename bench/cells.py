@@ -1,7 +1,7 @@
-"""What can be measured: each cell asks one server in one round and returns figures.
+"""The cells of a benchmark: each measures one server in one round and returns figures.
 
-A figure's name ends in its unit: "ms" is better when less, "tokens/s" and "times" when more. Figures are of whole
-answers; one without any is left out.
+A figure's name ends in its unit: "ms" is better when less, "tokens/s" and "times" when more. Figures are computed from
+complete answers; a figure without any is absent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FIRST, TOKEN = "first token, ms", "a token, ms"
 RATE = "answers, tokens/s"
 COLD, WARM, SLOWEST = "first token cold, ms", "warm, ms", "slowest warm, ms"
 FASTER = "cold / warm, times"
-# Tokens that a prompt of counted words may be longer than asked for.
+# Tokens by which a prompt of counted words may exceed the requested length.
 SPARE_TOKENS = 32
-# A token behind a long known beginning takes about as long as so many of a prompt.
+# Cost of a token after a long cached prefix, in prefill tokens.
 CACHED_PREFIX_COST = 3
 
 
@@ -38,7 +38,7 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much a cell computes in one round: tokens of prompts, and tokens said one after the other by each stream."""
+    """The work of a cell in one round: prompt tokens, and consecutive output tokens of each stream."""
 
     prompts: int
     generated: int
@@ -47,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing to measure. `at` places it on the plot's axis, `label` says the same in words."""
+    """One measurement. `at` is its place on the plot's axis, `label` its description."""
 
     scenario: Scenario
     label: str
@@ -57,11 +57,13 @@ class Cell:
 
 
 def single_stream(tokens: int, *, answered: int, repeats: int, scenario: Scenario = "latency") -> Cell:
-    """The cell of single streams: a prompt until its first token, and the tokens behind it."""
+    """A single stream: time to first token, and time per output token."""
 
-    async def measure(asker: LoadGenerator) -> CellResult:
-        prompts = [asker.prompts.unshared(tokens, asker.key, scenario, tokens, number) for number in range(repeats)]
-        run = await asker.closed_loop(prompts, answered, streams=1)
+    async def measure(generator: LoadGenerator) -> CellResult:
+        prompts = [
+            generator.prompts.unshared(tokens, generator.key, scenario, tokens, number) for number in range(repeats)
+        ]
+        run = await generator.closed_loop(prompts, answered, streams=1)
         prefill = median_or_none(
             (sample.prompt_tokens or tokens) / sample.first_token_seconds
             for sample in run.whole
@@ -80,38 +82,40 @@ def single_stream(tokens: int, *, answered: int, repeats: int, scenario: Scenari
 
 
 def long_context(share: int, context: int, *, answered: int) -> Cell:
-    """The cell of one stream behind a prompt that fills `share` per cent of the context."""
+    """A single stream with a prompt of `share` per cent of the context."""
     tokens = min(context * share // 100, context - answered - SPARE_TOKENS)
     cell = single_stream(tokens, answered=answered, repeats=1, scenario="long")
     return replace(cell, label=f"{share} % of {context}", at=share)
 
 
 def streams(count: int, *, asked: int, answered: int, requests: int) -> Cell:
-    """The cell of so many streams that start at once, each sending again when its answer ended."""
+    """`count` concurrent streams; each sends its next request when its answer ends."""
 
-    async def measure(asker: LoadGenerator) -> CellResult:
-        prompts = [asker.prompts.unshared(asked, asker.key, "streams", count, number) for number in range(requests)]
-        return concurrent_figures(await asker.closed_loop(prompts, answered, streams=count))
+    async def measure(generator: LoadGenerator) -> CellResult:
+        prompts = [
+            generator.prompts.unshared(asked, generator.key, "streams", count, number) for number in range(requests)
+        ]
+        return concurrent_figures(await generator.closed_loop(prompts, answered, streams=count))
 
     label = f"{count} stream{'s' if count > 1 else ''}"
     return Cell("throughput", label, count, Workload(requests * asked, requests * answered // count, count), measure)
 
 
 def arrivals(rate: float, *, asked: int, answered: int, requests: int) -> Cell:
-    """The cell of requests that arrive at random, `rate` a second."""
+    """Requests with random arrivals, `rate` a second."""
 
-    async def measure(asker: LoadGenerator) -> CellResult:
-        prompts = [asker.prompts.unshared(asked, asker.key, "rate", rate, number) for number in range(requests)]
-        return concurrent_figures(await asker.open_loop(prompts, answered, rate=rate))
+    async def measure(generator: LoadGenerator) -> CellResult:
+        prompts = [generator.prompts.unshared(asked, generator.key, "rate", rate, number) for number in range(requests)]
+        return concurrent_figures(await generator.open_loop(prompts, answered, rate=rate))
 
-    # How many answers overlap depends on the server; that of one stream is the worst case.
+    # The overlap of answers depends on the server; four streams are assumed.
     return Cell(
         "throughput", f"{rate:g} a second", rate, Workload(requests * asked, requests * answered // 4, 4), measure
     )
 
 
 def concurrent_figures(run: LoadRun) -> CellResult:
-    """The figures of many answers at once."""
+    """The figures of concurrent answers."""
     first = [sample.first_token_seconds for sample in run.whole if sample.first_token_seconds is not None]
     gaps = [gap for sample in run.whole for gap in sample.gaps]
     figures: dict[str, float | None] = {RATE: run.tokens_second or None}
@@ -122,34 +126,35 @@ def concurrent_figures(run: LoadRun) -> CellResult:
 
 
 def chat(history: int, *, turn: int) -> Cell:
-    """The cell of a conversation: its first turn of `history` tokens is cold, the second has `turn` more."""
+    """A conversation: a first turn of `history` tokens with a cold cache, a second with `turn` more."""
 
-    async def measure(asker: LoadGenerator) -> CellResult:
-        first = asker.prompts.unshared(history, asker.key, "chat")
-        cold = await asker.one(first, turn)
+    async def measure(generator: LoadGenerator) -> CellResult:
+        first = generator.prompts.unshared(history, generator.key, "chat")
+        cold = await generator.one(first, turn)
         answer = "".join(sample.text for sample in cold.whole)
-        warm = await asker.one(asker.prompts.second_turn(first, answer, turn, asker.key, "second turn"), 1)
+        warm = await generator.one(generator.prompts.second_turn(first, answer, turn, generator.key, "second turn"), 1)
         return reuse_figures(cold, warm)
 
     return Cell("reuse", f"second turn of {history}", 0, Workload(history + CACHED_PREFIX_COST * turn, turn), measure)
 
 
 def users(count: int, *, system: int, turn: int) -> Cell:
-    """The cell of users who come one after the other with one system prompt; the first of them is cold."""
+    """Users with one system prompt, one after the other; the first has a cold cache."""
 
-    async def measure(asker: LoadGenerator) -> CellResult:
+    async def measure(generator: LoadGenerator) -> CellResult:
         prompts = [
-            asker.prompts.shared_system(system, turn, asker.key, "users", number=number) for number in range(count)
+            generator.prompts.shared_system(system, turn, generator.key, "users", number=number)
+            for number in range(count)
         ]
-        cold = await asker.one(prompts[0], 1)
-        return reuse_figures(cold, await asker.closed_loop(prompts[1:], 1, streams=1))
+        cold = await generator.one(prompts[0], 1)
+        return reuse_figures(cold, await generator.closed_loop(prompts[1:], 1, streams=1))
 
     label = f"users 2 to {count} of {system}"
     return Cell("reuse", label, 1, Workload(system + count * CACHED_PREFIX_COST * turn, count), measure)
 
 
 def reuse_figures(cold: LoadRun, warm: LoadRun) -> CellResult:
-    """The figures of prompts whose beginning is known, beside one that is not."""
+    """The figures of prompts with a cached prefix, beside one without."""
     before = median_or_none(sample.first_token_seconds for sample in cold.whole)
     after = [sample.first_token_seconds for sample in warm.whole if sample.first_token_seconds is not None]
     behind = median_or_none(after)
@@ -163,7 +168,7 @@ def reuse_figures(cold: LoadRun, warm: LoadRun) -> CellResult:
 
 
 def median_or_none(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known, None of none."""
+    """The median of the values that are not None; None without any."""
     there = [value for value in values if value is not None]
     return median(there) if there else None
 

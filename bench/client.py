@@ -14,7 +14,7 @@ import httpx
 from bench.recording import Recording, record
 from bench.samples import OK, Sample
 
-# Roles and texts of a conversation, or token ids that are continued as they are.
+# Roles and texts of a conversation, or the token ids of a completion.
 Chat = tuple[tuple[str, str], ...]
 Prompt = Chat | list[int]
 PROBLEM_LENGTH = 300
@@ -22,7 +22,7 @@ PROBLEM_LENGTH = 300
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Whom to ask: `name` is for people, `url` ends in /v1, `context` is None where nobody knows it."""
+    """A server: `name` for the tables, `url` ends in /v1, `context` is None if unknown."""
 
     name: str
     url: str
@@ -98,10 +98,10 @@ class StreamedAnswer:
             self.arrivals.append(seconds)
         self.text += "".join(delta.get("content") or delta.get("text") or "" for delta in deltas)
 
-    def fail(self, outcome: str, said: bytes) -> None:
-        """Take note of what went wrong, and of what the server said of it."""
+    def fail(self, outcome: str, text: bytes) -> None:
+        """Record an outcome and the server's error text."""
         self.outcome = outcome
-        self.text = said[:PROBLEM_LENGTH].decode("utf-8", "replace")
+        self.text = text[:PROBLEM_LENGTH].decode("utf-8", "replace")
 
     def sample(self, *, asked_tokens: int, sent: float, finished: float) -> Sample:
         """What came of it."""
@@ -127,7 +127,7 @@ def has_text(delta: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """A request whose answer has ended and was not read yet.
+    """A request with a complete answer that is not parsed yet.
 
     begun, moment  when its run began, and when it was sent, by time.perf_counter
     """
@@ -138,7 +138,7 @@ class SentRequest:
     moment: float
 
     def read(self) -> Sample:
-        """What came of it; whatever happened is an outcome, not an exception."""
+        """The sample; errors are outcomes, not exceptions."""
         answer = StreamedAnswer()
         try:
             self._read(answer)
@@ -163,17 +163,19 @@ class SentRequest:
                 answer.fail("connection", self.recording.reason.encode())
 
 
-async def send(server: Server, ask: RequestOptions, *, prompt: Prompt, max_tokens: int, begun: float) -> SentRequest:
-    """Send one request and take its answer to the end."""
+async def send(
+    server: Server, options: RequestOptions, *, prompt: Prompt, max_tokens: int, begun: float
+) -> SentRequest:
+    """Send one request and record its answer to the end."""
     moment = time.perf_counter()
     url = server.url + ("/completions" if isinstance(prompt, list) else "/chat/completions")
-    body = ask.body(server.model, prompt, max_tokens)
+    body = options.body(server.model, prompt, max_tokens)
     request = httpx.Request("POST", url, json=body, headers=server.headers)
-    return SentRequest(await record(request, ask.timeout_seconds), max_tokens, begun, moment)
+    return SentRequest(await record(request, options.timeout_seconds), max_tokens, begun, moment)
 
 
 def lines(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[bytes, float]]:
-    """Yield every line with the moment when the last of its bytes was read from the socket."""
+    """Yield every line with the time at which its last byte was read from the socket."""
     rest = b""
     for moment, piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")

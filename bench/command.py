@@ -18,23 +18,23 @@ from bench.client import Server
 from bench.launch import cellar
 from bench.machine import environment
 from bench.options import BenchOptions
-from bench.plan import ask_of, plan_of
+from bench.plan import plan_of, request_options
 from bench.plots import MISSING, draw
 from bench.report import by_scenario, document, table, write_json
 from bench.target import BenchError, check_url, find
 
 EXIT_ERRORS, EXIT_UNUSABLE, EXIT_INTERRUPTED = 1, 2, 130
-# Figures cut to fit a narrow terminal would be worth nothing.
+# Narrower tables would cut figures.
 MIN_WIDTH = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeArguments:
-    """What `cellar serve` would take: for the server that is started here, and as far as it says how to ask others.
+    """Options of `cellar serve`: for a server started here, and the names and keys of others.
 
     arguments    of the command line, without the address and keys
-    environment  what the started server gets besides; keys, which a command line would show to everybody
-    names        what requests call the models: none, one for all servers or one each
+    environment  of the started server; keys, because other users can read a command line
+    names        model names of requests: none, one for all servers or one each
     """
 
     arguments: Sequence[str] = ()
@@ -45,7 +45,7 @@ class ServeArguments:
 
 
 def measured(options: BenchOptions, serving: ServeArguments) -> int:
-    """Measure, print, write; 0 if every request got a whole answer, 1 if not, 2 if nothing could be measured."""
+    """Measure, print, write; 0 if every request got a complete answer, 1 if not, 2 if nothing could be measured."""
     console, results = Console(stderr=True), Console(width=max(Console().width, MIN_WIDTH))
     try:
         return measure(options, serving, console, results)
@@ -58,10 +58,12 @@ def measured(options: BenchOptions, serving: ServeArguments) -> int:
 
 
 def measure(options: BenchOptions, serving: ServeArguments, console: Console, results: Console) -> int:
-    """The exit status; Unusable says why nothing could be measured."""
+    """The exit status. Raises BenchError if nothing could be measured."""
     plan = plan_of(options)
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    session = Benchmark(ask=ask_of(options), kind=options.prompts, seed=seed, rounds=options.rounds, console=console)
+    session = Benchmark(
+        options=request_options(options), kind=options.prompts, seed=seed, rounds=options.rounds, console=console
+    )
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,11 +77,11 @@ def measure(options: BenchOptions, serving: ServeArguments, console: Console, re
         try:
             asyncio.run(session.run(servers, cells))
         finally:
-            # Also of a run that was interrupted: what there is took its time.
+            # Results of an interrupted run are written too.
             if found := [one for one in session.measured if one.results]:
                 about = {**dataclasses.asdict(options), "seed": seed, "out": str(options.out)}
-                told = {"environment": around, "options": about}
-                write_json(options.out / "bench.json", document(found, servers=servers, left_out=left_out, **told))
+                about_run = {"environment": around, "options": about}
+                write_json(options.out / "bench.json", document(found, servers=servers, left_out=left_out, **about_run))
                 show(found, left_out, results)
                 for path in (options.out / "bench.json", *plots(options.out, found, around, results)):
                     results.print(str(path), highlight=False, soft_wrap=True)
@@ -87,14 +89,14 @@ def measure(options: BenchOptions, serving: ServeArguments, console: Console, re
 
 
 def servers_of(options: BenchOptions, serving: ServeArguments, stack: ExitStack, console: Console) -> list[Server]:
-    """The servers to measure; one started here lives as long as `stack`."""
+    """The servers to measure; `stack` ends a server that is started here."""
     named = [
         text.rpartition("=") if "://" in text.rpartition("=")[2] else ("", "", text) for text in options.base_url or ()
     ]
     if not named:
         log = options.out / "server.log"
-        told = f"starting cellar serve {' '.join(serving.arguments)} (it writes to {log}) ..."
-        console.print(told, markup=False, soft_wrap=True)
+        message = f"starting cellar serve {' '.join(serving.arguments)} (it writes to {log}) ..."
+        console.print(message, markup=False, soft_wrap=True)
         named = [("cellar", "=", stack.enter_context(cellar(serving.arguments, log, serving.environment)))]
     if len(serving.names) not in (0, 1, len(named)):
         raise BenchError(
@@ -113,15 +115,15 @@ def servers_of(options: BenchOptions, serving: ServeArguments, stack: ExitStack,
 
 
 def show(measured: Sequence[Measured], left_out: Sequence[str], console: Console) -> None:
-    """Print the tables, what was left out, and what servers said of requests that failed."""
+    """Print the tables, the cells that were left out, and the errors of failed requests."""
     for scenario, group in by_scenario(measured):
         console.print(table(scenario, group))
     console.print("Medians of the rounds, lowest and highest in brackets.")
     for text in left_out:
         console.print(f"left out: {text}", markup=False)
     for one in measured:
-        for outcome, said in one.problems.items():
-            console.print(f"{one.server}, {one.cell.label}: {outcome}: {said}", markup=False, soft_wrap=True)
+        for outcome, text in one.problems.items():
+            console.print(f"{one.server}, {one.cell.label}: {outcome}: {text}", markup=False, soft_wrap=True)
 
 
 def plots(out: Path, measured: Sequence[Measured], around: dict[str, Any], console: Console) -> list[Path]:

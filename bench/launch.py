@@ -1,4 +1,4 @@
-"""Starts a server to be measured, as a program of its own: here it would share an interpreter with the client."""
+"""Starts a server as a process of its own, which shares no interpreter with the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.target import BenchError
 
 CELLAR = (sys.executable, "-c", "from server.cli import main; main()", "serve")
 PORT = "{port}"
-# Weights may have to come from the hub first.
+# Includes the download of weights from the hub.
 READY_SECONDS, END_SECONDS = 3600.0, 60.0
 LOG_LINES = 5
 
@@ -63,7 +63,7 @@ def started(
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until the server is ready; Unusable if it ends before that or takes an hour."""
+    """Wait until the server is ready; BenchError if it ends before or takes an hour."""
     give_up = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < give_up:
         try:
@@ -72,5 +72,5 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    said = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-    raise BenchError(f"the server did not get ready; all it said is in {log}, which ends:\n{said}")
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    raise BenchError(f"the server did not become ready; the end of its log {log}:\n{tail}")

@@ -18,10 +18,10 @@ from bench.samples import LoadRun
 
 @dataclass(frozen=True, slots=True)
 class LoadGenerator:
-    """One server in one round. All servers of a round have the same key, and so get the same prompts."""
+    """Sends requests to one server in one round. Equal keys give equal prompts."""
 
     server: Server
-    ask: RequestOptions
+    options: RequestOptions
     prompts: Prompts
     key: object = ""
 
@@ -47,7 +47,7 @@ class LoadGenerator:
         return _finished_run(len(prompts), begun, answers)
 
     async def open_loop(self, prompts: Sequence[Prompt], max_tokens: int, *, rate: float) -> LoadRun:
-        """Send all prompts at random moments, `rate` a second on average, however many are still being answered."""
+        """Send all prompts at random moments, `rate` a second on average, regardless of running answers."""
         source = random.Random(f"{self.key} arrivals")
         answers: list[SentRequest] = []
         begun = time.perf_counter()
@@ -64,9 +64,9 @@ class LoadGenerator:
         return _finished_run(len(prompts), begun, answers)
 
     async def _send(self, prompt: Prompt, max_tokens: int, begun: float) -> SentRequest:
-        return await send(self.server, self.ask, prompt=prompt, max_tokens=max_tokens, begun=begun)
+        return await send(self.server, self.options, prompt=prompt, max_tokens=max_tokens, begun=begun)
 
 
 def _finished_run(planned: int, begun: float, answers: Sequence[SentRequest]) -> LoadRun:
-    """The run that ends now; only then answers are read, which would take time from those that still come."""
+    """The run, which ends now; answers are parsed only now, which would delay running ones."""
     return LoadRun(planned, time.perf_counter() - begun, tuple(answer.read() for answer in answers))

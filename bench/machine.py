@@ -1,4 +1,4 @@
-"""What a reader must know of a machine to judge figures taken on it."""
+"""The machine and the versions that figures were measured with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.load.resources import processor_count
 
 
 def environment() -> dict[str, Any]:
-    """Processor, memory, load and versions, as JSON can hold them."""
+    """Processor, memory, load and versions, as JSON values."""
     return {
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(logical=False),

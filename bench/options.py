@@ -1,4 +1,4 @@
-"""What `cellar bench` takes. Imports nothing heavy, because the command line does."""
+"""Options of `cellar bench`. Imported by every command: no heavy imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["text", "ids"]
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What `cellar bench` takes besides the model and what `cellar serve` takes.
+    """Options of `cellar bench` beside the model and the options of `cellar serve`.
 
     Parameters
     ----------
@@ -40,13 +40,13 @@ class BenchOptions:
     max_tokens
         Tokens of each answer; half as many where a stream is alone.
     rounds
-        How often everything is measured; the tables show the median, the lowest and the highest.
+        Repetitions of each measurement; the tables show the median, the lowest and the highest.
     timeout
         Seconds for one answer.
     extra
         More fields of every request, as JSON, such as {"top_k": 1}; null takes one out.
     seed
-        Of the prompts. Default: a new one, so that no cache knows them.
+        Of the prompts. Default: random, so that no prompt is cached.
     out
         Folder for bench.json and the plots.
     """

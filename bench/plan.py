@@ -46,11 +46,11 @@ class BenchPlan:
     def cells(self, context: int | None) -> tuple[list[Cell], list[str]]:
         """What can be measured within a context, and in words what cannot."""
         cells, left_out = [], []
-        for wanted, cell in self._candidates(context):
+        for name, cell in self._candidates(context):
             if cell is not None:
                 cells.append(cell)
             else:
-                left_out.append(wanted)
+                left_out.append(name)
         if not cells:
             raise BenchError(f"nothing of this can be measured: {'; '.join(left_out)}")
         return cells, left_out
@@ -73,9 +73,13 @@ class BenchPlan:
                 yield f"{cell.label} {small}", cell if history >= MIN_HISTORY else None
         if "long" in self.only:
             for share in SHARES:
-                told = "long context: the server does not say how long, so give --context" if context is None else small
+                reason = (
+                    "long context: the server does not report its context, so give --context"
+                    if context is None
+                    else small
+                )
                 yield (
-                    told,
+                    reason,
                     None if context is None else long_context(share, context, answered=self.single_stream_tokens),
                 )
 
@@ -88,7 +92,7 @@ class BenchPlan:
 
 
 def plan_of(options: BenchOptions) -> BenchPlan:
-    """What the options ask for; Unusable says what makes no sense."""
+    """The plan of the options. Raises BenchError for invalid options."""
     for name in ("prompt_tokens", "max_tokens", "rounds", "timeout", "requests"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -112,7 +116,7 @@ def plan_of(options: BenchOptions) -> BenchPlan:
     )
 
 
-def ask_of(options: BenchOptions) -> RequestOptions:
+def request_options(options: BenchOptions) -> RequestOptions:
     """What every request asks for; Unusable where --extra is no object."""
     try:
         extra = json.loads(options.extra)

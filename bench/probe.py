@@ -1,4 +1,4 @@
-"""What a server is like, found by asking it: whether it answers, what it takes, how it counts, how fast it is."""
+"""What a server is like, found by asking it: availability, accepted fields, token counts, speed."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ class StreamSpeed:
 
 @dataclass(frozen=True, slots=True)
 class ProbedServer:
-    """A server that answers: how to ask it, and how fast it is."""
+    """A server that answers, with its load generator and speed."""
 
-    asker: LoadGenerator
+    generator: LoadGenerator
     speed: StreamSpeed
 
 
-async def probe(server: Server, ask: RequestOptions, kind: Kind, seed: int) -> ProbedServer:
+async def probe(server: Server, options: RequestOptions, kind: Kind, seed: int) -> ProbedServer:
     """Ask a few short things; Unusable if one of them has no answer."""
     few = TokenIdPrompts(seed).unshared(IDS, "probe") if kind == "ids" else chat_of(FEW)
-    sample = await one_token_answer(server, ask, few)
-    if sample.outcome in ("http 400", "http 422") and "ignore_eos" in ask.extra:
-        # Not OpenAI's field, and some refuse what they do not know; without it answers may end early.
-        ask = replace(ask, extra={name: value for name, value in ask.extra.items() if name != "ignore_eos"})
-        sample = await one_token_answer(server, ask, few)
+    sample = await one_token_answer(server, options, few)
+    if sample.outcome in ("http 400", "http 422") and "ignore_eos" in options.extra:
+        # `ignore_eos` is not OpenAI's, and some servers refuse unknown fields; without it answers may end early.
+        options = replace(options, extra={name: value for name, value in options.extra.items() if name != "ignore_eos"})
+        sample = await one_token_answer(server, options, few)
     check_sample(server, sample)
     prompts: Prompts = TokenIdPrompts(seed)
     if kind == "text":
-        more = check_sample(server, await one_token_answer(server, ask, chat_of(MANY)))
+        more = check_sample(server, await one_token_answer(server, options, chat_of(MANY)))
         prompts = WordPrompts(measure_length(sample, more), seed)
-    asker = LoadGenerator(server, ask, prompts)
-    return ProbedServer(asker, await measure_speed(asker))
+    generator = LoadGenerator(server, options, prompts)
+    return ProbedServer(generator, await measure_speed(generator))
 
 
-async def one_token_answer(server: Server, ask: RequestOptions, prompt: Prompt) -> Sample:
+async def one_token_answer(server: Server, options: RequestOptions, prompt: Prompt) -> Sample:
     """What came of a prompt that is answered with one token."""
-    return (await send(server, ask, prompt=prompt, max_tokens=1, begun=0.0)).read()
+    return (await send(server, options, prompt=prompt, max_tokens=1, begun=0.0)).read()
 
 
-async def measure_speed(asker: LoadGenerator) -> StreamSpeed:
+async def measure_speed(generator: LoadGenerator) -> StreamSpeed:
     """How fast one stream is, from a single answer."""
-    run = await asker.one(asker.prompts.unshared(SPEED_PROMPT_TOKENS, "pace"), SPEED_ANSWER_TOKENS)
-    sample = check_sample(asker.server, run.samples[0])
+    run = await generator.one(generator.prompts.unshared(SPEED_PROMPT_TOKENS, "pace"), SPEED_ANSWER_TOKENS)
+    sample = check_sample(generator.server, run.samples[0])
     first = sample.first_token_seconds or sample.finished
     return StreamSpeed(
         prefill=SPEED_PROMPT_TOKENS / first,
@@ -92,6 +92,6 @@ def measure_length(few: Sample, many: Sample) -> TokenRatio:
 def check_sample(server: Server, sample: Sample) -> Sample:
     """A whole answer; Unusable says what came in its place."""
     if sample.outcome != OK:
-        said = f": {sample.text}" if sample.text else ""
-        raise BenchError(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{said}")
+        text = f": {sample.text}" if sample.text else ""
+        raise BenchError(f"{server.url} does not answer for {server.model!r}: {sample.outcome}{text}")
     return sample

@@ -1,4 +1,4 @@
-"""Makes prompts of a wanted length in tokens: chats of seeded words, or random token ids.
+"""Prompts of a given length in tokens: chats of seeded words, or random token ids.
 
 One key and seed give one prompt, the same for every server that counts alike; other keys share the template only.
 """
@@ -39,7 +39,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRatio:
-    """How many tokens a server makes of so many words: `template_tokens` for the template, `word` for each."""
+    """Tokens of a number of words on a server: `template_tokens` for the template, `word` for each."""
 
     template_tokens: float
     word: float
@@ -78,7 +78,7 @@ class WordPrompts:
         return (*first, ("assistant", answer or "yes"), ("user", self._text(self._more(tokens), key)))
 
     def _more(self, tokens: int) -> int:
-        """How many words a further message of about so many tokens has; the template was counted with the first."""
+        """Words of a further message of about `tokens` tokens; the template was counted with the first."""
         return max(1, round(tokens / self.counted.word))
 
     def _text(self, words: int, key: object) -> str:

@@ -24,7 +24,7 @@ class Recording:
     """What a server sent, and how it ended. Moments are those of time.perf_counter.
 
     blocks   when each was read from the socket, and its bytes
-    ended    when the server closed the connection, or nobody waited any longer
+    ended    when the server closed the connection, or at the timeout
     problem  "timeout" or "connection"; None: it was the server that closed
     reason   more of a problem with the connection
     """
@@ -35,7 +35,7 @@ class Recording:
     reason: str = ""
 
     def opened(self) -> tuple[int | None, Iterator[tuple[float, bytes]]]:
-        """The status, None if nobody waited for it, and the pieces of the body.
+        """The status, None after a timeout, and the pieces of the body.
 
         h11.RemoteProtocolError, also from the pieces: the server did not answer, or closed before the end.
         """
@@ -48,8 +48,8 @@ class Recording:
 
     def _events(self) -> Iterator[tuple[float, h11.Event]]:
         connection = h11.Connection(h11.CLIENT)
-        for said in (h11.Request(method="POST", target="/", headers=[("Host", "")]), h11.EndOfMessage()):
-            connection.send(said)
+        for sent in (h11.Request(method="POST", target="/", headers=[("Host", "")]), h11.EndOfMessage()):
+            connection.send(sent)
         # That the server closed is the end of some answers, and too early for others.
         closed = [] if self.problem else [(self.ended, b"")]
         for moment, block in (*self.blocks, *closed):
@@ -109,7 +109,7 @@ class _Recorder(asyncio.Protocol):
 
 
 def _written(request: httpx.Request) -> bytes:
-    """The bytes of a request, behind whose answer the server shall close: only that says that no more comes."""
+    """The bytes of a request with `Connection: close`: only that says that no more comes."""
     connection = h11.Connection(h11.CLIENT)
     headers = [*request.headers.raw, (b"Connection", b"close")]
     head = h11.Request(method=request.method, target=request.url.raw_path, headers=headers)

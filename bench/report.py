@@ -1,4 +1,4 @@
-"""Turns what was measured into tables for people and JSON for machines."""
+"""Results as tables and as JSON."""
 
 from __future__ import annotations
 

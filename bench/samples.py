@@ -22,7 +22,7 @@ class Sample:
     asked_tokens       that the answer might have at most
     completion_tokens  as `usage` says; where a server sends none, the number of pieces
     cached_tokens      prompt tokens that the server says it did not compute; None: it does not say
-    text               what the model answered, without its reasoning; of an error, what the server said of it
+    text               the answer without its reasoning, or the server's error text
     """
 
     outcome: str
@@ -80,7 +80,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 
 def outcomes(runs: Sequence[LoadRun]) -> dict[str, int]:
-    """How many requests ended how; "lost" are those without any end, a fault of this program."""
+    """How many requests ended how; "lost": without an outcome, a bug of this program."""
     samples = [sample for run in runs for sample in run.samples]
     lost = sum(run.planned for run in runs) - len(samples)
     return dict(sorted(Counter(sample.outcome for sample in samples).items())) | ({"lost": lost} if lost else {})

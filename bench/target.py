@@ -17,7 +17,7 @@ class BenchError(Exception):
 
 
 def check_url(url: str, allow_remote: bool) -> str:
-    """The base URL without its last slash; what is not HTTP is refused, and other machines unless allowed."""
+    """The base URL without its last slash; other schemes are refused, and other machines unless allowed."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"--base-url must look like http://127.0.0.1:8000/v1, not {url!r}")
@@ -27,7 +27,7 @@ def check_url(url: str, allow_remote: bool) -> str:
 
 
 def find(name: str, url: str, *, model: str | None, api_key: str | None, context: int | None) -> Server:
-    """The server at `url`, asked for what is not given: its first model, and the context of that."""
+    """The server at `url`; missing values are requested from it: its first model, and the context of that."""
     try:
         listed = ask_models(url, api_key)
     except BenchError:
@@ -57,7 +57,7 @@ def ask_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def context_of(model: dict[str, Any]) -> int | None:
-    """The tokens of a sequence as vLLM, SGLang and Cellar or llama.cpp tell them, None where nobody does."""
+    """The tokens of a sequence as reported by vLLM, SGLang, Cellar or llama.cpp; else None."""
     meta = model.get("meta") if isinstance(model.get("meta"), dict) else {}
-    told = (model.get("max_model_len"), model.get("context_length"), (meta or {}).get("n_ctx"))
-    return next((value for value in told if isinstance(value, int) and value > 0), None)
+    reported = (model.get("max_model_len"), model.get("context_length"), (meta or {}).get("n_ctx"))
+    return next((value for value in reported if isinstance(value, int) and value > 0), None)

@@ -135,7 +135,7 @@ def compete(given: argparse.Namespace) -> int:
         check(measured)
         reading.ask()
 
-    session = Benchmark(ask=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
+    session = Benchmark(options=ask, kind=kind, seed=seed, rounds=rounds, console=Console(stderr=True), watch=watch)
     with ExitStack() as stack:
         share = Share(
             threads=given.threads,
