@@ -42,9 +42,9 @@ class _Stage:
 
     salt                 of the prefix cache
     restore_length       leading tokens that must come from the prefix cache, because a shift moved some of them; or 0
-    recomputable_length  leading tokens whose keys and values depend on these tokens only
+    recomputable_length  leading tokens whose keys and values depend on no dropped token
     protected            ranges that no shift drops or splits
-    bidirectional        those of them whose tokens attend to each other
+    bidirectional        protected ranges whose tokens attend to each other
     start, dropped       position and tokens of the range that the shift before this stage dropped
     """
 
@@ -98,7 +98,7 @@ class ContextHistory:
 
     @property
     def recomputable_length(self) -> int:
-        """Leading tokens whose keys and values depend on these tokens only."""
+        """Leading tokens whose keys and values depend on no dropped token."""
         return self._stage.recomputable_length
 
     @property
@@ -108,7 +108,7 @@ class ContextHistory:
 
     @property
     def total_shifts(self) -> int:
-        """Context shifts of the sequence so far, those included that a preempted sequence has yet to repeat."""
+        """Context shifts of the sequence so far, including shifts that a preempted sequence has yet to repeat."""
         return len(self._stages) - 1
 
     @property

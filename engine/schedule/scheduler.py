@@ -289,7 +289,7 @@ class Scheduler:
         return scheduled
 
     def _schedule_prefill(self, decoding: Iterable[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Chunks of prompts in a step with these decoding sequences."""
+        """Chunks of prompts, in a step with `decoding` sequences."""
         chunks: list[ScheduledSequence] = []
         allowance = self._budget.allow(Work.of(each.span for each in decoding))
         scored = max(self._max_scored - sum(len(each.scored_positions) for each in decoding), 0)

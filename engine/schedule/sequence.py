@@ -186,7 +186,7 @@ class Sequence:
 
     @property
     def reusable_length(self) -> int:
-        """Tokens that may come from the prefix cache: those before the first token that needs logits or hidden states.
+        """Tokens that may come from the prefix cache, up to the first token that needs logits or hidden states.
 
         Always less than all tokens: the last one gives the logits of the next.
         """

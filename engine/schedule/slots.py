@@ -46,8 +46,8 @@ class Slots:
     def reuse_prefix(self, sequence: Sequence) -> int:
         """Extend the slot by cells of the prefix cache that hold the next tokens of the sequence; its new length.
 
-        Tokens whose logits or hidden states are required stay to be computed, and always the last one. Where the prefix
-        cache matches more tokens than a slot can resume at, the end of the match becomes a checkpoint.
+        Tokens that need logits or hidden states are not reused, and never the last one. Where the prefix cache matches
+        more tokens than a slot can resume at, the end of the match becomes a checkpoint.
         """
         assert sequence.slot is not None, "a waiting sequence has no slot"
         keys = sequence.context.prefix_keys(min(sequence.reusable_length, self._cache.capacity))

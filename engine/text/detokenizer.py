@@ -1,8 +1,8 @@
-"""Tokens to text, one by one: bytes of unfinished characters are held back, whatever kind of tokenizer wrote them.
+"""Incremental detokenization: bytes of an incomplete character are buffered, for every kind of tokenizer.
 
-A token is one of two things. Most tokens are whole characters: the tokenizer decodes them behind the token before,
-because pieces depend on their neighbours. The others (byte-level BPE, byte fallback) are raw bytes: these become text
-here, because a tokenizer turns a whole run of byte tokens into U+FFFD while one character of it is unfinished.
+Most tokens are whole characters; the tokenizer decodes them after the previous tokens, on which their text depends. The
+other tokens (byte-level BPE, byte fallback) are raw bytes and are decoded here, because tokenizers decode a run of byte
+tokens to U+FFFD while one of its characters is incomplete.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
-# Byte fallback shows each invalid byte as one U+FFFD, as SentencePiece does; Python escapes them one by one.
+# With byte fallback each invalid byte becomes a U+FFFD, as in SentencePiece: Python's escapes of single bytes.
 _ESCAPES_TO_REPLACEMENT = {0xDC00 + byte: _REPLACEMENT for byte in range(0x80, 0x100)}
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Tokens that are looked at for one that stands for any text before.
+# Tokens that are tried as the anchor.
 _MAX_ANCHOR_CANDIDATES = 4096
-# Tokens that are decoded in one call, which lets other threads run.
+# Tokens of one call of `decode_batch`, which releases the GIL.
 _BATCH_TOKENS = 4096
-# Tokens of the prompt that decide how its continuation is decoded.
+# Last tokens of the prompt, on which the text of the first output token depends.
 _PROMPT_TAIL_TOKENS = 6
-# Tokens that are decoded together with the next one before the first of them are let go: that takes a decoding, too.
+# Tokens decoded before the next one, until the context is reset, which takes a call of `decode`.
 _CONTEXT_TOKENS = 5
-# Tokens without text that are decoded together with the next one. Spaces are such where ends are stripped.
+# The same for tokens without text so far, as spaces of a tokenizer that strips them.
 _MAX_CONTEXT_TOKENS = 64
 
 
 class Detokenizer(Protocol):
-    """Turns tokens into text piece by piece."""
+    """Decodes a stream of tokens."""
 
     def push(self, token: int) -> str:
-        """The whole characters that this token completes; often its text, sometimes none."""
+        """The characters that this token completes, possibly none."""
 
     def flush(self) -> str:
-        """What is left of an unfinished character at the end, as decoding all tokens at once would show it."""
+        """The replacement characters of an incomplete character at the end."""
 
 
 class TokenBytes:
-    """The bytes and the text of single tokens. Belongs to the thread that owns the tokenizer.
+    """Bytes and text of single tokens. Belongs to the thread that owns the tokenizer.
 
-    special_tokens  tokens that are left out of a text where special tokens are not shown
-    anchor   a token that is a letter in the middle of a word, and stands for any text before; None: there is none
+    special_tokens  tokens without text, unless special tokens are included
+    anchor          a token with one letter, without a space, as context for other tokens; None if there is none
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Mapping[str, int]) -> None:
@@ -66,29 +66,29 @@ class TokenBytes:
             self._anchor_suffix = self.decode([self.anchor, self.anchor])[len(self._anchor_prefix) :]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones too; numbers that are no tokens have none."""
+        """The text of tokens, special ones included; invalid ids have no text."""
         if self._is_fast:
             return self._decode(list(tokens))
         return self._decode([token for token in tokens if 0 <= token < self._size])
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token that may be a part of a character; None: it is whole characters."""
+        """The bytes of a token that may be part of a character; None for a token of whole characters."""
         if token not in self._raw_bytes:
             self._raw_bytes[token] = self._find_raw_bytes(token)
         return self._raw_bytes[token]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special tokens around it."""
+        """The tokens of a text, without special tokens."""
         if self._is_fast:
             return list(self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def is_token(self, token: int) -> bool:
-        """Whether the number is a token: a model may have more rows than its tokenizer has tokens."""
+        """Whether the id has a token: the embedding of a model may have more rows than the vocabulary has tokens."""
         return 0 <= token < self._size and self._tokenizer.convert_ids_to_tokens(token) is not None
 
     def token_text(self, token: int) -> str:
-        """The text of a token in the middle of a text; U+FFFD for parts of characters."""
+        """The text of a token inside a text; U+FFFD for part of a character."""
         raw = self.raw_bytes(token)
         if raw is not None:
             return self.decode_incomplete(raw)
@@ -97,45 +97,45 @@ class TokenBytes:
         return self._strip_anchors(self.decode([self.anchor, token, self.anchor]), token)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token in the middle of a text."""
+        """The bytes of a token inside a text."""
         raw = self.raw_bytes(token)
         return self.token_text(token).encode() if raw is None else raw
 
     def all_token_bytes(self, pieces: Mapping[int, str], size: int) -> list[bytes]:
-        """The bytes of these tokens, and of at least `size`; numbers that are no tokens have none."""
-        found = [b""] * max(size, 1 + max(pieces, default=0))
-        whole = []
+        """The bytes of all tokens of a vocabulary, by id, for `size` ids or more; empty for ids without a token."""
+        all_bytes = [b""] * max(size, 1 + max(pieces, default=0))
+        text_tokens = []
         for token, piece in pieces.items():
             raw = self._piece_bytes(token, piece)
             if raw is None:
-                whole.append(token)
+                text_tokens.append(token)
             else:
-                found[token] = raw
-        for start in range(0, len(whole), _BATCH_TOKENS):
-            tokens = whole[start : start + _BATCH_TOKENS]
+                all_bytes[token] = raw
+        for start in range(0, len(text_tokens), _BATCH_TOKENS):
+            tokens = text_tokens[start : start + _BATCH_TOKENS]
             for token, text in zip(tokens, self._token_texts(tokens), strict=True):
-                found[token] = text.encode()
-        return found
+                all_bytes[token] = text.encode()
+        return all_bytes
 
     def _token_texts(self, tokens: Sequence[int]) -> list[str]:
-        """The texts of tokens of whole characters, in the middle of a text."""
+        """The texts of tokens of whole characters, inside a text."""
         if self.anchor is None or not self._is_fast:
             return [self.token_text(token) for token in tokens]
-        framed = self._tokenizer.backend_tokenizer.decode_batch(
+        anchored = self._tokenizer.backend_tokenizer.decode_batch(
             [[self.anchor, token, self.anchor] for token in tokens], skip_special_tokens=False
         )
-        return [self._strip_anchors(text, token) for text, token in zip(framed, tokens, strict=True)]
+        return [self._strip_anchors(text, token) for text, token in zip(anchored, tokens, strict=True)]
 
     def decode_incomplete(self, raw: bytes) -> str:
-        """The text of bytes that end here, with U+FFFD for what is no character."""
+        """The text of bytes, with U+FFFD for invalid and incomplete characters."""
         return raw.decode(errors=self._errors).translate(_ESCAPES_TO_REPLACEMENT)
 
     def new_utf8_decoder(self) -> codecs.IncrementalDecoder:
-        """A new decoder of raw bytes; it escapes what is no character, or replaces it."""
+        """A new decoder of raw bytes; it escapes or replaces invalid bytes."""
         return codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def _strip_anchors(self, text: str, token: int) -> str:
-        """The text of a token, from its own between two anchors."""
+        """The text of a token, from its text between two anchors."""
         if text.startswith(self._anchor_prefix) and text.endswith(self._anchor_suffix):
             return text[len(self._anchor_prefix) : len(text) - len(self._anchor_suffix)]
         return self.decode([token])
@@ -151,52 +151,50 @@ class TokenBytes:
             raw = bytes([int(found[1], 16)]) if (found := _BYTE_FALLBACK.fullmatch(piece)) else None
         else:
             raw = _byte_level_bytes(piece)
-        # Bytes that are text by themselves are not asked for: many pieces can be read as letters of bytes, too.
+        # Many pieces could be byte letters by chance: a byte token decodes to U+FFFD alone.
         return None if raw is None or _is_text(raw) or _REPLACEMENT not in self.decode([token]) else raw
 
     def _find_anchor(self, vocabulary: Mapping[str, int]) -> int | None:
-        """A letter, so that nothing is stripped of it; if possible one that two of are two letters, without a space."""
-        likely = sorted(number for piece, number in vocabulary.items() if _is_letter(piece))[:_MAX_ANCHOR_CANDIDATES]
-        twice = {token: (self.decode([token]), self.decode([token, token])) for token in likely}
-        inner = [token for token, (one, two) in twice.items() if len(one) < len(two) and two[len(one) :].isalpha()]
-        apart = [token for token, (one, two) in twice.items() if two == f"{one} {one}"]
-        return next(iter((*inner, *apart)), None)
+        """A letter, which no tokenizer strips; preferably one that decodes twice to two letters without a space."""
+        letters = sorted(number for piece, number in vocabulary.items() if _is_letter(piece))[:_MAX_ANCHOR_CANDIDATES]
+        twice = {token: (self.decode([token]), self.decode([token, token])) for token in letters}
+        joined = [token for token, (one, two) in twice.items() if len(one) < len(two) and two[len(one) :].isalpha()]
+        spaced = [token for token, (one, two) in twice.items() if two == f"{one} {one}"]
+        return next(iter((*joined, *spaced)), None)
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens behind a prompt. A character comes out whole, with the token that ends it.
+    """The text of tokens after a prompt; a character is returned with the token that completes it.
 
-    All pieces together are the text of prompt and tokens, less what it has in common with the text of the prompt.
+    The concatenated text equals the text of prompt and tokens without its common prefix with the text of the prompt.
     """
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], *, special: bool) -> None:
         self._token_bytes = token_bytes
         self._skipped_tokens = frozenset() if special else token_bytes.special_tokens
-        # Tokens that the next one is decoded behind, and their text.
+        # Tokens decoded before the next one, and their text.
         self._context: tuple[int, ...] = ()
         self._context_text = ""
         self._utf8_decoder = token_bytes.new_utf8_decoder()
-        # What the text of the prompt ends in, where that is a part of a character.
+        # The replacement characters of an incomplete character at the end of the prompt.
         self._prompt_remainder = ""
         self._push_prompt_tail(prompt)
 
     def push(self, token: int) -> str:
-        """The whole characters that this token completes."""
+        """The characters that this token completes."""
         if token in self._skipped_tokens:
             return ""
         raw = self._token_bytes.raw_bytes(token)
         if raw is None:
             return self._flush_bytes() + self._push_text_token(token)
-        return self._close_context() + self._without_remainder(
-            self._utf8_decoder.decode(raw).translate(_ESCAPES_TO_REPLACEMENT)
-        )
+        return self._close_context() + self._without_remainder(self._utf8_decoder.decode(raw))
 
     def flush(self) -> str:
-        """The rest, with U+FFFD for what is unfinished."""
+        """U+FFFD for an incomplete character."""
         return self._flush_bytes()
 
     def _push_prompt_tail(self, prompt: Sequence[int]) -> None:
-        """Stand behind a prompt; its last tokens are enough for that."""
+        """Set the context to the last tokens of the prompt."""
         tail: list[int] = []
         for token in reversed(prompt):
             if len(tail) == _PROMPT_TAIL_TOKENS:
@@ -209,17 +207,18 @@ class IncrementalDetokenizer:
         self._prompt_remainder = self._token_bytes.decode_incomplete(self._utf8_decoder.getstate()[0])
 
     def _flush_bytes(self) -> str:
-        """What raw bytes there are that never became a character."""
-        return self._without_remainder(self._utf8_decoder.decode(b"", final=True).translate(_ESCAPES_TO_REPLACEMENT))
+        """Replacement characters for buffered bytes."""
+        return self._without_remainder(self._utf8_decoder.decode(b"", final=True))
 
-    def _without_remainder(self, text: str) -> str:
-        """Text of raw bytes, less the part of it that the prompt ended in."""
+    def _without_remainder(self, decoded: str) -> str:
+        """Decoded bytes without replacement characters that the text of the prompt has already."""
+        text = decoded.translate(_ESCAPES_TO_REPLACEMENT)
         if text and self._prompt_remainder:
             text, self._prompt_remainder = _new_text(self._prompt_remainder, text), ""
         return text
 
     def _push_text_token(self, token: int) -> str:
-        """The text of a token of whole characters, behind the context."""
+        """The text of a token of whole characters after the context."""
         context = (*self._context, token)
         text = self._token_bytes.decode(context)
         released = _new_text(self._context_text, text)
@@ -230,38 +229,38 @@ class IncrementalDetokenizer:
         return released
 
     def _close_context(self) -> str:
-        """What text the context gains by a letter behind it, which is a character of raw bytes in truth."""
-        between, anchor = "", self._token_bytes.anchor
+        """Text between the context and a byte token, for example a space, found with the anchor in its place."""
+        separator, anchor = "", self._token_bytes.anchor
         if anchor is not None and self._context != (anchor,):
-            between = self._push_text_token(anchor)[:-1] if self._context else ""
+            separator = self._push_text_token(anchor)[:-1] if self._context else ""
             self._reset_context()
-        return between
+        return separator
 
     def _reset_context(self, *tokens: int) -> None:
-        """Let these be the context, with text before it."""
+        """Set the context to the anchor and `tokens`."""
         anchor = self._token_bytes.anchor
         self._context = tokens if anchor is None else (anchor, *tokens)
         self._context_text = self._token_bytes.decode(self._context)
 
 
 def _new_text(before: str, text: str) -> str:
-    """What a text has behind the part that it has in common with another."""
+    """The text after its common prefix with another one."""
     return text[len(before if text.startswith(before) else commonprefix((before, text))) :]
 
 
 def detokenize(token_bytes: TokenBytes, tokens: Sequence[int]) -> str:
-    """The text of tokens, special ones too, as it comes out one by one."""
-    growing = IncrementalDetokenizer(token_bytes, (), special=True)
-    return "".join(map(growing.push, tokens)) + growing.flush()
+    """The text of tokens, special ones included, decoded one by one."""
+    detokenizer = IncrementalDetokenizer(token_bytes, (), special=True)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
 
 def _decodes_in_rust(tokenizer: Any) -> bool:
-    """Whether the layers of transformers add nothing but time to how the tokenizers library decodes."""
+    """Whether transformers decodes exactly like the tokenizers library underneath."""
     return bool(tokenizer.is_fast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
 
 
 def _decode_function(tokenizer: Any) -> Callable[[list[int]], str]:
-    """How a tokenizer decodes."""
+    """The fastest equivalent of `tokenizer.decode`."""
     if _decodes_in_rust(tokenizer):
         return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -269,14 +268,14 @@ def _decode_function(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that decoding leaves out where special ones are skipped."""
+    """The tokens that `skip_special_tokens` skips."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     marked = {number for number, token in added.items() if getattr(token, "special", False)}
     return frozenset(marked if tokenizer.is_fast else tokenizer.all_special_ids)
 
 
 def _is_byte_level(backend: Any) -> bool:
-    """Whether a token is the bytes that its letters stand for (GPT-2), and nothing else decides its text."""
+    """Whether the letters of each token encode its bytes (GPT-2), independently of other tokens."""
     return backend.decoder is not None and json.loads(backend.decoder.__getstate__()).get("type") == "ByteLevel"
 
 
@@ -289,12 +288,12 @@ def _is_text(raw: bytes) -> bool:
 
 
 def _is_letter(text: str) -> bool:
-    # The last character first: it decides for most of a large vocabulary.
+    # The last character first: it excludes most of a large vocabulary.
     return text[-1:].isascii() and text[-1:].isalpha() and len(text.lstrip("#")) == 1
 
 
 def _byte_level_bytes(piece: str) -> bytes | None:
-    """The bytes that a piece of byte-level BPE stands for; None: it is none."""
+    """The bytes of a piece of byte-level BPE; None for other pieces."""
     table = _byte_level_alphabet()
     try:
         return bytes([table[letter] for letter in piece])
@@ -304,7 +303,7 @@ def _byte_level_bytes(piece: str) -> bytes | None:
 
 @functools.cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The letters in which byte-level BPE (GPT-2) writes bytes: printable ones as themselves, others from U+0100."""
+    """The byte of each letter in byte-level BPE (GPT-2): printable bytes are themselves, others follow from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

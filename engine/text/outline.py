@@ -1,8 +1,8 @@
-"""Where the messages of a rendered conversation begin and end.
+"""Finds the boundaries of messages in a rendered conversation.
 
-A template is a program, so nobody but itself knows where it writes a message. Rendering the first few messages alone
-and comparing tells: what both renderings begin with are those messages. That is done for a handful of places only, the
-ones that other conversations or the next turn share, or that a context shift must know, and those that a client names.
+A chat template is a program, so the end of a message is found by rendering: the first messages alone and all messages
+have a common prefix, which ends there. Only a few boundaries are searched: for prefixes shared with other conversations
+or the next turn, for context shifts, and for breakpoints of the client.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from jinja2 import TemplateError
 from engine.text.prefix import Pieces, common_prefix_length
 
 Messages = Sequence[Mapping[str, object]]
-# What rendering raises where a template refuses a conversation.
+# Exceptions of a template that refuses a conversation.
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
 class Outline(Generic[Pieces]):
-    """Places in a rendered conversation, in letters or tokens as it was rendered.
+    """Positions in a rendered conversation, in characters or tokens.
 
-    checkpoints  of the leading system messages, of all before the last user message, of that one, and at breakpoints
-    system_end     where the leading system messages end; 0: there are none, or nobody can tell
-    last_user  where the last user message stands; None: there is none
-    generation_prompt     what stands behind all messages, or with a continued one, from its beginning on
+    checkpoints        ends of the system messages, of the messages before the last user message and of that message;
+                       breakpoints
+    system_end         end of the leading system messages; 0 if there are none, or it was not found
+    last_user          range of the last user message, if there is one
+    generation_prompt  the text after the last message; of a continued message its text from the start
     """
 
     checkpoints: tuple[int, ...]
@@ -44,10 +45,10 @@ def outline(
     finished_messages: int,
     breakpoints: Sequence[tuple[int, int]] = (),
 ) -> Outline[Pieces]:
-    """The outline of `rendered`, which is what rendering all messages gave; `render` renders the first ones.
+    """The outline of `rendered`, the rendered `messages`; `render` renders some of them.
 
-    finished     messages that are not to be continued: all, or all but the last
-    breakpoints  (message, letters): behind so many letters of the content of a message is a place to know
+    finished_messages  messages that are not continued: all, or all but the last
+    breakpoints        (message, characters): positions in the content of messages
     """
     roles = [message.get("role") for message in messages]
     system = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
@@ -60,13 +61,13 @@ def outline(
             ends[count] = end
     start = max(at for count, at in ends.items() if count <= last)
     last_user = (start, max(ends.get(last + 1, len(rendered)), start)) if users else None
-    marks = {end for count, end in ends.items() if count in (system, last, last + 1)}
-    for place in dict.fromkeys(breakpoints):
-        shown = _truncated(messages, *place)
-        known = len(shown) in ends and shown == messages[: len(shown)]
-        marks.add(ends[len(shown)] if known else _rendered_length(shown, rendered, render) or 0)
+    checkpoints = {end for count, end in ends.items() if count in (system, last, last + 1)}
+    for breakpoint in dict.fromkeys(breakpoints):
+        first = _truncated(messages, *breakpoint)
+        is_known = len(first) in ends and first == messages[: len(first)]
+        checkpoints.add(ends[len(first)] if is_known else _rendered_length(first, rendered, render) or 0)
     return Outline(
-        tuple(sorted(marks - {0})),
+        tuple(sorted(checkpoints - {0})),
         ends.get(system, 0),
         last_user,
         rendered[ends.get(finished_messages, len(rendered)) :],
@@ -74,18 +75,18 @@ def outline(
 
 
 def _rendered_length(messages: Messages, rendered: Pieces, render: Callable[[Messages], Pieces]) -> int | None:
-    """How far these messages are the beginning of the whole; None: the template refuses them."""
+    """The end of the first messages in the rendered conversation; None if the template refuses them."""
     try:
         return common_prefix_length(render(messages), rendered)
     except TEMPLATE_ERRORS:
-        return None  # a template may want a user to speak first, or turns that alternate: then the place is unknown
+        return None  # some templates demand a user message first, or alternating roles
 
 
 def _truncated(messages: Messages, at: int, characters: int) -> Messages:
-    """The messages up to so many letters of the content of one."""
+    """The messages up to a number of characters of the content of the last one."""
     content = messages[at].get("content")
     if not isinstance(content, str) or characters >= len(content):
         return messages[: at + 1]
-    # A template may trim what it writes: so another letter than the next one stands behind the cut.
+    # A template may trim spaces at the end, so a character other than the next one follows the truncation.
     last = "-" if content[characters] != "-" else "+"
     return [*messages[:at], {**messages[at], "content": content[:characters] + last}]

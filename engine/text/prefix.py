@@ -1,4 +1,4 @@
-"""The length of a common beginning, of tokens or of text."""
+"""The length of a common prefix, of tokens or of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Pieces = TypeVar("Pieces", list[int], str)
 
 
 def common_prefix_length(left: Pieces, right: Pieces) -> int:
-    """How far two sequences are the same, by halving: comparing slices is what Python does fast."""
+    """The number of equal leading items, by bisection with comparisons of slices, which are fast in Python."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high

@@ -1,6 +1,6 @@
-"""The environment in which transformers runs a chat template, with what templates expect of other servers'.
+"""The jinja environment of a chat template, and the values of its variables.
 
-It stays a sandbox. transformers keeps one environment for each template, and that one is completed here.
+transformers caches a sandboxed environment for each template; it is extended by features that templates expect.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jinja2 import TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-# What fireworks' template reads as the time; a day keeps prompts alike.
+# `datetime` of the FireFunction template; without the time of day, so that prompts of a day share a prefix.
 _DATE = "%Y-%m-%d"
-# A template that asks whether a message has content at all.
+# A template that tests whether a message has content.
 _CONTENT = re.compile(r"content(?:'\]|\"\])? is none")
 
 
 def extend_environment(template: str) -> None:
-    """Let a template change lists, of which transformers gives it its own, write what is listed lazily, and read JSON.
+    """Let a template change its lists, write iterators as JSON and parse JSON.
 
-    Nothing is done about a template that cannot be read: rendering says what is wrong with it.
+    A template with a syntax error is left unchanged: it fails when it is rendered.
     """
     try:
         environment = chat_template_utils._compile_jinja_template(template).environment
@@ -34,16 +34,16 @@ def extend_environment(template: str) -> None:
     environment.filters["from_json"] = json.loads
     environment.is_safe_attribute = lambda *found: SandboxedEnvironment.is_safe_attribute(environment, *found)
     if _CONTENT.search(template):
-        # transformers leaves out what is None.
+        # transformers omits fields that are None.
         environment.tests["none"] = lambda value: value is None or isinstance(value, Undefined)
 
 
 def template_variables(names: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """What a template reads by names that transformers does not give: the tools, as JSON or one by one, and the day."""
+    """Values for `names` that transformers does not provide: the tools as JSON or as a list, and the date."""
     functions = [tool["function"] for tool in tools]
     text = json.dumps(functions, indent=4, ensure_ascii=False)
-    found: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
-    return {name: value for name, value in found.items() if name in names}
+    values: dict[str, object] = {"functions": text, "xml_tools": functions, "datetime": datetime.now().strftime(_DATE)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _to_json(
@@ -53,7 +53,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers writes JSON; what a filter makes item by item is a list."""
+    """JSON as transformers writes it, with iterators as lists."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )

@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from engine.chat_format.chat_format import AnswerParser, ChatFormat
 from engine.chat_format.message import AnswerDelta, ReasoningDelta, TextDelta, ToolCallStart
-from engine.text.wording import undeclared_variables
+from engine.text.variables import undeclared_variables
 from engine.types.events import Delta, Event, Finished, PrefillProgress, PromptScored, Started, TokenLogprob
 from engine.types.request import ReasoningLimit, RenderedPrompt, Request
 from server.generation.grammar import answer_grammar

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from engine.text.wording import undeclared_variables
+from engine.text.variables import undeclared_variables
 from engine.types.status import EmbeddingModelInfo
 from server.generation.support import ignored_parameters, unsupported_parameters
 from server.http.encoding import JsonResponse

@@ -8,7 +8,7 @@ from dataclasses import field as initial
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong
-from engine.text.wording import undeclared_variables
+from engine.text.variables import undeclared_variables
 from server.generation.support import REASONING_SWITCHES
 from server.http.errors import invalid_value
 from server.scoring.labels import LabelScorer, Path

@@ -119,7 +119,7 @@ def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
 def test_text_is_the_tokens_decoded(loaded: Models) -> None:
     """All deltas together are what decoding all tokens at once gives."""
     answer, _ = one(loaded("llama"), count=60)
-    reader = loaded("llama").tokenizer._engine_tokenizer
+    reader = loaded("llama").tokenizer._tokenizer
 
     assert reader.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) == answer.text
 

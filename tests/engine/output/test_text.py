@@ -202,7 +202,7 @@ def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str,
 def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
     decoder = tokenizer.detokenizer([])
     pieces = [decoder.push(token) for token in tokens]
-    whole = tokenizer._engine_tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    whole = tokenizer._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     assert whole == "".join((*pieces, decoder.flush()))
 

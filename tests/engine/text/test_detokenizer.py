@@ -100,8 +100,8 @@ def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatc
     piece = next(piece for piece in (BYTES[0x80], "Ģ", "\u2581", "<pad>") if piece in known)
     decoder = tokenizer.detokenizer([], special=False)
     decoded: list[int] = []
-    decode = decoder._known.decode  # type: ignore[attr-defined]
-    monkeypatch.setattr(decoder._known, "decode", lambda some: decoded.append(len(some)) or decode(some))  # type: ignore[attr-defined]
+    decode = decoder._token_bytes.decode  # type: ignore[attr-defined]
+    monkeypatch.setattr(decoder._token_bytes, "decode", lambda some: decoded.append(len(some)) or decode(some))  # type: ignore[attr-defined]
     for _ in range(1000):
         decoder.push(known[piece])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.text.wording import undeclared_variables
+from engine.text.variables import undeclared_variables
 
 
 @pytest.mark.parametrize(
