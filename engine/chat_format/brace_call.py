@@ -22,7 +22,7 @@ from engine.chat_format.schema import (
     schema_of,
     values_of,
 )
-from engine.chat_format.source import Emit, Literals, Steps, TextSource
+from engine.chat_format.source import Emit, Literals, Parser, TextSource
 
 _KEY = re.compile(r"""[^\s:,<>"'{}\[\]]+""")
 # Schemas may be recursive: values below this depth are unconstrained.
@@ -41,9 +41,9 @@ class BraceCall:
     def markers(self) -> tuple[str, ...]:
         return (self.quote,)
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse the name with lookahead, then stream the arguments."""
-        name = callable_tools.check_name((yield from parse_name(source)))
+        name = tools.check_name((yield from parse_name(source)))
         if (yield from source.peek()) == "{":
             begin_call(source, deltas, name)
             return (yield from stream_json(source, deltas.add_arguments, _BraceSyntax(self.quote)))
@@ -64,14 +64,14 @@ class BraceCall:
 class _BraceSyntax:
     quote: str
 
-    def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def key(self, source: TextSource, emit: Emit) -> Parser[bool]:
         if self.quote.startswith((yield from source.peek()) or " "):
             return (yield from self.string(source, emit))
         key = yield from source.match(_KEY)
         emit(json.dumps(key, ensure_ascii=False) if key else "")
         return bool(key)
 
-    def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def string(self, source: TextSource, emit: Emit) -> Parser[bool]:
         if not (yield from source.accept(self.quote)):
             return False
         emit('"')

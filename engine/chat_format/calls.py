@@ -14,7 +14,7 @@ from engine.chat_format.lark_writer import LarkWriter, regex
 from engine.chat_format.message import INPUT_FIELD, Tool
 from engine.chat_format.quoted_grammar import quoted_grammar
 from engine.chat_format.schema import Schema, schema_of
-from engine.chat_format.source import NoMatch, Steps, TextSource
+from engine.chat_format.source import NoMatch, Parser, TextSource
 
 _NAME = re.compile(r"""[^\s<>\[\]{}()"'`|,=]+""")
 _NUMBER = re.compile(r":[0-9]+$")
@@ -54,7 +54,7 @@ class CallNotation(Protocol):
         """Literals inside a call."""
         ...
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse one call; whether its arguments were complete and valid.
 
         Runs inside `source.attempt`: raises NoMatch if there is no call, and commits as soon as there is one.
@@ -77,7 +77,7 @@ class ObjectCall:
     def markers(self) -> tuple[str, ...]:
         return ()
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse the members up to the arguments with lookahead, then stream the arguments."""
         yield from source.expect("{")
         name, early_arguments = "", "{}"
@@ -88,7 +88,7 @@ class ObjectCall:
             elif key in _ARGUMENTS and not name:
                 early_arguments = _object_text((yield from _captured(source)))
             elif key in _ARGUMENTS and (yield from source.peek()) == "{":
-                return (yield from self._stream(source, deltas, callable_tools.check_name(name)))
+                return (yield from self._stream(source, deltas, tools.check_name(name)))
             elif key in _ARGUMENTS:
                 early_arguments = _object_text((yield from _captured(source)))
             else:
@@ -97,7 +97,7 @@ class ObjectCall:
             if not (yield from source.accept(",")):
                 break
         yield from source.expect("}")
-        begin_call(source, deltas, callable_tools.check_name(name))
+        begin_call(source, deltas, tools.check_name(name))
         deltas.add_arguments(early_arguments)
         return True
 
@@ -106,7 +106,7 @@ class ObjectCall:
         head = f"{{{json.dumps(self.name)}: {json.dumps(tool.name)}, {json.dumps(self.arguments)}: "
         return f"{lark.plain_text(head)} {arguments_rule(lark, tool)} {lark.plain_text('}')}"
 
-    def _stream(self, source: TextSource, deltas: DeltaBuffer, name: str) -> Steps[bool]:
+    def _stream(self, source: TextSource, deltas: DeltaBuffer, name: str) -> Parser[bool]:
         begin_call(source, deltas, name)
         if not (yield from stream_json(source, deltas.add_arguments)):
             return False
@@ -119,14 +119,14 @@ class NamedCall:
     """A name, followed by the arguments as a JSON object.
 
     name_prefix, name_suffix  literals before and after the name
-    prefix                    namespace of the name, such as "functions."
+    namespace                    namespace of the name, such as "functions."
     numbered                  whether ":" and a number follow the name
     id_marker                 literal before an optional call id after the name
     """
 
     name_prefix: tuple[str, ...] = ()
     name_suffix: tuple[str, ...] = ()
-    prefix: str = ""
+    namespace: str = ""
     numbered: bool = False
     id_marker: str = ""
 
@@ -134,11 +134,11 @@ class NamedCall:
     def markers(self) -> tuple[str, ...]:
         return (*self.name_prefix, *self.name_suffix, self.id_marker)
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse the name with lookahead, then stream the arguments, which may be missing."""
         yield from source.expect(*self.name_prefix)
         yield from source.skip_space()
-        name = (yield from parse_name(source)).removeprefix(self.prefix)
+        name = (yield from parse_name(source)).removeprefix(self.namespace)
         if self.numbered:
             name = _NUMBER.sub("", name)
         yield from source.skip_space()
@@ -148,13 +148,13 @@ class NamedCall:
             yield from source.skip_space()
         yield from source.expect(*self.name_suffix)
         yield from source.skip_space()
-        begin_call(source, deltas, callable_tools.check_name(name))
+        begin_call(source, deltas, tools.check_name(name))
         return (yield from source.peek()) == "{" and (yield from stream_json(source, deltas.add_arguments))
 
     def grammar_rule(self, lark: LarkWriter, tool: Tool) -> str:
         """The name with its literals, then arguments that follow the tool's schema."""
         number = lark.pattern(regex(":[0-9]{1,3}")) if self.numbered else ""
-        parts = [lark.literals(*self.name_prefix), f"{lark.plain_text(self.prefix + tool.name)} {number}"]
+        parts = [lark.literals(*self.name_prefix), f"{lark.plain_text(self.namespace + tool.name)} {number}"]
         if self.id_marker:
             parts += [lark.literal(self.id_marker), lark.pattern(regex("[a-zA-Z0-9]{9}"))]
         parts += [lark.literals(*self.name_suffix), arguments_rule(lark, tool)]
@@ -175,7 +175,7 @@ def quoted_input_rule(lark: LarkWriter, tool: Tool) -> str:
     return f"{quote} {lark.nested(quoted_grammar(tool.grammar))} {quote}"
 
 
-def parse_name(source: TextSource) -> Steps[str]:
+def parse_name(source: TextSource) -> Parser[str]:
     """An unquoted function name; raises NoMatch if there is none, or if it may be incomplete."""
     name = yield from source.match(_NAME)
     if not (yield from source.peek()):
@@ -189,7 +189,7 @@ def begin_call(source: TextSource, deltas: DeltaBuffer, name: str) -> None:
     deltas.begin_call(name)
 
 
-def _key(source: TextSource) -> Steps[str]:
+def _key(source: TextSource) -> Parser[str]:
     """A key of an object, up to its value."""
     yield from source.skip_space()
     if (yield from source.peek()) != '"':
@@ -201,7 +201,7 @@ def _key(source: TextSource) -> Steps[str]:
     return key
 
 
-def _skip_rest(source: TextSource) -> Steps[None]:
+def _skip_rest(source: TextSource) -> Parser[None]:
     """Consume the members after the arguments, and the closing brace."""
     yield from source.skip_space()
     while (yield from source.accept(",")):
@@ -211,7 +211,7 @@ def _skip_rest(source: TextSource) -> Steps[None]:
     yield from source.expect("}")
 
 
-def _captured(source: TextSource) -> Steps[str]:
+def _captured(source: TextSource) -> Parser[str]:
     """A JSON value as text; raises NoMatch if there is none."""
     parts: list[str] = []
     if not (yield from stream_json(source, parts.append)):

@@ -9,7 +9,7 @@ from typing import Protocol
 from engine.chat_format.delta_buffer import DeltaBuffer
 from engine.chat_format.lark_writer import LarkWriter
 from engine.chat_format.message import AnswerConstraint, AnswerDelta, Tool, ToolChoice
-from engine.chat_format.source import Steps, TextSource
+from engine.chat_format.source import Parser, TextSource
 from engine.errors import InvalidRequest
 from engine.types.request import Grammar, ReasoningLimit
 
@@ -17,15 +17,15 @@ from engine.types.request import Grammar, ReasoningLimit
 class AnswerParser:
     """Parses the text of one answer into deltas; their content does not depend on how the text is chunked."""
 
-    def __init__(self, source: TextSource, deltas: DeltaBuffer, steps: Steps[None]) -> None:
+    def __init__(self, source: TextSource, deltas: DeltaBuffer, parser: Parser[None]) -> None:
         self._source = source
         self._deltas = deltas
-        self._steps = steps
+        self._parser = parser
 
     def push(self, text: str) -> list[AnswerDelta]:
         """Add text; deltas that are certain now."""
         self._source.push(text)
-        next(self._steps, None)
+        next(self._parser, None)
         return self._deltas.take()
 
     def finish(self) -> list[AnswerDelta]:
@@ -39,7 +39,7 @@ class AnswerParser:
         return self._take_all()
 
     def _take_all(self) -> list[AnswerDelta]:
-        next(self._steps, None)
+        next(self._parser, None)
         return self._deltas.take()
 
 
@@ -58,7 +58,7 @@ class AnswerFormat(Protocol):
 
     def parse(
         self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
-    ) -> Steps[None]:
+    ) -> Parser[None]:
         """Parse an answer that follows `generation_prompt` into `deltas`."""
         ...
 

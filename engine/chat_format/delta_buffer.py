@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 
 from engine.chat_format.message import INPUT_FIELD, AnswerDelta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from engine.chat_format.source import Emit, Steps, TextSource
+from engine.chat_format.source import Emit, Parser, TextSource
 
 _UNESCAPED = re.compile(r'[^"\\]+')
 _ALL = re.compile(r"(?s:.)+")
@@ -23,7 +23,7 @@ class ToolInputDecoder:
     def __init__(self) -> None:
         self._decoded: list[str] = []
         self._source = TextSource()
-        self._steps = _decode(self._source, self._decoded.append)
+        self._parser = _decode(self._source, self._decoded.append)
 
     def push(self, arguments: str) -> str:
         """Add arguments; the text that they complete."""
@@ -36,13 +36,13 @@ class ToolInputDecoder:
         return self._next()
 
     def _next(self) -> str:
-        next(self._steps, None)
+        next(self._parser, None)
         text = "".join(self._decoded)
         self._decoded.clear()
         return text
 
 
-def _decode(source: TextSource, emit: Callable[[str], None]) -> Steps[None]:
+def _decode(source: TextSource, emit: Callable[[str], None]) -> Parser[None]:
     if not (yield from source.attempt(source.expect("", "{", json.dumps(INPUT_FIELD), ":", '"'))):
         yield from source.match(_ALL, emit)
         return
@@ -55,7 +55,7 @@ def _decode(source: TextSource, emit: Callable[[str], None]) -> Steps[None]:
         yield from _escape(source, emit)
 
 
-def _escape(source: TextSource, emit: Emit) -> Steps[None]:
+def _escape(source: TextSource, emit: Emit) -> Parser[None]:
     """Decode one escape, or both of a surrogate pair; an incomplete escape is dropped."""
     text = yield from source.take(2)
     if text == "\\u":

@@ -23,7 +23,7 @@ class KnownFormat:
 
 
 _KIMI = ToolCallMarkers(
-    NamedCall(name_suffix=("<|tool_call_argument_begin|>",), prefix="functions.", numbered=True),
+    NamedCall(name_suffix=("<|tool_call_argument_begin|>",), namespace="functions.", numbered=True),
     opens=("<|tool_calls_section_begin|>",),
     call=("<|tool_call_begin|>",),
     call_ends=("<|tool_call_end|>",),

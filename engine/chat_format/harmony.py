@@ -16,7 +16,7 @@ from engine.chat_format.delta_buffer import DeltaBuffer
 from engine.chat_format.json_text import stream_json
 from engine.chat_format.lark_writer import LarkWriter, alternatives
 from engine.chat_format.message import AnswerConstraint, Tool, ToolChoice
-from engine.chat_format.source import Emit, Literals, Steps, TextSource
+from engine.chat_format.source import Emit, Literals, Parser, TextSource
 from engine.types.request import ReasoningLimit
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -53,7 +53,7 @@ class HarmonyFormat:
 
     def parse(
         self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
-    ) -> Steps[None]:
+    ) -> Parser[None]:
         """Parse the messages of an answer; the prompt may have begun the first one."""
         header, has_text = _begun_message(generation_prompt)
         while has_text or (yield from source.peek()):
@@ -65,7 +65,7 @@ class HarmonyFormat:
             header, has_text = "", False
         deltas.finish()
 
-    def _message(self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], header: str) -> Steps[None]:
+    def _message(self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], header: str) -> Parser[None]:
         to, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         name = to.group(1) if to else ""
         if name.startswith(_FUNCTIONS) and tools:
@@ -123,7 +123,7 @@ def _begun_message(generation_prompt: str) -> tuple[str, bool]:
     return header, bool(has_text)
 
 
-def _header(source: TextSource) -> Steps[str]:
+def _header(source: TextSource) -> Parser[str]:
     """The header of the next message up to its text; "" if the text has no header."""
     yield from source.skip_space()
     for first in (START, CHANNEL, "to="):
@@ -134,7 +134,7 @@ def _header(source: TextSource) -> Steps[str]:
     return ""
 
 
-def _parse_text(source: TextSource, emit: Emit) -> Steps[bool]:
+def _parse_text(source: TextSource, emit: Emit) -> Parser[bool]:
     """Emit the text of a message; whether it is complete."""
     found = yield from source.until(_ENDS, emit)
     if found in (START, CHANNEL):

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Protocol
 
-from engine.chat_format.source import SPACE, Emit, Steps, TextSource
+from engine.chat_format.source import SPACE, Emit, Parser, TextSource
 
 _UNESCAPED = re.compile(r'[^"\\\x00-\x1f]+')
 _CONTROL = re.compile(r"[\x00-\x1f]+")
@@ -24,11 +24,11 @@ class JsonSyntax(Protocol):
         """The opening quote of strings."""
         ...
 
-    def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def key(self, source: TextSource, emit: Emit) -> Parser[bool]:
         """Parse the key of a member; whether there was one."""
         ...
 
-    def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def string(self, source: TextSource, emit: Emit) -> Parser[bool]:
         """Parse a string; whether it was complete."""
         ...
 
@@ -38,10 +38,10 @@ class StrictJsonSyntax:
 
     quote = '"'
 
-    def key(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def key(self, source: TextSource, emit: Emit) -> Parser[bool]:
         return (yield from source.peek()) == self.quote and (yield from self.string(source, emit))
 
-    def string(self, source: TextSource, emit: Emit) -> Steps[bool]:
+    def string(self, source: TextSource, emit: Emit) -> Parser[bool]:
         """A string with its control characters escaped."""
         emit((yield from source.take(1)))
         while True:
@@ -62,7 +62,7 @@ class StrictJsonSyntax:
 _STRICT_JSON = StrictJsonSyntax()
 
 
-def stream_json(source: TextSource, emit: Emit, syntax: JsonSyntax = _STRICT_JSON) -> Steps[bool]:
+def stream_json(source: TextSource, emit: Emit, syntax: JsonSyntax = _STRICT_JSON) -> Parser[bool]:
     """Emit one JSON value while it is parsed; whether it was complete and valid.
 
     After an invalid value, the source is at its first invalid character. Line breaks and other control characters in
@@ -88,7 +88,9 @@ def stream_json(source: TextSource, emit: Emit, syntax: JsonSyntax = _STRICT_JSO
             return more is not None
 
 
-def _after_value(source: TextSource, emit: Emit, closing_brackets: list[str], syntax: JsonSyntax) -> Steps[bool | None]:
+def _after_value(
+    source: TextSource, emit: Emit, closing_brackets: list[str], syntax: JsonSyntax
+) -> Parser[bool | None]:
     """Parse what follows a value: True: another value; False: the end; None: invalid."""
     while closing_brackets:
         yield from source.match(SPACE, emit)
@@ -103,7 +105,7 @@ def _after_value(source: TextSource, emit: Emit, closing_brackets: list[str], sy
     return False
 
 
-def _key(source: TextSource, emit: Emit, syntax: JsonSyntax) -> Steps[bool]:
+def _key(source: TextSource, emit: Emit, syntax: JsonSyntax) -> Parser[bool]:
     if not (yield from syntax.key(source, emit)):
         return False
     yield from source.match(SPACE, emit)
@@ -113,7 +115,7 @@ def _key(source: TextSource, emit: Emit, syntax: JsonSyntax) -> Steps[bool]:
     return True
 
 
-def _escape(source: TextSource, emit: Emit) -> Steps[bool]:
+def _escape(source: TextSource, emit: Emit) -> Parser[bool]:
     text = yield from source.take(2)
     if text == "\\u":
         text += yield from source.take(4)
@@ -121,7 +123,7 @@ def _escape(source: TextSource, emit: Emit) -> Steps[bool]:
     return _ESCAPE.fullmatch(text) is not None
 
 
-def _scalar(source: TextSource, emit: Emit) -> Steps[bool]:
+def _scalar(source: TextSource, emit: Emit) -> Parser[bool]:
     word = yield from source.match(_WORD)
     emit(word)
     return _SCALAR.fullmatch(word) is not None

@@ -9,7 +9,7 @@ from engine.chat_format.calls import CallableTools, CallNotation
 from engine.chat_format.delta_buffer import DeltaBuffer
 from engine.chat_format.lark_writer import LarkWriter, alternatives
 from engine.chat_format.message import Tool
-from engine.chat_format.source import Literals, Steps, TextSource
+from engine.chat_format.source import Literals, Parser, TextSource
 from engine.types.request import ReasoningLimit
 
 
@@ -83,13 +83,13 @@ class ToolCallMarkers:
         """All literals."""
         return frozenset((*self.opens, *self.call, *self.notation.markers, *self.call_ends, *self.closes))
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse calls after the first literal of the opening. False: there is none; nothing is consumed."""
-        return (yield from self._parse(source, deltas, callable_tools, self.opening[1:]))
+        return (yield from self._parse(source, deltas, tools, self.opening[1:]))
 
-    def parse_unmarked(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse_unmarked(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse calls without opening marker. False: there is none, and nothing is consumed."""
-        return (yield from self._parse(source, deltas, callable_tools, ()))
+        return (yield from self._parse(source, deltas, tools, ()))
 
     def grammar_rule(self, lark: LarkWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
         """One or more calls of `tools`, and nothing else."""
@@ -117,34 +117,32 @@ class ToolCallMarkers:
         return f"{call_rule} {space} {lark.literals(*self.closes)}" if self.closes else call_rule
 
     def _parse(
-        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
-    ) -> Steps[bool]:
-        if not (yield from self._parse_call(source, deltas, callable_tools, literals)):
+        self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools, literals: tuple[str, ...]
+    ) -> Parser[bool]:
+        if not (yield from self._parse_call(source, deltas, tools, literals)):
             return False
         # Without a marker around all calls, each call has its own.
-        while self.opens and (
-            yield from self._parse_call(source, deltas, callable_tools, (self.separator, *self.call))
-        ):
+        while self.opens and (yield from self._parse_call(source, deltas, tools, (self.separator, *self.call))):
             pass
         yield from _skip(source, self.closes)
         return True
 
     def _parse_call(
-        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
-    ) -> Steps[bool]:
-        return (yield from source.attempt(self._parse_one(source, deltas, callable_tools, literals)))
+        self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools, literals: tuple[str, ...]
+    ) -> Parser[bool]:
+        return (yield from source.attempt(self._parse_one(source, deltas, tools, literals)))
 
     def _parse_one(
-        self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools, literals: tuple[str, ...]
-    ) -> Steps[None]:
+        self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools, literals: tuple[str, ...]
+    ) -> Parser[None]:
         yield from source.expect("", *literals)
         yield from source.skip_space()
-        if (yield from self.notation.parse(source, deltas, callable_tools)):
+        if (yield from self.notation.parse(source, deltas, tools)):
             yield from _skip(source, self.call_ends)
         else:
             yield from self._emit_invalid(source, deltas)
 
-    def _emit_invalid(self, source: TextSource, deltas: DeltaBuffer) -> Steps[None]:
+    def _emit_invalid(self, source: TextSource, deltas: DeltaBuffer) -> Parser[None]:
         """Pass invalid arguments on unchanged, so that the client can see the error; missing arguments are {}."""
         literal = yield from source.until(
             Literals((*self.call_ends, *self.closes, *self.opening[:1])), deltas.add_arguments
@@ -155,7 +153,7 @@ class ToolCallMarkers:
             source.push_back(literal)
 
 
-def _skip(source: TextSource, literals: tuple[str, ...]) -> Steps[None]:
+def _skip(source: TextSource, literals: tuple[str, ...]) -> Parser[None]:
     """Consume `literals` in order, as far as they are there."""
     for literal in literals:
         yield from source.attempt(source.expect("", literal))

@@ -21,7 +21,7 @@ from engine.chat_format.schema import (
     types_of,
     values_of,
 )
-from engine.chat_format.source import Emit, Literals, Steps, TextSource
+from engine.chat_format.source import Emit, Literals, Parser, TextSource
 
 _STRING = frozenset(("string",))
 
@@ -50,14 +50,14 @@ class ParameterCall:
     def markers(self) -> tuple[str, ...]:
         return (*self.name, *self.key, *self.type_markers, *self.value, self.close)
 
-    def parse(self, source: TextSource, deltas: DeltaBuffer, callable_tools: CallableTools) -> Steps[bool]:
+    def parse(self, source: TextSource, deltas: DeltaBuffer, tools: CallableTools) -> Parser[bool]:
         """Parse the name with lookahead, then emit strings as they arrive and other arguments when complete."""
         yield from source.expect(self.name[0])
-        name = callable_tools.check_name((yield from parse_name(source)))
+        name = tools.check_name((yield from parse_name(source)))
         yield from source.expect(self.name[1])
         begin_call(source, deltas, name)
-        schema = callable_tools.schema(name)
-        value_schema = properties_of(schema, schema)
+        schema = tools.schema(name)
+        properties = properties_of(schema, schema)
         before = "{"
         while (found := (yield from source.until(self._next_literals, _discard))) == self.key[0]:
             key: list[str] = []
@@ -66,26 +66,23 @@ class ParameterCall:
             text = "".join(key)
             deltas.add_arguments(f"{before}{json.dumps(text, ensure_ascii=False)}: ")
             # Input under a grammar is written as a JSON string, since the closing marker could be part of it.
-            types = (
-                frozenset[str]() if callable_tools.has_grammar(name) else types_of(value_schema.get(text, {}), schema)
-            )
-            if not (
-                yield from self._value(source, deltas.add_arguments, (yield from self._declared_types(source, types)))
-            ):
+            types = frozenset[str]() if tools.has_grammar(name) else types_of(properties.get(text, {}), schema)
+            types = yield from self._declared_types(source, types)
+            if not (yield from self._value(source, deltas.add_arguments, types)):
                 return False
             before = ", "
         if found:
             deltas.add_arguments("{}" if before == "{" else "}")
         return bool(found)
 
-    def _declared_types(self, source: TextSource, types: frozenset[str]) -> Steps[frozenset[str]]:
+    def _declared_types(self, source: TextSource, types: frozenset[str]) -> Parser[frozenset[str]]:
         """The types that a value may have; a type marker before it has priority over the schema."""
         as_string, as_json = self.type_markers
         if as_string and (yield from source.accept(as_string)):
             return _STRING
         return frozenset() if as_json and (yield from source.accept(as_json)) else types
 
-    def _value(self, source: TextSource, emit: Emit, types: frozenset[str]) -> Steps[bool]:
+    def _value(self, source: TextSource, emit: Emit, types: frozenset[str]) -> Parser[bool]:
         if self.value[0]:
             yield from source.skip_space()
             yield from source.accept(self.value[0])

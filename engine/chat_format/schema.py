@@ -57,9 +57,9 @@ def as_schema(value: object) -> Schema:
 
 def properties_of(schema: Schema, root: Schema) -> dict[str, Schema]:
     """The members of an object, with references resolved; {} for required members without a description."""
-    described = as_schema(schema.get("properties"))
-    required: dict[str, object] = {name: {} for name in required_of(schema) if name not in described}
-    return {name: resolved(as_schema(part), root) for name, part in {**described, **required}.items()}
+    declared = as_schema(schema.get("properties"))
+    required: dict[str, object] = {name: {} for name in required_of(schema) if name not in declared}
+    return {name: resolved(as_schema(part), root) for name, part in {**declared, **required}.items()}
 
 
 def required_of(schema: Schema) -> list[str]:
@@ -127,9 +127,9 @@ def patterns_of(schema: Schema) -> tuple[str, ...]:
     bounds = f"(?s:.){{{least or 0},{'' if most is None else most}}}"
     found = [ANYTHING] if least is None and most is None else [bounds]
     if isinstance(pattern, str):
-        before = "" if pattern.startswith("^") else ANYTHING
-        behind = "" if pattern.endswith("$") else ANYTHING
-        found.append(f"{before}({pattern.removeprefix('^').removesuffix('$')}){behind}")
+        ahead = "" if pattern.startswith("^") else ANYTHING
+        after = "" if pattern.endswith("$") else ANYTHING
+        found.append(f"{ahead}({pattern.removeprefix('^').removesuffix('$')}){after}")
     return tuple(found)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-# A parser; it yields where it needs more text.
-Steps = Generator[None, None, Result]
+# A running parser: it yields where it needs more text, and returns its result.
+Parser = Generator[None, None, Result]
 Emit = Callable[[str], None]
 
 # Limit of the lookahead, in characters: text with many opening markers costs at most its length times this limit.
@@ -83,11 +83,11 @@ class TextSource:
         """Skip the remaining text."""
         self._position = len(self._text)
 
-    def attempt(self, steps: Steps[object]) -> Steps[bool]:
+    def attempt(self, parser: Parser[object]) -> Parser[bool]:
         """Run a parser with lookahead. If it raises NoMatch, nothing is consumed and the result is False."""
         self._lookahead = self._position
         try:
-            yield from steps
+            yield from parser
         except NoMatch:
             assert self._lookahead is not None
             self._position = self._lookahead
@@ -104,7 +104,7 @@ class TextSource:
         """Restore the literal that was consumed last."""
         self._position -= len(literal)
 
-    def peek(self) -> Steps[str]:
+    def peek(self) -> Parser[str]:
         """The next character; "" at the end."""
         while self._position == len(self._text):
             if self._ended:
@@ -113,13 +113,13 @@ class TextSource:
             yield
         return self._text[self._position]
 
-    def take(self, count: int) -> Steps[str]:
+    def take(self, count: int) -> Parser[str]:
         """Consume the next `count` characters, fewer at the end."""
         while len(self._text) < self._position + count and not self._ended:
             yield
         return self._advance(min(self._position + count, len(self._text)))
 
-    def match(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Steps[str]:
+    def match(self, pattern: re.Pattern[str], emit: Emit | None = None) -> Parser[str]:
         """Consume characters that match `pattern`, a repeated character class; with `emit`, emit them instead."""
         parts = []
         while True:
@@ -134,10 +134,10 @@ class TextSource:
                 return "".join(parts)
             yield
 
-    def skip_space(self) -> Steps[None]:
+    def skip_space(self) -> Parser[None]:
         yield from self.match(SPACE, lambda _: None)
 
-    def accept(self, literal: str) -> Steps[bool]:
+    def accept(self, literal: str) -> Parser[bool]:
         """Consume `literal` if it is next."""
         while True:
             upcoming = self._text[self._position : self._position + len(literal)]
@@ -151,7 +151,7 @@ class TextSource:
                 return False
             yield
 
-    def expect(self, *literals: str) -> Steps[None]:
+    def expect(self, *literals: str) -> Parser[None]:
         """Consume `literals`, with optional whitespace before each but the first; raises NoMatch for other text."""
         for number, literal in enumerate(literals):
             if number:
@@ -159,7 +159,7 @@ class TextSource:
             if not (yield from self.accept(literal)):
                 raise NoMatch
 
-    def until(self, literals: Literals, emit: Emit) -> Steps[str]:
+    def until(self, literals: Literals, emit: Emit) -> Parser[str]:
         """Emit the text before the first of `literals` and consume that literal; "" if the text ends before one."""
         while True:
             stop, literal = literals.find(self._text, self._position, ended=self._ended)

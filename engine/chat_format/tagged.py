@@ -10,7 +10,7 @@ from engine.chat_format.delta_buffer import DeltaBuffer
 from engine.chat_format.lark_writer import ANYTHING, LarkWriter
 from engine.chat_format.markers import ReasoningMarkers, ToolCallMarkers
 from engine.chat_format.message import AnswerConstraint, Tool, ToolChoice
-from engine.chat_format.source import Literals, Steps, TextSource
+from engine.chat_format.source import Literals, Parser, TextSource
 from engine.types.request import ReasoningLimit
 
 # If a call needs no opening marker, text must not begin with an object.
@@ -49,7 +49,7 @@ class TaggedFormat:
 
     def parse(
         self, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool], generation_prompt: str
-    ) -> Steps[None]:
+    ) -> Parser[None]:
         """Parse an answer that follows `generation_prompt` into `deltas`."""
         if self.reasoning is not None:
             yield from self._reasoning(self.reasoning, source, deltas, generation_prompt)
@@ -86,11 +86,8 @@ class TaggedFormat:
         if choice.mode == "required":
             return calls
         if constraint is not None:
-            return (
-                lark.constrained_text(constraint)
-                if choice.mode == "none"
-                else f"({lark.constrained_text(constraint)} | {calls})"
-            )
+            constrained = lark.constrained_text(constraint)
+            return constrained if choice.mode == "none" else f"({constrained} | {calls})"
         if choice.mode == "none":
             return text
         rest = tool_calls.grammar_after_opening(lark, tools, parallel=choice.parallel)
@@ -99,7 +96,7 @@ class TaggedFormat:
 
     def _reasoning(
         self, reasoning: ReasoningMarkers, source: TextSource, deltas: DeltaBuffer, generation_prompt: str
-    ) -> Steps[None]:
+    ) -> Parser[None]:
         if not reasoning.is_open(generation_prompt):
             if reasoning.is_closed(generation_prompt):
                 return
@@ -112,13 +109,13 @@ class TaggedFormat:
         if found:
             deltas.end_part()
 
-    def _text(self, literals: Literals, source: TextSource, deltas: DeltaBuffer) -> Steps[None]:
+    def _text(self, literals: Literals, source: TextSource, deltas: DeltaBuffer) -> Parser[None]:
         while (yield from source.until(literals, deltas.add_text)):
             pass
 
     def _calls(
         self, tool_calls: ToolCallMarkers, source: TextSource, deltas: DeltaBuffer, tools: Mapping[str, Tool]
-    ) -> Steps[None]:
+    ) -> Parser[None]:
         opening = tool_calls.opening[0]
         callable_tools = CallableTools(tools, known_only=tool_calls.allows_unmarked)
         if tool_calls.allows_unmarked:

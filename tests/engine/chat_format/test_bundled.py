@@ -12,7 +12,7 @@ import pytest
 from engine.chat_format.message import AnswerDelta, TextDelta, Tool
 from engine.load.load import LoadedModel
 from engine.types.request import Request
-from tests.engine.chat_format.speakers import calls_of, read
+from tests.engine.chat_format.examples import calls_of, read
 from tests.engine.models import core, load_model
 from tests.engine.play import GREEDY, Job, play
 

@@ -28,7 +28,7 @@ from engine.chat_format.message import (
     ToolChoice,
 )
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.speakers import EXAMPLES, calls_of, read
+from tests.engine.chat_format.examples import EXAMPLES, calls_of, read
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
 ORDINARY = 2048
@@ -175,7 +175,7 @@ def test_answer_follows_its_schema_after_reasoning(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("constraint", "is_allowed"),
     [
         (AnswerConstraint("regex", r"[a-c/]{3}"), lambda text: set(text) <= set("abc/") and len(text) == 3),
         (AnswerConstraint("choices", choices=('yes "sir"', "no\n")), lambda text: text in ('yes "sir"', "no\n")),
@@ -184,13 +184,13 @@ def test_answer_follows_its_schema_after_reasoning(name: str) -> None:
         (AnswerConstraint("grammar", 'root ::= "a" ("b" | "c")'), lambda text: text in ("ab", "ac")),
     ],
 )
-def test_constraints_of_every_kind(body: AnswerConstraint, said: Callable[[str], bool]) -> None:
-    grammar = chat_format("hermes").grammar([], ToolChoice(), body, "<think></think>")
+def test_constraints_of_every_kind(constraint: AnswerConstraint, is_allowed: Callable[[str], bool]) -> None:
+    grammar = chat_format("hermes").grammar([], ToolChoice(), constraint, "<think></think>")
     assert grammar is not None
     texts = [text for seed in range(5) if (text := walk("hermes", grammar.source, Random(seed))) is not None]
 
     assert texts
-    assert all(said(text) for text in texts)
+    assert all(is_allowed(text) for text in texts)
 
 
 def test_unconstrained_requests_have_no_grammar() -> None:

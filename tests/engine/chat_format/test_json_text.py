@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.chat_format.json_text import json_escaped, stream_json
-from engine.chat_format.source import Steps, TextSource
+from engine.chat_format.source import Parser, TextSource
 
 PARTS = [
     "{",
@@ -38,17 +38,17 @@ VALUES = st.recursive(
 )
 
 
-def passed(parts: list[str]) -> tuple[bool, str, str]:
-    """Whether a value was whole, what was passed on, and what stands behind it."""
-    source, said, rest = TextSource(), list[str](), list[str]()
+def stream(parts: list[str]) -> tuple[bool, str, str]:
+    """Whether a value was complete, the emitted text, and the text after it."""
+    source, emitted, rest = TextSource(), list[str](), list[str]()
 
-    def steps() -> Steps[bool]:
-        whole = yield from stream_json(source, said.append)
-        while letter := (yield from source.take(1)):
-            rest.append(letter)
+    def parser() -> Parser[bool]:
+        whole = yield from stream_json(source, emitted.append)
+        while character := (yield from source.take(1)):
+            rest.append(character)
         return whole
 
-    running = steps()
+    running = parser()
     try:
         for part in parts:
             source.push(part)
@@ -56,22 +56,22 @@ def passed(parts: list[str]) -> tuple[bool, str, str]:
         source.end()
         next(running)
     except StopIteration as end:
-        return bool(end.value), "".join(said), "".join(rest)
-    raise AssertionError("a reader that waits for more behind the end")
+        return bool(end.value), "".join(emitted), "".join(rest)
+    raise AssertionError("a parser that waits for text after the end")
 
 
 def refuse(name: str) -> object:
-    """NaN and its like, which Python's parser takes for numbers."""
+    """NaN and similar constants, which Python's parser accepts."""
     raise ValueError(name)
 
 
-@given(value=VALUES, indent=st.none() | st.just(1), letters=st.booleans())
+@given(value=VALUES, indent=st.none() | st.just(1), per_character=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_a_value_is_passed_on_as_it_is(value: object, indent: int | None, *, letters: bool) -> None:
-    """Any value, compact or not, in deltas or whole; what follows is left alone."""
+def test_value_is_emitted_unchanged(value: object, indent: int | None, *, per_character: bool) -> None:
+    """Any value, compact or indented, in any chunks; the text after it is not consumed."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
 
-    assert (True, text, " tail") == passed([*text, " tail"] if letters else [f"{text} tail"])
+    assert (True, text, " tail") == stream([*text, " tail"] if per_character else [f"{text} tail"])
 
 
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=8))
@@ -79,10 +79,10 @@ def test_a_value_is_passed_on_as_it_is(value: object, indent: int | None, *, let
 @example(parts=['{"a":1,}'])
 @example(parts=["01"])
 @settings(max_examples=300, deadline=None)
-def test_only_json_is_whole(parts: list[str]) -> None:
-    """A whole value is one for Python's parser, and what is not whole is none with nothing behind it."""
+def test_only_valid_json_is_complete(parts: list[str]) -> None:
+    """Python's parser accepts a text if and only if it is complete without a rest."""
     text = "".join(parts)
-    whole, said, rest = passed(parts)
+    whole, emitted, rest = stream(parts)
     try:
         json.loads(text, parse_constant=refuse)
         valid = True
@@ -90,16 +90,15 @@ def test_only_json_is_whole(parts: list[str]) -> None:
         valid = False
 
     assert valid == (whole and not rest)
-    assert text == said + rest
+    assert text == emitted + rest
 
 
 def test_control_characters_become_escapes() -> None:
     """Models write line breaks in strings, which JSON forbids."""
-    assert (True, '"a\\nb\\u0001"', "") == passed(['"a\nb\x01"'])
+    assert (True, '"a\\nb\\u0001"', "") == stream(['"a\nb\x01"'])
 
 
 @given(left=st.text(max_size=5), right=st.text(max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_quoted_pieces_join(left: str, right: str) -> None:
-    """A string may be quoted delta by delta."""
+def test_escaped_parts_can_be_concatenated(left: str, right: str) -> None:
     assert left + right == json.loads(f'"{json_escaped(left)}{json_escaped(right)}"')

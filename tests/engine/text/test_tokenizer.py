@@ -13,7 +13,7 @@ from engine.chat_format.message import ReasoningDelta, TextDelta, Tool
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.text.tokenizer import Tokenizer
 from engine.types.request import RenderedPrompt
-from tests.engine.chat_format.speakers import calls_of, read
+from tests.engine.chat_format.examples import calls_of, read
 
 BUNDLED = Path(__file__).parents[3] / "models" / "target"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

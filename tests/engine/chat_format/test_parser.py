@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.chat_format.message import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from tests.engine.chat_format.speakers import EXAMPLES, TOOLS, Arguments, FormatExample, calls_of, joined, read
+from tests.engine.chat_format.examples import EXAMPLES, TOOLS, Arguments, FormatExample, calls_of, joined, read
 
 every_format = pytest.mark.parametrize("name", EXAMPLES)
 
@@ -75,18 +75,18 @@ def check_calls(name: str, data: st.DataObject) -> None:
     """Random calls after reasoning are parsed without loss."""
     example = EXAMPLES[name]
     calls = data.draw(CALLS)
-    thought = data.draw(st.sampled_from(["", "hm", "1\n\n2"])) if example.reasoning[0] else ""
+    reasoning_text = data.draw(st.sampled_from(["", "hm", "1\n\n2"])) if example.reasoning[0] else ""
     opens, closes = example.reasoning
-    text = (f"{opens}\n{thought}\n{closes}\n\n" if thought and not example.generation_prompt else "") + example.write(
-        calls
-    )
-    text = f"{opens}{thought}{closes}{text}" if thought and example.generation_prompt else text
+    text = (
+        f"{opens}\n{reasoning_text}\n{closes}\n\n" if reasoning_text and not example.generation_prompt else ""
+    ) + example.write(calls)
+    text = f"{opens}{reasoning_text}{closes}{text}" if reasoning_text and example.generation_prompt else text
     deltas = read(
         example.chat_format,
         cuts(text, data.draw(st.lists(st.integers(0, 1000), max_size=8))),
         generation_prompt=example.generation_prompt,
     )
-    reasoning = [ReasoningDelta(thought)] if thought else []
+    reasoning = [ReasoningDelta(reasoning_text)] if reasoning_text else []
 
     assert [*reasoning] == [delta for delta in deltas if isinstance(delta, TextDelta | ReasoningDelta)]
     assert calls == [(name, json.loads(arguments)) for name, arguments in calls_of(deltas)]
@@ -194,22 +194,22 @@ def test_truncated_call_is_not_text(name: str) -> None:
     opening = next((marker for marker in sorted(markers(example), key=len) if text.startswith(marker)), "")
     begun = len(opening) if name != "llama" else text.index("}") + 2
     for stop in range(begun, len(text)):
-        reader = example.chat_format.parser(TOOLS, example.generation_prompt)
-        slow = [delta for letter in text[:stop] for delta in reader.push(letter)]
-        deltas = joined([*slow, *reader.cut()])
+        parser = example.chat_format.parser(TOOLS, example.generation_prompt)
+        slow = [delta for letter in text[:stop] for delta in parser.push(letter)]
+        deltas = joined([*slow, *parser.cut()])
         at_once = example.chat_format.parser(TOOLS, example.generation_prompt)
 
-        said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-        assert any(marker != said and marker.startswith(said) for marker in markers(example)), text[:stop]
+        text_deltas = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+        assert any(marker != text_deltas and marker.startswith(text_deltas) for marker in markers(example)), text[:stop]
         assert deltas == joined([*at_once.push(text[:stop]), *at_once.cut()])
 
 
 def test_truncated_text_without_marker_is_text() -> None:
     """Half a marker, an unmarked object, and a call that the model itself leaves unfinished."""
     for name, text in (("hermes", "if a <tool"), ("llama", '{"name": "get_w')):
-        reader = EXAMPLES[name].chat_format.parser(TOOLS, "")
+        parser = EXAMPLES[name].chat_format.parser(TOOLS, "")
 
-        assert [TextDelta(text)] == joined([*reader.push(text), *reader.cut()])
+        assert [TextDelta(text)] == joined([*parser.push(text), *parser.cut()])
     left = '<tool_call>{"name": "get_w'
     assert [TextDelta(left)] == read(EXAMPLES["hermes"].chat_format, [left])
 
@@ -252,12 +252,12 @@ def test_unquoted_value_has_the_type_of_the_schema() -> None:
 
 
 def test_arguments_are_streamed() -> None:
-    reader = EXAMPLES["hermes"].chat_format.parser(TOOLS, "")
-    reader.push('<tool_call>\n{"name": "get_weather", "arguments": ')
+    parser = EXAMPLES["hermes"].chat_format.parser(TOOLS, "")
+    parser.push('<tool_call>\n{"name": "get_weather", "arguments": ')
 
-    assert [ToolCallStart(0, "get_weather"), ToolCallDelta(0, '{"text"')] == reader.push('{"text"')
-    assert [ToolCallDelta(0, ': "a lon')] == reader.push(': "a lon')
-    assert [ToolCallDelta(0, 'g one"}')] == reader.push('g one"}}\n</tool')
+    assert [ToolCallStart(0, "get_weather"), ToolCallDelta(0, '{"text"')] == parser.push('{"text"')
+    assert [ToolCallDelta(0, ': "a lon')] == parser.push(': "a lon')
+    assert [ToolCallDelta(0, 'g one"}')] == parser.push('g one"}}\n</tool')
 
 
 def test_harmony_messages_without_user_as_recipient_are_reasoning() -> None:
@@ -267,14 +267,14 @@ def test_harmony_messages_without_user_as_recipient_are_reasoning() -> None:
         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         "<|start|>assistant to=functions.ring-2<|channel|>commentary json<|message|><|call|>"
     )
-    said = read(EXAMPLES["harmony"].chat_format, text, generation_prompt="<|start|>assistant")
+    text_deltas = read(EXAMPLES["harmony"].chat_format, text, generation_prompt="<|start|>assistant")
 
     assert [
         ReasoningDelta("hm\n\n1+1"),
         TextDelta("I look."),
         ToolCallStart(0, "ring-2"),
         ToolCallDelta(0, "{}"),
-    ] == said
+    ] == text_deltas
 
 
 def is_json(text: str) -> bool:

@@ -15,7 +15,7 @@ from engine.chat_format.delta_buffer import ToolInputDecoder
 from engine.chat_format.message import AnswerDelta, Tool, ToolCallDelta, ToolCallStart, ToolChoice, custom_tool
 from engine.chat_format.quoted_grammar import quoted_grammar
 from engine.errors import InvalidRequest
-from tests.engine.chat_format.speakers import EXAMPLES, calls_of, read
+from tests.engine.chat_format.examples import EXAMPLES, calls_of, read
 from tests.engine.chat_format.test_grammar import chat_format, every_format, walk
 
 # Similar to the patch format of coding agents.
@@ -63,9 +63,9 @@ def test_input_follows_its_regular_expression_in_every_format(name: str) -> None
 def test_any_input_is_decoded_without_loss(name: str) -> None:
     """In one chunk or per character; the call is started as one of a custom tool."""
     example, tool = EXAMPLES[name], custom_tool("run")
-    wanted = 'print("é\\n😀")\n\tx = {1}'
-    written = example.write([("run", {"input": wanted})])
-    expected: list[AnswerDelta] = [ToolCallStart(0, "run", "custom"), ToolCallDelta(0, wanted)]
+    expected_input = 'print("é\\n😀")\n\tx = {1}'
+    written = example.write([("run", {"input": expected_input})])
+    expected: list[AnswerDelta] = [ToolCallStart(0, "run", "custom"), ToolCallDelta(0, expected_input)]
 
     assert expected == read(example.chat_format, [written], [tool], example.generation_prompt)
     assert expected == read(example.chat_format, list(written), [tool], example.generation_prompt)
@@ -126,9 +126,9 @@ def test_input_is_decoded_from_arguments(text: str, data: st.DataObject) -> None
     for ascii_only in (True, False):
         arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
         cut = data.draw(st.integers(0, len(arguments)))
-        reader = ToolInputDecoder()
+        decoder = ToolInputDecoder()
 
-        assert text == reader.push(arguments[:cut]) + reader.push(arguments[cut:]) + reader.finish()
+        assert text == decoder.push(arguments[:cut]) + decoder.push(arguments[cut:]) + decoder.finish()
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,6 @@ def test_input_is_decoded_from_arguments(text: str, data: st.DataObject) -> None
 )
 def test_truncated_or_unexpected_arguments(arguments: str, text: str) -> None:
     """An incomplete escape is dropped; arguments of another shape are the input themselves."""
-    reader = ToolInputDecoder()
+    decoder = ToolInputDecoder()
 
-    assert text == reader.push(arguments) + reader.finish()
+    assert text == decoder.push(arguments) + decoder.finish()

@@ -8,7 +8,7 @@ from engine.chat_format.chat_format import ChatFormat
 from engine.chat_format.detection import Vocabulary, detect_chat_format
 from engine.chat_format.message import ReasoningDelta, TextDelta, Tool, ToolCallDelta, ToolCallStart
 from engine.types.request import ReasoningLimit
-from tests.engine.chat_format.speakers import EXAMPLES, read
+from tests.engine.chat_format.examples import EXAMPLES, read
 
 WEATHER = [Tool("weather")]
 RESPONSE = {
