@@ -27,34 +27,34 @@ class AnthropicAnswer:
     async def response(self, events: ChoiceEvents) -> AnsweredMessage:
         """All events as one message."""
         message, blocks = self._empty(0), self.blocks()
-        async for _, what in parse_choices(self.turn, events):
-            if isinstance(what, ChoiceDelta):
-                list(blocks.push(what.deltas))
-            if isinstance(what, ChoiceEnd):
-                check_deadline([what.finished])
+        async for _, event in parse_choices(self.turn, events):
+            if isinstance(event, ChoiceDelta):
+                list(blocks.push(event.deltas))
+            if isinstance(event, ChoiceEnd):
+                check_deadline([event.finished])
                 list(blocks.stop())
-                message = {**message, **_stopping(what), "usage": self._usage(what.finished)}
+                message = {**message, **_stopping(event), "usage": self._usage(event.finished)}
         return {**message, "content": blocks.content}
 
     def encoder(self) -> StreamEncoder:
         """Encoder of the events of a stream."""
         return _EventEncoder(self)
 
-    def events(self, choice_event: ChoiceEvent, blocks: ContentBlocks) -> Iterator[Mapping[str, object]]:
+    def events(self, parsed: ChoiceEvent, blocks: ContentBlocks) -> Iterator[Mapping[str, object]]:
         """Anthropic's events of one choice event; content blocks are started, extended and stopped."""
-        match choice_event:
+        match parsed:
             case Started():
-                yield {"type": "message_start", "message": self._empty(choice_event.cached_tokens)}
+                yield {"type": "message_start", "message": self._empty(parsed.cached_tokens)}
                 yield {"type": "ping"}
             case ChoiceDelta():
-                yield from blocks.push(choice_event.deltas)
+                yield from blocks.push(parsed.deltas)
             case ChoiceEnd():
-                check_deadline([choice_event.finished])
+                check_deadline([parsed.finished])
                 yield from blocks.stop()
                 yield {
                     "type": "message_delta",
-                    "delta": _stopping(choice_event),
-                    "usage": self._usage(choice_event.finished),
+                    "delta": _stopping(parsed),
+                    "usage": self._usage(parsed.finished),
                 }
 
     def blocks(self) -> ContentBlocks:
@@ -80,10 +80,10 @@ class AnthropicAnswer:
 
     def _usage(self, finished: Finished) -> AnthropicUsage:
         cost = finished.usage
-        kept = cache_write_tokens(finished) if self.breakpoints else 0
+        written = cache_write_tokens(finished) if self.breakpoints else 0
         return AnthropicUsage(
-            input_tokens=cost.prompt_tokens - cost.cached_tokens - kept,
-            cache_creation_input_tokens=kept,
+            input_tokens=cost.prompt_tokens - cost.cached_tokens - written,
+            cache_creation_input_tokens=written,
             cache_read_input_tokens=cost.cached_tokens,
             output_tokens=cost.completion_tokens,
         )
@@ -95,19 +95,17 @@ class _EventEncoder:
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode Anthropic's events for an engine event."""
-        choice_event = self._parser.parse(event)
-        return b"".join(
-            [named_frame(told) for each in choice_event for told in self._answer.events(each, self._blocks)]
-        )
+        parsed = self._parser.parse(event)
+        return b"".join([named_frame(body) for each in parsed for body in self._answer.events(each, self._blocks)])
 
     async def close(self) -> bytes:
         """The last event."""
         return named_frame({"type": "message_stop"})
 
 
-def _stopping(ended: ChoiceEnd) -> Stopping:
-    stop = ended.finished.stop
-    if ended.reason == "stop" and isinstance(stop, str):
+def _stopping(end: ChoiceEnd) -> Stopping:
+    stop = end.finished.stop
+    if end.reason == "stop" and isinstance(stop, str):
         return Stopping(stop_reason="stop_sequence", stop_sequence=stop)
     reasons: Mapping[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-    return Stopping(stop_reason=reasons[ended.reason], stop_sequence=None)
+    return Stopping(stop_reason=reasons[end.reason], stop_sequence=None)

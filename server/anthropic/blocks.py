@@ -25,9 +25,9 @@ class ContentBlocks:
         self._open: Kind | None = None
         self._text: list[str] = []
 
-    def push(self, pieces: Iterable[AnswerDelta]) -> Iterator[AnthropicEvent]:
+    def push(self, deltas: Iterable[AnswerDelta]) -> Iterator[AnthropicEvent]:
         """Events of more deltas."""
-        for delta in pieces:
+        for delta in deltas:
             match delta:
                 case TextDelta(text):
                     if self._open != "text":
@@ -38,8 +38,8 @@ class ContentBlocks:
                         yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                     yield self._more(text, {"type": "thinking_delta", "thinking": text})
                 case ToolCallStart(index, name):
-                    called = AnsweredTool(type="tool_use", id=self._call_id(index), name=name, input={})
-                    yield from self._begin("tool_use", called)
+                    block = AnsweredTool(type="tool_use", id=self._call_id(index), name=name, input={})
+                    yield from self._begin("tool_use", block)
                 case ToolCallDelta(_, text):
                     yield self._more(text, {"type": "input_json_delta", "partial_json": text})
 

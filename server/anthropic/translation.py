@@ -48,8 +48,8 @@ def chat_request(body: CountRequest) -> ChatRequest:
     """The chat request for a body; ApiError if it cannot be translated."""
     fields: Fields = {
         "model": body.model,
-        "messages": [*_system(body), *(told for message in body.messages for told in _messages(message))],
-        "continue_final_message": _is_begun(body) or None,
+        "messages": [*_system(body), *(converted for message in body.messages for converted in _messages(message))],
+        "continue_final_message": _is_prefill(body) or None,
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
         **_choice(body),
         **_thinking(body),
@@ -94,13 +94,13 @@ def _messages(message: AnthropicMessage) -> Iterator[Fields]:
     reasoning = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     results = [_result(block) for block in message.content if isinstance(block, ToolResultBlock)]
     yield from results
-    told: Fields = {"role": message.role, "content": texts or None}
+    converted: Fields = {"role": message.role, "content": texts or None}
     if reasoning:
-        told["reasoning_content"] = "\n".join(reasoning)
+        converted["reasoning_content"] = "\n".join(reasoning)
     if calls:
-        told["tool_calls"] = calls
+        converted["tool_calls"] = calls
     if texts or calls or reasoning or not results:
-        yield told
+        yield converted
 
 
 def _part(text: str, block: Cached) -> Fields:
@@ -120,7 +120,7 @@ def _call(block: ToolUseBlock) -> Fields:
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _is_begun(body: CountRequest) -> bool:
+def _is_prefill(body: CountRequest) -> bool:
     """Whether the last message is a prefill of the answer."""
     last = body.messages[-1]
     called = not isinstance(last.content, str) and any(isinstance(block, ToolUseBlock) for block in last.content)
@@ -139,10 +139,10 @@ def _choice(body: CountRequest) -> Fields:
     parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
     match choice:
         case NamedTool(name=name):
-            told: object = {"type": "function", "function": {"name": name}}
+            mode_or_tool: object = {"type": "function", "function": {"name": name}}
         case ToolMode(type=mode):
-            told = "required" if mode == "any" else mode
-    return {"tool_choice": told, "parallel_tool_calls": parallel}
+            mode_or_tool = "required" if mode == "any" else mode
+    return {"tool_choice": mode_or_tool, "parallel_tool_calls": parallel}
 
 
 def _thinking(body: CountRequest) -> Fields:

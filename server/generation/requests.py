@@ -118,7 +118,7 @@ def choice_requests(request: Request, choices: int) -> tuple[Request, ...]:
         replace(
             request,
             id=f"{request.id}-{choice}",
-            sampling=replace(request.sampling, seed=_seed(request.sampling.seed, choice)),
+            sampling=replace(request.sampling, seed=_choice_seed(request.sampling.seed, choice)),
             score_from=None if choice else request.score_from,
             progress=request.progress and not choice,
         )
@@ -173,7 +173,7 @@ def _optional_max(*counts: int | None) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def _seed(seed: int | None, choice: int) -> int | None:
+def _choice_seed(seed: int | None, choice: int) -> int | None:
     # Wraps around in the range of 64-bit seeds.
     return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
 

@@ -91,8 +91,8 @@ class OllamaAnswer:
 
     async def response(self, events: ChoiceEvents) -> OllamaLine:
         """All events as one object."""
-        [reply] = await collect_messages(self.turn, events)
-        return self._with_content(self._last(reply.ended), reply.text, reply.reasoning, reply.calls)
+        [message] = await collect_messages(self.turn, events)
+        return self._with_content(self._last(message.ended), message.text, message.reasoning, message.calls)
 
     def encoder(self) -> StreamEncoder:
         """Encoder of the lines of a stream."""
@@ -103,22 +103,22 @@ class OllamaAnswer:
         if text or thinking:
             yield self._with_content(self._line(), text, thinking)
 
-    def final_lines(self, ended: ChoiceEnd, growing: MessageBuilder) -> Iterator[OllamaLine]:
+    def final_lines(self, end: ChoiceEnd, builder: MessageBuilder) -> Iterator[OllamaLine]:
         """Complete tool calls, then the last line with usage and timings."""
-        if growing.call_starts:
-            yield self._with_content(self._line(), "", "", growing.calls(self.turn, 0))
-        yield self._last(ended)
+        if builder.call_starts:
+            yield self._with_content(self._line(), "", "", builder.calls(self.turn, 0))
+        yield self._last(end)
 
     def _line(self) -> OllamaLine:
         return OllamaLine(model=self.turn.model, created_at=now(), done=False)
 
-    def _last(self, ended: ChoiceEnd) -> OllamaLine:
-        usage, times = ended.finished.usage, ended.finished.timings
+    def _last(self, end: ChoiceEnd) -> OllamaLine:
+        usage, times = end.finished.usage, end.finished.timings
         line = OllamaLine(
             model=self.turn.model,
             created_at=now(),
             done=True,
-            done_reason="length" if ended.reason == "length" else "stop",
+            done_reason="length" if end.reason == "length" else "stop",
             total_duration=_duration(time.monotonic() - self.started_at),
             load_duration=0,
             prompt_eval_count=usage.prompt_tokens,
@@ -142,7 +142,7 @@ class OllamaAnswer:
         if thinking:
             message["thinking"] = thinking
         if calls:
-            message["tool_calls"] = [_told(at, call) for at, call in enumerate(calls)]
+            message["tool_calls"] = [_tool_call(at, call) for at, call in enumerate(calls)]
         return line
 
 
@@ -152,37 +152,35 @@ class _LineEncoder:
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode the lines of an event."""
-        return b"".join(
-            [json_line(each) for choice_event in self._parser.parse(event) for each in self._lines(choice_event)]
-        )
+        return b"".join([json_line(each) for parsed in self._parser.parse(event) for each in self._lines(parsed)])
 
     async def close(self) -> bytes:
         return b""
 
-    def _lines(self, choice_event: ChoiceEvent) -> Iterator[OllamaLine]:
-        if isinstance(choice_event, ChoiceDelta):
-            self._message.add(choice_event)
-            yield from self._answer.delta_line(choice_event)
-        elif isinstance(choice_event, ChoiceEnd):
-            yield from self._answer.final_lines(choice_event, self._message)
+    def _lines(self, parsed: ChoiceEvent) -> Iterator[OllamaLine]:
+        if isinstance(parsed, ChoiceDelta):
+            self._message.add(parsed)
+            yield from self._answer.delta_line(parsed)
+        elif isinstance(parsed, ChoiceEnd):
+            yield from self._answer.final_lines(parsed, self._message)
 
 
-def embed_response(model: str, result: EmbeddingResult, dimensions: int | None, begun: float) -> OllamaEmbeddings:
+def embed_response(model: str, result: EmbeddingResult, dimensions: int | None, started_at: float) -> OllamaEmbeddings:
     """Ollama's response to an embed request."""
     return OllamaEmbeddings(
         model=model,
         embeddings=[list(vector(data, dimensions)) for data in result.vectors],
-        total_duration=_duration(time.monotonic() - begun),
+        total_duration=_duration(time.monotonic() - started_at),
         load_duration=0,
         prompt_eval_count=result.tokens,
     )
 
 
-def _joined(pieces: Sequence[AnswerDelta], kind: type[TextDelta | ReasoningDelta]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+def _joined(deltas: Sequence[AnswerDelta], kind: type[TextDelta | ReasoningDelta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, kind))
 
 
-def _told(at: int, call: CompletedToolCall) -> OllamaCall:
+def _tool_call(at: int, call: CompletedToolCall) -> OllamaCall:
     return OllamaCall(
         id=call.id, function={"index": at, "name": call.name, "arguments": read_arguments(call.arguments)}
     )
@@ -227,25 +225,25 @@ def _options(options: OllamaOptions) -> dict[str, Any]:
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """OpenAI messages. Ollama's calls need no ids: a result belongs to the first call without a result."""
     open_calls: list[str] = []
-    for place, message in enumerate(messages):
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    for index, message in enumerate(messages):
+        converted: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thinking:
-            plain["reasoning_content"] = message.thinking
+            converted["reasoning_content"] = message.thinking
         if message.tool_calls:
-            ids = [call.id or f"call_{place}_{at}" for at, call in enumerate(message.tool_calls)]
+            ids = [call.id or f"call_{index}_{at}" for at, call in enumerate(message.tool_calls)]
             open_calls += ids
-            plain["tool_calls"] = [
-                {"id": id, "type": "function", "function": _written(call.function.name, call.function.arguments)}
+            converted["tool_calls"] = [
+                {"id": id, "type": "function", "function": _function(call.function.name, call.function.arguments)}
                 for id, call in zip(ids, message.tool_calls, strict=True)
             ]
         if message.role == "tool":
-            plain["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else f"call_{place}")
+            converted["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else f"call_{index}")
             if message.tool_name:
-                plain["name"] = message.tool_name
-        yield plain
+                converted["name"] = message.tool_name
+        yield converted
 
 
-def _written(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+def _function(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
     return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 

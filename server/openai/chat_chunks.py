@@ -47,22 +47,20 @@ class ChatChunkEncoder:
 
     def encode(self, choice: int, event: Event) -> bytes:
         """Encode the chunks of an event."""
-        body = b""
-        for choice_event in self._parsers[choice].parse(event):
-            match choice_event:
-                case ChoiceDelta(deltas=(TextDelta() | ReasoningDelta() as part,)) if (
-                    choice,
-                    type(part),
-                ) in self._templates:
-                    body += self._templates[choice, type(part)].fill(part.text)
-                case _:
-                    body += b"".join([self._encoded(chunk) for chunk in self._chunks(choice, choice_event)])
-        return body
+        return b"".join([self._encode(choice, parsed) for parsed in self._parsers[choice].parse(event)])
 
     async def close(self) -> bytes:
         """Cache diagnostics and usage, if requested."""
         diagnosed = frame(await self._diagnosed()) if self._body.return_cache_diagnostics else b""
         return diagnosed + frame(self._usage_chunk()) if self._body.include_usage else diagnosed
+
+    def _encode(self, index: int, event: ChoiceEvent) -> bytes:
+        match event:
+            case ChoiceDelta(deltas=(TextDelta() | ReasoningDelta() as part,)):
+                template = self._templates.get((index, type(part)))
+                if template is not None:
+                    return template.fill(part.text)
+        return b"".join([self._encoded(chunk) for chunk in self._chunks(index, event)])
 
     def _encoded(self, chunk: ChatChunk) -> bytes:
         if not self._has_first:
@@ -131,17 +129,17 @@ class ChatChunkEncoder:
             case ToolCallStart(at, name, kind):
                 if kind == "custom":
                     self._custom_calls.add((index, at))
-                generation_prompt = self._call_delta(index, at, {"name": name, "arguments": ""})
-                return {"tool_calls": [{**generation_prompt, "id": self._turn.call_id(index, at), "type": kind}]}
+                start = self._call_delta(index, at, {"name": name, "arguments": ""})
+                return {"tool_calls": [{**start, "id": self._turn.call_id(index, at), "type": kind}]}
             case ToolCallDelta(at, text):
                 return {"tool_calls": [self._call_delta(index, at, {"arguments": text})]}
 
-    def _call_delta(self, index: int, at: int, choice_delta: FunctionDelta) -> CallDelta:
+    def _call_delta(self, index: int, at: int, delta: FunctionDelta) -> CallDelta:
         """A delta of a tool call; custom tools have other field names."""
         if (index, at) not in self._custom_calls:
-            return {"index": at, "function": choice_delta}
-        named: CustomDelta = {"input": choice_delta["arguments"]}
-        return {"index": at, "custom": {"name": choice_delta["name"], **named} if "name" in choice_delta else named}
+            return {"index": at, "function": delta}
+        custom: CustomDelta = {"input": delta["arguments"]}
+        return {"index": at, "custom": {"name": delta["name"], **custom} if "name" in delta else custom}
 
     def _end(self, index: int, end: ChoiceEnd) -> ChatChunk:
         self._usage.end(index, end.finished, end.reasoning_tokens)

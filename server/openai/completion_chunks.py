@@ -11,7 +11,7 @@ from server.generation.requests import service_tier
 from server.generation.stream_usage import StreamUsage
 from server.http.encoding import PLACEHOLDER, JsonTemplate
 from server.http.sse import frame
-from server.openai.completion_work import CompletionWork
+from server.openai.prepared_completion import PreparedCompletion
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 
 
@@ -25,14 +25,14 @@ def stop_text(body: CompletionRequest, finished: Finished) -> str:
 class CompletionChunkEncoder:
     """Encodes the events of one stream, with one or more choices, as chunks."""
 
-    def __init__(self, work: CompletionWork, warnings: tuple[str, ...]) -> None:
-        self._work, self._body, self._warnings = work, work.body, warnings
-        self._usage = StreamUsage(work.body, work.requests, work.width)
+    def __init__(self, prepared: PreparedCompletion, warnings: tuple[str, ...]) -> None:
+        self._prepared, self._body, self._warnings = prepared, prepared.body, warnings
+        self._usage = StreamUsage(prepared.body, prepared.requests, prepared.width)
         # Text offset of the next delta of each choice; None: the prompt has not been echoed yet.
-        self._offsets: list[int | None] = [None if work.prompts else 0 for _ in work.requests]
+        self._offsets: list[int | None] = [None if prepared.prompts else 0 for _ in prepared.requests]
         self._started: set[int] = set()
         # Fast path: chunks with text only are encoded from a template per choice.
-        body = work.body
+        body = prepared.body
         self._is_plain = body.logprobs is None and not (body.return_token_ids or self._usage.reports_continuously)
         self._templates: dict[int, JsonTemplate] = {}
 
@@ -65,42 +65,43 @@ class CompletionChunkEncoder:
             case PromptScored():
                 yield from self._scored(index, event)
             case Delta():
-                yield from self._repeat(index)
+                yield from self._echo(index)
                 self._usage.add_tokens(index, len(event.tokens))
                 yield from self._text(index, event)
             case Finished():
-                yield from self._repeat(index)
+                yield from self._echo(index)
                 if ending := stop_text(self._body, event):
                     yield self._chunk(index, ending)
                 yield self._end(index, event)
 
-    def _repeat(self, index: int, logprobs: TextLogprobs | None = None) -> Iterator[Completion]:
+    def _echo(self, index: int, logprobs: TextLogprobs | None = None) -> Iterator[Completion]:
         """The echoed prompt, before the first delta of a choice."""
-        prompt = self._work.prompt(index)
+        prompt = self._prepared.prompt(index)
         if prompt is not None and self._offsets[index] is None:
             self._offsets[index] = len(prompt.text)
             yield self._chunk(index, prompt.text, logprobs)
 
     def _scored(self, index: int, event: PromptScored) -> Iterator[Completion]:
-        prompt = self._work.prompt(index)
+        prompt = self._prepared.prompt(index)
         if prompt is not None:
             with_logprobs = self._body.logprobs is not None
-            yield from self._repeat(index, prompt.logprobs(event, self._work.logprob_format) if with_logprobs else None)
+            logprobs = prompt.logprobs(event, self._prepared.logprob_format) if with_logprobs else None
+            yield from self._echo(index, logprobs)
         if self._body.prompt_logprobs is not None:
             chunk = self._chunk(index, "")
             chunk["choices"][0]["prompt_logprobs"] = prompt_logprobs(event.entries, self._body.prompt_logprobs)
             yield chunk
 
-    def _start(self, index: int) -> int:
+    def _answer_offset(self, index: int) -> int:
         """Text offset of the answer in a choice."""
-        prompt = self._work.prompt(index)
+        prompt = self._prepared.prompt(index)
         return len(prompt.text) if prompt else 0
 
     def _text(self, index: int, event: Delta) -> Iterator[Completion]:
         tokens = list(event.tokens) if self._body.return_token_ids else []
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = completion_logprobs(event.logprobs, self._start(index), self._work.logprob_format)
+            logprobs = completion_logprobs(event.logprobs, self._answer_offset(index), self._prepared.logprob_format)
             self._offsets[index] = (self._offsets[index] or 0) + len(event.text)
         if event.text or event.logprobs or tokens:
             chunk = self._chunk(index, event.text, logprobs)
@@ -110,13 +111,11 @@ class CompletionChunkEncoder:
 
     def _end(self, index: int, event: Finished) -> Completion:
         self._usage.end(index, event)
-        ending = None if event.end_logprob is None or self._body.logprobs is None else event.end_logprob
-        offset = self._offsets[index] or 0
-        logprobs = (
-            None
-            if ending is None
-            else completion_logprobs([replace(ending, text_offset=0)], offset, self._work.logprob_format)
-        )
+        logprobs = None
+        if event.end_logprob is not None and self._body.logprobs is not None:
+            end_logprob = replace(event.end_logprob, text_offset=0)
+            offset = self._offsets[index] or 0
+            logprobs = completion_logprobs([end_logprob], offset, self._prepared.logprob_format)
         chunk = self._chunk(index, "", logprobs)
         chunk["choices"][0]["finish_reason"] = event.reason
         chunk["choices"][0]["stop_reason"] = event.stop
@@ -138,7 +137,7 @@ class CompletionChunkEncoder:
     def _chunk(self, index: int, text: str, logprobs: TextLogprobs | None = None) -> Completion:
         choice = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
         if self._body.return_token_ids and index not in self._started:
-            choice["prompt_token_ids"] = list(self._work.requests[index].prompt)
+            choice["prompt_token_ids"] = list(self._prepared.requests[index].prompt)
         self._started.add(index)
         chunk = self._new_chunk([choice])
         self._usage.add_usage(chunk, index)
@@ -146,11 +145,11 @@ class CompletionChunkEncoder:
 
     def _new_chunk(self, choices: list[TextChoice]) -> Completion:
         chunk = Completion(
-            id=self._work.id,
+            id=self._prepared.id,
             object="text_completion",
-            created=self._work.created,
-            model=self._work.model,
-            system_fingerprint=self._work.fingerprint,
+            created=self._prepared.created,
+            model=self._prepared.model,
+            system_fingerprint=self._prepared.fingerprint,
             service_tier=service_tier(self._body),
             choices=choices,
         )

@@ -16,7 +16,7 @@ from server.http.errors import check_deadline
 from server.http.events import ChoiceEvents
 from server.http.stream_encoder import StreamEncoder
 from server.openai.completion_chunks import CompletionChunkEncoder, stop_text
-from server.openai.completion_work import CompletionWork
+from server.openai.prepared_completion import PreparedCompletion
 from server.schemas.completions import Completion, CompletionRequest, TextChoice, TextLogprobs
 
 
@@ -27,29 +27,29 @@ class CompletionAnswer:
     warnings  ignored or partly enforced parameters
     """
 
-    work: CompletionWork
+    prepared: PreparedCompletion
     warnings: tuple[str, ...] = ()
 
     @property
     def body(self) -> CompletionRequest:
         """The request body."""
-        return self.work.body
+        return self.prepared.body
 
     async def response(self, events: ChoiceEvents) -> Completion:
         """All events as one response."""
-        choices = await collect_choices(events, len(self.work.requests))
+        choices = await collect_choices(events, len(self.prepared.requests))
         finished = [choice.finished for choice in choices]
         check_deadline(finished)
         return await assembled(sum(choice.scores for choice in choices), partial(self._answer, choices, finished))
 
     def _answer(self, choices: Sequence[CompletedChoice], finished: Sequence[Finished]) -> Completion:
-        width = self.work.width
+        width = self.prepared.width
         answer = Completion(
-            id=self.work.id,
+            id=self.prepared.id,
             object="text_completion",
-            created=self.work.created,
-            model=self.work.model,
-            system_fingerprint=self.work.fingerprint,
+            created=self.prepared.created,
+            model=self.prepared.model,
+            system_fingerprint=self.prepared.fingerprint,
             service_tier=service_tier(self.body),
             choices=[self._choice(at, index, choices) for at, index in enumerate(self._best(choices))],
             usage=usage([finished[start : start + width] for start in range(0, len(finished), width)]),
@@ -59,23 +59,23 @@ class CompletionAnswer:
 
     def encoder(self) -> StreamEncoder:
         """Encoder of the chunks of a stream."""
-        return with_interval(CompletionChunkEncoder(self.work, self.warnings), self.body.stream_interval)
+        return with_interval(CompletionChunkEncoder(self.prepared, self.warnings), self.body.stream_interval)
 
     def _best(self, choices: Sequence[CompletedChoice]) -> list[int]:
         """Indices of the returned choices of each prompt; with `best_of`, by mean log-probability."""
         best: list[int] = []
-        for start in range(0, len(choices), self.work.width):
-            group = list(range(start, start + self.work.width))
-            if self.work.width > self.work.returned_choices:
+        for start in range(0, len(choices), self.prepared.width):
+            group = list(range(start, start + self.prepared.width))
+            if self.prepared.width > self.prepared.returned_choices:
                 group.sort(key=lambda index: -choices[index].mean_logprob)
-            best.extend(group[: self.work.returned_choices])
+            best.extend(group[: self.prepared.returned_choices])
         return best
 
     def _choice(self, at: int, index: int, choices: Sequence[CompletedChoice]) -> TextChoice:
         choice, body = choices[index], self.body
         # The prompt is scored with the first of its choices.
-        scored = choices[index - index % self.work.width].scored
-        prompt = self.work.prompt(index)
+        scored = choices[index - index % self.prepared.width].scored
+        prompt = self.prepared.prompt(index)
         answer = TextChoice(
             index=at,
             text=(prompt.text if prompt else "") + choice.text + stop_text(body, choice.finished),
@@ -85,7 +85,7 @@ class CompletionAnswer:
         )
         if body.return_token_ids:
             answer["token_ids"] = [*choice.tokens, *choice.finished.tokens]
-            answer["prompt_token_ids"] = list(self.work.requests[index].prompt)
+            answer["prompt_token_ids"] = list(self.prepared.requests[index].prompt)
         if scored is not None and body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(scored.entries, body.prompt_logprobs)
         return answer
@@ -93,12 +93,12 @@ class CompletionAnswer:
     def _logprobs(self, index: int, choices: Sequence[CompletedChoice]) -> TextLogprobs | None:
         if self.body.logprobs is None:
             return None
-        prompt, scored = self.work.prompt(index), choices[index - index % self.work.width].scored
+        prompt, scored = self.prepared.prompt(index), choices[index - index % self.prepared.width].scored
         offset = len(prompt.text) if prompt else 0
-        answer_logprobs = completion_logprobs(choices[index].logprobs, offset, self.work.logprob_format)
+        answer_logprobs = completion_logprobs(choices[index].logprobs, offset, self.prepared.logprob_format)
         if prompt is None or scored is None:
             return answer_logprobs
-        return concatenated(prompt.logprobs(scored, self.work.logprob_format), answer_logprobs)
+        return concatenated(prompt.logprobs(scored, self.prepared.logprob_format), answer_logprobs)
 
     def _add(self, answer: Completion, finished: Sequence[Finished]) -> None:
         # Choices run concurrently: the sum of their times has no meaning.

@@ -81,12 +81,12 @@ async def embed(
     """Run the inputs; results in order, see `vector`."""
     service.check_ready()
     if service.embedder is not None:
-        return await run_embedding_job(service, _readings(service, inputs, options), id, endpoint)
+        return await run_embedding_job(service, _readers(service, inputs, options), id, endpoint)
     prompts = await anyio.to_thread.run_sync(_read, service, inputs, options.max_tokens)
     requests = [Request(f"{id}-{at}", prompt, pooling=options.pooling) for at, prompt in enumerate(prompts)]
-    outcomes = await run_all(service, requests, endpoint)
-    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in outcomes)
-    return EmbeddingResult([outcome.vector for outcome in outcomes], tokens)
+    results = await run_all(service, requests, endpoint)
+    tokens = sum(result.finished.usage.prompt_tokens for result in results)
+    return EmbeddingResult([result.vector for result in results], tokens)
 
 
 def vector(data: bytes, dimensions: int | None = None) -> Vector:
@@ -104,35 +104,35 @@ def _check_dimensions(size: int, requested: int) -> None:
         raise invalid_value("dimensions", f"the embeddings of this model have {size}")
 
 
-def _readings(service: Service, inputs: Inputs, options: EmbeddingOptions) -> list[tuple[str, InputReader]]:
+def _readers(service: Service, inputs: Inputs, options: EmbeddingOptions) -> list[tuple[str, InputReader]]:
     """Tokenization of the inputs for the embedding model, for a worker thread."""
     reader = service.engine.reader
     prompt = reader.prompt(options.purpose)
-    most = {0: None, -1: reader.max_length}.get(options.max_tokens, options.max_tokens)
+    max_tokens = {0: None, -1: reader.max_length}.get(options.max_tokens, options.max_tokens)
 
     def read(text: str | list[int]) -> EmbeddingInput:
         if isinstance(text, str):
-            return reader.encode(text, prompt=prompt, max_tokens=most)
+            return reader.encode(text, prompt=prompt, max_tokens=max_tokens)
         if prompt and options.purpose is not None:
             raise InvalidRequest("input_type", "its prompt can be prepended to text only, not to tokens")
-        return reader.truncate(text, max_tokens=most)
+        return reader.truncate(text, max_tokens=max_tokens)
 
     return [(_field(inputs, at), functools.partial(read, text)) for at, text in enumerate(inputs)]
 
 
-def _read(service: Service, inputs: Inputs, most: int) -> list[tuple[int, ...]]:
+def _read(service: Service, inputs: Inputs, max_tokens: int) -> list[tuple[int, ...]]:
     """Tokens of the inputs, truncated to `max_tokens` as in EmbeddingOptions; for a worker thread."""
-    vocabulary, found = service.engine.info.vocabulary, []
+    vocabulary, prompts = service.engine.info.vocabulary, []
     tokenizer = service.engine.tokenizer
-    encode = tokenizer.encode_truncated if most else tokenizer.encode
-    cut = {0: None, -1: service.engine.info.context}.get(most, most)
+    encode = tokenizer.encode_truncated if max_tokens else tokenizer.encode
+    limit = {0: None, -1: service.engine.info.context}.get(max_tokens, max_tokens)
     for at, text in enumerate(inputs):
-        tokens = (encode(text) if isinstance(text, str) else text)[:cut]
+        tokens = (encode(text) if isinstance(text, str) else text)[:limit]
         if not tokens:
             raise invalid_value(_field(inputs, at), "it has no tokens")
         check_token_ids("input", tokens, vocabulary)
-        found.append(tuple(tokens))
-    return found
+        prompts.append(tuple(tokens))
+    return prompts
 
 
 def _field(inputs: Inputs, at: int) -> str:

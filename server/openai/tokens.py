@@ -50,10 +50,10 @@ async def prompt_of(service: Service, body: ChatRequest, id: str) -> list[int]:
 
 
 async def _tokens(service: Service, body: TokenizeRequest, id: str) -> list[int]:
-    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
-    if len(given) != 1:
+    present = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(present) != 1:
         message = "Give one of 'prompt', 'content' and 'messages'."
-        raise ApiError(INVALID_VALUE, message, param=given[1] if given else "prompt")
+        raise ApiError(INVALID_VALUE, message, param=present[1] if present else "prompt")
     special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
         _refuse(("add_special_tokens", "add_special"), body, "the chat template writes special tokens itself")
@@ -76,7 +76,7 @@ def _add_pieces(service: Service, body: TokenizeRequest, answer: Tokens, tokens:
     read = service.engine.tokenizer.describe_tokens
     pieces = [piece for start in starts for piece in read(tokens[start : start + PIECES_SLICE])]
     if body.with_pieces:
-        answer["tokens"] = [TokenPiece(id=piece.token, piece=_written(piece)) for piece in pieces]
+        answer["tokens"] = [TokenPiece(id=piece.token, piece=_token_text(piece)) for piece in pieces]
     if body.return_token_strs:
         answer["token_strs"] = [piece.text for piece in pieces]
 
@@ -90,6 +90,6 @@ def _refuse(names: Sequence[str], body: TokenizeRequest, reason: str) -> None:
             raise invalid_value(name, reason)
 
 
-def _written(piece: Logprob) -> str | list[int]:
+def _token_text(piece: Logprob) -> str | list[int]:
     """The text of a token; its bytes if they are an incomplete character."""
     return piece.text if piece.text.encode() == piece.bytes else list(piece.bytes)

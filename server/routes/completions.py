@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from server.generation.answer import answer
 from server.http.lenient import warnings
-from server.openai.completion_work import prepare_completion
 from server.openai.completions import CompletionAnswer
+from server.openai.prepared_completion import prepare_completion
 from server.routes.openapi import ERROR_RESPONSES, event_stream_responses
 from server.schemas.completions import Completion, CompletionRequest
 from server.service import Service

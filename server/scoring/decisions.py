@@ -161,7 +161,7 @@ def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | Choic
 
 
 def _usage(results: Sequence[PromptResult]) -> DecisionUsage:
-    costs = [outcome.finished.usage for outcome in results]
+    costs = [result.finished.usage for result in results]
     prompt, cached = sum(cost.prompt_tokens for cost in costs), sum(cost.cached_tokens for cost in costs)
     completion = sum(cost.completion_tokens for cost in costs)
     return DecisionUsage(

@@ -47,10 +47,10 @@ class LabelScorer:
 
     def requests(self, id: str) -> Iterator[Request]:
         """Requests to run; `scores` takes their results in this order."""
-        for at, (path, tokens) in enumerate(self._tokens_by_prefix().items()):
+        for at, (prefix, tokens) in enumerate(self._tokens_by_prefix().items()):
             yield Request(
                 f"{id}-{at}",
-                (*self.prompt, *path),
+                (*self.prompt, *prefix),
                 sampling=SamplingParams(temperature=0.0),
                 max_tokens=1,
                 ignore_eos=True,
@@ -62,14 +62,14 @@ class LabelScorer:
     def scores(self, results: Sequence[PromptResult]) -> LabelScores:
         """Probabilities of the labels."""
         logprobs = {
-            path: _label_logprobs(outcome) for path, outcome in zip(self._tokens_by_prefix(), results, strict=True)
+            prefix: _label_logprobs(result) for prefix, result in zip(self._tokens_by_prefix(), results, strict=True)
         }
         weights = [sum(logprobs[label[:at]][label[at]] for at in range(len(label))) for label in self.labels]
-        highest = max(weights)
-        parts = [math.exp(weight - highest) for weight in weights]
+        max_weight = max(weights)
+        parts = [math.exp(weight - max_weight) for weight in weights]
         whole = math.fsum(parts)
         return LabelScores(
-            tuple(rounded_probability(part / whole) for part in parts), min(math.exp(highest) * whole, 1.0)
+            tuple(rounded_probability(part / whole) for part in parts), min(math.exp(max_weight) * whole, 1.0)
         )
 
     def _tokens_by_prefix(self) -> dict[Path, Path]:
@@ -78,7 +78,7 @@ class LabelScorer:
         for label in self.labels:
             for at, token in enumerate(label):
                 tokens_by_prefix.setdefault(label[:at], {})[token] = None
-        return {path: tuple(tokens) for path, tokens in tokens_by_prefix.items()}
+        return {prefix: tuple(tokens) for prefix, tokens in tokens_by_prefix.items()}
 
 
 def rounded_probability(share: float) -> float:
@@ -86,6 +86,6 @@ def rounded_probability(share: float) -> float:
     return float(f"{share:.{DIGITS}g}")
 
 
-def _label_logprobs(outcome: PromptResult) -> Mapping[int, float]:
-    (entry,) = outcome.logprobs
+def _label_logprobs(result: PromptResult) -> Mapping[int, float]:
+    (entry,) = result.logprobs
     return {label.token: max(label.logprob, IMPOSSIBLE) for label in entry.labels}

@@ -41,27 +41,28 @@ class QuestionEncoder:
         """The tokens of a question and of its labels."""
         return LabelScorer(self._prompt(question), tuple(self._label(label) for label in labels))
 
-    def label_scorers(self, frame: str, text: str, asked: Sequence[LabelledQuestion]) -> list[LabelScorer]:
-        """Many questions about one text, which is inserted into `frame`. A long text is tokenized once."""
-        prompts = self._prompts(frame, text, [question for question, _ in asked])
-        pairs = zip(prompts, asked, strict=True)
+    def label_scorers(self, template: str, text: str, questions: Sequence[LabelledQuestion]) -> list[LabelScorer]:
+        """Many questions about one text, which is inserted into `template`. A long text is tokenized once."""
+        prompts = self._prompts(template, text, [question for question, _ in questions])
+        pairs = zip(prompts, questions, strict=True)
         return [LabelScorer(prompt, tuple(self._label(label) for label in labels)) for prompt, (_, labels) in pairs]
 
-    def _prompts(self, frame: str, text: str, questions: Sequence[str]) -> list[Path]:
+    def _prompts(self, template: str, text: str, questions: Sequence[str]) -> list[Path]:
         """Tokens of the text with each question.
 
-        Questions are tokenized behind a short text, whose tokens are then replaced by those of the actual text. If the
-        tokens before the question differ, the complete prompt is tokenized.
+        Questions are tokenized after a short text, and its tokens are replaced by the tokens of the actual text. If
+        the tokens before the question differ, the complete prompt is tokenized.
         """
-        about, short = frame.format(text), frame.format("x")
-        first, likewise = self._prompt(about + questions[0]), self._prompt(short + questions[0])
-        shared = _common_end(first, likewise)
-        own, others = first[: len(first) - shared], likewise[: len(likewise) - shared]
+        text_prompt, short_prompt = template.format(text), template.format("x")
+        first, short_first = self._prompt(text_prompt + questions[0]), self._prompt(short_prompt + questions[0])
+        shared = _common_end(first, short_first)
+        text_tokens, short_tokens = first[: len(first) - shared], short_first[: len(short_first) - shared]
         prompts = [first]
         for question in questions[1:]:
-            tokens = self._prompt(short + question)
-            alike = tokens[: len(others)] == others
-            prompts.append(own + tokens[len(others) :] if alike else self._prompt(about + question))
+            tokens = self._prompt(short_prompt + question)
+            has_same_start = tokens[: len(short_tokens)] == short_tokens
+            question_tokens = tokens[len(short_tokens) :]
+            prompts.append(text_tokens + question_tokens if has_same_start else self._prompt(text_prompt + question))
         return prompts
 
     def _prompt(self, question: str) -> Path:
@@ -81,12 +82,12 @@ class QuestionEncoder:
         switches = {
             switch: False for switch in REASONING_SWITCHES if switch in undeclared_variables(self.tokenizer.template)
         }
-        asked = self.tokenizer.render_chat([{"role": "user", "content": question}], arguments=switches)
-        limit = self.tokenizer.chat_format.reasoning_limit(0, asked.generation_prompt)
+        prompt = self.tokenizer.render_chat([{"role": "user", "content": question}], arguments=switches)
+        limit = self.tokenizer.chat_format.reasoning_limit(0, prompt.generation_prompt)
         if limit is None:
-            return asked.tokens
+            return prompt.tokens
         opening = () if limit.start_token is None else (limit.start_token,)
-        return (*asked.tokens, *opening, *limit.end_tokens)
+        return (*prompt.tokens, *opening, *limit.end_tokens)
 
     def _label(self, label: str) -> Path:
         if label not in self._labels:

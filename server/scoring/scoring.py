@@ -120,6 +120,6 @@ def _scorers(service: Service, pairs: Pairs, instruction: str, field: str) -> li
 
 
 def _usage(results: Sequence[PromptResult]) -> ScoringUsage:
-    tokens = sum(outcome.finished.usage.prompt_tokens for outcome in results)
-    completion = sum(outcome.finished.usage.completion_tokens for outcome in results)
+    tokens = sum(result.finished.usage.prompt_tokens for result in results)
+    completion = sum(result.finished.usage.completion_tokens for result in results)
     return ScoringUsage(prompt_tokens=tokens, total_tokens=tokens + completion)

@@ -1,4 +1,4 @@
-"""Validates a body of /v1/completions and prepares its requests."""
+"""Validates a body of /v1/completions and prepares its engine requests."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class CompletionPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionWork:
+class PreparedCompletion:
     """A validated completion request.
 
-    requests          `width` requests per prompt, in order
+    requests          `width` engine requests per prompt, in order
     prompts           empty without `echo`
     returned_choices  choices per prompt in the response, the best of `width`
     warnings          partly enforced parameters
@@ -72,7 +72,7 @@ class CompletionWork:
         return self.prompts[index // self.width] if self.prompts else None
 
 
-async def prepare_completion(service: Service, body: CompletionRequest, id: str) -> CompletionWork:
+async def prepare_completion(service: Service, body: CompletionRequest, id: str) -> PreparedCompletion:
     """Validate a body and tokenize its prompts; raises ApiError or EngineError before anything runs."""
     model = service.resolve(body.model)
     service.check_ready()
@@ -89,10 +89,10 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
             prompt = list(rendering.tokens)
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
-        plain = await _request(service, body, rendering, f"{id}-{at}", ranked=width > returned)
-        requests.extend(_spread(replace(plain, grammar=constraint.grammar), body, width))
+        single = await _request(service, body, rendering, f"{id}-{at}", ranked=width > returned)
+        requests.extend(_spread(replace(single, grammar=constraint.grammar), body, width))
     check_capacity(service, requests)
-    return CompletionWork(
+    return PreparedCompletion(
         id=id if body.request_id is None else f"cmpl-{body.request_id}",
         created=int(time.time()),
         model=model,
@@ -122,16 +122,16 @@ async def _request(
 ) -> Request:
     # `best_of` ranks choices by log-probability, returned or not.
     logprobs = 0 if ranked and body.logprobs is None else body.logprobs
-    plain = await engine_request(service, body, prompt, id=id, max_tokens=body.max_tokens, logprobs=logprobs)
+    single = await engine_request(service, body, prompt, id=id, max_tokens=body.max_tokens, logprobs=logprobs)
     scored = body.echo and body.logprobs is not None
-    return replace(plain, score_from=0) if scored else plain
+    return replace(single, score_from=0) if scored else single
 
 
 def _spread(request: Request, body: CompletionRequest, width: int) -> tuple[Request, ...]:
     choices = choice_requests(request, width)
     # In a stream, each choice begins with its echoed prompt, without waiting for another choice.
-    repeated = body.stream and body.echo
-    return tuple(replace(choice, score_from=request.score_from) for choice in choices) if repeated else choices
+    echoed = body.stream and body.echo
+    return tuple(replace(choice, score_from=request.score_from) for choice in choices) if echoed else choices
 
 
 async def _tokens(service: Service, prompt: str | list[int]) -> RenderedPrompt:
