@@ -10,10 +10,10 @@ import torch
 
 from kvcache.cache import Cache
 from kvcache.spec import AttentionRange
-from tests.kvcache.reference import Entry, Ledger
+from tests.kvcache.reference import Entry, ReferenceCache
 
-# Which entry stands in each cell, for every reach.
-Known: TypeAlias = dict[AttentionRange, dict[int, Entry]]
+# The reference entry in each cell, by attention range.
+EntriesByCell: TypeAlias = dict[AttentionRange, dict[int, Entry]]
 
 
 def as_index(cells: slice | torch.Tensor) -> slice | np.ndarray:
@@ -33,25 +33,25 @@ def tree_cells(cache: Cache) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
-def place(cache: Cache, reach: AttentionRange) -> int:
+def group_index(cache: Cache, reach: AttentionRange) -> int:
     """The index of the first group with an attention range."""
     return next(at for at, group in enumerate(cache.groups) if group.spec.attention_range == reach)
 
 
-def known_entries(cache: Cache, ledger: Ledger) -> Known:
+def entries_by_cell(cache: Cache, reference: ReferenceCache) -> EntriesByCell:
     """The reference entry in each cell of a slot or of the tree."""
     tree = tree_cells(cache)
-    known: Known = {}
-    for reach, store in ledger.stores.items():
-        at = place(cache, reach)
+    cell_entries: EntriesByCell = {}
+    for reach, store in reference.stores.items():
+        at = group_index(cache, reach)
         tables = [cache.groups[at].table(slot).tolist() for slot in range(cache.slots)]
         cells = [*chain.from_iterable(tables), *(tree[path][at] for path in store.tree)]
-        owned = [*chain.from_iterable(store.slots), *store.tree.values()]
-        known[reach] = {cell: entry for cell, entry in zip(cells, owned, strict=True) if entry}
-    return known
+        entries = [*chain.from_iterable(store.slots), *store.tree.values()]
+        cell_entries[reach] = {cell: entry for cell, entry in zip(cells, entries, strict=True) if entry}
+    return cell_entries
 
 
-def remembered(cache: Cache) -> set[tuple[int, ...]]:
+def cached_paths(cache: Cache) -> set[tuple[int, ...]]:
     """All token sequences in the prefix tree."""
     return set(tree_cells(cache))
 

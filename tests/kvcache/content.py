@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from kvcache.spec import AttentionRange, LayerSpec, Rotation
 
-TURN = 0.1
-FULL = LayerSpec(1, 2, 2, rotation=Rotation("half", 0, (TURN,)))
-WINDOW = LayerSpec(2, 2, 1, AttentionRange("window", 4), Rotation("half", 0, (TURN,)))
-CHUNK = LayerSpec(1, 2, 3, AttentionRange("chunk", 8), Rotation("half", 0, (TURN,)))
-LONE = LayerSpec(1, 2, 2, AttentionRange("window", 1), Rotation("half", 0, (TURN,)))
+ANGLE = 0.1
+FULL = LayerSpec(1, 2, 2, rotation=Rotation("half", 0, (ANGLE,)))
+WINDOW = LayerSpec(2, 2, 1, AttentionRange("window", 4), Rotation("half", 0, (ANGLE,)))
+CHUNK = LayerSpec(1, 2, 3, AttentionRange("chunk", 8), Rotation("half", 0, (ANGLE,)))
+LONE = LayerSpec(1, 2, 2, AttentionRange("window", 1), Rotation("half", 0, (ANGLE,)))
 STATE = ("state", 3)
 STATE_BYTES = 8
 
 
 @dataclass(slots=True)
-class Seat:
+class SlotText:
     """The expected content of a slot."""
 
     tokens: list[int] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class ShiftedText:
     """The content of a slot after a shift: tokens, the stored number of each, and the state behind them."""
 
     tokens: tuple[int, ...] = ()
-    marks: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
     state: int = 0
 
 
@@ -46,14 +46,14 @@ class Content:
     """The stored numbers of tokens under each salt."""
 
     def __init__(self) -> None:
-        self._pasts: dict[bytes, Past] = {}
-        self.marks = lru_cache(maxsize=None)(self._checkpoints)
+        self._pasts: dict[bytes, ShiftedText] = {}
+        self.numbers = lru_cache(maxsize=None)(self._numbers)
 
-    def _checkpoints(self, salt: bytes, tokens: tuple[int, ...]) -> NDArray[np.float64]:
-        past = self._pasts.get(salt, Past())
+    def _numbers(self, salt: bytes, tokens: tuple[int, ...]) -> NDArray[np.float64]:
+        past = self._pasts.get(salt, ShiftedText())
         pairs = zip(tokens, past.tokens, strict=False)
         same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), None)
-        found = list(past.marks[: min(len(tokens), len(past.tokens)) if same is None else same])
+        found = list(past.numbers[: min(len(tokens), len(past.tokens)) if same is None else same])
         last = found[-1] if found else crc32(salt) % 2**20
         for token in tokens[len(found) :]:
             last = crc32(token.to_bytes(8, "little"), last) % 2**20
@@ -63,18 +63,20 @@ class Content:
     def state(self, salt: bytes, tokens: Sequence[int]) -> float:
         """The recurrent state behind tokens; a carried one still contains the dropped tokens."""
         past = self._pasts.get(salt)
-        return float(past.state if past and past.tokens == tuple(tokens) else self.marks(salt, tuple(tokens))[-1])
+        return float(past.state if past and past.tokens == tuple(tokens) else self.numbers(salt, tuple(tokens))[-1])
 
-    def shifted(self, seat: Seat, keep: int, drop: int) -> Seat:
+    def shifted(self, text: SlotText, keep: int, drop: int) -> SlotText:
         """The expected content of a slot after a shift, under a new salt."""
-        marks = self.marks(seat.salt, tuple(seat.tokens)).astype(int).tolist()
-        tokens = seat.tokens[:keep] + seat.tokens[keep + drop :]
-        past = Past(tuple(tokens), (*marks[:keep], *marks[keep + drop :]), int(self.state(seat.salt, seat.tokens)))
+        numbers = self.numbers(text.salt, tuple(text.tokens)).astype(int).tolist()
+        tokens = text.tokens[:keep] + text.tokens[keep + drop :]
+        past = ShiftedText(
+            tuple(tokens), (*numbers[:keep], *numbers[keep + drop :]), int(self.state(text.salt, text.tokens))
+        )
         salt = hashlib.sha256(repr(past).encode()).digest()[:8]
         self._pasts[salt] = past
-        return Seat(tokens, salt)
+        return SlotText(tokens, salt)
 
 
-def turned(marks: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+def rotated(numbers: NDArray[np.float64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Keys of tokens at positions, [tokens, 2]: the stored numbers, rotated."""
-    return marks[:, None] * np.stack((np.cos(TURN * positions), np.sin(TURN * positions)), -1)
+    return numbers[:, None] * np.stack((np.cos(ANGLE * positions), np.sin(ANGLE * positions)), -1)

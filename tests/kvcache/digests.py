@@ -38,10 +38,12 @@ def make(
     capacity: int = 64,
     cells: int = 192,
     state_bytes: int | None = None,
-    shelf: OffloadConfig | None = None,
+    offload: OffloadConfig | None = None,
 ) -> Cache:
     """A cache of some layers."""
-    return Cache(layers or (FULL,), slots=slots, capacity=capacity, cells=cells, state_bytes=state_bytes, offload=shelf)
+    return Cache(
+        layers or (FULL,), slots=slots, capacity=capacity, cells=cells, state_bytes=state_bytes, offload=offload
+    )
 
 
 def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = None, salt: bytes = b"") -> None:
@@ -50,12 +52,12 @@ def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = N
     if start == stop:
         return
     span = Span(slot, start, stop - start)
-    marks = torch.tensor(digests(tokens[:stop], salt)[start:])
+    numbers = torch.tensor(digests(tokens[:stop], salt)[start:])
     assert 0 == cache.evict_for([span])
     with cache.forward([span]) as forward:
         for group in cache.groups:
             for layer in group.spec.layers:
-                rows = marks[None, :, None].expand(group.spec.heads, len(marks), 1)
+                rows = numbers[None, :, None].expand(group.spec.heads, len(numbers), 1)
                 forward.store_kv(
                     layer, rows.repeat(1, 1, group.spec.key_width), rows.repeat(1, 1, group.spec.value_width)
                 )
@@ -63,41 +65,41 @@ def feed(cache: Cache, slot: int, tokens: Sequence[int], *, upto: int | None = N
             assert (
                 start == 0 or forward.recurrent_state(span.slot, span.start, STATE) == digests(tokens[:start], salt)[-1]
             )
-            forward.store_recurrent_state(span.slot, span.stop, STATE, marks[-1].clone())
+            forward.store_recurrent_state(span.slot, span.stop, STATE, numbers[-1].clone())
 
 
-def echo(group: AttentionGroup, cells: CellArray, expected: Sequence[float]) -> None:
+def check_content(group: AttentionGroup, cells: CellArray, expected: Sequence[float]) -> None:
     """Check the content of all cells but holes."""
     there = torch.from_numpy(cells[cells != HOLE])
-    wanted = [mark for mark, cell in zip(expected, cells, strict=True) if cell != HOLE]
-    for plane in (group.pool.keys, group.pool.values):
-        read = plane.read(0, there, torch.float32)
-        assert (read == torch.tensor(wanted)[None, :, None]).all()
+    goal = [number for number, cell in zip(expected, cells, strict=True) if cell != HOLE]
+    for buffer in (group.pool.keys, group.pool.values):
+        read = buffer.read(0, there, torch.float32)
+        assert (read == torch.tensor(goal)[None, :, None]).all()
 
 
 def check(cache: Cache, slot: int, tokens: Sequence[int], *, salt: bytes = b"") -> None:
     """Check that a slot holds these tokens, and all cells visible from its end."""
     assert len(tokens) == cache.cached_length(slot)
-    marks = digests(tokens, salt)
+    numbers = digests(tokens, salt)
     for group in cache.groups:
         table = group.table(slot)
         assert HOLE not in table[group.spec.attention_range.oldest_visible(len(tokens)) :]
-        echo(group, table, marks)
+        check_content(group, table, numbers)
     if cache.recurrent_states is not None and len(tokens):
         state = cache.recurrent_states.get_tensor(slot, len(tokens), STATE)
         assert state is not None
-        assert marks[-1] == float(state)
+        assert numbers[-1] == float(state)
 
 
-def remember(cache: Cache, tokens: Sequence[int], *, seal: bool = False, salt: bytes = b"") -> None:
+def compute_and_insert(cache: Cache, tokens: Sequence[int], *, checkpoint: bool = False, salt: bytes = b"") -> None:
     """Compute tokens in the first slot, reusing its prefix, insert them, and clear the slot."""
     cache.reuse_prefix(0, tokens, salt=salt)
     feed(cache, 0, tokens, salt=salt)
-    cache.insert_prefix(0, tokens, salt=salt, checkpoint=seal)
+    cache.insert_prefix(0, tokens, salt=salt, checkpoint=checkpoint)
     cache.clear(0)
 
 
-def recalled(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
+def reused_length(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
     """How many of the tokens the second slot gets from the prefix tree, after a check of their content."""
     cache.clear(1)
     length = cache.reuse_prefix(1, tokens, salt=salt)
@@ -106,7 +108,7 @@ def recalled(cache: Cache, tokens: Sequence[int], *, salt: bytes = b"") -> int:
     return length
 
 
-def no_leak(cache: Cache) -> None:
+def check_references(cache: Cache) -> None:
     """Check that every reference belongs to a slot or to a node of the tree."""
     nodes = [child for root in cache._tree._radix.roots.values() for child in root.children.values()]
     for node in nodes:
@@ -121,9 +123,9 @@ def no_leak(cache: Cache) -> None:
         assert group.pool.free_cells == int((owners == 0).sum())
 
 
-def save_all(cache: Cache, size: int = 10**6) -> None:
+def flush_all(cache: Cache, size: int = 10**6) -> None:
     """Write all content, `size` bytes at a time; fails if that does not end."""
     for _ in range(500):
         if not cache.flush_to_disk(size):
             return
-    raise AssertionError("saving goes on for ever")
+    raise AssertionError("the flush does not end")

@@ -13,30 +13,30 @@ from kvcache.cell_pool import CellArray
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig
 from tests.kvcache import reference
-from tests.kvcache.content import STATE, Content, Seat, turned
-from tests.kvcache.digests import no_leak
+from tests.kvcache.content import STATE, Content, SlotText, rotated
+from tests.kvcache.digests import check_references
 
 oldest = lru_cache(maxsize=None)(reference.oldest)
 
 
-def check_slot(cache: Cache, slot: int, seat: Seat, content: Content) -> None:
+def check_slot(cache: Cache, slot: int, text: SlotText, content: Content) -> None:
     """Check that a slot holds its tokens, and all cells visible from its end."""
-    tokens = tuple(seat.tokens)
+    tokens = tuple(text.tokens)
     assert len(tokens) == cache.cached_length(slot)
     if not tokens:
         return
-    marks = content.marks(seat.salt, tokens)
+    numbers = content.numbers(text.salt, tokens)
     for group in cache.groups:
         table = group.table(slot)
         assert HOLE not in table[oldest(group.spec.attention_range, len(tokens)) :]
-        _check_cells(group, table, marks, 0)
+        _check_cells(group, table, numbers, 0)
     if cache.recurrent_states is not None:
         state = cache.recurrent_states.get_tensor(slot, len(tokens), STATE)
         assert state is not None
-        assert content.state(seat.salt, tokens) == float(state)
+        assert content.state(text.salt, tokens) == float(state)
 
 
-def stands(cache: Cache, slot: int, length: int) -> int:
+def resume_length(cache: Cache, slot: int, length: int) -> int:
     """The largest length, at most the one asked for, at which a slot can resume, by trying all."""
     tables = [(group.spec.attention_range, group.table(slot)) for group in cache.groups]
     states = None if cache.recurrent_states is None else cache.recurrent_states._slots[slot].states
@@ -47,7 +47,7 @@ def stands(cache: Cache, slot: int, length: int) -> int:
     return 0
 
 
-def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int:
+def resident_length(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int:
     """The length that a slot, which holds the first tokens, could reach with resident content alone."""
     path: list[Node] = []
     node, depth = cache._tree._radix.roots.get(salt), 0
@@ -61,16 +61,16 @@ def in_cells(cache: Cache, slot: int, tokens: Sequence[int], salt: bytes) -> int
         depth += matched
         if depth < node.stop:
             break
-    standing = cache.cached_length(slot)
-    for at in range(depth, standing, -1):
-        if _goes_on(cache, path, standing, at):
+    cached_length = cache.cached_length(slot)
+    for at in range(depth, cached_length, -1):
+        if _can_resume(cache, path, cached_length, at):
             return at
-    return standing
+    return cached_length
 
 
 def check_tree(cache: Cache, content: Content) -> None:
     """Check that every node holds its edge, every reference has an owner, and leaves are evicted first."""
-    no_leak(cache)
+    check_references(cache)
     order = {node: at for at, node in enumerate(cache._tree._radix.lru)}
     states = 0
     for salt, root in cache._tree._radix.roots.items():
@@ -85,7 +85,7 @@ def check_tree(cache: Cache, content: Content) -> None:
                 node.resident and order[child] < order[node] for child in node.children.values() if child.resident
             )
             for group, held in zip(cache.groups, node.references, strict=False):
-                _check_cells(group, held, content.marks(salt, tokens)[node.start :], node.start)
+                _check_cells(group, held, content.numbers(salt, tokens)[node.start :], node.start)
             if cache.recurrent_states is not None and node.resident:
                 for at, state in node.references[-1].states.items():
                     assert 0 < at <= len(node.tokens)
@@ -96,7 +96,7 @@ def check_tree(cache: Cache, content: Content) -> None:
     )
 
 
-def check_shelf(cache: Cache, config: OffloadConfig) -> None:
+def check_offload(cache: Cache, config: OffloadConfig) -> None:
     """Check budgets, byte counts, and that every entry slice belongs to its edge."""
     here = cache._tree.offload
     assert here.memory_bytes == sum(entry.memory_bytes for entry in here._memory) <= here.memory_budget
@@ -105,29 +105,29 @@ def check_shelf(cache: Cache, config: OffloadConfig) -> None:
     for root in cache._tree._radix.roots.values():
         for node, _ in _walk(root, ()):
             at = 0
-            for piece in node.entry_slices:
-                tokens = piece.entry.tokens[piece.start : piece.stop]
+            for part in node.entry_slices:
+                tokens = part.entry.tokens[part.start : part.stop]
                 assert node.tokens[at : at + len(tokens)].tolist() == tokens.tolist()
-                assert node.start + at == piece.entry.start + piece.start
-                assert node in piece.entry.nodes
-                assert piece.entry in here._files or piece.entry in here._memory
-                found.add(piece.entry)
+                assert node.start + at == part.entry.start + part.start
+                assert node in part.entry.nodes
+                assert part.entry in here._files or part.entry in here._memory
+                found.add(part.entry)
                 at += len(tokens)
     assert found == here._files | set(here._memory)
 
 
-def _check_cells(group: AttentionGroup, cells: CellArray, marks: np.ndarray, start: int) -> None:
+def _check_cells(group: AttentionGroup, cells: CellArray, numbers: np.ndarray, start: int) -> None:
     """Check the content of all cells but holes, for positions from `start` on."""
     (there,) = np.nonzero(cells != HOLE)
-    expected = marks[there]
-    keys, values = (plane.rows.numpy()[0][:, cells[there]] for plane in (group.pool.keys, group.pool.values))
+    expected = numbers[there]
+    keys, values = (buffer.rows.numpy()[0][:, cells[there]] for buffer in (group.pool.keys, group.pool.values))
     assert (values == expected[:, None]).all()
-    assert np.abs(keys - turned(expected, start + there)).max(initial=0) < 1e-6
+    assert np.abs(keys - rotated(expected, start + there)).max(initial=0) < 1e-6
 
 
-def _goes_on(cache: Cache, path: Sequence[Node], standing: int, at: int) -> bool:
+def _can_resume(cache: Cache, path: Sequence[Node], cached_length: int, at: int) -> bool:
     for own, group in enumerate(cache.groups):
-        first = max(oldest(group.spec.attention_range, at), standing)
+        first = max(oldest(group.spec.attention_range, at), cached_length)
         for node in path:
             if HOLE in node.references[own][max(first - node.start, 0) : max(at - node.start, 0)]:
                 return False

@@ -16,11 +16,11 @@ from kvcache.errors import OutOfCells
 from kvcache.forward import Forward
 from kvcache.offload import OffloadConfig
 from kvcache.spec import LayerSpec, Span
-from tests.kvcache.content import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, Seat, turned
-from tests.kvcache.invariants import check_shelf, check_slot, check_tree, in_cells, oldest, stands
+from tests.kvcache.content import CHUNK, FULL, LONE, STATE, STATE_BYTES, WINDOW, Content, SlotText, rotated
+from tests.kvcache.invariants import check_offload, check_slot, check_tree, oldest, resident_length, resume_length
 
 SLOTS, CAPACITY = 4, 40
-# Layers, and how many recurrent states may be remembered; None: the model has none.
+# Layers, and the recurrent states that fit the budget of the prefix tree; None: no recurrent layers.
 KINDS: tuple[tuple[tuple[LayerSpec, ...], int | None], ...] = (
     ((FULL,), None),
     ((FULL, WINDOW), None),
@@ -35,7 +35,7 @@ KINDS: tuple[tuple[tuple[LayerSpec, ...], int | None], ...] = (
 SALTS = (b"", b"tenant")
 
 
-class Boom(Exception):
+class ForwardFailure(Exception):
     """Raised inside a forward."""
 
 
@@ -49,32 +49,32 @@ class Part:
     kept: int
 
 
-class World:
+class RandomCache:
     """A cache over a folder that earlier caches have used; `draw` makes all choices."""
 
-    def __init__(self, folder: Path, draw: random.Random, tally: Counter[str] | None = None) -> None:
+    def __init__(self, folder: Path, draw: random.Random, counts: Counter[str] | None = None) -> None:
         self.folder, self.draw, self.content = folder, draw, Content()
-        self.tally: Counter[str] = Counter() if tally is None else tally
+        self.counts: Counter[str] = Counter() if counts is None else counts
         self.layers, self.states = draw.choice(KINDS)
         self.cells = draw.choice((44, 64, 100, 160))
         self.rows = draw.choice((None, 4, 8))
         memory_bytes, disk_bytes = draw.choice((0, 1000, 4000, 10**6)), draw.choice((0, 8000, 10**6))
         self.config = OffloadConfig(memory_bytes, folder if disk_bytes else None, disk_bytes, "model")
-        # Under each salt all that was ever remembered; and some of it, to be asked for again.
-        self.remembered: dict[bytes, set[tuple[int, ...]]] = {}
-        self.latest: deque[Seat] = deque(maxlen=24)
+        # By salt, all texts inserted so far; and the latest ones.
+        self.inserted: dict[bytes, set[tuple[int, ...]]] = {}
+        self.latest: deque[SlotText] = deque(maxlen=24)
         self.open()
 
     def step(self, operation: str) -> None:
         """Run one operation and check every slot."""
         getattr(self, operation)()
-        for slot, seat in enumerate(self.seats):
-            check_slot(self.cache, slot, seat, self.content)
+        for slot, text in enumerate(self.texts):
+            check_slot(self.cache, slot, text, self.content)
 
     def inspect(self) -> None:
         """Check the tree and the offload tier."""
         check_tree(self.cache, self.content)
-        check_shelf(self.cache, self.config)
+        check_offload(self.cache, self.config)
 
     def close(self) -> None:
         """Check that every cell is free after clear and reset."""
@@ -89,8 +89,8 @@ class World:
 
     def count(self, operation: str) -> None:
         """Count an operation."""
-        self.tally[operation] += 1
-        self.tally["operations"] += 1
+        self.counts[operation] += 1
+        self.counts["operations"] += 1
 
     def slot(self) -> int:
         """Any slot."""
@@ -113,7 +113,7 @@ class World:
             offload=self.config,
             dtype=torch.float64,
         )
-        self.seats = [Seat() for _ in range(SLOTS)]
+        self.texts = [SlotText() for _ in range(SLOTS)]
 
     def restart(self) -> None:
         """Restart the process after some content was written."""
@@ -132,36 +132,38 @@ class World:
         """Serve a prompt: reuse its prefix, compute the rest, insert it, and perhaps keep the slot."""
         slot = self.slot()
         self.empty(slot)
-        self.seats[slot].salt = self.draw.choice(SALTS)
-        wanted = self.prompt()
-        self.extend(slot, wanted)
-        self.grow([(slot, wanted)])
-        self.hold(slot, len(self.seats[slot].tokens))
+        self.texts[slot].salt = self.draw.choice(SALTS)
+        goal = self.prompt()
+        self.extend(slot, goal)
+        self.compute_missing([(slot, goal)])
+        self.insert_text(slot, len(self.texts[slot].tokens))
         if self.draw.random() < 0.6:
             self.empty(slot)
 
-    def again(self) -> None:
+    def reuse_again(self) -> None:
         """Reuse an inserted text under its own salt in an empty slot."""
         if self.latest:
-            slot, wanted = self.slot(), self.draw.choice(self.latest)
+            slot, goal = self.slot(), self.draw.choice(self.latest)
             self.empty(slot)
-            self.seats[slot].salt = wanted.salt
-            self.extend(slot, wanted.tokens[: self.draw.randint(1, CAPACITY)])
+            self.texts[slot].salt = goal.salt
+            self.extend(slot, goal.tokens[: self.draw.randint(1, CAPACITY)])
 
-    def recall(self) -> None:
+    def reuse(self) -> None:
         """Extend a slot from the prefix tree."""
         slot = self.slot()
-        self.extend(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :])
+        self.extend(slot, self.texts[slot].tokens + self.prompt()[len(self.texts[slot].tokens) :])
 
     def feed(self) -> None:
         """Compute tokens of some slots in one forward; some are drafts, some are rejected, and it may fail."""
         slots = self.draw.sample(range(SLOTS), self.draw.randint(1, 3))
-        self.grow([(slot, self.seats[slot].tokens + self.prompt()[len(self.seats[slot].tokens) :]) for slot in slots])
+        self.compute_missing(
+            [(slot, self.texts[slot].tokens + self.prompt()[len(self.texts[slot].tokens) :]) for slot in slots]
+        )
 
-    def remember(self) -> None:
+    def insert(self) -> None:
         """Insert part of a slot's text."""
         slot = self.slot()
-        self.hold(slot, self.draw.randint(0, len(self.seats[slot].tokens)))
+        self.insert_text(slot, self.draw.randint(0, len(self.texts[slot].tokens)))
 
     def clear(self) -> None:
         """Clear a slot; the tree is unchanged."""
@@ -171,71 +173,71 @@ class World:
         """Copy the prefix of a slot to another one, or to itself."""
         source, target = self.slot(), self.slot()
         length = self.draw.randint(0, CAPACITY)
-        expected = stands(self.cache, source, length)
+        expected = resume_length(self.cache, source, length)
         self.count("copy")
         assert expected == self.cache.copy_prefix(source, target, length)
-        self.seats[target] = Seat(self.seats[source].tokens[:expected], self.seats[source].salt)
+        self.texts[target] = SlotText(self.texts[source].tokens[:expected], self.texts[source].salt)
 
     def rewind(self) -> None:
         """Drop the end of a slot."""
         slot = self.slot()
-        length = max(len(self.seats[slot].tokens) - self.draw.choice((0, 1, 1, 2, 5, 12)), 0)
-        expected = stands(self.cache, slot, length)
+        length = max(len(self.texts[slot].tokens) - self.draw.choice((0, 1, 1, 2, 5, 12)), 0)
+        expected = resume_length(self.cache, slot, length)
         self.count("rewind")
         assert expected == self.cache.rewind(slot, length)
-        del self.seats[slot].tokens[expected:]
+        del self.texts[slot].tokens[expected:]
 
     def shift(self) -> None:
         """Drop tokens of a slot; later tokens move or are dropped too."""
         slot = self.slot()
-        seat, length = self.seats[slot], len(self.seats[slot].tokens)
+        text, length = self.texts[slot], len(self.texts[slot].tokens)
         if not length:
             return
         keep = self.draw.randrange(length)
         drop = self.draw.randint(1, length - keep)
         carry = self.draw.random() < 0.7
-        below, moves = stands(self.cache, slot, keep), self.moves(length, keep, drop, carry)
+        below, can_move = resume_length(self.cache, slot, keep), self.can_move(length, keep, drop, carry)
         try:
-            standing = self.cache.shift(slot, keep, drop, states="carry" if carry else "rebuild")
+            cached_length = self.cache.shift(slot, keep, drop, states="carry" if carry else "rebuild")
         except OutOfCells:
-            assert moves
-            self.count("shift without cells")
+            assert can_move
+            self.count("shift out of cells")
             return
-        self.count("shift" if moves else "shift that moves nothing")
-        assert standing == (length - drop if moves else below)
-        if moves:
-            self.seats[slot] = self.content.shifted(seat, keep, drop)
+        self.count("shift" if can_move else "shift without move")
+        assert cached_length == (length - drop if can_move else below)
+        if can_move:
+            self.texts[slot] = self.content.shifted(text, keep, drop)
         else:
-            del seat.tokens[standing:]
+            del text.tokens[cached_length:]
 
-    def moves(self, length: int, keep: int, drop: int, carry: bool) -> bool:
+    def can_move(self, length: int, keep: int, drop: int, carry: bool) -> bool:
         """Whether a shift moves the later tokens."""
         reaches = [layer.attention_range.limited_to(CAPACITY) for layer in self.layers]
         seen = all(oldest(reach, length) == 0 or oldest(reach, length - drop) >= keep for reach in reaches)
         return seen and (carry or self.states is None) and all(reach.kind != "chunk" for reach in reaches)
 
-    def make_room(self) -> None:
+    def evict_for(self) -> None:
         """Evict for spans; if they do not fit then, they do not fit with an empty tree either."""
-        rows = {slot: CAPACITY - len(self.seats[slot].tokens) for slot in self.draw.sample(range(SLOTS), 2)}
+        rows = {slot: CAPACITY - len(self.texts[slot].tokens) for slot in self.draw.sample(range(SLOTS), 2)}
         spans = [Span(slot, CAPACITY - count, self.draw.randint(1, count)) for slot, count in rows.items() if count]
         if spans:
-            self.count("make room")
-            lacking = self.cache.evict_for(spans)
-            if lacking:
+            self.count("evict for")
+            missing = self.cache.evict_for(spans)
+            if missing:
                 self.cache.reset_prefix_cache()
-                assert lacking == self.cache.evict_for(spans)
+                assert missing == self.cache.evict_for(spans)
 
     def evict(self) -> None:
         """Evict cells: enough, if the tree has enough."""
-        wanted, free, idle = self.draw.randint(1, 60), self.cache.free_cells, self.cache.evictable_cells()
+        goal, free, evictable = self.draw.randint(1, 60), self.cache.free_cells, self.cache.evictable_cells()
         self.count("evict")
-        freed = self.cache.evict(wanted)
+        freed = self.cache.evict(goal)
         assert free + freed == self.cache.free_cells
-        assert freed >= min(wanted, idle)
+        assert freed >= min(goal, evictable)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Evict all cells of the tree."""
-        self.count("forget")
+        self.count("reset")
         self.cache.reset_prefix_cache()
         assert self.cache.evictable_cells() == 0
 
@@ -251,12 +253,12 @@ class World:
                 for above in node.path()[:-1]
             )
 
-    def lose(self) -> None:
+    def damage_file(self) -> None:
         """Delete or damage a file."""
         files = sorted(self.folder.rglob("*.safetensors"))
         if not files:
             return
-        self.count("lose")
+        self.count("damage_file")
         file = self.draw.choice(files)
         data = bytearray(file.read_bytes())
         kind = self.draw.randrange(3)
@@ -270,57 +272,57 @@ class World:
 
     def empty(self, slot: int) -> None:
         """Clear a slot, unless it is empty."""
-        if self.seats[slot].tokens:
+        if self.texts[slot].tokens:
             self.count("clear")
             self.cache.clear(slot)
-        self.seats[slot] = Seat()
+        self.texts[slot] = SlotText()
 
-    def extend(self, slot: int, wanted: list[int]) -> None:
+    def extend(self, slot: int, goal: list[int]) -> None:
         """Reuse: only inserted tokens, and at least as far as resident content allows."""
-        seat = self.seats[slot]
-        standing, there = len(seat.tokens), in_cells(self.cache, slot, wanted, seat.salt)
-        self.count("recall")
-        length = self.cache.reuse_prefix(slot, wanted, salt=seat.salt)
-        assert max(standing, there) <= length <= max(standing, len(wanted))
-        if length > standing:
-            self.count("recalled" if length == there else "recalled from the shelf")
-            assert tuple(wanted[:length]) in self.remembered.get(seat.salt, ())
-            seat.tokens = list(wanted[:length])
+        text = self.texts[slot]
+        cached_length, there = len(text.tokens), resident_length(self.cache, slot, goal, text.salt)
+        self.count("reuse")
+        length = self.cache.reuse_prefix(slot, goal, salt=text.salt)
+        assert max(cached_length, there) <= length <= max(cached_length, len(goal))
+        if length > cached_length:
+            self.count("reused" if length == there else "reused from disk")
+            assert tuple(goal[:length]) in self.inserted.get(text.salt, ())
+            text.tokens = list(goal[:length])
 
-    def hold(self, slot: int, length: int) -> None:
+    def insert_text(self, slot: int, length: int) -> None:
         """Insert the first tokens of a slot."""
-        seat = self.seats[slot]
-        tokens = seat.tokens[:length]
-        self.count("remember")
-        self.cache.insert_prefix(slot, tokens, salt=seat.salt, checkpoint=self.draw.random() < 0.5)
-        self.remembered.setdefault(seat.salt, set()).update(tuple(tokens[:some]) for some in range(length + 1))
-        self.latest.append(Seat(tokens, seat.salt))
+        text = self.texts[slot]
+        tokens = text.tokens[:length]
+        self.count("insert")
+        self.cache.insert_prefix(slot, tokens, salt=text.salt, checkpoint=self.draw.random() < 0.5)
+        self.inserted.setdefault(text.salt, set()).update(tuple(tokens[:some]) for some in range(length + 1))
+        self.latest.append(SlotText(tokens, text.salt))
 
-    def grow(self, wanted: Sequence[tuple[int, list[int]]]) -> None:
+    def compute_missing(self, goal: Sequence[tuple[int, list[int]]]) -> None:
         """Compute the missing tokens of slots in one forward, if they fit."""
-        parts = [self.part(slot, tokens[len(self.seats[slot].tokens) :]) for slot, tokens in wanted]
+        parts = [self.part(slot, tokens[len(self.texts[slot].tokens) :]) for slot, tokens in goal]
         parts = [part for part in parts if part.tokens]
         spans = [
-            Span(part.slot, len(self.seats[part.slot].tokens), len(part.tokens), draft_tokens=part.draft_tokens)
+            Span(part.slot, len(self.texts[part.slot].tokens), len(part.tokens), draft_tokens=part.draft_tokens)
             for part in parts
         ]
         if not spans or self.cache.evict_for(spans):
             return
         fails = self.draw.random() < 0.1
-        self.count("forward that failed" if fails else "forward")
+        self.count("failed forward" if fails else "forward")
         try:
             with self.cache.forward(spans) as forward:
                 self.compute(forward, parts)
                 if fails:
-                    raise Boom
-        except Boom:
+                    raise ForwardFailure
+        except ForwardFailure:
             return
         for part, span in zip(parts, spans, strict=True):
             stop = span.start + part.kept
             if self.cache.recurrent_states is not None:
                 stop = max(at for at in (span.start, *places(span)) if at <= stop)
             assert stop == self.cache.cached_length(part.slot)
-            self.seats[part.slot].tokens += part.tokens[: stop - span.start]
+            self.texts[part.slot].tokens += part.tokens[: stop - span.start]
 
     def part(self, slot: int, tokens: list[int]) -> Part:
         """Some new tokens of a slot; half of the time all stay."""
@@ -332,34 +334,34 @@ class World:
 
     def compute(self, forward: Forward, parts: Sequence[Part]) -> None:
         """Store the rows of a forward, and keep part of each span."""
-        before = [self.seats[part.slot] for part in parts]
+        before = [self.texts[part.slot] for part in parts]
         every = [
-            self.content.marks(seat.salt, (*seat.tokens, *part.tokens))
-            for seat, part in zip(before, parts, strict=True)
+            self.content.numbers(text.salt, (*text.tokens, *part.tokens))
+            for text, part in zip(before, parts, strict=True)
         ]
-        marks = np.concatenate([all_[span.start :] for all_, span in zip(every, forward.spans, strict=True)])
+        numbers = np.concatenate([all_[span.start :] for all_, span in zip(every, forward.spans, strict=True)])
         positions = np.concatenate([np.arange(span.start, span.stop) for span in forward.spans])
-        keys = torch.from_numpy(turned(marks, positions))
+        keys = torch.from_numpy(rotated(numbers, positions))
         for layer, spec in enumerate(self.layers):
-            values = torch.from_numpy(marks)[None, :, None].repeat(spec.heads, 1, spec.value_width)
+            values = torch.from_numpy(numbers)[None, :, None].repeat(spec.heads, 1, spec.value_width)
             forward.store_kv(layer, keys[None].repeat(spec.heads, 1, 1), values)
-        for span, part, seat in zip(forward.spans, parts, before, strict=True):
-            self.advance(forward, span, seat, part.tokens)
+        for span, part, text in zip(forward.spans, parts, before, strict=True):
+            self.advance(forward, span, text, part.tokens)
             if part.kept < len(part.tokens):
-                self.count("kept in part")
+                self.count("partly kept")
                 forward.keep(part.slot, span.start + part.kept)
 
-    def advance(self, forward: Forward, span: Span, seat: Seat, tokens: Sequence[int]) -> None:
+    def advance(self, forward: Forward, span: Span, text: SlotText, tokens: Sequence[int]) -> None:
         """Read the state before a span and store the states behind its ranges."""
         if self.cache.recurrent_states is None:
             return
         state = forward.recurrent_state(span.slot, span.start, STATE)
         assert (state is None) == (span.start == 0)
-        assert state is None or float(state) == self.content.state(seat.salt, seat.tokens)
+        assert state is None or float(state) == self.content.state(text.salt, text.tokens)
         for stop in places(span):
-            text = (*seat.tokens, *tokens[: stop - span.start])
+            path = (*text.tokens, *tokens[: stop - span.start])
             forward.store_recurrent_state(
-                span.slot, stop, STATE, torch.tensor(self.content.state(seat.salt, text)).double()
+                span.slot, stop, STATE, torch.tensor(self.content.state(text.salt, path)).double()
             )
 
 

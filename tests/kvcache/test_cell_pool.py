@@ -124,9 +124,9 @@ def test_a_shared_cell_is_free_after_its_last_reference() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_saved_cells_are_loaded_bit_for_bit(dtype: torch.dtype) -> None:
     source, target = pool(9, dtype), pool(6, dtype)
-    for plane, width in ((source.keys, 3), (source.values, 5)):
+    for buffer, width in ((source.keys, 3), (source.values, 5)):
         for layer in (0, 1):
-            plane.write(layer, slice(0, 9), torch.randn(2, 9, width))
+            buffer.write(layer, slice(0, 9), torch.randn(2, 9, width))
     content = source.save(np.array([7, 2, 5, 0]))
     source.keys.write(0, slice(0, 9), torch.zeros(2, 9, 3))
     target.load(np.array([4, 1]), content, 1, 3)

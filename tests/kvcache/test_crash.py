@@ -15,18 +15,18 @@ import pytest
 
 from kvcache import prefix
 from kvcache.offload import OffloadConfig
-from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled
+from tests.kvcache.digests import FULL, WINDOW, check_references, make, reused_length
 
 ROOT = Path(__file__).resolve().parents[2]
-# Imports once, then forks a child for each line that it reads: a folder and the number of its first text. A child
-# computes texts and saves each at once, until it is killed.
-NURSERY = """
+# Forks a child for each input line: a folder and the number of the first text. A child computes texts and writes each
+# to disk, until it is killed.
+FORK_SERVER = """
 import os, sys
 from itertools import count
 from pathlib import Path
 from kvcache import offload
 from kvcache.offload import OffloadConfig
-from tests.kvcache.digests import FULL, WINDOW, make, remember
+from tests.kvcache.digests import FULL, WINDOW, make, compute_and_insert
 offload.MAX_ENTRY_BYTES = 600
 print("ready", flush=True)
 for line in sys.stdin:
@@ -38,18 +38,18 @@ for line in sys.stdin:
         print("dead", flush=True)
         continue
     config = OffloadConfig(folder=Path(folder), disk_bytes=10**9, identity="model")
-    cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+    cache = make(FULL, WINDOW, state_bytes=10**6, offload=config)
     for number in count(int(first)):
-        remember(cache, [number % 7, number, *range(30)], seal=True)
+        compute_and_insert(cache, [number % 7, number, *range(30)], checkpoint=True)
         cache.flush_to_disk(1)
 """
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[subprocess.Popen[str]]:
+def fork_server() -> Iterator[subprocess.Popen[str]]:
     """The process that forks the writers."""
     process = subprocess.Popen(
-        [sys.executable, "-c", NURSERY],
+        [sys.executable, "-c", FORK_SERVER],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -62,31 +62,31 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
     assert 0 == process.returncode
 
 
-def kill_one(nursery: subprocess.Popen[str], folder: Path, first: int, draw: random.Random) -> None:
+def kill_one(fork_server: subprocess.Popen[str], folder: Path, first: int, draw: random.Random) -> None:
     """Let a child write for some milliseconds, then kill it."""
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    nursery.stdin.write(f"{folder} {first}\n")
-    nursery.stdin.flush()
-    child = int(nursery.stdout.readline())
+    assert fork_server.stdin is not None
+    assert fork_server.stdout is not None
+    fork_server.stdin.write(f"{folder} {first}\n")
+    fork_server.stdin.flush()
+    child = int(fork_server.stdout.readline())
     time.sleep(draw.uniform(0, 0.08))
     os.kill(child, signal.SIGKILL)
-    assert "dead\n" == nursery.stdout.readline()
+    assert "dead\n" == fork_server.stdout.readline()
 
 
-def kill_many(times: int, nursery: subprocess.Popen[str], folder: Path) -> int:
+def kill_many(times: int, fork_server: subprocess.Popen[str], folder: Path) -> int:
     """Kill children in turn, each over the files of the one before; the number of texts found at the end."""
     draw, found = random.Random(times), 0
     for turn in range(times):
-        kill_one(nursery, folder, 1000 * turn, draw)
+        kill_one(fork_server, folder, 1000 * turn, draw)
         reports: list[str] = []
         config = OffloadConfig(folder=folder, disk_bytes=10**9, identity="model", report=reports.append)
-        cache = make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+        cache = make(FULL, WINDOW, state_bytes=10**6, offload=config)
         ends = [end for root in cache._tree._radix.roots.values() for end in paths(root, [])]
         for path, whole in ends[-20:]:
-            length = recalled(cache, path)
+            length = reused_length(cache, path)
             assert length == len(path) or not whole
-        no_leak(cache)
+        check_references(cache)
         assert [] == reports
         assert len(ends) >= found
         found = len(ends)
@@ -105,12 +105,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "MIN_LOAD_TOKENS", 1)
 
 
-def test_a_killed_process_leaves_whole_files(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_process_leaves_whole_files(fork_server: subprocess.Popen[str], tmp_path: Path) -> None:
     """A dozen kills leave no invalid file and no wrong content."""
-    assert 0 < kill_many(12, nursery, tmp_path)
+    assert 0 < kill_many(12, fork_server, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_whole_files_at_length(nursery: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert 0 < kill_many(200, nursery, tmp_path)
-    assert [] != list(tmp_path.rglob(".*")), "nobody was killed while it wrote"
+def test_a_killed_process_leaves_whole_files_at_length(fork_server: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert 0 < kill_many(200, fork_server, tmp_path)
+    assert [] != list(tmp_path.rglob(".*")), "no process was killed during a write"

@@ -18,7 +18,7 @@ from kvcache import disk, offload, prefix
 from kvcache.cache import Cache
 from kvcache.disk import DiskFolder, FileHeader, InvalidFile
 from kvcache.offload import OffloadConfig
-from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled, remember, save_all
+from tests.kvcache.digests import FULL, WINDOW, check_references, compute_and_insert, flush_all, make, reused_length
 
 TEXT = tuple(range(100, 140))
 
@@ -41,7 +41,7 @@ class Reports(list[str]):
 def opened(folder: Path, reports: Reports | None = None, *, identity: str = "model") -> Cache:
     """A hybrid cache over a folder."""
     config = (Reports() if reports is None else reports).config(folder, identity=identity)
-    return make(FULL, WINDOW, state_bytes=10**6, shelf=config)
+    return make(FULL, WINDOW, state_bytes=10**6, offload=config)
 
 
 def files(folder: Path) -> list[Path]:
@@ -52,18 +52,18 @@ def files(folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two saved texts that share a prefix."""
-    folder = tmp_path_factory.mktemp("shelf")
+    folder = tmp_path_factory.mktemp("offload")
     cache = opened(folder)
     for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
-        remember(cache, text, seal=True)
-    save_all(cache)
+        compute_and_insert(cache, text, checkpoint=True)
+    flush_all(cache)
     return folder
 
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
     """A copy of the folder."""
-    return Path(shutil.copytree(written, tmp_path / "shelf"))
+    return Path(shutil.copytree(written, tmp_path / "offload"))
 
 
 def flips(count: int, written: Path, folder: Path) -> Iterator[tuple[Path, int]]:
@@ -80,7 +80,7 @@ def flips(count: int, written: Path, folder: Path) -> Iterator[tuple[Path, int]]
         shutil.copy(file, target)
 
 
-def refuse_flips(count: int, written: Path, folder: Path) -> None:
+def check_flips(count: int, written: Path, folder: Path) -> None:
     """Flip `count` bits in turn; no damaged file may be read, nor used by a cache."""
     name = files(folder)[0].parent
     for turn, (file, bit) in enumerate(flips(count, written, folder)):
@@ -91,26 +91,26 @@ def refuse_flips(count: int, written: Path, folder: Path) -> None:
             kept = {path: path.read_bytes() for path in files(folder)}
             cache = opened(folder)
             for text in (TEXT[:30], (*TEXT[:15], 7, 7, 7, 7, 7)):
-                assert recalled(cache, text) <= len(text), f"bit {bit}"
+                assert reused_length(cache, text) <= len(text), f"bit {bit}"
             assert not file.exists()
-            no_leak(cache)
+            check_references(cache)
             for path, data in kept.items():
                 path.write_bytes(data)
     assert name.exists()
 
 
 def test_written_files_are_read_back(folder: Path) -> None:
-    assert 30 == recalled(opened(folder), TEXT[:30])
-    assert 20 == recalled(opened(folder), (*TEXT[:15], 7, 7, 7, 7, 7))
+    assert 30 == reused_length(opened(folder), TEXT[:30])
+    assert 20 == reused_length(opened(folder), (*TEXT[:15], 7, 7, 7, 7, 7))
 
 
 def test_every_flipped_bit_is_detected(written: Path, folder: Path) -> None:
-    refuse_flips(300, written, folder)
+    check_flips(300, written, folder)
 
 
 @pytest.mark.slow
 def test_every_flipped_bit_is_detected_many(written: Path, folder: Path) -> None:
-    refuse_flips(10_000, written, folder)
+    check_flips(10_000, written, folder)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, 700, -1])
@@ -120,10 +120,10 @@ def test_a_truncated_file_is_invalid(folder: Path, length: int) -> None:
         file.write_bytes(file.read_bytes()[:length])
     cache = opened(folder, reports)
 
-    assert 0 == recalled(cache, TEXT)
-    remember(cache, TEXT)
-    assert len(TEXT) == recalled(cache, TEXT)
-    no_leak(cache)
+    assert 0 == reused_length(cache, TEXT)
+    compute_and_insert(cache, TEXT)
+    assert len(TEXT) == reused_length(cache, TEXT)
+    check_references(cache)
 
 
 def test_an_invalid_file_is_reported_and_deleted(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_an_invalid_file_is_reported_and_deleted(folder: Path) -> None:
     for file in files(folder):
         file.write_bytes(file.read_bytes()[:-1] + b"!")
     cache = opened(folder, reports)
-    recalled(cache, TEXT)
+    reused_length(cache, TEXT)
 
     assert ["invalid" in report for report in reports] == [True]
     assert 0 < len(files(folder)) + 1 <= 4
@@ -140,34 +140,34 @@ def test_an_invalid_file_is_reported_and_deleted(folder: Path) -> None:
 def test_identities_do_not_share_files(folder: Path) -> None:
     here = files(folder)[0].parent
     other = opened(folder, identity="other")
-    assert 0 == recalled(other, TEXT)
-    remember(other, (1, 2, 3))
+    assert 0 == reused_length(other, TEXT)
+    compute_and_insert(other, (1, 2, 3))
     other.flush_to_disk(10**6)
     (there,) = {file.parent for file in files(folder)} - {here}
     for file in files(here):
         shutil.copy(file, there)
 
-    assert 0 == recalled(opened(folder, identity="other"), TEXT)
+    assert 0 == reused_length(opened(folder, identity="other"), TEXT)
     assert 1 == len(files(there))
-    assert 30 == recalled(opened(folder), TEXT[:30])
+    assert 30 == reused_length(opened(folder), TEXT[:30])
 
 
 def test_files_of_other_identities_are_deleted_for_space(folder: Path) -> None:
     size = sum(file.stat().st_size for file in files(folder))
     oldest = files(folder)[0]
     os.utime(oldest, (0, 0))
-    make(FULL, shelf=OffloadConfig(folder=folder, disk_bytes=size, identity="other"))
+    make(FULL, offload=OffloadConfig(folder=folder, disk_bytes=size, identity="other"))
     assert oldest.exists()
-    make(FULL, shelf=OffloadConfig(folder=folder, disk_bytes=size - 1, identity="other"))
+    make(FULL, offload=OffloadConfig(folder=folder, disk_bytes=size - 1, identity="other"))
 
     assert not oldest.exists()
     assert [] != files(folder)
 
 
 def test_files_of_another_format_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FORMAT", "cellar-shelf-2")
+    monkeypatch.setattr(disk, "FORMAT", "cellar-offload-2")
 
-    assert 0 == recalled(opened(folder), TEXT)
+    assert 0 == reused_length(opened(folder), TEXT)
     assert [] == files(folder)
 
 
@@ -175,11 +175,11 @@ def test_a_file_without_its_prefix_is_deleted(folder: Path) -> None:
     cache = opened(folder)
     first = next(file for file in files(folder) if DiskFolder(folder, "model").read(file.name) and starts_at_zero(file))
     first.unlink()
-    again = opened(folder)
+    reopened = opened(folder)
 
-    assert 0 == recalled(again, TEXT)
+    assert 0 == reused_length(reopened, TEXT)
     assert [] == files(folder)
-    assert 0 == recalled(cache, TEXT)
+    assert 0 == reused_length(cache, TEXT)
 
 
 @pytest.mark.parametrize("start", [-5, -1, 5, 6])
@@ -206,15 +206,15 @@ def test_unknown_files_in_the_folder_are_left_alone(folder: Path, tmp_path: Path
     (here / ("1" * 64 + ".safetensors")).mkdir()
     os.mkfifo(here / ("2" * 64 + ".safetensors"))
     (here / "notes.txt").write_text("keep me")
-    fresh, old = here / ".fresh.1", here / ".old.1"
-    fresh.touch()
+    new_entries, old = here / ".new_entries.1", here / ".old.1"
+    new_entries.touch()
     old.touch()
     os.utime(old, (time.time() - 3600, time.time() - 3600))
 
-    assert 30 == recalled(opened(folder), TEXT[:30])
+    assert 30 == reused_length(opened(folder), TEXT[:30])
     assert "mine" == secret.read_text()
     assert (here / "notes.txt").exists()
-    assert (True, False) == (fresh.exists(), old.exists())
+    assert (True, False) == (new_entries.exists(), old.exists())
 
 
 def test_files_are_private(folder: Path) -> None:
@@ -228,7 +228,7 @@ def written_again(folder: Path) -> Path:
     """A second folder with files written just now."""
     beside = folder / "beside"
     cache = opened(beside)
-    remember(cache, TEXT)
+    compute_and_insert(cache, TEXT)
     cache.flush_to_disk(10**6)
     return beside
 
@@ -239,7 +239,7 @@ def test_a_failing_disk_is_reported_once_and_retried_later(
 ) -> None:
     reports = Reports()
     cache = opened(tmp_path, reports)
-    remember(cache, TEXT)
+    compute_and_insert(cache, TEXT)
 
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
@@ -252,31 +252,31 @@ def test_a_failing_disk_is_reported_once_and_retried_later(
             assert not cache.flush_to_disk(10**6)
         assert 1 == len(reports)
         assert [] == [file for file in tmp_path.rglob("*") if file.is_file()]
-        # After a second it is tried again, and then not for two.
+        # The first pause takes one second, the next two.
         for seconds, tried in ((1.5, 2), (3.0, 2), (4.0, 3)):
             patch.setattr(time, "monotonic", lambda at=start + seconds: at)
             assert not cache.flush_to_disk(10**6)
             assert tried == len(reports)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
-    save_all(cache)
+    flush_all(cache)
 
-    assert len(TEXT) == recalled(opened(tmp_path), TEXT)
+    assert len(TEXT) == reused_length(opened(tmp_path), TEXT)
 
 
 def test_a_deleted_folder_is_created_again(folder: Path) -> None:
     cache = opened(folder)
     shutil.rmtree(folder)
 
-    assert 0 == recalled(cache, TEXT[:30])
-    remember(cache, TEXT[:30])
-    save_all(cache)
-    assert 30 == recalled(opened(folder), TEXT[:30])
+    assert 0 == reused_length(cache, TEXT[:30])
+    compute_and_insert(cache, TEXT[:30])
+    flush_all(cache)
+    assert 30 == reused_length(opened(folder), TEXT[:30])
 
 
 def test_equal_content_has_one_name(tmp_path: Path) -> None:
     single = DiskFolder(tmp_path, "model")
-    stretch = FileHeader(b"salt", 0, np.arange(5), True)
-    names = {single.write(single.encode(stretch, [{"a": torch.arange(3)}, {}])) for _ in range(20)}
+    header = FileHeader(b"salt", 0, np.arange(5), True)
+    names = {single.write(single.encode(header, [{"a": torch.arange(3)}, {}])) for _ in range(20)}
 
     assert 1 == len(names)

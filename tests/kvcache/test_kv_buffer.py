@@ -33,11 +33,11 @@ def int8(kind: type[Int8KVBuffer], *parts: int, heads: int = HEADS, cells: int =
     return kind(codes, torch.zeros(1, heads, cells, len(parts)), parts)
 
 
-def through(plane: KVBuffer, rows: Tensor) -> Tensor:
+def through(buffer: KVBuffer, rows: Tensor) -> Tensor:
     """Rows as they are read back, in float64."""
     cells = slice(0, rows.shape[1])
-    plane.write(0, cells, rows)
-    return plane.transform(plane.read(0, cells, torch.float64))
+    buffer.write(0, cells, rows)
+    return buffer.transform(buffer.read(0, cells, torch.float64))
 
 
 def samples() -> Iterator[Tensor]:
@@ -51,11 +51,11 @@ def samples() -> Iterator[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_int8_error_is_at_most_half_a_scale(kind: type[Int8KVBuffer]) -> None:
     for rows in samples():
-        plane = int8(kind, WIDTH)
-        plane.write(0, slice(0, CELLS), rows)
-        spread = plane.transform(rows).double()
-        error = (plane.read(0, slice(0, CELLS), torch.float64) - spread).abs()
-        scale = plane.scales[0].double()
+        buffer = int8(kind, WIDTH)
+        buffer.write(0, slice(0, CELLS), rows)
+        spread = buffer.transform(rows).double()
+        error = (buffer.read(0, slice(0, CELLS), torch.float64) - spread).abs()
+        scale = buffer.scales[0].double()
 
         assert bool((error <= scale / 2 * (1 + 1e-4)).all())
         torch.testing.assert_close(scale, spread.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=1.2e-38)
@@ -77,12 +77,12 @@ def test_quantised_rows_ignore_their_neighbours(kind: type[Int8KVBuffer], dtype:
 
 
 def test_each_part_has_its_own_scale() -> None:
-    turned = draw(2, 1, CELLS, 16)
+    rotated = draw(2, 1, CELLS, 16)
     errors = []
     for size in (1.0, 1000.0):
-        rows = torch.cat((size * draw(3, 1, CELLS, 48), turned), -1)
+        rows = torch.cat((size * draw(3, 1, CELLS, 48), rotated), -1)
         errors.append(
-            float((through(int8(HadamardInt8KVBuffer, 48, 16, heads=1), rows)[..., 48:] - turned).abs().max())
+            float((through(int8(HadamardInt8KVBuffer, 48, 16, heads=1), rows)[..., 48:] - rotated).abs().max())
         )
 
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
@@ -91,14 +91,14 @@ def test_each_part_has_its_own_scale() -> None:
 
 def test_transformed_queries_and_keys_give_the_same_scores() -> None:
     for parts in ((48, 16), (WIDTH,)):
-        plane = int8(HadamardInt8KVBuffer, *parts)
+        buffer = int8(HadamardInt8KVBuffer, *parts)
         query, keys = (draw(seed, HEADS, 5, sum(parts), dtype=torch.float64) for seed in (4, 5))
-        first = plane.transform(keys)[..., : parts[0]]
+        first = buffer.transform(keys)[..., : parts[0]]
 
         torch.testing.assert_close(
-            plane.transform(query) @ plane.transform(keys).mT, query @ keys.mT, rtol=0, atol=1e-12
+            buffer.transform(query) @ buffer.transform(keys).mT, query @ keys.mT, rtol=0, atol=1e-12
         )
-        torch.testing.assert_close(plane.transform(first), keys[..., : parts[0]], rtol=0, atol=1e-12)
+        torch.testing.assert_close(buffer.transform(first), keys[..., : parts[0]], rtol=0, atol=1e-12)
 
 
 def test_values_that_are_not_finite_read_back_as_nan() -> None:
@@ -126,8 +126,8 @@ def test_attention_error_is_within_the_bounds(kind: type[Int8KVBuffer], outliers
         draw(seed, HEADS, CELLS, WIDTH, outliers=columns, dtype=torch.float64)
         for seed, columns in ((7, 0), (8, outliers), (9, 0))
     )
-    plane = int8(kind, WIDTH)
-    read, kept = through(plane, keys), through(int8(Int8KVBuffer, WIDTH), values)
+    buffer = int8(kind, WIDTH)
+    read, kept = through(buffer, keys), through(int8(Int8KVBuffer, WIDTH), values)
     scores, weights, output = attention(query, keys, values)
     other_scores, other_weights, other_output = attention(query, read, kept)
     error = (other_scores - scores).abs()
@@ -136,7 +136,7 @@ def test_attention_error_is_within_the_bounds(kind: type[Int8KVBuffer], outliers
     longest = values.norm(dim=-1).amax(-1, keepdim=True)
     rounded = (kept - values).norm(dim=-1).amax(-1, keepdim=True)
 
-    assert bool((error <= query.norm(dim=-1)[..., None] * plane.scales[0, :, None, :, 0] / 2 * 1.0001).all())
+    assert bool((error <= query.norm(dim=-1)[..., None] * buffer.scales[0, :, None, :, 0] / 2 * 1.0001).all())
     assert bool((variation <= torch.tanh(error.amax(-1) / 2)).all())
     assert bool((lost <= 2 * variation * longest + rounded).all())
 
@@ -162,15 +162,15 @@ def test_the_transform_reduces_the_error_of_outlier_columns() -> None:
 def test_rows_are_read_in_the_requested_dtype(stored: torch.dtype) -> None:
     spec = GroupSpec(HEADS, WIDTH, 32, AttentionRange(), (0, 1), (ROTATION, ROTATION))
     near = {torch.int8: 2e-2, torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(stored, 1e-6)
-    for plane in allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu")):
-        rows, scattered = draw(1, HEADS, CELLS, plane.width), torch.randperm(CELLS)
-        plane.write(1, scattered, rows)
+    for buffer in allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu")):
+        rows, scattered = draw(1, HEADS, CELLS, buffer.width), torch.randperm(CELLS)
+        buffer.write(1, scattered, rows)
         for dtype in (torch.float32, torch.float64):
-            read = LayerKV(plane, 1).read(scattered, dtype)
+            read = LayerKV(buffer, 1).read(scattered, dtype)
             assert dtype == read.dtype
-            torch.testing.assert_close(LayerKV(plane, 1).transform(read).float(), rows, rtol=0, atol=near * 5)
-            assert torch.equal(read, LayerKV(plane, 1).read(slice(0, CELLS), dtype)[:, scattered])
-        assert not LayerKV(plane, 0).read(slice(0, CELLS), torch.float32).any()
+            torch.testing.assert_close(LayerKV(buffer, 1).transform(read).float(), rows, rtol=0, atol=near * 5)
+            assert torch.equal(read, LayerKV(buffer, 1).read(slice(0, CELLS), dtype)[:, scattered])
+        assert not LayerKV(buffer, 0).read(slice(0, CELLS), torch.float32).any()
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -178,7 +178,7 @@ def test_rows_are_read_in_the_requested_dtype(stored: torch.dtype) -> None:
 def test_cell_bytes_equal_the_allocated_bytes(stored: torch.dtype, key: int, value: int, latent: int) -> None:
     spec = GroupSpec(2, key, value, AttentionRange(), (0, 1, 2), (ROTATION,) * 3, latent)
     both = allocate_kv_buffers(spec, CELLS, stored, torch.device("cpu"))
-    taken = sum(tensor.nbytes for plane in both for tensor in plane.tensors.values())
+    taken = sum(tensor.nbytes for buffer in both for tensor in buffer.tensors.values())
 
     assert taken == CELLS * spec.cell_bytes(stored)
     if stored == torch.int8:
@@ -198,10 +198,11 @@ def test_key_error_after_sixteen_shifts_is_small(stored: torch.dtype, most: floa
     for _ in range(16):
         cache.shift(0, 1, 2)
     expected = rotate(keys[:, 33:].double(), -32, ROTATION)
-    plane = group.pool.keys
-    read = plane.transform(plane.read(own, torch.from_numpy(group.table(0)[1:].copy()), torch.float64))
+    buffer = group.pool.keys
+    read = buffer.transform(buffer.read(own, torch.from_numpy(group.table(0)[1:].copy()), torch.float64))
 
     assert float((read - expected).norm() / expected.norm()) < most
     assert all(torch.equal(tensor, saved[name]) for name, tensor in group.pool.save(group.table(1)).items())
-    moved = {name: tensor for name, tensor in group.pool.save(group.table(0)[1:]).items() if name.startswith("values")}
-    assert all(torch.equal(tensor, saved[name][:, :, 33:]) for name, tensor in moved.items())
+    shifted = group.pool.save(group.table(0)[1:]).items()
+    values = {name: tensor for name, tensor in shifted if name.startswith("values")}
+    assert all(torch.equal(tensor, saved[name][:, :, 33:]) for name, tensor in values.items())

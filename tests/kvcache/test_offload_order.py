@@ -14,7 +14,7 @@ from kvcache.cache import Cache
 from kvcache.component import SavedTensors
 from kvcache.disk import DiskFolder, FileHeader
 from kvcache.offload import OffloadConfig
-from tests.kvcache.digests import FULL, WINDOW, make, recalled, remember, save_all
+from tests.kvcache.digests import FULL, WINDOW, compute_and_insert, flush_all, make, reused_length
 from tests.kvcache.test_offload import TEXT, in_memory, on_disk, small
 
 __all__ = ["small"]
@@ -22,133 +22,133 @@ __all__ = ["small"]
 
 def size_on_disk(*texts: Sequence[int], folder: Path) -> int:
     """The size of the files of some texts."""
-    cache = make(FULL, shelf=on_disk(folder))
+    cache = make(FULL, offload=on_disk(folder))
     for text in texts:
-        remember(cache, text)
-    save_all(cache, 1000)
+        compute_and_insert(cache, text)
+    flush_all(cache, 1000)
     return cache.offloaded_bytes[1]
 
 
 def test_a_write_never_deletes_a_file_used_later(tmp_path: Path) -> None:
     old, new = (1, *TEXT[:20]), (2, *TEXT[:20])
-    cache = make(FULL, shelf=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
-    remember(cache, new)
-    save_all(cache, 1000)
-    remember(cache, old)
-    assert 21 == recalled(cache, new)
-    save_all(cache, 1000)
+    cache = make(FULL, offload=on_disk(tmp_path, size_on_disk(new, folder=tmp_path / "size")))
+    compute_and_insert(cache, new)
+    flush_all(cache, 1000)
+    compute_and_insert(cache, old)
+    assert 21 == reused_length(cache, new)
+    flush_all(cache, 1000)
 
-    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), new)
+    assert 21 == reused_length(make(FULL, offload=on_disk(tmp_path)), new)
 
 
 def test_a_full_disk_is_retried_after_another_use_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     encode = DiskFolder.encode
 
-    def counted(self: DiskFolder, stretch: FileHeader, content: Sequence[SavedTensors]) -> bytes:
-        encoded.append(stretch.start)
-        return encode(self, stretch, content)
+    def counted(self: DiskFolder, references: FileHeader, content: Sequence[SavedTensors]) -> bytes:
+        encoded.append(references.start)
+        return encode(self, references, content)
 
-    cache = make(FULL, shelf=on_disk(tmp_path, 100))
-    remember(cache, TEXT)
+    cache = make(FULL, offload=on_disk(tmp_path, 100))
+    compute_and_insert(cache, TEXT)
     monkeypatch.setattr(DiskFolder, "encode", counted)
     for _ in range(3):
         assert not cache.flush_to_disk(10**9)
     assert [0] == encoded
-    assert len(TEXT) == recalled(cache, TEXT)
+    assert len(TEXT) == reused_length(cache, TEXT)
     assert not cache.flush_to_disk(10**9)
 
     assert [0, 0] == encoded
 
 
 def test_checkpoints_survive_the_process(tmp_path: Path) -> None:
-    cache = make(FULL, WINDOW, shelf=on_disk(tmp_path))
-    remember(cache, TEXT[:20], seal=True)
-    save_all(cache, 1000)
-    again = make(FULL, WINDOW, shelf=on_disk(tmp_path))
-    assert 1 == again._tree.node_count
-    remember(again, TEXT)
-    assert 2 == again._tree.node_count
-    again._tree.evict([0, len(TEXT)])
+    cache = make(FULL, WINDOW, offload=on_disk(tmp_path))
+    compute_and_insert(cache, TEXT[:20], checkpoint=True)
+    flush_all(cache, 1000)
+    reopened = make(FULL, WINDOW, offload=on_disk(tmp_path))
+    assert 1 == reopened._tree.node_count
+    compute_and_insert(reopened, TEXT)
+    assert 2 == reopened._tree.node_count
+    reopened._tree.evict([0, len(TEXT)])
 
-    assert 20 == recalled(again, TEXT[:30])
+    assert 20 == reused_length(reopened, TEXT[:30])
 
 
 def test_after_a_restart_the_oldest_files_are_deleted_first(tmp_path: Path) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
     for older in (0, 1):
         folder, seen = tmp_path / str(older), set[Path]()
-        cache = make(FULL, shelf=on_disk(folder))
+        cache = make(FULL, offload=on_disk(folder))
         for at, text in enumerate(texts[:2]):
-            remember(cache, text)
-            save_all(cache, 1000)
+            compute_and_insert(cache, text)
+            flush_all(cache, 1000)
             for file in set(folder.rglob("*.safetensors")) - seen:
                 os.utime(file, (1000 + (at != older), 1000 + (at != older)))
                 seen.add(file)
-        again = make(FULL, shelf=on_disk(folder, cache.offloaded_bytes[1]))
-        remember(again, texts[2])
-        save_all(again, 1000)
-        last = make(FULL, shelf=on_disk(folder))
+        reopened = make(FULL, offload=on_disk(folder, cache.offloaded_bytes[1]))
+        compute_and_insert(reopened, texts[2])
+        flush_all(reopened, 1000)
+        last = make(FULL, offload=on_disk(folder))
 
-        assert [21, 21, 0] == [recalled(last, text) for text in (texts[2], texts[1 - older], texts[older])]
+        assert [21, 21, 0] == [reused_length(last, text) for text in (texts[2], texts[1 - older], texts[older])]
 
 
-def want(cache: Cache, text: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def match_only(cache: Cache, text: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Match an offloaded text without loading it."""
     with monkeypatch.context() as patch:
         patch.setattr(prefix, "MIN_LOAD_TOKENS", 1000)
-        assert 0 == recalled(cache, text)
+        assert 0 == reused_length(cache, text)
 
 
 def test_matched_content_counts_as_used_without_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2, 3)]
-    one = make(FULL, shelf=in_memory())
-    remember(one, texts[0])
+    one = make(FULL, offload=in_memory())
+    compute_and_insert(one, texts[0])
     one.reset_prefix_cache()
-    cache = make(FULL, shelf=in_memory(2 * one.offloaded_bytes[0]))
+    cache = make(FULL, offload=in_memory(2 * one.offloaded_bytes[0]))
     for text in texts[:2]:
-        remember(cache, text)
+        compute_and_insert(cache, text)
         cache.reset_prefix_cache()
-    want(cache, texts[0], monkeypatch)
-    remember(cache, texts[2])
+    match_only(cache, texts[0], monkeypatch)
+    compute_and_insert(cache, texts[2])
     cache.reset_prefix_cache()
 
     assert [21, 0] == [cache._tree.match(np.asarray(text), b"").length for text in texts[:2]]
 
 
 def test_a_pruned_prefix_is_written_before_its_children(tmp_path: Path) -> None:
-    cache = make(FULL, shelf=on_disk(tmp_path))
+    cache = make(FULL, offload=on_disk(tmp_path))
     for length in (20, 40, 60):
-        remember(cache, TEXT[:length], seal=True)
+        compute_and_insert(cache, TEXT[:length], checkpoint=True)
     assert 5 == cache.evict(5)
     while cache.flush_to_disk(1):
-        again = make(FULL, shelf=on_disk(tmp_path))
+        reopened = make(FULL, offload=on_disk(tmp_path))
 
-        assert again.offloaded_bytes[1] == cache.offloaded_bytes[1]
+        assert reopened.offloaded_bytes[1] == cache.offloaded_bytes[1]
 
 
 def test_content_with_a_lost_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(first, *TEXT[:20]) for first in (1, 2)]
     size = size_on_disk(texts[0], folder=tmp_path / "size")
-    cache = make(FULL, shelf=OffloadConfig(10**7, tmp_path, size, "model"))
+    cache = make(FULL, offload=OffloadConfig(10**7, tmp_path, size, "model"))
     for text in texts:
-        remember(cache, text)
+        compute_and_insert(cache, text)
         cache.reset_prefix_cache()
-        save_all(cache, 1000)
-    want(cache, texts[0], monkeypatch)
-    save_all(cache, 1000)
+        flush_all(cache, 1000)
+    match_only(cache, texts[0], monkeypatch)
+    flush_all(cache, 1000)
 
-    assert 21 == recalled(make(FULL, shelf=on_disk(tmp_path)), texts[0])
+    assert 21 == reused_length(make(FULL, offload=on_disk(tmp_path)), texts[0])
 
 
 def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
-    cache = make(FULL, shelf=on_disk(tmp_path / "here"))
-    remember(cache, TEXT[:20])
-    save_all(cache, 1000)
-    found = make(FULL, shelf=on_disk(tmp_path / "here"))
+    cache = make(FULL, offload=on_disk(tmp_path / "here"))
+    compute_and_insert(cache, TEXT[:20])
+    flush_all(cache, 1000)
+    found = make(FULL, offload=on_disk(tmp_path / "here"))
     for file in list((tmp_path / "here").rglob("*.safetensors")):
         file.rename(tmp_path / file.name)
         file.symlink_to(tmp_path / file.name)
 
-    assert 0 == recalled(found, TEXT[:20])
-    assert 0 == recalled(make(FULL, shelf=on_disk(tmp_path / "here")), TEXT[:20])
+    assert 0 == reused_length(found, TEXT[:20])
+    assert 0 == reused_length(make(FULL, offload=on_disk(tmp_path / "here")), TEXT[:20])

@@ -13,16 +13,16 @@ from kvcache.cache import Cache
 from kvcache.cell_pool import CellArray
 from kvcache.node import Node
 from kvcache.spec import AttentionRange, LayerSpec, Span
-from tests.kvcache.digests import FULL, WINDOW, make, no_leak, recalled, remember
+from tests.kvcache.digests import FULL, WINDOW, check_references, compute_and_insert, make, reused_length
 from tests.kvcache.digests import feed as feed_echo
 
 SLOTS, CAPACITY, CELLS = 4, 40, 100
-# Two groups of different geometry, so that the tree holds two tables of cells a node.
+# Two groups of different geometry: a node has cells of both.
 LAYERS = (LayerSpec(1, 2, 2), LayerSpec(2, 2, 2, AttentionRange("window", 3)))
 
 slots = st.integers(0, SLOTS - 1)
 salts = st.sampled_from([b"", b"tenant"])
-# Two letters only, so that prompts meet often.
+# Two tokens only, so that prompts share prefixes often.
 words = st.lists(st.integers(0, 1), max_size=12)
 
 
@@ -62,7 +62,7 @@ class TreeLaws(RuleBasedStateMachine):
         self.cache = Cache(LAYERS, slots=SLOTS, capacity=CAPACITY, cells=CELLS)
         self.content: list[list[int]] = [[] for _ in range(SLOTS)]
         self.salt = [b""] * SLOTS
-        self.remembered: dict[bytes, set[tuple[int, ...]]] = {b"": set(), b"tenant": set()}
+        self.inserted: dict[bytes, set[tuple[int, ...]]] = {b"": set(), b"tenant": set()}
 
     @rule(slot=slots, tokens=words)
     def feed(self, slot: int, tokens: list[int]) -> None:
@@ -74,24 +74,24 @@ class TreeLaws(RuleBasedStateMachine):
             self.content[slot] += tokens
 
     @rule(slot=slots, share=st.floats(0, 1))
-    def remember(self, slot: int, share: float) -> None:
+    def insert(self, slot: int, share: float) -> None:
         """Insert part of a slot's text."""
         tokens = self.content[slot][: int(share * len(self.content[slot]))]
         self.cache.insert_prefix(slot, tokens, salt=self.salt[slot])
-        self.remembered[self.salt[slot]] |= {tuple(tokens[:length]) for length in range(len(tokens) + 1)}
+        self.inserted[self.salt[slot]] |= {tuple(tokens[:length]) for length in range(len(tokens) + 1)}
 
     @rule(slot=slots, salt=salts, tokens=words)
-    def recall(self, slot: int, salt: bytes, tokens: list[int]) -> None:
+    def reuse(self, slot: int, salt: bytes, tokens: list[int]) -> None:
         """Extend a slot by cached tokens of its own salt only."""
         if not self.content[slot]:
             self.salt[slot] = salt
-        wanted = (self.content[slot] + tokens)[:CAPACITY]
-        standing = len(self.content[slot])
-        length = self.cache.reuse_prefix(slot, wanted, salt=self.salt[slot])
+        goal = (self.content[slot] + tokens)[:CAPACITY]
+        cached_length = len(self.content[slot])
+        length = self.cache.reuse_prefix(slot, goal, salt=self.salt[slot])
 
-        assert standing <= length <= len(wanted)
-        assert length == standing or tuple(wanted[:length]) in self.remembered[self.salt[slot]]
-        self.content[slot] = wanted[:length]
+        assert cached_length <= length <= len(goal)
+        assert length == cached_length or tuple(goal[:length]) in self.inserted[self.salt[slot]]
+        self.content[slot] = goal[:length]
 
     @rule(slot=slots)
     def clear(self, slot: int) -> None:
@@ -99,14 +99,14 @@ class TreeLaws(RuleBasedStateMachine):
         self.cache.clear(slot)
         self.content[slot] = []
 
-    @rule(wanted=st.integers(1, 40))
-    def evict(self, wanted: int) -> None:
+    @rule(goal=st.integers(1, 40))
+    def evict(self, goal: int) -> None:
         """Free as many cells as returned, and enough if there are enough."""
-        free, idle = self.cache.free_cells, self.cache.evictable_cells()
-        freed = self.cache.evict(wanted)
+        free, evictable = self.cache.free_cells, self.cache.evictable_cells()
+        freed = self.cache.evict(goal)
 
         assert free + freed == self.cache.free_cells
-        assert freed >= min(wanted, idle)
+        assert freed >= min(goal, evictable)
 
     @invariant()
     def slots_hold_their_tokens(self) -> None:
@@ -234,9 +234,9 @@ def test_a_repeated_prompt_needs_no_more_memory() -> None:
 def test_leaves_grow_unless_their_end_is_fixed() -> None:
     cache = Cache(LAYERS, slots=2, capacity=CAPACITY, cells=CELLS)
     nodes_then = []
-    for length, seal in ((5, False), (10, True), (15, False), (20, False)):
+    for length, checkpoint in ((5, False), (10, True), (15, False), (20, False)):
         feed(cache, 0, list(range(length - 5, length)))
-        cache.insert_prefix(0, list(range(length)), checkpoint=seal)
+        cache.insert_prefix(0, list(range(length)), checkpoint=checkpoint)
         nodes_then.append(cache._tree.node_count)
 
     assert [1, 1, 2, 2] == nodes_then
@@ -251,34 +251,34 @@ def test_a_checkpoint_inside_an_edge_splits_it() -> None:
     assert [(8, True), (12, False)] == [(len(node.tokens), node.fixed_end) for node in nodes(cache)]
 
 
-def thinned() -> Cache:
+def trimmed_cache() -> Cache:
     """A cache with windows of four and two trimmed texts of twenty tokens, the first with a checkpoint."""
     cache = make(FULL, WINDOW)
     for length in (20, 40):
-        remember(cache, range(length), seal=True)
+        compute_and_insert(cache, range(length), checkpoint=True)
     used = cache.groups[1].pool.cells - cache.groups[1].pool.free_cells
     assert cache._tree.evict([0, used - 2 * 3])
     return cache
 
 
 def test_trimming_keeps_the_ends() -> None:
-    cache = thinned()
+    cache = trimmed_cache()
 
     assert 2 * 3 == cache.groups[1].pool.cells - cache.groups[1].pool.free_cells
-    assert [40, 20, 20, 0] == [recalled(cache, range(length)) for length in (40, 39, 20, 19)]
+    assert [40, 20, 20, 0] == [reused_length(cache, range(length)) for length in (40, 39, 20, 19)]
 
 
 def test_the_match_may_exceed_the_reused_length() -> None:
-    cache = thinned()
+    cache = trimmed_cache()
 
-    assert (30, 20) == (cache.match_prefix([*range(30), 99]).length, recalled(cache, [*range(30), 99]))
+    assert (30, 20) == (cache.match_prefix([*range(30), 99]).length, reused_length(cache, [*range(30), 99]))
     assert 0 == cache.match_prefix(range(30), salt=b"other").length
 
 
 def test_a_match_reports_divergence() -> None:
     cache = make(FULL, slots=2, capacity=64, cells=128)
     for text in ([1, 2, 3, 4], [1, 2, 5]):
-        remember(cache, text)
+        compute_and_insert(cache, text)
     texts = ([1, 2, 3, 9], [1, 2, 9], [1, 2, 3, 4, 9], [1, 2, 3, 4], [1, 2, 3], [9])
 
     assert [True, True, False, False, False, False] == [cache.match_prefix(text).diverged for text in texts]
@@ -286,26 +286,26 @@ def test_a_match_reports_divergence() -> None:
 
 
 def test_gaps_are_filled_by_recomputed_content() -> None:
-    cache = thinned()
+    cache = trimmed_cache()
     cache.reuse_prefix(0, [*range(30), 99])
     feed_echo(cache, 0, range(30))
     cache.insert_prefix(0, range(30), checkpoint=True)
     cache.clear(0)
 
-    assert 30 == recalled(cache, [*range(30), 77])
-    no_leak(cache)
+    assert 30 == reused_length(cache, [*range(30), 77])
+    check_references(cache)
 
 
 def test_least_recently_used_nodes_are_trimmed_first() -> None:
     cache = make(FULL, WINDOW)
     for first in (1, 2):
-        remember(cache, (first, *range(29)))
-    recalled(cache, (1, *range(29)))
+        compute_and_insert(cache, (first, *range(29)))
+    reused_length(cache, (1, *range(29)))
     cache._tree.evict([0, 20])
 
-    assert 15 == recalled(cache, (1, *range(14)))
-    assert 0 == recalled(cache, (2, *range(14)))
-    assert 30 == recalled(cache, (2, *range(29)))
+    assert 15 == reused_length(cache, (1, *range(14)))
+    assert 0 == reused_length(cache, (2, *range(14)))
+    assert 30 == reused_length(cache, (2, *range(29)))
 
 
 def test_a_shortened_leaf_can_be_resumed() -> None:
@@ -316,12 +316,12 @@ def test_a_shortened_leaf_can_be_resumed() -> None:
     cache.clear(0)
 
     assert 10 == cache.evict(4)
-    assert 20 == recalled(cache, range(30))
+    assert 20 == reused_length(cache, range(30))
 
 
 def test_a_long_leaf_of_a_large_cache_is_evicted_in_batches() -> None:
     cache = Cache([FULL], slots=2, capacity=700, cells=640)
-    remember(cache, range(600))
+    compute_and_insert(cache, range(600))
     text = range(1000, 1050)
     feed_echo(cache, 1, text[:40])
     for length in range(41, 51):
@@ -330,12 +330,12 @@ def test_a_long_leaf_of_a_large_cache_is_evicted_in_batches() -> None:
 
     # Three runs, each from the middle of what is free to its end.
     assert 6 == np.count_nonzero(np.diff(cache.groups[0].table(1)[40:]) == 1)
-    assert 590 == recalled(cache, range(600))
+    assert 590 == reused_length(cache, range(600))
 
 
 def test_each_group_gets_its_missing_cells() -> None:
     cache = make(FULL, WINDOW)
-    remember(cache, range(40))
+    compute_and_insert(cache, range(40))
     full, window = (group.pool.free_cells for group in cache.groups)
 
     assert cache._tree.evict([0, 5])
@@ -346,7 +346,7 @@ def test_each_group_gets_its_missing_cells() -> None:
 def test_an_evicted_salt_leaves_no_root() -> None:
     cache = make(FULL)
     for salt in (b"one", b"two"):
-        remember(cache, range(10), salt=salt)
+        compute_and_insert(cache, range(10), salt=salt)
     cache.evict(10)
     assert [b"two"] == list(cache._tree._radix.roots)
     cache.evict(10)

@@ -21,41 +21,41 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvcache import disk, offload, prefix
-from tests.kvcache.random_cache import World
+from tests.kvcache.random_cache import RandomCache
 
-# How often each operation comes; prompts most often, for the rest needs something to work on.
+# Weight of each operation; prompts are the most frequent, because all others need content.
 WEIGHTS = {
     "request": 20,
     "feed": 12,
-    "again": 6,
-    "recall": 3,
-    "remember": 6,
+    "reuse_again": 6,
+    "reuse": 3,
+    "insert": 6,
     "clear": 2,
     "fork": 6,
     "rewind": 4,
     "shift": 8,
-    "make_room": 3,
+    "evict_for": 3,
     "evict": 4,
-    "forget": 1,
+    "reset": 1,
     "save": 5,
     "restart": 1,
     "reopen": 1,
-    "lose": 1,
+    "damage_file": 1,
 }
-# What has to have happened, or the laws were not put to the test.
-HAPPENINGS = (
+# Operations that must have happened.
+REQUIRED = (
     "forward",
-    "forward that failed",
-    "kept in part",
+    "failed forward",
+    "partly kept",
     "copy",
     "rewind",
     "shift",
-    "shift that moves nothing",
-    "recalled",
-    "recalled from the shelf",
+    "shift without move",
+    "reused",
+    "reused from disk",
     "restart",
-    "lose",
-    "make room",
+    "damage_file",
+    "evict for",
     "evict",
 )
 
@@ -75,32 +75,32 @@ def small_parts() -> Iterator[None]:
 class Everything(RuleBasedStateMachine):
     """Random operations with every choice made by hypothesis, so that failures are minimised."""
 
-    def __init__(self, tally: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
-        self.tally, self.folder = tally, Path(tempfile.mkdtemp())
+        self.counts, self.folder = counts, Path(tempfile.mkdtemp())
 
     @initialize(draw=st.randoms(use_true_random=False))
     def begin(self, draw: random.Random) -> None:
         """A cache of any kind."""
-        self.world = World(self.folder, draw, self.tally)
+        self.subject = RandomCache(self.folder, draw, self.counts)
 
     @rule(operation=st.sampled_from(list(Counter(WEIGHTS).elements())), draw=st.randoms(use_true_random=False))
     def step(self, operation: str, draw: random.Random) -> None:
         """Any operation."""
-        self.world.draw = draw
-        self.world.step(operation)
-        self.world.inspect()
+        self.subject.draw = draw
+        self.subject.step(operation)
+        self.subject.inspect()
 
     def teardown(self) -> None:
         """Every cell is free at the end."""
-        if hasattr(self, "world"):
-            self.world.close()
+        if hasattr(self, "subject"):
+            self.subject.close()
         shutil.rmtree(self.folder)
 
 
 def run(examples: int, steps: int) -> Counter[str]:
     """Run histories chosen by hypothesis; the count of each operation."""
-    tally: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -110,49 +110,49 @@ def run(examples: int, steps: int) -> Counter[str]:
         phases=[phase for phase in (Phase.generate, Phase.shrink) if phase in settings.default.phases],
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(lambda: Everything(tally), settings=profile)
-    return tally
+    run_state_machine_as_test(lambda: Everything(counts), settings=profile)
+    return counts
 
 
 def play(seed: int, operations: int, every: int, folder: Path) -> Counter[str]:
     """Run one seeded history; check slots after each step and the whole cache every `every` steps."""
-    world = World(folder, random.Random(seed))
+    subject = RandomCache(folder, random.Random(seed))
     chances = tuple(WEIGHTS), tuple(WEIGHTS.values())
     steps = 0
-    while world.tally["operations"] < operations:
-        (operation,) = world.draw.choices(*chances)
-        world.step(operation)
+    while subject.counts["operations"] < operations:
+        (operation,) = subject.draw.choices(*chances)
+        subject.step(operation)
         steps += 1
         if steps % every == 0:
-            world.inspect()
-    world.close()
-    return world.tally
+            subject.inspect()
+    subject.close()
+    return subject.counts
 
 
 def test_any_history_reuses_what_was_computed() -> None:
     with small_parts():
-        tally = run(40, 30)
+        counts = run(40, 30)
 
-    assert 1000 < tally["operations"]
+    assert 1000 < counts["operations"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_long_histories_reuse_what_was_computed(seed: int, tmp_path: Path) -> None:
     with small_parts():
-        tally = play(seed, 500, 1, tmp_path)
+        counts = play(seed, 500, 1, tmp_path)
 
-    assert 500 <= tally["operations"]
+    assert 500 <= counts["operations"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_million_operations_reuse_what_was_computed(tmp_path: Path) -> None:
-    tally: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with small_parts():
         for seed in range(1000, 2000):
             folder = tmp_path / str(seed)
-            tally += play(seed, 1000, 20, folder)
+            counts += play(seed, 1000, 20, folder)
             shutil.rmtree(folder, ignore_errors=True)
 
-    assert 10**6 <= tally["operations"]
-    assert 1000 < min(tally[happening] for happening in HAPPENINGS)
+    assert 10**6 <= counts["operations"]
+    assert 1000 < min(counts[happening] for happening in REQUIRED)

@@ -120,10 +120,10 @@ def test_a_copy_shares_the_state_of_its_length() -> None:
     cache = make()
     for length in (5, 6, 1):
         feed(cache, 0, length)
-    standing = cache.copy_prefix(0, 1, 8)
+    cached_length = cache.copy_prefix(0, 1, 8)
     feed(cache, 1, 2)
 
-    assert 5 == standing
+    assert 5 == cached_length
     assert (7, 12) == (count(cache, 1), count(cache, 0))
 
 
@@ -283,10 +283,10 @@ def test_states_are_saved_with_their_names() -> None:
         7: torch.tensor(4),
     }
     held = Checkpoints(8, {3: tensors, 5: {}, 8: tensors})
-    again = states.load(states.save(held), 2, 8)
+    loaded = states.load(states.save(held), 2, 8)
 
-    assert (6, {1, 6}) == (again.length, set(again.states))
-    for state in again.states.values():
+    assert (6, {1, 6}) == (loaded.length, set(loaded.states))
+    for state in loaded.states.values():
         assert list(tensors) == list(state)
         assert all(torch.equal(tensors[name], state[name]) for name in tensors)
         assert all(tensors[name].dtype == state[name].dtype for name in tensors)

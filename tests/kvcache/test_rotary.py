@@ -29,14 +29,14 @@ def keys(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
 
-def turned_by_numpy(rows: torch.Tensor, by: int, rotation: Rotation) -> torch.Tensor:
+def rotated_by_numpy(rows: torch.Tensor, by: int, rotation: Rotation) -> torch.Tensor:
     """The definition: every pair is a complex number times exp(i angle)."""
-    turned = rows.double().numpy().copy()
+    rotated = rows.double().numpy().copy()
     for pair, frequency in enumerate(rotation.inverse_frequency):
         first, second = columns(rotation, pair)
-        moved = (turned[..., first] + 1j * turned[..., second]) * np.exp(1j * by * frequency)
-        turned[..., first], turned[..., second] = moved.real, moved.imag
-    return torch.from_numpy(turned)
+        shifted_entries = (rotated[..., first] + 1j * rotated[..., second]) * np.exp(1j * by * frequency)
+        rotated[..., first], rotated[..., second] = shifted_entries.real, shifted_entries.imag
+    return torch.from_numpy(rotated)
 
 
 @rotations
@@ -44,13 +44,13 @@ def turned_by_numpy(rows: torch.Tensor, by: int, rotation: Rotation) -> torch.Te
 def test_every_layout_rotates_its_pairs_by_the_angle(rotation: Rotation, by: int) -> None:
     rows = keys()
 
-    torch.testing.assert_close(rotate(rows, by, rotation), turned_by_numpy(rows, by, rotation), rtol=0, atol=1e-10)
+    torch.testing.assert_close(rotate(rows, by, rotation), rotated_by_numpy(rows, by, rotation), rtol=0, atol=1e-10)
 
 
 @rotations
 def test_float32_is_exact_to_its_rounding_even_far_from_the_start(rotation: Rotation) -> None:
     rows = keys(torch.float32)
-    expected = turned_by_numpy(rows, -100_000, rotation)
+    expected = rotated_by_numpy(rows, -100_000, rotation)
 
     torch.testing.assert_close(rotate(rows, -100_000, rotation).double(), expected, rtol=0, atol=1e-6)
 
@@ -60,7 +60,7 @@ def test_float32_is_exact_to_its_rounding_even_far_from_the_start(rotation: Rota
 def test_half_precision_is_rounded_once(rotation: Rotation, dtype: torch.dtype) -> None:
     rows = keys(dtype)
 
-    assert turned_by_numpy(rows, -9, rotation).to(dtype).equal(rotate(rows, -9, rotation))
+    assert rotated_by_numpy(rows, -9, rotation).to(dtype).equal(rotate(rows, -9, rotation))
 
 
 @rotations
@@ -97,7 +97,7 @@ def test_a_thousand_shifts_do_not_drift(dtype: torch.dtype, allowed: float) -> N
     for _ in range(1000):
         rows = rotate(rows, -1, rotation)
 
-    error = (rows.double() - turned_by_numpy(keys(dtype), -1000, rotation)).norm() / keys().norm()
+    error = (rows.double() - rotated_by_numpy(keys(dtype), -1000, rotation)).norm() / keys().norm()
     assert error < allowed
 
 

@@ -33,7 +33,7 @@ CASES = {
         },
         "half",
     ),
-    "gpt_neox, a quarter turned": ("GPTNeoXConfig", {"rotary_pct": 0.25}, "half"),
+    "gpt_neox, a quarter rotated": ("GPTNeoXConfig", {"rotary_pct": 0.25}, "half"),
     "cohere": ("CohereConfig", {}, "interleaved"),
 }
 # transformers rounds its angles to float32 whatever the model's type: at position 60 that is 2e-6 radians.

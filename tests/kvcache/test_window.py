@@ -103,7 +103,7 @@ def test_a_resume_anywhere_equals_computing_all(parts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "standing"),
+    ("reach", "cached_length"),
     [
         (WINDOW, [0] * 23 + [23, 24]),
         (AttentionRange("window", 2), [0] * 23 + [23, 24]),
@@ -111,14 +111,14 @@ def test_a_resume_anywhere_equals_computing_all(parts: tuple[int, ...]) -> None:
         (CHUNK, [at - at % 4 for at in range(20)] + [20, 21, 22, 23, 24]),
     ],
 )
-def test_a_released_tail_lowers_the_reused_length(reach: AttentionRange, standing: list[int]) -> None:
+def test_a_released_tail_lowers_the_reused_length(reach: AttentionRange, cached_length: list[int]) -> None:
     cache = make(FULL, reach)
     slow(cache, [FULL, reach])
     cache.insert_prefix(0, TEXT)
 
-    assert standing == [cache.reuse_prefix(1, TEXT[:length]) + 0 * cache.rewind(1, 0) for length in range(25)]
-    assert standing == [cache.copy_prefix(0, 1, length) for length in range(25)]
-    assert standing == [cache.copy_prefix(0, 1, 24) * 0 + cache.rewind(1, length) for length in range(25)]
+    assert cached_length == [cache.reuse_prefix(1, TEXT[:length]) + 0 * cache.rewind(1, 0) for length in range(25)]
+    assert cached_length == [cache.copy_prefix(0, 1, length) for length in range(25)]
+    assert cached_length == [cache.copy_prefix(0, 1, 24) * 0 + cache.rewind(1, length) for length in range(25)]
 
 
 def test_a_rewound_slot_continues_with_the_same_output() -> None:
@@ -237,29 +237,29 @@ def test_a_window_shifts_if_its_new_end_sees_moved_tokens_only() -> None:
     assert 0 == cache.shift(1, 2, 16)
 
 
-def shifts(*parts: int) -> Iterator[int]:
+def shifted_lengths(*parts: int) -> Iterator[int]:
     """The length after every possible shift of a slot of 12 tokens computed in these chunks."""
     for keep in range(12):
         for drop in range(1, 13 - keep):
             cache = Cache(WIDE, slots=1, capacity=CAPACITY, cells=80, dtype=torch.float64)
             for stop, rows in zip(itertools.accumulate(parts), parts, strict=True):
                 feed(cache, WIDE, 0, TEXT[stop - rows : stop])
-            standing = cache.shift(0, keep, drop)
+            cached_length = cache.shift(0, keep, drop)
             left = [*TEXT[:keep], *TEXT[keep + drop : 12]]
-            assert left[:standing] == read(cache, WIDE, 0)
-            yield standing if standing > keep else -1
+            assert left[:cached_length] == read(cache, WIDE, 0)
+            yield cached_length if cached_length > keep else -1
 
 
 def test_a_shift_does_not_depend_on_the_chunks() -> None:
-    assert list(shifts(12)) == list(shifts(*[1] * 12)) == list(shifts(5, 6, 1))
+    assert list(shifted_lengths(12)) == list(shifted_lengths(*[1] * 12)) == list(shifted_lengths(5, 6, 1))
 
 
 def test_a_text_shorter_than_the_window_shifts() -> None:
-    for length, standing in ((3, 2), (4, 1)):
+    for length, cached_length in ((3, 2), (4, 1)):
         cache = Cache(WIDE, slots=1, capacity=CAPACITY, cells=80, dtype=torch.float64)
         feed(cache, WIDE, 0, TEXT[:length])
 
-        assert standing == cache.shift(0, 1, length - 2)
+        assert cached_length == cache.shift(0, 1, length - 2)
 
 
 def test_a_shift_copies_visible_cells_only() -> None:
@@ -322,10 +322,10 @@ def test_trimming_keeps_the_cells_visible_from_the_end(start: int, kept: list[in
     used = window.pool.reference_counts.sum()
 
     assert (start < 9, False) == (window.can_trim(held, start), whole.can_trim(whole.acquire(0, 0, 12), 0))
-    thinned = window.trim(held, start)
-    assert kept == positions(thinned)
+    trimmed_cache = window.trim(held, start)
+    assert kept == positions(trimmed_cache)
     assert used - (12 - start - len(kept)) == window.pool.reference_counts.sum()
-    assert not window.can_trim(thinned, start)
+    assert not window.can_trim(trimmed_cache, start)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (3, 11), (9, 10), (0, 9)])

@@ -43,8 +43,8 @@ def key_rows(layer: LayerSpec, tokens: Sequence[int], positions: Sequence[int]) 
         return rows
     for pair, frequency in enumerate(rotation.inverse_frequency):
         first, second = columns(rotation, pair)
-        turned = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * frequency * np.asarray(positions))
-        rows[..., first], rows[..., second] = turned.real, turned.imag
+        rotated = (rows[..., first] + 1j * rows[..., second]) * np.exp(1j * frequency * np.asarray(positions))
+        rows[..., first], rows[..., second] = rotated.real, rotated.imag
     return rows
 
 

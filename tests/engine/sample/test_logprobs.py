@@ -24,8 +24,8 @@ from tests.engine.play import Answer, Job, ask, play
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
-# Full attention, windows, latent attention, states beside attention, states alone; and chunks and a delta rule, whose
-# models compute a part in float32 whatever they are loaded in. With each, what log-probabilities may differ by.
+# Full attention, windows, latent attention, hybrid, recurrent; chunks and a delta rule, which compute a part in float32.
+# With the tolerance of the log-probabilities.
 FAMILIES = {
     "llama": 1e-9,
     "gemma3": 1e-9,

@@ -75,7 +75,7 @@ def test_vectors_equal_the_model_alone_in_any_batch(loaded: Models, reference: R
             if job.request.pooling is None:
                 assert (4, []) == (len(answer.tokens), answer.embedded)
                 continue
-            # MiniCPM divides by a constant on the way to the vocabulary: the direction is what is meant.
+            # MiniCPM divides by a constant before the output layer: compare the direction.
             right, found = (normalize(one, dim=0) for one in (expected(reference(family), job.request), vector(answer)))
             assert torch.allclose(right, found, rtol=1e-6, atol=1e-6)
             judged += 1
