@@ -60,14 +60,14 @@ def test_a_waiting_reader_wakes_up() -> None:
 def test_the_fast_path_takes_deltas_of_a_waiting_reader() -> None:
     taken: list[Delta] = []
 
-    def shortcut(delta: Delta) -> bool:
+    def fast_path(delta: Delta) -> bool:
         if delta.text != "refused":
             taken.append(delta)
         return delta.text != "refused"
 
     async def story() -> list[Event]:
         stream = RequestStream("one")
-        stream.fast_path = shortcut
+        stream.fast_path = fast_path
         stream.deliver(Delta("early", (1,)))
         reader = asyncio.create_task(read(stream))
         for step in ([], ["a", "b"], ["refused", "late"], ["c"]):
@@ -79,22 +79,22 @@ def test_the_fast_path_takes_deltas_of_a_waiting_reader() -> None:
         stream.deliver(END)
         return await reader
 
-    told = asyncio.run(story())
+    events = asyncio.run(story())
 
-    assert [Delta("early", (1,)), Delta("refusedlate", (2, 2)), END] == told
+    assert [Delta("early", (1,)), Delta("refusedlate", (2, 2)), END] == events
     assert ["a", "b", "c"] == [delta.text for delta in taken]
 
 
 def test_the_fast_path_is_off_after_the_reader_left() -> None:
     taken: list[Delta] = []
 
-    def shortcut(delta: Delta) -> bool:
+    def fast_path(delta: Delta) -> bool:
         taken.append(delta)
         return True
 
     async def story() -> list[Event]:
         stream = RequestStream("one")
-        stream.fast_path = shortcut
+        stream.fast_path = fast_path
         reader = asyncio.create_task(read(stream))
         await asyncio.sleep(0)
         reader.cancel()

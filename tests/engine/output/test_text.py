@@ -23,7 +23,7 @@ LETTERS = st.text("ab<|é😀", max_size=24)
 STOPS = st.lists(st.text("ab<|é😀", min_size=1, max_size=4), max_size=3)
 
 
-class Bytes:
+class ByteDetokenizer:
     """A detokenizer for tokens that are bytes: whole characters only, U+FFFD for an incomplete one at the end."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 def stream(tokens: Sequence[int], stops: Sequence[str]) -> tuple[list[Delta], str | None]:
     """The deltas of byte tokens, and the stop that ended them."""
-    text = TextStream(Bytes(), stops)
+    text = TextStream(ByteDetokenizer(), stops)
     deltas = []
     for token in tokens:
         deltas.append(text.push(token))
@@ -114,11 +114,11 @@ def test_every_token_is_released_once_and_in_order(text: str) -> None:
     assert tokens == [token for delta in deltas for token in delta.tokens]
 
 
-@given(text=LETTERS, stops=STOPS, least=st.integers(0, 12))
+@given(text=LETTERS, stops=STOPS, min_tokens=st.integers(0, 12))
 @settings(max_examples=500, deadline=None, database=None, derandomize=True)
-def test_no_stop_counts_before_min_tokens(text: str, stops: list[str], least: int) -> None:
-    early = len(text.encode()[: max(least - 1, 0)].decode(errors="ignore"))
-    whole = TextStream(Bytes(), stops, min_tokens=least)
+def test_no_stop_counts_before_min_tokens(text: str, stops: list[str], min_tokens: int) -> None:
+    early = len(text.encode()[: max(min_tokens - 1, 0)].decode(errors="ignore"))
+    whole = TextStream(ByteDetokenizer(), stops, min_tokens=min_tokens)
     released, expected = "", (text, None)
     for length in range(early + 1, len(text) + 1):
         if ends := [stop for stop in stops if text[:length].endswith(stop)]:
@@ -172,13 +172,13 @@ def joined(tokens: bytes, stops: list[str]) -> tuple[str, str | None]:
 
 
 def test_logprobs_are_released_with_their_text() -> None:
-    text = TextStream(Bytes(), ["<end>"])
+    text = TextStream(ByteDetokenizer(), ["<end>"])
     chosen = [Logprob(token, chr(token), bytes([token]), -float(token)) for token in b"ab<end>"]
     entries = [TokenLogprob(alternative, ()) for alternative in chosen]
     deltas = [text.push(entry.chosen.token, entry) for entry in entries]
-    told = [(delta.tokens, tuple(entry.chosen.token for entry in delta.logprobs)) for delta in deltas if delta]
+    released = [(delta.tokens, tuple(entry.chosen.token for entry in delta.logprobs)) for delta in deltas if delta]
 
-    assert [((97,), (97,)), ((98,), (98,))] == told
+    assert [((97,), (97,)), ((98,), (98,))] == released
     assert "<end>" == text.stop
 
 
@@ -191,20 +191,20 @@ def tokenizer(folder: Callable[[str], Path]) -> Tokenizer:
 @given(text=st.text(max_size=30), prompt=st.text(max_size=10))
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_decoding_token_by_token_gives_the_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
-    decoder = tokenizer.detokenizer(tokenizer.encode(prompt))
-    pieces = [decoder.push(token) for token in tokenizer.encode(text)]
+    detokenizer = tokenizer.detokenizer(tokenizer.encode(prompt))
+    pieces = [detokenizer.push(token) for token in tokenizer.encode(text)]
 
-    assert text == "".join((*pieces, decoder.flush()))
+    assert text == "".join((*pieces, detokenizer.flush()))
 
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=30))
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 def test_any_tokens_decode_as_all_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    decoder = tokenizer.detokenizer([])
-    pieces = [decoder.push(token) for token in tokens]
+    detokenizer = tokenizer.detokenizer([])
+    pieces = [detokenizer.push(token) for token in tokens]
     whole = tokenizer._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    assert whole == "".join((*pieces, decoder.flush()))
+    assert whole == "".join((*pieces, detokenizer.flush()))
 
 
 def test_text_beyond_the_context_is_refused_before_tokenizing(tokenizer: Tokenizer) -> None:
@@ -216,7 +216,7 @@ def test_text_beyond_the_context_is_refused_before_tokenizing(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize(
-    ("patterns", "pieces", "text", "stop"),
+    ("expressions", "pieces", "text", "stop"),
     [
         ((r"\d{3}-\d{2}",), ["call 555", "-1", "23 now"], "call 555-12", r"\d{3}-\d{2}"),
         ((r"é+!", "b"), ["aé", "éé! b"], "aééé!", "é+!|b"),
@@ -225,19 +225,22 @@ def test_text_beyond_the_context_is_refused_before_tokenizing(tokenizer: Tokeniz
     ],
 )
 def test_a_text_ends_behind_a_stop_regex_match(
-    patterns: Sequence[str], pieces: Sequence[str], text: str, stop: str | None
+    expressions: Sequence[str], pieces: Sequence[str], text: str, stop: str | None
 ) -> None:
     for parts in (pieces, ["".join(pieces)], list("".join(pieces))):
-        stream = TextStream(Words(parts), (), patterns)
-        said = [delta.text for number in range(len(parts)) if stream.stop is None and (delta := stream.push(number))]
+        stream = TextStream(TextDetokenizer(parts), (), expressions)
+        emitted = [delta.text for number in range(len(parts)) if stream.stop is None and (delta := stream.push(number))]
 
-        assert text == "".join(said)
+        assert text == "".join(emitted)
         assert stop == stream.stop
 
 
 def test_stop_strings_and_stop_regex_work_together() -> None:
-    first, second = TextStream(Words(["abc"]), ("c",), ("b",)), TextStream(Words(["abc"]), ("b",), ("b",))
-    late = TextStream(Words(["ab", "ab"]), (), ("b",), min_tokens=2)
+    first, second = (
+        TextStream(TextDetokenizer(["abc"]), ("c",), ("b",)),
+        TextStream(TextDetokenizer(["abc"]), ("b",), ("b",)),
+    )
+    late = TextStream(TextDetokenizer(["ab", "ab"]), (), ("b",), min_tokens=2)
 
     assert ("ab", "b") == (text_of(first.push(0)), first.stop)
     assert ("a", "b") == (text_of(second.push(0)), second.stop)
@@ -245,10 +248,10 @@ def test_stop_strings_and_stop_regex_work_together() -> None:
     assert ("ab", "b") == (text_of(late.push(1)), late.stop)
 
 
-@pytest.mark.parametrize("pattern", ["(", "(?=a)", "a*", r"\bx"])
-def test_invalid_stop_expressions_are_refused(pattern: str) -> None:
+@pytest.mark.parametrize("stop_regex", ["(", "(?=a)", "a*", r"\bx"])
+def test_invalid_stop_expressions_are_refused(stop_regex: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        StopRegex([pattern])
+        StopRegex([stop_regex])
 
     assert "stop_regex" == refused.value.field
 
@@ -273,14 +276,14 @@ def test_an_error_shows_the_expression_that_was_sent(expressions: tuple[str, ...
 
 
 def test_a_stop_regex_with_too_many_states_reports_it() -> None:
-    pattern, random = StopRegex(["(a.{300}b)"]), Random(0)
+    stop_regex, random = StopRegex(["(a.{300}b)"]), Random(0)
     text = "".join(random.choice("ac") for _ in range(6000))
 
-    assert pattern.push(text) is None
-    assert "too many states" in pattern.error
+    assert stop_regex.push(text) is None
+    assert "too many states" in stop_regex.error
 
 
-class Words:
+class TextDetokenizer:
     """A detokenizer with a text for each token."""
 
     def __init__(self, words: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ def first(ranked: list[int], probability: dict[int, float], share: float) -> set
     return taken
 
 
-def defined(row: list[float], params: SamplingParams, coin: float) -> set[int]:
+def filtered(row: list[float], params: SamplingParams, coin: float) -> set[int]:
     """The tokens that pass one filter after the other, each by its definition."""
     left = {token: value for token, value in enumerate(row) if value > -math.inf}
     if params.top_n_sigma:
@@ -83,9 +83,9 @@ def test_filters_match_their_definitions(coin: float) -> None:
     for at, params in enumerate([*ALONE, *TOGETHER] * 6):
         spread = (0.3, 1.0, 3.0)[at % 3]
         row = [chance.gauss(0, spread) if chance.random() < 0.9 else -math.inf for _ in range(24)] + [0.1]
-        kept = filter_mask(torch.tensor([row], dtype=torch.float64), [params], [coin])[0]
+        mask = filter_mask(torch.tensor([row], dtype=torch.float64), [params], [coin])[0]
 
-        assert defined(row, params, coin) == set(kept.nonzero()[:, 0].tolist()), params
+        assert filtered(row, params, coin) == set(mask.nonzero()[:, 0].tolist()), params
 
 
 def test_tokens_with_equal_logits_are_kept_together() -> None:
@@ -95,7 +95,7 @@ def test_tokens_with_equal_logits_are_kept_together() -> None:
     assert [[False, True, True, True, True]] == filter_mask(row, [SamplingParams(xtc=Xtc(1.0, 0.1))], [HEADS]).tolist()
 
 
-def drawn(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> list[int | None]:
+def sampled(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> list[int | None]:
     """Sampled tokens at many positions."""
     history = PenaltyHistory(params, (), len(row))
     return sample_tokens(
@@ -106,14 +106,14 @@ def drawn(row: Tensor, params: SamplingParams, count: int, seed: int = 3) -> lis
 def test_xtc_applies_with_its_probability() -> None:
     row = torch.tensor([5.0, 3.4, -20.0])
     params = SamplingParams(xtc=Xtc(0.3, 0.1))
-    tokens = drawn(row, params, 3000)
-    plain = drawn(row, SamplingParams(), 3000)
+    tokens = sampled(row, params, 3000)
+    plain = sampled(row, SamplingParams(), 3000)
     excluded = [at for at, token in enumerate(tokens) if token != plain[at]]
 
     assert 0.3 * 0.83 * 3000 == pytest.approx(len(excluded), rel=0.15)
     assert {1} == {tokens[at] for at in excluded}
-    assert tokens == drawn(row, params, 3000)
-    assert tokens != drawn(row, params, 3000, seed=4)
+    assert tokens == sampled(row, params, 3000)
+    assert tokens != sampled(row, params, 3000, seed=4)
 
 
 @pytest.mark.parametrize("params", ALONE[:1] + ALONE[4:5] + ALONE[7:8], ids=str)
@@ -121,4 +121,4 @@ def test_no_filter_applies_at_zero_temperature(params: SamplingParams) -> None:
     greedy = SamplingParams(temperature=0.0, typical_p=params.typical_p, top_n_sigma=params.top_n_sigma, xtc=params.xtc)
     row = torch.randn(30, generator=torch.Generator().manual_seed(1))
 
-    assert [int(row.argmax())] * 20 == drawn(row, greedy, 20)
+    assert [int(row.argmax())] * 20 == sampled(row, greedy, 20)

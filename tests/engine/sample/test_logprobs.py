@@ -24,7 +24,7 @@ from tests.engine.play import Answer, Job, ask, play
 Models = Callable[..., LoadedModel]
 References = Callable[..., Reference]
 
-# Full attention, windows, latent attention, hybrid, recurrent; chunks and a delta rule, which compute a part in float32.
+# Full attention, windows, latent attention, hybrid, recurrent; chunks and a delta rule, computed partly in float32.
 # With the tolerance of the log-probabilities.
 FAMILIES = {
     "llama": 1e-9,
@@ -49,11 +49,11 @@ def random_logits(rows: int) -> Tensor:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = random_logits(70)
-    asks = [LogprobQuery(row, row + 1, 5 if row % 2 else 0, (9, 7)) for row in reversed(range(70))]
+    queries = [LogprobQuery(row, row + 1, 5 if row % 2 else 0, (9, 7)) for row in reversed(range(70))]
     spread = logits.double().log_softmax(-1)
 
-    found = list(token_logprobs(logits, asks, describe))
-    for asked, entry in zip(asks, found, strict=True):
+    found = list(token_logprobs(logits, queries, describe))
+    for asked, entry in zip(queries, found, strict=True):
         assert entry is not None
         best = spread[asked.row].topk(asked.top_count)
         assert best.indices.tolist() == [other.token for other in entry.top]
@@ -124,8 +124,8 @@ def check(reference: Reference, family: str, request: Request, answer: Answer) -
         assert text[position] == entry.chosen.token
         assert list(request.label_tokens) == [label.token for label in entry.labels]
         assert (request.logprobs or 0) == len(entry.top)
-        for told in (entry.chosen, *entry.top, *entry.labels):
-            assert pytest.approx(float(spread[position - 1, told.token]), abs=FAMILIES[family]) == told.logprob
+        for logprob in (entry.chosen, *entry.top, *entry.labels):
+            assert pytest.approx(float(spread[position - 1, logprob.token]), abs=FAMILIES[family]) == logprob.logprob
         best = sorted((other.logprob for other in entry.top), reverse=True)
         assert pytest.approx(spread[position - 1].topk(len(best)).values.tolist(), abs=FAMILIES[family]) == best
     return len(entries)
@@ -149,7 +149,7 @@ def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
     return jobs
 
 
-def judged(models: Models, references: References, family: str, seeds: range) -> int:
+def compared(models: Models, references: References, family: str, seeds: range) -> int:
     """Run random traffic with drafts; how many log-probabilities were compared."""
     loaded, reference, pool, count = models(family), references(family), prompts(len(family)), 0
     for seed in seeds:
@@ -171,14 +171,14 @@ def judged(models: Models, references: References, family: str, seeds: range) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_scores_equal_the_model_alone_in_any_batch(loaded: Models, reference: References, family: str) -> None:
-    assert 50 < judged(loaded, reference, family, range(4 if family in ("llama", "gemma3") else 2))
+    assert 50 < compared(loaded, reference, family, range(4 if family in ("llama", "gemma3") else 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_scores_equal_the_model_in_many_batches(loaded: Models, reference: References, family: str) -> None:
-    assert 1000 < judged(loaded, reference, family, range(100, 140))
+    assert 1000 < compared(loaded, reference, family, range(100, 140))
 
 
 def test_a_shared_prefix_is_computed_once(loaded: Models) -> None:
@@ -268,8 +268,8 @@ def test_logprobs_of_a_row_ignore_its_neighbours() -> None:
     logits[4] = -torch.inf
     logits[5, ::2] = -torch.inf
     whole = logits.log_softmax(-1)
-    asks = [LogprobQuery(row, 7, 5) for row in range(6)]
-    together = list(token_logprobs(logits, asks, lambda token, value: Logprob(token, "", b"", value)))
+    queries = [LogprobQuery(row, 7, 5) for row in range(6)]
+    together = list(token_logprobs(logits, queries, lambda token, value: Logprob(token, "", b"", value)))
 
     assert [True, False, False, False, False, True] == [entry is not None for entry in together]
     for row in (0, 5):

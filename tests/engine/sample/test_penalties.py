@@ -64,15 +64,15 @@ def test_the_dry_penalty_grows_with_the_repetition() -> None:
 def test_a_history_does_not_depend_on_how_it_grew() -> None:
     params = SamplingParams(dry=Dry(1.0, allowed_length=1), frequency_penalty=0.3)
     chance = random.Random(2)
-    prompt, said = [[chance.randrange(6) for _ in range(20)] for _ in range(2)]
+    prompt, tokens = [[chance.randrange(6) for _ in range(20)] for _ in range(2)]
     history = PenaltyHistory(params, prompt, 6)
-    for at, token in enumerate(said):
+    for at, token in enumerate(tokens):
         there, guessed, before = torch.zeros(6), torch.zeros(6), torch.zeros(6)
         grown = PenaltyHistory(params, prompt, 6)
-        for earlier in said:
+        for earlier in tokens:
             grown.append(earlier)
         grown.penalise(there, params)
-        history.after(said[at:]).penalise(guessed, params)
+        history.after(tokens[at:]).penalise(guessed, params)
         history.penalise(before, params)
         assert there.equal(guessed)
 

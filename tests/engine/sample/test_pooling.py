@@ -63,7 +63,7 @@ def traffic(seed: int, pool: Sequence[tuple[int, ...]]) -> list[Job]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "minicpm3", "jamba", "gpt2"])
 def test_vectors_equal_the_model_alone_in_any_batch(loaded: Models, reference: References, family: str) -> None:
-    judged, pool = 0, prompts(len(family))
+    compared, pool = 0, prompts(len(family))
     for seed in range(4):
         chance = random.Random(seed)
         cells = CONTEXT + 30 if seed % 2 == 0 else 4 * CONTEXT
@@ -78,9 +78,9 @@ def test_vectors_equal_the_model_alone_in_any_batch(loaded: Models, reference: R
             # MiniCPM divides by a constant before the output layer: compare the direction.
             right, found = (normalize(one, dim=0) for one in (expected(reference(family), job.request), vector(answer)))
             assert torch.allclose(right, found, rtol=1e-6, atol=1e-6)
-            judged += 1
+            compared += 1
 
-    assert 8 < judged
+    assert 8 < compared
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "jamba", "gpt2"])

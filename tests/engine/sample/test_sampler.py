@@ -26,7 +26,7 @@ DRAWS = 6_000
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def draw(
+def context(
     params: SamplingParams,
     *,
     seed: int = 0,
@@ -51,8 +51,8 @@ def sampled(row: Tensor, params: SamplingParams, count: int, **history: Sequence
     """How often each token is sampled over many positions."""
     tokens = []
     for start in range(0, count, 2000):
-        draws = [draw(params, seed=9, position=start + at, vocabulary=len(row), **history) for at in range(2000)]
-        tokens += sample_tokens(row.expand(2000, -1), draws)
+        contexts = [context(params, seed=9, position=start + at, vocabulary=len(row), **history) for at in range(2000)]
+        tokens += sample_tokens(row.expand(2000, -1), contexts)
     return torch.bincount(torch.tensor(tokens), minlength=len(row))
 
 
@@ -151,32 +151,32 @@ def test_the_filters_agree_with_transformers(params: SamplingParams) -> None:
     prompt, output = (1, 2, 3, 1), (4, 5, 4, 4, 2)
     for at in range(100):
         row = random_logits(at, spread=(0.1, 1.0, 4.0, 30.0)[at % 4])[0]
-        (token,) = sample_tokens(row[None], [draw(params, seed=at, prompt=prompt, output=output)])
+        (token,) = sample_tokens(row[None], [context(params, seed=at, prompt=prompt, output=output)])
 
         assert processed(row, params, prompt, output)[token] > 0
 
 
-def mixed_draws(rows: int) -> list[SamplingContext]:
+def mixed_contexts(rows: int) -> list[SamplingContext]:
     """Sampling contexts with different parameters, one for each row."""
     kinds = [GREEDY, *CASES]
     return [
-        draw(kinds[at % len(kinds)], seed=at * 7919 - 50, position=at, prompt=(at % VOCABULARY,), output=(1, 1, 2))
+        context(kinds[at % len(kinds)], seed=at * 7919 - 50, position=at, prompt=(at % VOCABULARY,), output=(1, 1, 2))
         for at in range(rows)
     ]
 
 
 def test_a_batch_equals_its_rows_one_by_one() -> None:
-    logits, draws = random_logits(1, rows=300), mixed_draws(300)
-    alone = [sample_tokens(logits[at : at + 1], [draws[at]])[0] for at in range(300)]
-    turned = sample_tokens(logits.flip(0), draws[::-1])
+    logits, contexts = random_logits(1, rows=300), mixed_contexts(300)
+    alone = [sample_tokens(logits[at : at + 1], [contexts[at]])[0] for at in range(300)]
+    reversed_rows = sample_tokens(logits.flip(0), contexts[::-1])
 
-    assert alone == sample_tokens(logits, draws)
-    assert alone == turned[::-1]
+    assert alone == sample_tokens(logits, contexts)
+    assert alone == reversed_rows[::-1]
 
 
 def test_sampling_keeps_the_input_logits() -> None:
     logits = random_logits(1, rows=60)
-    sample_tokens(logits, mixed_draws(60))
+    sample_tokens(logits, mixed_contexts(60))
 
     assert random_logits(1, rows=60).equal(logits)
 
@@ -184,13 +184,13 @@ def test_sampling_keeps_the_input_logits() -> None:
 def test_zero_temperature_is_greedy() -> None:
     logits = random_logits(2, rows=50)
 
-    assert logits.argmax(-1).tolist() == sample_tokens(logits, [draw(GREEDY, seed=at) for at in range(50)])
+    assert logits.argmax(-1).tolist() == sample_tokens(logits, [context(GREEDY, seed=at) for at in range(50)])
 
 
 def test_a_falling_temperature_becomes_greedy() -> None:
     logits = random_logits(2, rows=50)
     for temperature in (1e-3, 1e-5, 1e-12, 1e-45, 5e-324):
-        drawn = sample_tokens(logits, [draw(SamplingParams(temperature=temperature), seed=at) for at in range(50)])
+        drawn = sample_tokens(logits, [context(SamplingParams(temperature=temperature), seed=at) for at in range(50)])
 
         assert logits.argmax(-1).tolist() == drawn
 
@@ -199,8 +199,8 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     row = torch.zeros(1, VOCABULARY)
     row[0, [5, 9, 20]] = 1.0
 
-    assert [5] == sample_tokens(row, [draw(GREEDY)])
-    assert [5] == sample_tokens(row.to(torch.bfloat16), [draw(GREEDY)])
+    assert [5] == sample_tokens(row, [context(GREEDY)])
+    assert [5] == sample_tokens(row.to(torch.bfloat16), [context(GREEDY)])
 
 
 def test_ties_at_a_filter_threshold_are_kept_together() -> None:
@@ -213,24 +213,24 @@ def test_ties_at_a_filter_threshold_are_kept_together() -> None:
 
 def test_filters_that_are_off_change_nothing() -> None:
     logits = random_logits(4, rows=200)
-    plain = sample_tokens(logits, [draw(SamplingParams(), seed=at) for at in range(200)])
+    plain = sample_tokens(logits, [context(SamplingParams(), seed=at) for at in range(200)])
     for off in (SamplingParams(top_k=VOCABULARY), SamplingParams(top_k=10**9), SamplingParams(top_p=1.0, min_p=0.0)):
-        assert plain == sample_tokens(logits, [draw(off, seed=at) for at in range(200)])
+        assert plain == sample_tokens(logits, [context(off, seed=at) for at in range(200)])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_k=3, top_p=0.5)], ids=str)
 def test_a_row_that_is_not_finite_fails_alone(bad: float, params: SamplingParams) -> None:
     logits = random_logits(6, rows=5)
-    draws = [draw(params, seed=at) for at in range(5)]
-    expected = sample_tokens(logits, draws)
+    contexts = [context(params, seed=at) for at in range(5)]
+    expected = sample_tokens(logits, contexts)
     logits[2, 7] = bad
 
-    assert [*expected[:2], None, *expected[3:]] == sample_tokens(logits, draws)
+    assert [*expected[:2], None, *expected[3:]] == sample_tokens(logits, contexts)
 
 
 def test_a_row_without_allowed_token_has_no_sample() -> None:
-    assert [None] == sample_tokens(torch.full((1, VOCABULARY), -math.inf), [draw(SamplingParams())])
+    assert [None] == sample_tokens(torch.full((1, VOCABULARY), -math.inf), [context(SamplingParams())])
 
 
 def test_a_row_with_forbidden_tokens_is_sampled() -> None:
@@ -245,11 +245,11 @@ def test_huge_and_tiny_logits_are_sampled(dtype: torch.dtype) -> None:
     row = torch.zeros(1, VOCABULARY, dtype=dtype)
     row[0, 3], row[0, 4] = torch.finfo(dtype).max / 4, -torch.finfo(dtype).max / 4
 
-    assert [3] == sample_tokens(row, [draw(SamplingParams(top_k=4, top_p=0.9, min_p=0.1))])
+    assert [3] == sample_tokens(row, [context(SamplingParams(top_k=4, top_p=0.9, min_p=0.1))])
 
 
 def test_a_vocabulary_of_one_token_is_sampled() -> None:
-    assert [0] == sample_tokens(torch.zeros(1, 1), [draw(SamplingParams(top_k=5, top_p=0.1), vocabulary=1)])
+    assert [0] == sample_tokens(torch.zeros(1, 1), [context(SamplingParams(top_k=5, top_p=0.1), vocabulary=1)])
 
 
 def test_bias_can_force_and_forbid() -> None:
@@ -264,7 +264,9 @@ def test_bias_can_force_and_forbid() -> None:
 def test_repeated_biases_add_up() -> None:
     row = torch.zeros(1, VOCABULARY)
 
-    assert [6] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, logit_bias=((6, 1.0), (5, 1.5), (6, 1.0))))])
+    assert [6] == sample_tokens(
+        row, [context(SamplingParams(temperature=0.0, logit_bias=((6, 1.0), (5, 1.5), (6, 1.0))))]
+    )
 
 
 def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
@@ -273,7 +275,7 @@ def test_penalties_count_the_output_and_repetition_the_prompt_too() -> None:
     in_prompt = {"prompt": (1,), "output": ()}
     in_output = {"prompt": (), "output": (1, 1)}
 
-    assert [1] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, presence_penalty=2.0), **in_prompt)])
-    assert [2] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, repetition_penalty=2.0), **in_prompt)])
-    assert [1] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, presence_penalty=0.4), **in_output)])
-    assert [2] == sample_tokens(row, [draw(SamplingParams(temperature=0.0, frequency_penalty=0.4), **in_output)])
+    assert [1] == sample_tokens(row, [context(SamplingParams(temperature=0.0, presence_penalty=2.0), **in_prompt)])
+    assert [2] == sample_tokens(row, [context(SamplingParams(temperature=0.0, repetition_penalty=2.0), **in_prompt)])
+    assert [1] == sample_tokens(row, [context(SamplingParams(temperature=0.0, presence_penalty=0.4), **in_output)])
+    assert [2] == sample_tokens(row, [context(SamplingParams(temperature=0.0, frequency_penalty=0.4), **in_output)])
