@@ -64,8 +64,8 @@ class ConvolutionInput {
         for (int64_t at = 0; at < count; ++at) {
             const ColumnRange &columns = ranges[at];
             const Linear &matrix = layer.projections[columns.matrix];
-            const float *made = output_of(projected, layer.projections, columns.matrix, rows) + row * matrix.outputs;
-            memcpy(to + columns.target, made + columns.offset, columns.count * sizeof(float));
+            const float *output = output_of(projected, layer.projections, columns.matrix, rows) + row * matrix.outputs;
+            memcpy(to + columns.target, output + columns.offset, columns.count * sizeof(float));
             if (matrix.bias) add_row(to + columns.target, matrix.bias + columns.offset, nullptr, columns.count);
         }
     }

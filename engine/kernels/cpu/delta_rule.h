@@ -122,7 +122,7 @@ class DeltaRuleLayer {
         const float decay = decays[head], beta = decays[delta.value_heads + head];
         alignas(64) float target[BAND] = {};
         memcpy(target, value, some * sizeof(float));
-        Vector predicted[SUMS_APART][BAND_VECTORS] = {}, change[BAND_VECTORS], made[SUMS_APART][BAND_VECTORS] = {};
+        Vector predicted[SUMS_APART][BAND_VECTORS] = {}, change[BAND_VECTORS], outputs[SUMS_APART][BAND_VECTORS] = {};
         by_rows(delta.key_width, [&](int64_t at, int part) {
 #pragma GCC unroll 8
             for (int i = 0; i < BAND_VECTORS; ++i) predicted[part][i] += load(state + at * BAND + i * LANES) * key[at];
@@ -134,10 +134,10 @@ class DeltaRuleLayer {
                 float *own = state + at * BAND + i * LANES;
                 const Vector now = load(own) * decay + change[i] * key[at];
                 store(own, now);
-                made[part][i] += now * query[at];
+                outputs[part][i] += now * query[at];
             }
         });
-        for (int i = 0; i < BAND_VECTORS; ++i) store(output + i * LANES, joined(made, i));
+        for (int i = 0; i < BAND_VECTORS; ++i) store(output + i * LANES, joined(outputs, i));
     }
 
     // f(row, partial sum of the row) for all rows of a state.

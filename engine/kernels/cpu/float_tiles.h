@@ -100,12 +100,12 @@ class FloatTiles {
         narrow ? fill(scratch.narrow_key) : fill(scratch.key);
     }
 
-    static const float *widened(const KVBuffer &plane, int64_t head, int64_t cell, const Element *row, int64_t width,
+    static const float *widened(const KVBuffer &buffer, int64_t head, int64_t cell, const Element *row, int64_t width,
                                 float *__restrict copy) {
         if constexpr (std::is_same_v<Element, float>)
-            if (width == plane.width) return touched(row, width);
-        const float scale = plane.scales ? plane.scales[head * plane.scale_stride + cell] : 1.0f;
-        for (int64_t at = 0; at < plane.width; ++at) copy[at] = number(row[at]) * scale;
+            if (width == buffer.width) return touched(row, width);
+        const float scale = buffer.scales ? buffer.scales[head * buffer.scale_stride + cell] : 1.0f;
+        for (int64_t at = 0; at < buffer.width; ++at) copy[at] = number(row[at]) * scale;
         return copy;
     }
 

@@ -48,10 +48,10 @@ inline void write_codes(int8_t *to, float *scale, const float *row, int64_t widt
 
 // Store the row of a head in a cell.
 template <class Element>
-inline void write_cell(const KVBuffer &plane, int64_t head, int64_t cell, const float *row, int64_t width) {
-    Element *const to = (Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride;
+inline void write_cell(const KVBuffer &buffer, int64_t head, int64_t cell, const float *row, int64_t width) {
+    Element *const to = (Element *)buffer.data + head * buffer.head_stride + cell * buffer.cell_stride;
     if constexpr (std::is_same_v<Element, int8_t>)
-        write_codes(to, (float *)plane.scales + head * plane.scale_stride + cell, row, width);
+        write_codes(to, (float *)buffer.scales + head * buffer.scale_stride + cell, row, width);
     else
         write_row(to, row, width);
 }

@@ -1,6 +1,9 @@
 // Products of rows and quantised matrices (quantised_matrices.h), for one instruction set, chosen by compiler flags.
 #include "layout.h"
+#include "vector.h"
+#if LANES >= 8
 #include "plain_matrices.h"
+#endif
 #include "quantised_matrices.h"
 
 namespace {

@@ -70,7 +70,7 @@ class Multiplier {
     // Rows of a source (quantised_rows.h, row_operations.h) times a matrix. For weights that are not quantised, `scratch` holds
     // the rows.
     template <class Source>
-    void multiply_made(const Linear &matrix, const Source &source, float *scratch, float *to, int64_t rows) const {
+    void multiply_source(const Linear &matrix, const Source &source, float *scratch, float *to, int64_t rows) const {
         if (matrix.kind >= WEIGHTS_INT8) {
             quantise(source, quantised_rows(matrix, rows));
             return multiply_range(&matrix, 1, nullptr, to, rows);

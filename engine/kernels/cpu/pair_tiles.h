@@ -142,43 +142,43 @@ class PairTiles {
                 pack_split_row(scratch.value[at], call.values.width, scratch.split_values + at * value_width);
         }
         for (int64_t line = 0; line < lines.count; line += STRIP) {
-            const int64_t behind = lesser(line + STRIP, lines.count);
+            const int64_t end = lesser(line + STRIP, lines.count);
             // Prefetch the next tile in portions.
-            for (int64_t at = TILE * line / lines.count; at < TILE * behind / lines.count; ++at) {
+            for (int64_t at = TILE * line / lines.count; at < TILE * end / lines.count; ++at) {
                 pool.prefetch_key(lines, tile + TILE + at);
                 pool.prefetch_value(lines, tile + TILE + at);
             }
-            accumulate_strip<SPLIT>(lines, tile, line, behind, from, to, scratch, sums);
+            accumulate_strip<SPLIT>(lines, tile, line, end, from, to, scratch, sums);
         }
     }
 
-    // Lines [line, behind) and the packed tile.
+    // Lines [line, end) and the packed tile.
     template <bool SPLIT>
-    __attribute__((noinline)) void accumulate_strip(const Lines &lines, int64_t tile, int64_t line, int64_t behind,
+    __attribute__((noinline)) void accumulate_strip(const Lines &lines, int64_t tile, int64_t line, int64_t end,
                                                     int64_t from, int64_t to, Scratch &scratch,
                                                     const SoftmaxState &sums) const {
         // In a strip the first line has the oldest position, the last line the newest.
         const int64_t start = larger(from, lines.low(line, tile));
-        const int64_t stop = lesser(to, lines.high(behind - 1, tile) + 1);
+        const int64_t stop = lesser(to, lines.high(end - 1, tile) + 1);
         if (start >= stop) return;
         int64_t group = start / LANES * LANES;
         if (SPLIT)
-            for (; group + 3 * LANES < stop; group += 4 * LANES) score<SPLIT, 4>(line, behind, group, scratch);
-        for (; group + LANES < stop; group += 2 * LANES) score<SPLIT, 2>(line, behind, group, scratch);
-        if (group < stop) score<SPLIT, 1>(line, behind, group, scratch);
-        for (int64_t own = line; own < behind; ++own) to_weights<SPLIT>(lines, tile, own, own - line, scratch, sums);
+            for (; group + 3 * LANES < stop; group += 4 * LANES) score<SPLIT, 4>(line, end, group, scratch);
+        for (; group + LANES < stop; group += 2 * LANES) score<SPLIT, 2>(line, end, group, scratch);
+        if (group < stop) score<SPLIT, 1>(line, end, group, scratch);
+        for (int64_t own = line; own < end; ++own) to_weights<SPLIT>(lines, tile, own, own - line, scratch, sums);
         const auto values = packed<SPLIT>(scratch);
         for_columns<VECTORS_AT_ONCE>(0, [&](int64_t at, auto vectors) {
-            for_lines<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
+            for_lines<LINES_AT_ONCE>(line, end, [&](int64_t own, auto count) {
                 add_values<SPLIT, count(), vectors()>(own, own - line, values, start, stop, at, scratch, sums);
             });
         });
     }
 
-    // Scores of lines [line, behind) for GROUPS times LANES keys from `group` on.
+    // Scores of lines [line, end) for GROUPS times LANES keys from `group` on.
     template <bool SPLIT, int GROUPS>
-    void score(int64_t line, int64_t behind, int64_t group, const Scratch &scratch) const {
-        for_lines<LINES_AT_ONCE>(line, behind, [&](int64_t own, auto count) {
+    void score(int64_t line, int64_t end, int64_t group, const Scratch &scratch) const {
+        for_lines<LINES_AT_ONCE>(line, end, [&](int64_t own, auto count) {
             float *const scores = scratch.scores + (own - line) * TILE + group;
             if constexpr (SPLIT)
                 score_split<count(), GROUPS>(scratch.split_queries + own * PAIR * query_words, PAIR * query_words,
@@ -222,12 +222,12 @@ class PairTiles {
         if constexpr (VECTORS > 1) for_columns<VECTORS / 2>(at, work);
     }
 
-    // function(line, count) for lines [line, behind), MOST at once; count is a compile-time constant.
+    // function(line, count) for lines [line, end), MOST at once; count is a compile-time constant.
     template <int MOST, class Function>
-    static __attribute__((always_inline)) void for_lines(int64_t line, int64_t behind, Function work) {
-        for (; line + MOST <= behind; line += MOST) work(line, std::integral_constant<int, MOST>());
+    static __attribute__((always_inline)) void for_lines(int64_t line, int64_t end, Function work) {
+        for (; line + MOST <= end; line += MOST) work(line, std::integral_constant<int, MOST>());
         if constexpr (MOST > 1)
-            if (line < behind) with_count<MOST - 1>(behind - line, [&](auto count) { work(line, count); });
+            if (line < end) with_count<MOST - 1>(end - line, [&](auto count) { work(line, count); });
     }
 
     // use(count) with count in [1, MOST] as a compile-time constant.

@@ -93,8 +93,8 @@ inline void write_totals(const QuantisedMatrix &matrix, Format format, int64_t r
     constexpr int64_t WIDTH = BLOCKS * OUTPUTS;
     const int64_t start = row * matrix.outputs + block * OUTPUTS, width = lesser(matrix.outputs - block * OUTPUTS, WIDTH);
     const bool whole = format == FLOAT32 && width == WIDTH;
-    alignas(64) float made[ROWS * WIDTH];
-    float *const to = whole ? (float *)matrix.output + start : made;
+    alignas(64) float values[ROWS * WIDTH];
+    float *const to = whole ? (float *)matrix.output + start : values;
     const int64_t stride = whole ? matrix.outputs : WIDTH;
 #pragma GCC unroll 16
     for (int at = 0; at < ROWS * BLOCKS; ++at)
@@ -102,9 +102,9 @@ inline void write_totals(const QuantisedMatrix &matrix, Format format, int64_t r
     if (whole) return;
     for (int at = 0; at < ROWS; ++at) {
         if (format == BFLOAT16)
-            write_row((bfloat16 *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
+            write_row((bfloat16 *)matrix.output + start + at * matrix.outputs, values + at * WIDTH, width);
         else
-            write_row((float *)matrix.output + start + at * matrix.outputs, made + at * WIDTH, width);
+            write_row((float *)matrix.output + start + at * matrix.outputs, values + at * WIDTH, width);
     }
 }
 

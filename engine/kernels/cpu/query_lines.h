@@ -60,12 +60,12 @@ class Pool {
   private:
     static bool is_valid(const Lines &lines, int64_t position) { return position < lines.segment->start + lines.segment->rows; }
 
-    static const Element *row(const KVBuffer &plane, int64_t head, int64_t cell) {
-        return (const Element *)plane.data + head * plane.head_stride + cell * plane.cell_stride;
+    static const Element *row(const KVBuffer &buffer, int64_t head, int64_t cell) {
+        return (const Element *)buffer.data + head * buffer.head_stride + cell * buffer.cell_stride;
     }
 
-    static __attribute__((always_inline)) void prefetch(const KVBuffer &plane, const Element *row) {
-        for (int64_t at = 0; at < plane.width; at += 64 / sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
+    static __attribute__((always_inline)) void prefetch(const KVBuffer &buffer, const Element *row) {
+        for (int64_t at = 0; at < buffer.width; at += 64 / sizeof(Element)) __builtin_prefetch(row + at, 0, 2);
     }
 
     const KVBuffer keys, values;

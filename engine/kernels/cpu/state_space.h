@@ -1,7 +1,7 @@
 // Selective state spaces (Mamba-2, arXiv 2405.21060): each head has a state [value][key].
 //
-//     inputs     [span][kernel - 1 + rows][width]   channels of values, keys and queries, the dt inputs of each head, room for
-//                decays, and gates (convolution.h)
+//     inputs     [span][kernel - 1 + rows][width]   channels of values, keys and queries, the dt inputs of each head,
+//                columns for decays, and gates (convolution.h)
 //     convolved  [row][channels]                    after the convolution
 //     state      = decay * state + dt * value key, for each token; output = state . query + skip * value
 //

@@ -167,13 +167,14 @@ class StepRunner {
     }
 
     // Add an output of a layer to the hidden states of a row.
-    void add(const float *made, const Linear &last, const Norm &after, float share, int64_t row) const {
+    void add(const float *output, const Linear &projection, const Norm &post_norm, float residual_scale, int64_t row) const {
         float *const states = states_of(row), *const own = residual_scratch + place(row) * step.width;
-        if (after.kind == NO_NORM && share == 1) return add_row(states, made + row * step.width, last.bias, step.width);
-        memcpy(own, made + row * step.width, step.width * sizeof(float));
-        if (last.bias) add_row(own, last.bias, nullptr, step.width);
-        if (after.kind != NO_NORM) normalise(after, own, own);
-        for (int64_t at = 0; at < step.width; ++at) states[at] += share * own[at];
+        if (post_norm.kind == NO_NORM && residual_scale == 1)
+            return add_row(states, output + row * step.width, projection.bias, step.width);
+        memcpy(own, output + row * step.width, step.width * sizeof(float));
+        if (projection.bias) add_row(own, projection.bias, nullptr, step.width);
+        if (post_norm.kind != NO_NORM) normalise(post_norm, own, own);
+        for (int64_t at = 0; at < step.width; ++at) states[at] += residual_scale * own[at];
     }
 
     // Add the outputs of the layer before to the hidden states of a row.
@@ -246,10 +247,10 @@ class StepRunner {
 
     void run_dense(const Layer &layer, const float *from) {
         for_activation(layer.activation, [&](auto kind) {
-            const auto made = activation<decltype(kind)::value>(layer);
-            if (is_by_groups(layer)) return run_dense_alone(layer, made, from);
+            const auto source = activation<decltype(kind)::value>(layer);
+            if (is_by_groups(layer)) return run_dense_alone(layer, source, from);
             multiply(layer.inner, layer.inner_count, from, inner, rows);
-            multiplier.multiply_made(layer.down, made, activated, mlp_output, rows);
+            multiplier.multiply_source(layer.down, source, activated, mlp_output, rows);
         });
     }
 
@@ -260,8 +261,8 @@ class StepRunner {
     }
 
     // Each thread computes the gates and ups that it activates, so there is no barrier between them.
-    template <class Made>
-    void run_dense_alone(const Layer &layer, const Made &made, const float *from) const {
+    template <class Source>
+    void run_dense_alone(const Layer &layer, const Source &source, const float *from) const {
         const int64_t groups = layer.down.columns / GROUP, thread = omp_get_thread_num(), threads = omp_get_num_threads();
         const int64_t first = groups * thread / threads, last = groups * (thread + 1) / threads;
         const Multiplier own = alone();
@@ -272,7 +273,7 @@ class StepRunner {
         own.prepare_alone(layer.inner, layer.inner_count, from);
         multiply(layer.gate_matrix, layer.gate_offset);
         if (layer.up_matrix >= 0) multiply(layer.up_matrix, layer.up_offset);
-        multiplier.quantise_groups(layer.down, made, first, last);
+        multiplier.quantise_groups(layer.down, source, first, last);
 #pragma omp barrier
         multiplier.multiply_prepared(layer.down, mlp_output);
     }
@@ -281,15 +282,15 @@ class StepRunner {
     template <Activation KIND>
     Activated<KIND> activation(const Layer &layer) const {
         const Linear &gate = layer.inner[layer.gate_matrix];
-        Activated<KIND> made = {};
-        made.columns = layer.down.columns;
-        made.gate = output_of(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset, made.gate_stride = gate.outputs;
-        if (gate.bias) made.gate_bias = gate.bias + layer.gate_offset;
-        if (layer.up_matrix < 0) return made;
+        Activated<KIND> source = {};
+        source.columns = layer.down.columns;
+        source.gate = output_of(inner, layer.inner, layer.gate_matrix, rows) + layer.gate_offset, source.gate_stride = gate.outputs;
+        if (gate.bias) source.gate_bias = gate.bias + layer.gate_offset;
+        if (layer.up_matrix < 0) return source;
         const Linear &up = layer.inner[layer.up_matrix];
-        made.up = output_of(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset, made.up_stride = up.outputs;
-        if (up.bias) made.up_bias = up.bias + layer.up_offset;
-        return made;
+        source.up = output_of(inner, layer.inner, layer.up_matrix, rows) + layer.up_offset, source.up_stride = up.outputs;
+        if (up.bias) source.up_bias = up.bias + layer.up_offset;
+        return source;
     }
 
     void compute_logits(const Layer &before) {
