@@ -1,4 +1,4 @@
-"""Who may come in. Every path needs a key but for the two that a load balancer asks: new routes start closed."""
+"""Authentication by API key. Every path but /health and /ready needs a key, so a new route is closed by default."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.http.errors import INVALID_API_KEY, ApiError, error_response
 from server.settings import split_organisation
 
-# Compared with scope["path"] as it is: no prefix, no case folding, no URL object rebuilt from the Host header
-# (CVE-2026-48710 was that).
+# Compared with scope["path"] literally: no prefix, no case folding, no URL rebuilt from the Host header
+# (CVE-2026-48710).
 OPEN_PATHS = frozenset({"/health", "/ready"})
-# The name of a request's key in its state.
+# The key of the owner in a request's state.
 OWNER_KEY = "owner"
 
 
@@ -34,12 +34,12 @@ class Caller:
 
 
 _ANONYMOUS = Caller()
-# Tasks and worker threads of a request inherit it, so that it reaches the engine from every route.
+# Tasks and worker threads of a request inherit it, so it reaches the engine from every route.
 _current_caller: ContextVar[Caller] = ContextVar("caller", default=_ANONYMOUS)
 
 
 class AuthMiddleware:
-    """Pure ASGI: answers 401 itself, passes on the rest. Without keys everything passes.
+    """ASGI middleware: answers 401 to requests without a valid key. Without keys it accepts every request.
 
     keys  `key`, or `organisation:key`; keys of one organisation are one owner
     """
@@ -50,7 +50,7 @@ class AuthMiddleware:
         self._digests = list(self._owners)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request in, or answer that it needs a key."""
+        """Pass the request on with its owner, or answer 401."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -71,7 +71,7 @@ class AuthMiddleware:
         if not self._digests or scope["path"] in OPEN_PATHS:
             return True
         presented = list(_credentials(scope))
-        # Two credentials in one request: a proxy and we might read different ones.
+        # A proxy may read the other one of two credentials.
         return len(presented) == 1 and self._is_valid(presented[0])
 
     def _owner(self, scope: Scope) -> str:
@@ -79,7 +79,7 @@ class AuthMiddleware:
         return self._owners.get(_digest(presented[0]), "") if len(presented) == 1 else ""
 
     def _is_valid(self, key: bytes) -> bool:
-        # Digests have one length, and all of them are compared, so that the time says nothing about the keys.
+        # Digests of equal length, all compared: the time is independent of the keys.
         digest = _digest(key)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)
@@ -90,20 +90,20 @@ def _digest(key: bytes) -> bytes:
 
 
 def _owners_of(keys: Sequence[str]) -> Iterator[tuple[bytes, str]]:
-    """The digest of each key, and the owner of the key."""
+    """Digest and owner of each key."""
     alone = len({*keys}) == 1
     for entry in keys:
         organisation, key = split_organisation(entry)
         if organisation:
             owner = _owner_id(b"organisation " + organisation.encode())
-            # The entry opens as a whole too: it may be a key that has a colon in it.
+            # The whole entry is a key as well, since a key may contain a colon.
             yield from ((_digest(text.encode()), owner) for text in (entry, key))
         else:
             yield _digest(key.encode()), "" if alone else _owner_id(b"owner " + key.encode())
 
 
 def _owner_id(owner: bytes) -> str:
-    # Of the digest as much as tells owners apart: it is written down beside what belongs to them.
+    # A prefix of the digest: it is stored beside the owner's data.
     return _digest(owner).hex()[:16]
 
 
@@ -117,7 +117,7 @@ def _credentials(scope: Scope) -> Iterator[bytes]:
 
 
 def owner(request: HTTPConnection) -> str:
-    """Whose key a request came with, where there are several; "": there is one, or none."""
+    """The owner of a request: its organisation, or its key; "" where all requests belong to one owner."""
     return str(getattr(request.state, OWNER_KEY, ""))
 
 

@@ -1,4 +1,4 @@
-"""File descriptors: how many connections there are descriptors for, and what happens where none is left."""
+"""File descriptors: the limit of connections that follows from them, and a listening socket for their exhaustion."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 logger = logging.getLogger("cellar.http")
 
-# For all but connections: the store, files of the shelf, the process that compiles grammars, what threads open.
+# For everything but connections: the store, files of the disk cache, the grammar sandbox, threads.
 RESERVED_DESCRIPTORS = 128
-# Connections that are taken in one turn of the event loop. It takes a few more turns until those that were too many
-# give their descriptors back, so that a burst needs several times as many of the reserve.
+# Connections accepted in one iteration of the event loop. Excess connections release their descriptors a few iterations
+# later, so a burst takes several times this number of the reserve.
 ACCEPT_BATCH = 16
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def connection_limit(connections: int) -> int:
-    """So many connections, or as many as there are descriptors for; the soft limit is raised where it may be."""
+    """`connections`, or the number that file descriptors allow; raises the soft limit up to the hard limit."""
     wanted = connections + RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -37,17 +37,17 @@ def connection_limit(connections: int) -> int:
 
 
 class ListeningSocket(socket.socket):
-    """A listening socket that asyncio can serve when descriptors run out.
+    """A listening socket for asyncio that survives the exhaustion of file descriptors.
 
-    asyncio retries after a second, but goes on accepting before, up to 2,048 times (Python 3.11 to 3.14), with a
-    traceback and a timer of a second each. Here the call behind the one that failed says that nothing has come.
+    After EMFILE asyncio retries in a second, but first calls accept() up to 2,048 times (Python 3.11 to 3.14), with a
+    traceback and a timer each. Here the call after a failed one raises BlockingIOError, which ends that loop.
     """
 
     _exhausted = False
     _accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection; BlockingIOError where none is to be taken before the event loop goes on."""
+        """The next connection; BlockingIOError until the next iteration of the event loop."""
         self._accepted = (self._accepted + 1) % (ACCEPT_BATCH + 1)
         if self._exhausted or not self._accepted:
             self._exhausted, self._accepted = False, 0
@@ -60,7 +60,7 @@ class ListeningSocket(socket.socket):
 
 
 def log_exhaustion(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's handler of exceptions, but a line in place of a traceback where descriptors run out."""
+    """An exception handler of asyncio: one log line instead of a traceback when descriptors are exhausted."""
     fault = context.get("exception")
     if isinstance(fault, OSError) and fault.errno in _EXHAUSTED and "socket" in context:
         logger.error("no connection can be taken, next try in a second: %s", fault.strerror)

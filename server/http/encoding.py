@@ -1,7 +1,7 @@
-"""JSON as it leaves the server: compact, finite, and ASCII only.
+"""JSON output: compact, finite, ASCII only.
 
-ASCII, because a character never splits over two packets then, and because clients that cut a stream with
-str.splitlines break at U+2028 and U+0085, which other escapings leave in place.
+In ASCII no character is split over two packets, and clients that split a stream with str.splitlines cannot break at
+U+2028 or U+0085.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import anyio.to_thread
 from starlette.responses import Response
 
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-# Items of a list that are encoded in one call: numbers or texts, and objects or vectors.
+# Items of a list in one call of the encoder: scalars, and objects or vectors.
 SCALAR_SLICE, NESTED_SLICE = 1024, 4
-# Objects of a list that are encoded in slices themselves, such as choices.
+# Longest list of objects, such as choices, with items that are sliced themselves.
 MAX_SLICED_OBJECTS = 64
-# The text of a template: nothing that a server or a client is called by has this value.
+# The text of a template; no name or id has this value.
 PLACEHOLDER = "\0"
 
 
 def dumps(value: object) -> bytes:
-    """The JSON text of `value`; ValueError at NaN or Infinity."""
+    """The JSON text of `value`; ValueError for NaN and Infinity."""
     return _encoder.encode(value).encode("ascii")
 
 
 def dumps_sliced(value: object) -> bytes:
-    """The same text, encoded in slices: the encoder would hold the interpreter for all of a list of a million."""
+    """The same as `dumps`, encoded in slices: one call for a million items would hold the interpreter lock."""
     if isinstance(value, dict):
         return b"{" + b",".join(dumps(key) + b":" + dumps_sliced(item) for key, item in value.items()) + b"}"
     if not isinstance(value, list) or not value:
@@ -40,26 +40,26 @@ def dumps_sliced(value: object) -> bytes:
 
 
 async def large_json_response(content: object) -> Response:
-    """A JSON answer that is encoded in a worker thread."""
+    """A JSON response, encoded in a worker thread."""
     return Response(await anyio.to_thread.run_sync(dumps_sliced, content), media_type=JsonResponse.media_type)
 
 
 class JsonTemplate:
-    """What is written again and again with another text in it: all but the text is encoded once.
+    """JSON with one variable string: everything else is encoded once.
 
-    pattern  with HOLE, as JSON, wherever the text goes
+    pattern  the JSON text with PLACEHOLDER in place of the string
     """
 
     def __init__(self, pattern: bytes) -> None:
         self._parts = pattern.split(dumps(PLACEHOLDER))
 
     def fill(self, text: str) -> bytes:
-        """The pattern with `text` in it."""
+        """The JSON text with `text` as the string."""
         return encode_basestring_ascii(text).encode("ascii").join(self._parts)
 
 
 class JsonResponse(Response):
-    """A JSON answer."""
+    """A response with compact JSON."""
 
     media_type = "application/json"
 

@@ -1,9 +1,8 @@
-"""Every error that a client can see. The only file of this package that knows status codes.
+"""All errors of the API. No other file of the server names status codes.
 
-A `ErrorKind` is a row of the table in docs/errors.md: status, type and code. An `ApiError` is one of them with a message.
-Whoever finds the fault raises; the handlers here, and `error_response` for what happens outside FastAPI, write the envelope
-{"error": {"message", "type", "param", "code"}}, or the one that clients of another API know. Input is never echoed but
-for short names of fields.
+An `ErrorKind` is a row of the table in docs/errors.md: status, type and code; an `ApiError` adds a message. The
+exception handlers here, and `error_response` outside FastAPI, send the envelope {"error": {"message", "type", "param",
+"code"}}, or the error format of another API. Messages contain no input except short field names.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from server.store.database import StoreError
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """What an error is, apart from this one's message."""
+    """Status, type and code of an error."""
 
     status: int
     type: str
@@ -62,7 +61,7 @@ SERVER_DRAINING = ErrorKind(503, "unavailable_error", "server_draining")
 ENGINE_DEAD = ErrorKind(503, "unavailable_error", "engine_dead")
 STORE_UNAVAILABLE = ErrorKind(503, "unavailable_error", "store_unavailable")
 
-# Paths whose clients read errors in another shape.
+# Paths with another error format.
 ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
 ANTHROPIC_TYPES = {
@@ -79,7 +78,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
-# What the prompt is made of, by the ends of paths; others call it so. A pair may be too long by either text.
+# The field of the prompt by the end of the path. /score has none: either text of a pair may be too long.
 PROMPT_FIELDS: Mapping[str, str | None] = {
     "/chat/completions": "messages",
     "/embeddings": "input",
@@ -88,21 +87,21 @@ PROMPT_FIELDS: Mapping[str, str | None] = {
     "/score": None,
 }
 
-# What a WebSocket's handshake is answered, seen in the log only.
+# The status of a WebSocket handshake in the log.
 SWITCHING_PROTOCOLS = 101
-# The client has gone and nobody reads the answer; nginx's number, seen in the log only.
+# The status in the log after the client's disconnect (nginx uses the same number).
 CLIENT_CLOSED = 499
 
-# openai-python ignores a Retry-After above 120 s by not retrying at all.
+# openai-python does not retry at all for a Retry-After above 120 s.
 MAX_RETRY_SECONDS = 60
-# Until a full disk or a database that is out of reach is worth another try.
+# Retry-After while the store's disk is full or its database is out of reach.
 STORE_RETRY_SECONDS = 10
 
 logger = logging.getLogger("cellar.http")
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. It is an HTTPException so that FastAPI lets it pass while it reads a body."""
+    """An error response. FastAPI passes an HTTPException on while it reads a body."""
 
     def __init__(
         self,
@@ -124,12 +123,12 @@ class ApiError(HTTPException):
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """The error as an answer, in the shape that clients of `path` know."""
+    """The response to a request for `path`."""
     return JsonResponse(error_body(error, path), error.kind.status, error.headers)
 
 
 def error_body(error: ApiError, path: str) -> dict[str, object]:
-    """The body of an error: Anthropic's and Ollama's clients read other shapes than OpenAI's."""
+    """The body in the format of the API of `path`."""
     if path == ANTHROPIC_PREFIX or path.startswith(f"{ANTHROPIC_PREFIX}/"):
         kind = ANTHROPIC_TYPES.get(error.kind.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -139,10 +138,10 @@ def error_body(error: ApiError, path: str) -> dict[str, object]:
 
 
 def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
-    """What an error of the engine means to a client that asked for `path`."""
+    """The API error of an engine error; `path` names the field of the prompt."""
     match error:
         case engine_errors.ContextTooLong():
-            # Agents look for either wording to start compacting their history: OpenAI's and llama.cpp's.
+            # Agents search for either wording, OpenAI's or llama.cpp's, to start the compaction of their history.
             more = ", which exceeds the available context size when an answer is to follow. Please shorten the prompt."
             field = next((name for end, name in PROMPT_FIELDS.items() if path.endswith(end)), "prompt")
             return context_too_long(error, field, subject="the prompt", advice=more)
@@ -159,17 +158,17 @@ def from_engine_error(error: engine_errors.EngineError, path: str) -> ApiError:
 
 
 def invalid_value(field: str, reason: str) -> ApiError:
-    """A value that a field of the body cannot have, for a reason that goes on behind a colon."""
+    """An invalid value of a field; `reason` follows a colon."""
     return ApiError(INVALID_VALUE, f"Invalid value for '{field}': {reason}.", param=field)
 
 
 def missing_parameter(field: str) -> ApiError:
-    """A field that the body needs and does not have."""
+    """A required field is missing."""
     return ApiError(INVALID_VALUE, f"Missing required parameter: '{field}'.", param=field)
 
 
 def context_too_long(error: engine_errors.ContextTooLong, field: str | None, *, subject: str, advice: str) -> ApiError:
-    """More tokens than the context holds: `subject` has them, and `advice` goes on behind their number."""
+    """`subject` has more tokens than the context; `advice` follows their number."""
     count = error.tokens if error.exact else f"at least {error.tokens}"
     message = f"This model's maximum context length is {error.capacity} tokens. However, {subject} has {count}{advice}"
     if error.tokens < error.max_context:
@@ -179,25 +178,25 @@ def context_too_long(error: engine_errors.ContextTooLong, field: str | None, *, 
 
 
 def unsupported_parameter(field: str, reason: str) -> ApiError:
-    """A documented parameter that the model which is served cannot honour."""
+    """A documented parameter that the served model does not support."""
     message = f"This server does not support '{field}' with this model: {reason}."
     return ApiError(UNSUPPORTED_PARAMETER, message, param=field)
 
 
 def internal_error() -> ApiError:
-    """A fault of ours. The log has the rest, under the request id."""
+    """An unexpected exception. The log has the traceback, under the request id."""
     return ApiError(INTERNAL_ERROR, "The server had an error while processing your request.")
 
 
 def check_deadline(finished: Sequence[Finished]) -> None:
-    """ApiError where the time of all choices ran out before the first token: then there is no part of an answer."""
+    """Raise ApiError if all choices reached their deadline before the first token."""
     if all(_timed_out_empty(event) for event in finished):
         message = "The time that 'timeout' allows ran out before the first token."
         raise ApiError(DEADLINE_EXCEEDED, message, param="timeout", headers={"x-should-retry": "false"})
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app leave in the envelope; what pydantic finds is installed by faults.py."""
+    """Add the exception handlers; validation.py adds pydantic's."""
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(engine_errors.EngineError, _on_engine)
     app.add_exception_handler(StoreError, _on_store)

@@ -1,7 +1,7 @@
-"""Limits on the shape of a JSON text, checked before it is parsed: depth, and the number of values.
+"""Limits of a JSON text before it is parsed: depth and number of values.
 
 Parsed values take up to forty times the bytes of their text, and validation takes microseconds a value. The scan stops
-at the first limit, so its work is bounded by the limits; no call holds the interpreter for longer than one window.
+at the first exceeded limit, so its work is bounded; no call holds the interpreter lock for longer than one window.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import re
 MAX_DEPTH = 64
 # Strings, arrays and objects; keys of objects are strings.
 MAX_NODES = 2**17
-# Values of every kind, so that prompts of token ids may be long.
+# Values of every kind; higher than MAX_NODES for prompts of token ids.
 MAX_VALUES = 2**19
-# Characters a call of the regular expression engine may read, about 1 ms.
+# Characters in one call of the regular expression engine, about 1 ms.
 SCAN_WINDOW = 2**16
 
 _structural = re.compile(r'["\[\]{}]')
-# Possessive: linear whatever the text.
+# Possessive, so linear for every text.
 _string_body = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 def exceeded_limit(text: str) -> str | None:
-    """The limit that a JSON text exceeds, in words; None: none. A text that is no JSON gives either."""
+    """The limit that a JSON text exceeds, in words, or None. Any result is valid for a text that is not JSON."""
     counting = text.count(",") >= MAX_VALUES
     opened = text.count("[") + text.count("{")
     if opened <= MAX_DEPTH and opened + text.count('"') <= MAX_NODES and not counting:
@@ -30,7 +30,7 @@ def exceeded_limit(text: str) -> str | None:
     depth = nodes = separators = position = 0
     while (found := _next_structural(text, position)) >= 0:
         if counting:
-            # Not those inside of strings.
+            # Commas inside strings do not count.
             separators += text.count(",", position, found)
         position, mark = found + 1, text[found]
         if mark in "]}":
@@ -53,7 +53,7 @@ def exceeded_limit(text: str) -> str | None:
 
 
 def _next_structural(text: str, position: int) -> int:
-    """The next quote, bracket or brace; -1: there is none."""
+    """The position of the next quote, bracket or brace, or -1."""
     while position < len(text):
         match = _structural.search(text, position, position + SCAN_WINDOW)
         if match:
@@ -63,7 +63,7 @@ def _next_structural(text: str, position: int) -> int:
 
 
 def _string_end(text: str, position: int) -> int:
-    """The place behind the closing quote of a string whose characters begin at `position`."""
+    """The position behind the closing quote of a string with its first character at `position`."""
     quote = text.find('"', position)
     if quote < 0:
         return len(text)

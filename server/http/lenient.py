@@ -1,4 +1,4 @@
-"""With --lenient, a field that is not honoured is left out and told in the answer, where it is else refused."""
+"""The option --lenient: unsupported fields are left out and listed in the answer's warnings, instead of an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.http.parsing import StrictRequest, StrictRoute, loads
 from server.http.validation import field_error
 from server.schemas.content import Unhonoured
 
-# The routes whose answers have a list of warnings; the others refuse even so.
+# Routes with `warnings` in their answers; on other routes an unsupported field stays an error.
 WARNING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 MAX_WARNINGS = 32
 
@@ -20,10 +20,10 @@ Step = int | str
 
 
 class LenientRequest(StrictRequest):
-    """A request whose body is read without the fields that nobody honours."""
+    """A request that leaves unsupported fields out of its body."""
 
     def parse_body(self, body: bytes) -> object:
-        """The validated body; what was left out of it becomes the warnings of the request."""
+        """The validated body; the left-out fields become the request's warnings."""
         parsed, context = loads(body), Unhonoured()
         value = self.validate(parsed, context)
         self.state.warnings = list(_warnings(parsed, context))
@@ -31,17 +31,17 @@ class LenientRequest(StrictRequest):
 
 
 class LenientRoute(StrictRoute):
-    """A route that leaves out the fields that nobody honours."""
+    """A route that leaves out unsupported fields."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As for `StrictRoute`."""
+        """As `StrictRoute`."""
         if self.path not in WARNING_PATHS:
             return super().get_route_handler()
         return self.handler(LenientRequest)
 
 
 def warnings(request: Request) -> tuple[str, ...]:
-    """What was left out of the body of this request, in words."""
+    """The warnings of this request's body."""
     return tuple(getattr(request.state, "warnings", ()))
 
 
@@ -49,13 +49,13 @@ def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
     told = context.left_out[:MAX_WARNINGS]
     places = _paths_of(body, {id(holder) for holder, _ in told}) if told else {}
     for holder, name in told:
-        # A validator may have copied the object: then its place is unknown.
+        # A copy made by a validator has another identity, and its path is unknown.
         path = ("body", *places.get(id(holder), ()), name)
         yield field_error({"type": "extra_forbidden", "loc": path}, body).message
 
 
 def _paths_of(body: object, identities: set[int]) -> dict[int, tuple[Step, ...]]:
-    """Where in a body the objects of some identities stand."""
+    """The paths of objects in a body, by their identities."""
     found: dict[int, tuple[Step, ...]] = {}
     pending: list[tuple[object, tuple[Step, ...]]] = [(body, ())]
     while pending and len(found) < len(identities):

@@ -1,7 +1,7 @@
-"""What a request must be before anything reads it: pure ASGI, outside of FastAPI.
+"""ASGI middleware in front of FastAPI.
 
-`BoundaryMiddleware` is the outermost layer: request id, host, content type, and the last `except Exception` of the HTTP side.
-`BodyLimitMiddleware` stands behind the key check, so that strangers cannot make the server hold their bodies.
+`BoundaryMiddleware` is the outermost layer but CORS: request id, host, content type, unexpected exceptions.
+`BodyLimitMiddleware` follows the authentication, so that a client without a key cannot fill the memory with bodies.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = logging.getLogger("cellar.http")
 
 _host_and_port = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]*)(?::[0-9]*)?")
 _request_id = re.compile(r"[\x21-\x7e]{1,128}")
-# Asked every few seconds by whoever watches the server.
+# Requested every few seconds by monitoring.
 _probe_paths = frozenset({"/health", "/ready", "/metrics"})
-# The messages that begin an answer, of HTTP and of WebSockets.
+# ASGI messages that start a response, of HTTP and of WebSockets.
 _start_messages = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _methods_with_body = frozenset({"POST", "PUT", "PATCH"})
 
 
 class BoundaryMiddleware:
-    """Gives every request an id, refuses what is not for us, answers 500 in the envelope and logs one line."""
+    """Adds a request id, rejects other hosts, origins and media types, answers exceptions and logs one line."""
 
     def __init__(
         self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], metrics: Metrics, paths: ServedPaths
@@ -49,7 +49,7 @@ class BoundaryMiddleware:
         self.metrics, self.paths = metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or pass on what is none."""
+        """Serve an HTTP request or a WebSocket; pass on any other scope."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
@@ -64,7 +64,7 @@ class BoundaryMiddleware:
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, answer.send)
         except Exception:
-            # The border of the HTTP side: a bug costs its own request, with an id to find it in the log.
+            # The HTTP boundary: an unexpected exception fails one request, under its id in the log.
             logger.exception("request %s failed", answer.id)
             if answer.status is not None:
                 raise
@@ -73,33 +73,33 @@ class BoundaryMiddleware:
             answer.log(self.metrics)
 
     def _check_host(self, scope: Scope) -> None:
-        # Probes of Kubernetes and scrapes of Prometheus name the address of a pod, which nobody knows beforehand.
+        # Probes of Kubernetes and scrapes of Prometheus have the pod's address as Host, which is not known in advance.
         if "*" in self.hosts or scope["path"] in _probe_paths:
             return
         if _host(Headers(scope=scope)) not in self.hosts:
             raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
 
     def _check_origin(self, scope: Scope) -> None:
-        """Browsers let every page open WebSockets to any server, and say which page it is."""
+        """Browsers let any page open a WebSocket to any server; the Origin header names the page."""
         origin = Headers(scope=scope).get("origin") if scope["type"] == "websocket" else None
         if origin is not None and origin.lower() not in self.origins:
             raise ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host.")
 
 
 class BodyLimitMiddleware:
-    """Reads the body of a request up to a number of bytes, then hands it on. Border answers what it raises."""
+    """Buffers the body up to a limit and replays it to the app; BoundaryMiddleware answers its ApiError."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self.app, self.limit = app, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a body that is too large, by its announced length if it has one, else while it comes in."""
+        """Reject a body above the limit by its Content-Length, or else while it arrives."""
         if scope["type"] != "http" or scope["method"] not in _methods_with_body:
             await self.app(scope, receive, send)
             return
         self._check(int(Headers(scope=scope).get("content-length", "0")))
         body = await self._read(receive)
-        # None: the client left in the middle of it, and there is nobody to answer.
+        # None: the client disconnected during the body.
         if body is not None:
             await self.app(scope, _replay(body, receive), send)
 
@@ -122,7 +122,7 @@ class BodyLimitMiddleware:
 
 
 class _ResponseLog:
-    """What was answered: adds the request id to it, remembers it for the log."""
+    """Adds the request id to the response and keeps the status for the log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
@@ -139,7 +139,7 @@ class _ResponseLog:
         await self._send(message)
 
     def log(self, metrics: Metrics) -> None:
-        # The template of the route, never the path: paths come from clients, into log lines and label values.
+        # The route's template, never the path: clients choose paths, which go into log lines and label values.
         route = getattr(self._scope.get("route"), "path", "none")
         status = self.status if self.status is not None else 0
         metrics.count_response(route, status)
@@ -150,7 +150,7 @@ class _ResponseLog:
 
 
 def _media_type_error(scope: Scope) -> str:
-    """Why the body cannot be read as JSON, by the headers alone; "": nothing is wrong with them."""
+    """The reason why the headers exclude a JSON body; "" if they do not."""
     if scope["type"] != "http" or scope["method"] not in _methods_with_body:
         return ""
     headers = Headers(scope=scope)
@@ -161,13 +161,13 @@ def _media_type_error(scope: Scope) -> str:
 
 
 def _has_no_body(headers: Headers) -> bool:
-    """Whether no body is said to come, nor a type of one: some clients cancel a response so."""
+    """Whether neither a body nor a content type is announced; some clients cancel a response with such a POST."""
     announced = "content-type" in headers or "transfer-encoding" in headers
     return not announced and headers.get("content-length", "0") == "0"
 
 
 def _host(headers: Headers) -> str:
-    """The Host header without its port; empty where it is no host with a port."""
+    """The Host header without its port; "" if it is invalid."""
     match = _host_and_port.fullmatch(headers.get("host", "").lower())
     return match[1] if match else ""
 

@@ -1,4 +1,4 @@
-"""Answers of one JSON object a line, as Ollama's clients read them."""
+"""Streamed responses of one JSON object a line (Ollama)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from server.http.stream_encoder import StreamEncoder, encode_stream
 
 
 class NdjsonStream(Response):
-    """A streamed answer. It opens its events before the status goes out, so that a refusal is still a real error."""
+    """A streamed response. Its events are opened before the status is sent, so a refusal has an error status."""
 
     def __init__(self, opening: AbstractAsyncContextManager[ChoiceEvents], encoder: StreamEncoder) -> None:
         super().__init__()
         self._opening, self._teller = opening, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, send, and cancel whatever still runs at the end, or when the reader leaves."""
+        """Open the events, send them, and cancel the request at the end or if the client disconnects."""
         async with self._opening as events:
             lines = encode_stream(events, self._teller, scope, json_line, b"")
             await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
 
 
 def json_line(value: Mapping[str, object]) -> bytes:
-    """One object."""
+    """One object and a line feed."""
     return dumps(value) + b"\n"

@@ -1,4 +1,4 @@
-"""Pages of other sites: which of them may call this server from a browser (CORS)."""
+"""CORS: the origins whose pages may call this server from a browser."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.types import ASGIApp
 from server.http.errors import ORIGIN_NOT_ALLOWED, ApiError, error_response
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
-# Of those that a page may not read unless told so.
+# Response headers that pages may read only if the server exposes them.
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
 
 
 class OriginsMiddleware(CORSMiddleware):
-    """Outside of all other layers, so that pages of these origins read every answer, errors too.
+    """The outermost layer, so that allowed pages can read every response, errors included.
 
-    Keys are asked for as ever: they come in headers, which a browser adds for no page by itself, as it does cookies.
+    Requests still need an API key: browsers do not add it by themselves, unlike cookies.
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class OriginsMiddleware(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """What a page may send, for the browser that asks; an error for pages that may send nothing."""
+        """The response to a preflight request; an error for an origin that is not allowed."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response

@@ -1,7 +1,7 @@
-"""Strict JSON, before pydantic sees anything.
+"""Strict JSON, parsed before pydantic validates it.
 
-Python's parser takes NaN, turns 1e999 into infinity, keeps the last of two equal keys, guesses UTF-16 and recurses as
-deep as the body says. Each of these has been a hole in some server, so each is refused here, as code invalid_json.
+Python's parser accepts NaN, turns 1e999 into infinity, keeps the last of two equal keys, guesses UTF-16 and recurses to
+any depth. Each of these has been a vulnerability of some server; here each is an error with code invalid_json.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _surrogate = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class StrictRequest(Request):
-    """A request whose body must be strict JSON, an object, and valid for `model`; None: any object."""
+    """A request with strict JSON as its body: a valid `model`, or any object if `model` is None."""
 
     def __init__(self, http: Request, model: type[BaseModel] | None) -> None:
         super().__init__(http.scope, http.receive)
         self._model = model
 
     async def json(self) -> Any:
-        """The validated body; ApiError says what is wrong with it. FastAPI takes a validated model as it is."""
+        """The validated body, or ApiError. FastAPI accepts a validated model without a second validation."""
         body = await self.body()
         if not body:
             raise ApiError(INVALID_VALUE, "The request needs a body.")
         if len(body) <= LARGE_BODY_BYTES:
             return self.parse_body(body)
-        # One at a time: each takes the interpreter and several times the memory of its text.
+        # One at a time: each holds the interpreter lock and takes several times the memory of its text.
         return await anyio.to_thread.run_sync(self.parse_body, body, limiter=self.app.state.large_bodies)
 
     def parse_body(self, body: bytes) -> object:
@@ -57,15 +57,15 @@ class StrictRequest(Request):
         return self.validate(loads(body))
 
     def validate(self, value: object, context: object = None) -> object:
-        """The value as a model; ApiError at its first fault."""
+        """The value as a model; ApiError for its first error."""
         return value if self._model is None else validated(self._model, value, context)
 
 
 class StrictRoute(APIRoute):
     """A route that reads its body through `StrictRequest`.
 
-    responses  as FastAPI takes them, but that their types are looked at by `create_response_fields` alone: no request needs them, and
-               they take far more time than all the rest of an app
+    responses  as in FastAPI; only `create_response_fields` reads their types, for /openapi.json, since that takes most
+               of the start-up time of an app
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StrictRoute(APIRoute):
         self.responses = responses or {}
 
     def create_response_fields(self) -> None:
-        """Get ready for /openapi.json."""
+        """Create the response types for /openapi.json."""
         self.response_fields = {
             status: create_model_field(f"Response_{status}_{self.unique_id}", response["model"], mode="serialization")
             for status, response in self.responses.items()
@@ -89,16 +89,16 @@ class StrictRoute(APIRoute):
 
     @property
     def body_model(self) -> type[BaseModel] | None:
-        """The model of the body, if the endpoint reads one."""
+        """The model of the body, if the endpoint has one."""
         annotation = None if self.body_field is None else self.body_field.field_info.annotation
         return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's documented place to put another request class."""
+        """FastAPI's documented hook for another request class."""
         return self.handler(StrictRequest)
 
     def handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """A handler that reads requests as `kind`. An endpoint of a body alone needs no parameters solved."""
+        """A handler that reads requests as `kind`. It calls an endpoint with no parameter but the body directly."""
         model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
         others = (wanted.path_params, wanted.query_params, wanted.header_params, wanted.cookie_params)
         if model is None or any(others) or wanted.dependencies:
@@ -125,19 +125,19 @@ class StrictRoute(APIRoute):
 async def run_by_size(
     http: Request, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """What `work` returns, in a worker thread where the body of the request is large."""
+    """The result of `work`, which runs in a worker thread if the request's body is large."""
     if len(await http.body()) <= LARGE_BODY_BYTES:
         return work(*args, **kwargs)
     return await anyio.to_thread.run_sync(lambda: work(*args, **kwargs))
 
 
 def large_body_limiter() -> CapacityLimiter:
-    """How many large bodies of an app are read at a time."""
+    """The limiter of concurrent worker threads for large bodies: one per app."""
     return CapacityLimiter(1)
 
 
 def validated(model: type[Model], value: object, context: object = None) -> Model:
-    """The value as a model; ApiError at its first fault."""
+    """The value as a model; ApiError for its first error."""
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
@@ -146,11 +146,11 @@ def validated(model: type[Model], value: object, context: object = None) -> Mode
 
 
 class StrictJsonError(ValueError):
-    """Why a text is no strict JSON, and, where the parser knows it, the place."""
+    """The reason why a text is not strict JSON, with the position if the parser has one."""
 
 
 def loads(body: bytes) -> dict[str, object]:
-    """Parse the body of a request; ApiError says what is wrong with it."""
+    """Parse the body of a request; ApiError if it is not a strict JSON object."""
     try:
         value = parse(_decode(body))
     except StrictJsonError as error:
@@ -161,7 +161,7 @@ def loads(body: bytes) -> dict[str, object]:
 
 
 def parse(text: str) -> object:
-    """Parse any JSON value; raises StrictJsonError."""
+    """Parse any JSON value; StrictJsonError if it is not strict JSON."""
     excess = exceeded_limit(text)
     if excess:
         _refuse(excess)

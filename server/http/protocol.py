@@ -1,8 +1,8 @@
-"""HTTP/1.1 as strict as this server needs it: uvicorn's h11 protocol with deadlines and without the doubtful forms.
+"""HTTP/1.1, strictly: uvicorn's h11 protocol with deadlines and without ambiguous forms.
 
-h11 accepts Content-Length beside Transfer-Encoding and serves the smuggled request behind it, folded headers, bare line
-feeds and any number of headers, and uvicorn waits for ever for the rest of a request. Each of these ends here with an
-answer in the error envelope and a closed connection. A reader that stands still is cut, whatever is being sent to it.
+h11 accepts Content-Length beside Transfer-Encoding (request smuggling), folded headers, bare line feeds and any number
+of headers, and uvicorn waits without limit for the rest of a request. All of them get an error envelope and a closed
+connection here. A blocked send has a deadline, too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ TOO_LARGE_MESSAGE = "The request line and headers are too large."
 
 
 class StrictConnection(h11.Connection):
-    """h11 with a look at the raw head of every request before it is parsed."""
+    """h11 with checks of the raw head of every request before it is parsed."""
 
     def __init__(self, limits: ClientLimits) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=limits.head_bytes)
         self._limits = limits
         self.error: ApiError | None = None
-        # Whether a body is on its way that goes out in chunks.
+        # Whether a response in chunked transfer coding is being sent.
         self.sending_chunks = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        """The bytes of an event. A piece of a chunked body changes no state, so h11's machine need not turn for it."""
+        """The bytes of an event. A chunk changes no state, so h11's state machine is skipped for it."""
         if self.sending_chunks and isinstance(event, h11.Data):
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         data = super().send(event)
@@ -55,7 +55,7 @@ class StrictConnection(h11.Connection):
         return data
 
     def next_event(self) -> Any:
-        """The next event. At a fault, `fault` says what to answer."""
+        """The next event. Before it raises RemoteProtocolError, `error` is set to the response."""
         try:
             if self.their_state is h11.IDLE:
                 _check_head(self.trailing_data[0], self._limits)
@@ -69,9 +69,9 @@ class StrictConnection(h11.Connection):
 
 
 class StrictProtocol(H11Protocol):
-    """One connection. At most one deadline runs: for the head, the body, or a reader that takes nothing.
+    """One connection. At most one deadline of each direction runs: for the head or the body, and for a blocked send.
 
-    idle  of all connections those without a request, the longest idle first
+    idle  connections without a request, shared by all connections, the longest idle first
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class StrictProtocol(H11Protocol):
 
     @property
     def sending_chunks(self) -> bool:
-        """Whether an answer is on its way whose pieces `write` takes."""
+        """Whether a response is being sent that `write` can add chunks to."""
         return self._connection.sending_chunks
 
     def write(self, body: bytes) -> None:
-        """Send a piece of the answer: the short way, where `send` goes through all of ASGI."""
+        """Send a chunk of the response without ASGI's `send` (direct_writer.py)."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; of too many the one that has been idle for longest goes, or this one if none is."""
+        """Accept the connection. Above the limit the longest idle connection is closed, or this one if none is idle."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
             crowded = next(iter(self._idle), self)
@@ -113,14 +113,14 @@ class StrictProtocol(H11Protocol):
         self._set_read_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the deadlines."""
         self._idle.pop(self, None)
         self._read_deadline.stop()
         self._write_deadline.stop()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Handle what has come, and start the clock for what has not."""
+        """Handle received events and set the deadline for the next ones."""
         super().handle_events()
         self._set_read_deadline()
 
@@ -128,24 +128,24 @@ class StrictProtocol(H11Protocol):
         return self.scope["path"] in WEBSOCKET_PATHS and super()._should_upgrade()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Hand the connection on to the protocol of WebSockets, which has its own clocks."""
+        """Hand the connection over to the WebSocket protocol, which has its own deadlines."""
         super().handle_websocket_upgrade(event)
         self._upgraded = True
 
     def pause_writing(self) -> None:
-        """The reader takes nothing: give it a while."""
+        """The send buffer is full: start the deadline."""
         super().pause_writing()
         self.writable = False
         self._write_deadline.start("write", self._limits.write_seconds)
 
     def resume_writing(self) -> None:
-        """The reader goes on."""
+        """The send buffer has space again: stop the deadline."""
         self._write_deadline.stop()
         self.writable = True
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer the fault that the connection found (uvicorn calls this for every one) and close."""
+        """Send the error that the connection has found, and close it; uvicorn calls this for every protocol error."""
         self._reject(self._connection.error or ApiError(INVALID_HTTP, INVALID_MESSAGE))
 
     def _set_read_deadline(self) -> None:
@@ -161,7 +161,7 @@ class StrictProtocol(H11Protocol):
         elif state is h11.IDLE and (self.scope is None or self.conn.trailing_data[0]):
             self._read_deadline.start("head", self._limits.head_seconds)
         else:
-            # Between two requests uvicorn's keep-alive clock runs; during an answer the client need not say anything.
+            # uvicorn's keep-alive timeout covers the time between requests; during a response the client sends nothing.
             self._read_deadline.stop()
 
     def _read_timed_out(self) -> None:
@@ -173,7 +173,7 @@ class StrictProtocol(H11Protocol):
     def _write_timed_out(self) -> None:
         state = {} if self.scope is None else self.scope["state"]
         logger.info("%s reader stood still, connection cut", state.get("request_id"))
-        # close() would wait for the buffer to empty, which it never does.
+        # close() would wait for the send buffer, which never empties.
         self.transport.abort()
 
     def _reject(self, error: ApiError) -> None:
@@ -199,7 +199,7 @@ class StrictProtocol(H11Protocol):
 
 
 class StrictWebSocket(WebSocketsSansIOProtocol):
-    """One WebSocket connection: uvicorn's, with the deadline of `StrictProtocol` for a reader that stands still."""
+    """uvicorn's WebSocket connection with the deadline of `StrictProtocol` for a blocked send."""
 
     def __init__(
         self,
@@ -211,27 +211,27 @@ class StrictWebSocket(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
-        # close() would wait for the buffer to empty, which it never does.
+        # close() would wait for the send buffer, which never empties.
         self._write_deadline = _Deadline(self.loop, lambda: self.transport.abort())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the deadline."""
         self._write_deadline.stop()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Give a reader that takes nothing a while."""
+        """The send buffer is full: start the deadline."""
         super().pause_writing()
         self._write_deadline.start("write", self._limits.write_seconds)
 
     def resume_writing(self) -> None:
-        """Go on with a reader that goes on."""
+        """The send buffer has space again: stop the deadline."""
         self._write_deadline.stop()
         super().resume_writing()
 
 
 class _Deadline:
-    """A clock that is started for a named wait; starting it again for the same one does not reset it."""
+    """A timer with a name; a second start under the same name does not reset it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[], None]) -> None:
         self._loop, self._expire = loop, expire
@@ -250,17 +250,17 @@ class _Deadline:
 
 
 def strict_protocol(limits: ClientLimits, *, direct_writes: bool = True) -> type[asyncio.Protocol]:
-    """The value of uvicorn's `http` setting: uvicorn only calls it to make a protocol for each connection."""
+    """The value of uvicorn's setting `http`; uvicorn only calls it, for each connection."""
     return functools.partial(StrictProtocol, limits, {}, direct_writes)  # type: ignore[return-value]
 
 
 def strict_websocket(limits: ClientLimits) -> type[asyncio.Protocol]:
-    """The same for uvicorn's `ws` setting."""
+    """The value of uvicorn's setting `ws`."""
     return functools.partial(StrictWebSocket, limits)  # type: ignore[return-value]
 
 
 def _check_head(data: bytes, limits: ClientLimits) -> None:
-    """Refuse a request line with headers that is too large, or that two parsers might read differently."""
+    """Raise RemoteProtocolError for a head that is too large or that another parser might read differently."""
     end = data.find(HEAD_END)
     head = data if end < 0 else data[:end]
     if len(head) > limits.head_bytes:
@@ -278,7 +278,7 @@ def _check_head(data: bytes, limits: ClientLimits) -> None:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The request with a path for its target, where that is the whole URL of the host it is for (RFC 9112, 3.2.2)."""
+    """The request with a path as its target, if the target is a URL of the request's own host (RFC 9112, 3.2.2)."""
     if request.target.startswith(b"/"):
         return request
     scheme, _, url = request.target.partition(b"://")
@@ -294,10 +294,10 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 def _check_framing(lines: list[bytes], *, chunks: bool) -> None:
-    """One length, said once and in one way that the version has."""
+    """Raise RemoteProtocolError unless the body's length is given at most once, in a form of the HTTP version."""
     framing = [line.lower() for line in lines if line.lower().startswith((b"content-length:", b"transfer-encoding:"))]
     if len(framing) > 1 or any(b"," in line for line in framing):
         raise h11.RemoteProtocolError("more than one length")
-    # RFC 9112, 6.1: HTTP/1.0 has no chunks, and a proxy of that version reads another body.
+    # RFC 9112, 6.1: HTTP/1.0 has no chunks, and a proxy of that version would read another body.
     if not chunks and any(line.startswith(b"transfer-encoding:") for line in framing):
         raise h11.RemoteProtocolError("chunks in HTTP/1.0")

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a body, in OpenAI's words: where in the JSON, and why. No message holds the input."""
+"""Pydantic's validation errors as API errors: the path in the JSON body and the reason. No message contains input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.schemas.policy import DOCUMENTED
 
 ErrorDetails = Mapping[str, Any]
 
-# pydantic speaks of Python's values; clients send JSON.
+# pydantic names Python's types; clients send JSON.
 JSON_WORDS = {
     "dictionary or object to extract fields from": "object",
     "valid dictionary": "valid object",
@@ -33,12 +33,12 @@ EXPECTED = "Input should be "
 
 
 def install(app: FastAPI) -> None:
-    """Let the faults of bodies leave in the envelope of errors."""
+    """Add the exception handler of FastAPI's validation errors."""
     app.add_exception_handler(RequestValidationError, _on_validation)
 
 
 def first_error(faults: Sequence[ErrorDetails], body: object) -> ApiError:
-    """The first wrong field as an error. A union has a fault for each of its members: what was meant is told."""
+    """The first invalid field as an error. Of the errors of a union's members, the most specific ones are reported."""
     first = faults[0]
     path = _path(first, body)
     of_field = [fault for fault in faults if (_path(fault, body) or "").startswith(path or "")]
@@ -50,7 +50,7 @@ def first_error(faults: Sequence[ErrorDetails], body: object) -> ApiError:
 
 
 def field_error(fault: ErrorDetails, body: object) -> ApiError:
-    """One fault as an error."""
+    """One validation error as an API error."""
     path = _path(fault, body)
     match fault["type"]:
         case "missing":
@@ -73,7 +73,7 @@ def _reason(fault: ErrorDetails) -> str:
     if fault["type"] == "union_tag_invalid":
         return f"its {fault['ctx']['discriminator']} should be one of {fault['ctx']['expected_tags']}"
     if fault["type"] == "model_type":
-        # pydantic names the class.
+        # pydantic's message has the name of the class.
         return f"{EXPECTED}a valid object"
     reason: str = fault["msg"]
     for python, json in JSON_WORDS.items():
@@ -94,7 +94,7 @@ def _invalid_value(path: str | None, fault_type: str, reason: str) -> ApiError:
 
 
 def _path(fault: ErrorDetails, body: object) -> str | None:
-    """`messages[2].content`, without the names of union members and the marks of keys that pydantic puts between."""
+    """A path like `messages[2].content`, without pydantic's names of union members and marks of keys."""
     where, *location = fault["loc"]
     if where != "body":
         return str(location[0])[:64]

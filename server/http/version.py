@@ -8,7 +8,7 @@ import importlib.metadata
 
 @functools.cache
 def version() -> str:
-    """As installed; "0" in a tree that is not."""
+    """The installed version; "0" in a tree that is not installed."""
     try:
         return importlib.metadata.version("kvcellar")
     except importlib.metadata.PackageNotFoundError:

@@ -249,12 +249,12 @@ def test_the_settings_reach_the_engine() -> None:
         quantize="auto",
     ).engine_config()
     drafted = Settings(drafter="model", draft_model="small", draft_tokens=0).engine_config()
-    shelved = Settings(disk_cache="kept", disk_cache_bytes=5, host_cache_bytes=6).engine_config()
+    cached = Settings(disk_cache="kept", disk_cache_bytes=5, host_cache_bytes=6).engine_config()
 
     assert ("model", "small", 0) == (drafted.drafter, drafted.draft_model, drafted.draft_tokens)
     assert 0.02 == Settings(itl_target_ms=20.0).engine_config().itl_target_seconds
     assert not Settings().engine_config().media
-    assert ("kept", 5, 6) == (shelved.shelf, shelved.shelf_bytes, shelved.shelf_memory_bytes)
+    assert ("kept", 5, 6) == (cached.disk_cache, cached.disk_cache_bytes, cached.host_cache_bytes)
     assert ("m", "float64", 64, 2, "shift", 3, 1, "expand", "bfloat16", "auto") == (
         config.model,
         config.dtype,
