@@ -1,8 +1,7 @@
-"""One run of the server, from the first phase of loading to the exit code. Owns the signals.
+"""The life of one server process, from the first phase of loading to the exit code, and its start-up screen.
 
-The port opens at once: /health answers while the model loads, /ready once it answers. On SIGTERM or SIGINT the engine
-drains first, with the port still open, so that /ready and new requests get their 503; only then uvicorn ends. A second
-signal shortens the drain.
+The port opens at once: /health answers while the model loads, /ready when it is loaded. On SIGTERM or SIGINT the engine
+drains first, while /ready and new requests are answered 503; then uvicorn ends. A second signal shortens the drain.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cellar")
 
-# From sysexits.h: configuration error, internal error. Compose and systemd show them.
+# From sysexits.h: configuration error, internal error; shown by Compose and systemd.
 EXIT_MODEL, EXIT_ENGINE = 78, 70
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECOND_SIGNAL_SECONDS = 2.0
-# For answers that are on their way when the engine has ended; a reader that stands still gets no more than this.
+# For the last bytes of responses after the end of the engine; a blocked send gets no more.
 FLUSH_SECONDS = 2
 CLOSE_SECONDS = 5.0
 BACKLOG = 1024
-# Of a thread that computes in Python, before another gets the interpreter: a step waits for it several times while a
-# worker thread reads a large body. Python's default is 5 ms.
+# Of a Python thread that holds the interpreter lock: while a worker thread parses a large body, a step waits for the
+# lock several times. Python's default is 5 ms.
 SWITCH_SECONDS = 0.001
 CLOCK_TICK_SECONDS = 1.0
 IDLE_CHECK_SECONDS = 0.5
-# No request at so many looks in a row is a quiet moment.
+# Consecutive checks without a request before the server counts as idle.
 IDLE_CHECKS = 4
 
 
 class SignalFreeServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would close the port before anything has drained.
+    """uvicorn without its signal handlers, which would close the port before the drain.
 
-    Its loop looks ten times a second whether the server is to end; here that wakes the loop.
+    uvicorn polls `should_exit` ten times a second; here an event ends the loop.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -65,19 +64,19 @@ class SignalFreeServer(uvicorn.Server):
 
     @property
     def should_exit(self) -> bool:
-        """Whether the server is to end. Set it in the thread of the event loop."""
+        """Whether the server shall end. Set it on the event loop's thread."""
         return self._ending.is_set()
 
     @should_exit.setter
     def should_exit(self, value: bool) -> None:
-        """Let the loop end now, or go on."""
+        """End the loop, or let it continue."""
         if value:
             self._ending.set()
         else:
             self._ending.clear()
 
     async def main_loop(self) -> None:
-        """Tick once a second, for the Date header, until the server is to end."""
+        """Tick once a second, for the Date header, until the server ends."""
         counter = 0
         while not await self.on_tick(counter):
             # uvicorn counts tenths of a second.
@@ -92,7 +91,7 @@ class SignalFreeServer(uvicorn.Server):
 
 
 class Lifecycle:
-    """One run. `say` gets what the person who started the server should read."""
+    """One run of the server. `print_line` shows messages to the user."""
 
     def __init__(self, engine: Engine, settings: Settings, print_line: Callable[[str], None]) -> None:
         self.engine, self.settings, self.print_line = engine, settings, print_line
@@ -102,9 +101,9 @@ class Lifecycle:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve on `listening` until a signal or the end of the engine; returns the exit code of the process.
+        """Serve on `listening` until a signal or the end of the engine; returns the exit code.
 
-        Ends the process itself where the engine's thread cannot be ended.
+        Ends the process itself if the engine thread cannot be joined.
         """
         loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -123,13 +122,13 @@ class Lifecycle:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             closed = self._close_engine()
         if not closed:
-            # While Python takes itself down, what the thread is doing in torch would abort the process.
+            # At interpreter shutdown a thread inside torch would abort the process.
             logging.shutdown()
             os._exit(self._exit_code)
         return self._exit_code
 
     def stop(self) -> None:
-        """Drain, then end; a second call has less patience. This is what the signals do."""
+        """Drain, then end; a second call shortens the drain. The signals call it."""
         seconds = self.settings.grace_seconds
         if self._drain is not None:
             seconds = min(SECOND_SIGNAL_SECONDS, seconds)
@@ -142,7 +141,7 @@ class Lifecycle:
         self.server.should_exit = True
 
     async def _watch(self, url: str) -> None:
-        """Wait for the model, then for the engine's death."""
+        """Wait until the model is loaded, then until the engine ends."""
         try:
             await self.engine.wait_ready()
             await asyncio.to_thread(freeze_garbage_collector)
@@ -152,7 +151,7 @@ class Lifecycle:
             await self.engine.wait_dead()
             logger.critical("the engine ended: %s", self.engine.phase)
             self._exit_code = EXIT_ENGINE
-            # Open streams get their error event, probes their 503.
+            # For the error events of open streams, and 503 for probes.
             await asyncio.sleep(FLUSH_SECONDS)
         except EngineError as error:
             self.print_line(f"cellar: {error}")
@@ -160,10 +159,10 @@ class Lifecycle:
         self.server.should_exit = True
 
     async def _prepare_when_idle(self) -> None:
-        """Wait for a quiet moment, then build what the first request with a grammar would have to wait for.
+        """When the server is idle, build the tokenizer tables that the first grammar needs.
 
-        It runs on a thread of its own, but llguidance keeps all others waiting meanwhile: 1 to 3 s of processor time
-        for 262,000 tokens (measured).
+        They are built in a thread, but llguidance holds the interpreter lock: 1 to 3 s of processor time for 262,000
+        tokens (measured).
         """
         quiet = 0
         while quiet < IDLE_CHECKS:
@@ -185,7 +184,7 @@ class Lifecycle:
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A fault in one of ours must end the process: a server that cannot drain could never be stopped."""
+        """End the process after an exception in one of these tasks: a server that cannot drain could not be stopped."""
         self._tasks.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             logger.critical("the server ends for a fault of its own", exc_info=fault)
@@ -193,7 +192,7 @@ class Lifecycle:
             self.server.should_exit = True
 
     def _close_engine(self) -> bool:
-        """Join the engine thread, but not for ever: it may be deep in loading weights. Whether it ended."""
+        """Join the engine thread, with a timeout since it may be loading weights; whether it ended."""
         closing = threading.Thread(target=self.engine.close, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -201,16 +200,16 @@ class Lifecycle:
 
 
 def freeze_garbage_collector() -> None:
-    """Keep what is loaded out of garbage collections: one over all of it stops every thread for 0.2 s (measured)."""
+    """Exclude loaded objects from garbage collection: a full collection stops every thread for 0.2 s (measured)."""
     gc.collect()
     gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; OSError if the address is taken or not ours.
+    """A listening socket; OSError if the address is in use or not of this machine.
 
-    It says that it speaks TCP, which socket.create_server leaves open: asyncio switches Nagle's algorithm off only
-    then, and with it on every token of a stream may wait 40 ms for the one before (measured).
+    It names TCP as its protocol, unlike socket.create_server: asyncio disables Nagle's algorithm only for such sockets,
+    and with Nagle's algorithm each token of a stream may be delayed by 40 ms (measured).
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = ListeningSocket(family, kind, socket.IPPROTO_TCP)
@@ -226,7 +225,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _url(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
-    # Every address at once is no address to call.
+    # A wildcard address cannot be called.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -239,7 +238,7 @@ def _config(engine: Engine, settings: Settings) -> uvicorn.Config:
         ws=strict_websocket(limits),
         ws_max_size=limits.body_bytes,
         ws_ping_interval=limits.ping_seconds,
-        # A compressed message may stand for a thousand times its size.
+        # A compressed message may expand a thousandfold.
         ws_per_message_deflate=False,
         lifespan="on",
         log_config=None,
@@ -259,7 +258,7 @@ def banner(
     url: str,
     embedding: EmbeddingModelInfo | None = None,
 ) -> str:
-    """The first screen, once the model answers."""
+    """The start-up screen."""
     rows = [*_lines(info, memory, drafting, settings), *(() if embedding is None else (_embedding_line(embedding),))]
     return "\n".join(
         [
@@ -298,7 +297,7 @@ def _lines(
 
 
 def _step_text(info: ModelInfo) -> str:
-    """How steps are computed, and what --quantize would bring."""
+    """How steps are computed, and the weight bytes of --quantize."""
     how = (
         "one native call"
         if info.not_native_reason is None
@@ -313,7 +312,7 @@ def _step_text(info: ModelInfo) -> str:
 
 
 def _invariance_text(info: ModelInfo) -> str:
-    """What other requests can change in a text."""
+    """Whether logits depend on the batch."""
     if info.batch_invariant:
         return "logits are the same bit for bit beside any requests"
     return (
@@ -337,7 +336,7 @@ def _draft_text(drafting: DraftingInfo, tokens: Literal["auto"] | int) -> str:
 
 
 def _embedding_line(embedding: EmbeddingModelInfo) -> tuple[str, str]:
-    """Who makes vectors or ranks, how long a text it reads, and what it takes."""
+    """The kind, size and memory of the embedding model."""
     model, length = embedding.model, f" of {embedding.dimensions} numbers" if embedding.output_kind == "vectors" else ""
     return embedding.output_kind, (
         f"{model.architecture}, {_count(model.parameters)} parameters, {model.dtype}, from {model.folder}: "

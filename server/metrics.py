@@ -1,7 +1,7 @@
-"""What Prometheus sees. One registry an app; labels come from closed sets only, never from a request.
+"""Prometheus metrics: one registry for each app; label values come from closed sets, never from a request.
 
-Counts of requests and their times are observed here, as events pass; totals of the engine are read from
-`engine.stats()` when somebody scrapes.
+Requests and their times are observed here, as events pass; totals of the engine are read from `engine.stats()` at each
+scrape.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Metrics:
         self._queue = self._histogram("queue_time", "From admission to a slot.", REQUEST_BUCKETS)
 
     def count_response(self, route: str, status: int) -> None:
-        """Count one HTTP answer; `route` is a template, status 0 a client that left before it."""
+        """Count one HTTP response; `route` is the path template, status 0 a client that disconnected before it."""
         self._responses.labels(route, str(status)).inc()
 
     @contextmanager
     def observe(self, endpoint: Endpoint) -> Iterator[GenerationTimer]:
-        """Observe one generation, which ends with the block; the watch is to see its events."""
+        """Observe one generation, which ends with the block; the caller passes its events to the timer."""
         watch = GenerationTimer(self._queue, self._first_token, self._inter_token)
         try:
             yield watch
@@ -60,7 +60,7 @@ class Metrics:
             self._total.observe(time.monotonic() - watch.begin)
 
     def render(self) -> bytes:
-        """The text that a scrape gets."""
+        """The text of a scrape."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
@@ -70,15 +70,15 @@ class Metrics:
         return Histogram(f"cellar_{name}_seconds", text, buckets=buckets, registry=self.registry)
 
 
-# Between two steps of a model a histogram's code is in no cache of the processor: to observe one time takes 20
-# microseconds there, and hardly more than that to observe so many.
+# Between two steps the processor caches hold none of a histogram's code: one observation takes 20 microseconds then,
+# and a batch of them hardly more.
 OBSERVATION_BATCH = 32
 
 
 class GenerationTimer:
-    """The times of one generation, put into the histograms of the queue, of first texts and of what is between.
+    """The times of one generation: queue time, time to first token, inter-token latency.
 
-    The latter are told some at a time, the last ones by `tell`.
+    Inter-token latencies are added to their histogram in batches, the last batch by `flush`.
     """
 
     def __init__(self, queue: Histogram, first: Histogram, between: Histogram) -> None:
@@ -89,13 +89,13 @@ class GenerationTimer:
         self._pending: list[float] = []
 
     def flush(self) -> None:
-        """Put what is not told yet into its histogram."""
+        """Add pending latencies to their histogram."""
         for seconds in self._pending:
             self._inter_token.observe(seconds)
         self._pending.clear()
 
     def observe(self, event: Event) -> None:
-        """Take note of an event as it passes."""
+        """Observe an event."""
         match event:
             case Delta():
                 self.observe_delta(event)
@@ -107,12 +107,12 @@ class GenerationTimer:
                 self.reason = "error"
 
     def observe_delta(self, delta: Delta) -> None:
-        """Take note of more text."""
+        """Observe a delta."""
         now, tokens = time.monotonic(), len(delta.tokens)
         if self._latest is None:
             self._first_token.observe(now - self.begin)
         elif tokens:
-            # Deltas merge for slow readers; a merged one counts as its mean.
+            # A merged delta, of a slow reader, counts with its mean latency.
             self._pending.append((now - self._latest) / tokens)
             if len(self._pending) == OBSERVATION_BATCH:
                 self.flush()
@@ -120,13 +120,13 @@ class GenerationTimer:
 
 
 class EngineCollector(Collector):
-    """The engine's own numbers, read at the scrape."""
+    """The engine's totals, read at each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """One family per number."""
+        """One family a metric."""
         stats = self._engine.stats()
         yield _gauge("engine_up", "1 while the engine thread lives.", float(self._engine.alive))
         yield _gauge("engine_ready", "1 while requests are taken.", float(self._engine.ready))

@@ -1,4 +1,4 @@
-"""What every route needs: the engine behind, the settings, the metrics, and the names that the model answers to."""
+"""What all routes share: the engine, the settings, the metrics, and the names of the models."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ MAX_GRAMMAR_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One engine as the routes see it.
+    """One engine with its settings and metrics.
 
-    grammar_threads  of all worker threads, those that may wait for grammars: the others are for everybody else
+    grammar_threads  limits the worker threads that wait for grammars, so that others stay free
     """
 
     engine: Engine
@@ -46,7 +46,7 @@ class Service:
     grammar_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_GRAMMAR_THREADS))
 
     def resolve(self, name: str | None) -> str:
-        """The name to answer under: the one asked for, or the main one if none was."""
+        """The name for the response: the requested one, or the main name; ApiError for an unknown model."""
         names = self.settings.model_names
         if name is None:
             return names[0]
@@ -60,13 +60,13 @@ class Service:
         return name
 
     def check_alive(self) -> None:
-        """Raise EngineDead if a restart would help: the engine thread ended, or has not moved for long."""
+        """Raise EngineDead if a restart would help: the engine thread ended or makes no progress."""
         if not self.engine.alive:
             dead, _, reason = self.engine.phase.partition("dead: ")
             raise EngineDead(reason if not dead and reason else "it does not move any more")
 
     def check_ready(self) -> None:
-        """Raise what keeps the engine from taking a request now, before any work is done for it."""
+        """Raise the error of an engine that cannot accept a request now."""
         self.check_alive()
         if self.engine.phase == "draining":
             raise Draining()
@@ -74,13 +74,13 @@ class Service:
             raise Loading(self.engine.phase)
 
     def fingerprint(self) -> str:
-        """Changes with the weights, the number format and the version: with what may change the text."""
+        """A digest of everything that may change the text: weights, number format, version."""
         info = self.engine.info
         return _fingerprint(info.fingerprint, info.architecture, info.dtype, version())
 
     @property
     def loaded_names(self) -> tuple[str, ...]:
-        """The names of all models, as soon as they answer."""
+        """The names of all models once the engine is ready."""
         if not self.engine.ready:
             return ()
         embedding = self.settings.embedding_name
@@ -88,35 +88,36 @@ class Service:
 
     @property
     def embedder(self) -> EmbeddingModelInfo | None:
-        """The embedding model, if there is one that makes vectors."""
+        """The embedding model, if it produces vectors."""
         embedding = self.engine.embedding
         return embedding if embedding is not None and embedding.output_kind == "vectors" else None
 
     @property
     def reranker(self) -> EmbeddingModelInfo | None:
-        """The embedding model, if there is one that scores pairs of texts."""
+        """The embedding model, if it scores pairs of texts."""
         embedding = self.engine.embedding
         return embedding if embedding is not None and embedding.output_kind == "scores" else None
 
     @asynccontextmanager
     async def open(self, request: Request, endpoint: Endpoint, choice: int = 0) -> AsyncIterator[ChoiceEvents]:
-        """The events of one generation; leaving the block cancels it. A Failed event comes out as an exception."""
+        """The events of one generation; leaving the block cancels it. A Failed event is raised as an exception."""
         request = self._scoped_to_owner(request)
         async with self.engine.open(request) as stream, self._observed(stream, endpoint, choice) as events:
             yield events
 
     @asynccontextmanager
     async def embed(self, job: EmbeddingJob, endpoint: Endpoint) -> AsyncIterator[ChoiceEvents]:
-        """The same of a job for the embedding model."""
+        """The events of a job of the embedding model."""
         owner = caller().owner
         job = replace(job, id=_scoped_id(owner, job.id), owner=owner)
         async with self.engine.embed(job) as stream, self._observed(stream, endpoint, 0) as events:
             yield events
 
     def _scoped_to_owner(self, request: Request) -> Request:
-        """The request as its owner's: what others computed does not exist for it, and their ids are no concern of it.
+        """The request with its owner: the salt excludes cached prefixes of other owners, and the id is unique for the
+        owner.
 
-        Here, where all requests to the model pass, so that no route can leave it out.
+        All requests to the model pass here, so no route can omit it.
         """
         owner, group = caller().owner, caller().request
         salt = _owner_salt(owner, request.salt)
@@ -140,7 +141,7 @@ class Service:
     def _raise_failure(self, failed: Failed) -> None:
         if failed.caused_by_request:
             raise Unsatisfiable(failed.reason)
-        # The engine says why in words; whether to try again is for its state to say.
+        # The event has the reason in words; the engine's state decides whether a retry makes sense.
         if self.engine.phase == "draining":
             raise Draining()
         if not self.engine.alive:
@@ -153,7 +154,7 @@ def _scoped_id(owner: str, id: str) -> str:
 
 
 def _owner_salt(owner: str, salt: bytes) -> bytes:
-    # An owner's name has a fixed length: no salt of one owner is a salt of another.
+    # Owner ids have a fixed length, so no two owners share a salt.
     return hashlib.sha256(owner.encode() + salt).digest() if owner else salt
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses: items in and out, their events, and what is kept of them."""
+"""OpenAI's Responses API: items, events, tasks and the archive of finished responses."""

@@ -1,4 +1,4 @@
-"""What is kept of responses, as their makers and readers need it: bodies, histories, events, single items."""
+"""Stored responses: their bodies, events, conversation history and single items."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_STORED = "The response could not be kept, since the store is full, broken or
 
 
 class Archive:
-    """Responses in a store, as far as they belong to `owner` or to everybody."""
+    """The stored responses that `owner` may read: its own, and those without an owner."""
 
     def __init__(self, store: ResponseStore, owner: str = "") -> None:
         self._store, self._owner = store, owner
@@ -42,8 +42,8 @@ class Archive:
     async def save(
         self, response: ResponseBody, input_items: Sequence[Item], frames: Sequence[bytes], *, final: bool
     ) -> None:
-        """Keep a response, what it was given and its events; one that is settled stays as it is."""
-        # Only our own names: those of clients need not be unique.
+        """Store a response with its input items and event frames; a final record is not replaced."""
+        # Only ids of this server: ids of clients may be ambiguous.
         items = [item["id"] for item in response["output"]]
         body, input = dumps(response), dumps(list(input_items))
         previous = response["previous_response_id"]
@@ -52,16 +52,16 @@ class Archive:
         )
 
     async def response(self, id: str) -> ResponseBody | None:
-        """The response as it was kept last; one whose maker is gone has failed."""
+        """The response as stored; failed if its lease has expired."""
         record = await self._store.get(id, self._owner)
         return None if record is None else _record_body(record)
 
     async def frames(self, id: str) -> list[bytes]:
-        """The events of a response, in their order."""
+        """The event frames of a response, in order."""
         return [frame + b"\n\n" for frame in (await self._store.events(id, self._owner)).split(b"\n\n") if frame]
 
     async def cancel(self, id: str) -> ResponseBody | None:
-        """Settle a response as cancelled, unless it is settled; None: there is none."""
+        """Store a response as cancelled unless it is final; None: there is no such response."""
         record = await self._store.get(id, self._owner)
         if record is None or record.final or record.lease_expired:
             return None if record is None else _record_body(record)
@@ -70,15 +70,15 @@ class Archive:
         return response
 
     async def delete(self, id: str) -> bool:
-        """Forget a response; False: there was none."""
+        """Delete a response; False: there was none."""
         return await self._store.delete(id, self._owner)
 
     async def renew_lease(self, id: str) -> bool:
-        """Say that it is still being made; False: nobody wants it any more."""
+        """Renew the lease of a response in progress; False: it was cancelled or deleted."""
         return bool(await self._store.renew_leases([id]))
 
     async def history(self, id: str) -> list[Item]:
-        """All that was given and answered up to the end of a response. ApiError where a part of it is missing."""
+        """All input and output items up to the end of a response; ApiError if a part is missing or in progress."""
         records = await self._store.history(id, self._owner)
         if not records:
             raise previous_not_found(id)
@@ -89,7 +89,7 @@ class Archive:
         return [item for record in records for item in (*record_input(record), *_record_output(record))]
 
     async def input_items(self, id: str) -> list[Item] | None:
-        """All that a response was made from, oldest first; None: it is not kept."""
+        """All items in front of a response's output, oldest first; None: there is no such response."""
         record = await self._store.get(id, self._owner)
         if record is None:
             return None
@@ -97,7 +97,7 @@ class Archive:
         return [*before, *record_input(record)]
 
     async def resolve_references(self, input: Sequence[InputItem]) -> list[Item]:
-        """The items, with those that are only named taken from the store. ApiError at names that nothing has."""
+        """The items with item references replaced by stored items; ApiError for an unknown id."""
         names = [item.id for item in input if isinstance(item, ReferenceInput)]
         known = {
             item["id"]: item
@@ -111,19 +111,19 @@ class Archive:
 
 
 def as_items(input: Input | None) -> Sequence[InputItem]:
-    """What a client sent, as items."""
+    """The input of a request as items."""
     if not isinstance(input, str):
         return input or ()
     return INPUT_ITEMS.validate_python([{"type": "message", "role": "user", "content": input}])
 
 
 def parse_items(items: Sequence[Item]) -> list[InputItem]:
-    """Items as a request has them, from those that were kept."""
+    """Stored items as request items."""
     return INPUT_ITEMS.validate_python(items)
 
 
 def stored_item(item: InputItem) -> Item:
-    """An item as it is kept and shown: with a name, and its text in parts."""
+    """An item as stored and listed: with an id, its text as content parts."""
     told = plain(item)
     content = told.get("content")
     if isinstance(content, str):
@@ -135,7 +135,7 @@ def stored_item(item: InputItem) -> Item:
 
 
 def check_call_outputs(items: Sequence[Item]) -> None:
-    """ApiError at the output of a call that nothing before it makes."""
+    """Raise ApiError for the output of a tool call that no earlier item contains."""
     calls: set[object] = set()
     for item in items:
         if item["type"] in ("function_call", "custom_tool_call"):
@@ -145,12 +145,12 @@ def check_call_outputs(items: Sequence[Item]) -> None:
 
 
 def previous_not_found(id: str) -> ApiError:
-    """The error at a previous response that is not kept."""
+    """The error for a previous response that is not stored."""
     return _previous_error(f"Previous response with id '{id[:128]}' not found.")
 
 
 def record_input(record: Record) -> list[Item]:
-    """What the response of a record was given, without what it goes on from."""
+    """The input items of a record, without those of its previous response."""
     return cast(list[Item], json.loads(record.input))
 
 
@@ -168,7 +168,7 @@ def _record_body(record: Record) -> ResponseBody:
 
 
 def failed_response(response: ResponseBody, reason: str) -> ResponseBody:
-    """The response as one that came to nothing."""
+    """The response as failed, without output."""
     error = {"code": "server_error", "message": reason}
     return cast(ResponseBody, {**response, "status": "failed", "output": [], "error": error})
 

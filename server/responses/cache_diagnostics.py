@@ -1,4 +1,4 @@
-"""Why a prompt was, or was not, in the cache: what it shares with that of an earlier response, and where they part."""
+"""Cache diagnostics: the common prefix of a prompt and an earlier response's prompt, and the reason of a cache miss."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from server.schemas.response_items import CacheDiagnostics, MissReason, Response
 class PromptComparison:
     """Two prompts.
 
-    shared  tokens that both begin with
-    prompt  tokens of the new one
-    reason  what parts them; None: the new one goes on from all of the earlier one
+    shared  tokens of their common prefix
+    prompt  tokens of the new prompt
+    reason  of the first difference; None: the new prompt continues the whole earlier one
     """
 
     shared: int
@@ -22,7 +22,7 @@ class PromptComparison:
     reason: MissReason | None
 
     def verdict(self, cached: int) -> CacheDiagnostics:
-        """What became of the new prompt, `cached` tokens of which were found in the cache."""
+        """The diagnostics of the new prompt with `cached` cached tokens."""
         if self.reason is not None:
             return CacheDiagnostics(
                 type="cache_miss",
@@ -30,19 +30,19 @@ class PromptComparison:
                 cache_missed_tokens=self.prompt - self.shared,
                 comparison_reusable_tokens=self.shared,
             )
-        # The last token of a prompt is always computed. What was given up since has no name at OpenAI.
+        # The last token of a prompt is always computed. OpenAI has no name for a prefix that was evicted meanwhile.
         return CacheDiagnostics(type="cache_hit" if cached >= self.shared - 1 else "unavailable")
 
 
 def compare(earlier: ResponseBody, old: Sequence[int], later: ResponseBody, new: Sequence[int]) -> PromptComparison:
-    """What the prompt `new` of `later` shares with the prompt `old` of `earlier`."""
+    """The comparison of the prompt `new` of `later` with the prompt `old` of `earlier`."""
     pairs = zip(old, new, strict=False)
     shared = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(old), len(new)))
     return PromptComparison(shared, len(new), None if shared == len(old) else _miss_reason(earlier, later))
 
 
 def _miss_reason(earlier: ResponseBody, later: ResponseBody) -> MissReason:
-    """The first setting that differs, of those that stand before the input in a prompt; else it is the input."""
+    """The first differing setting of those in front of the input in a prompt, or the input."""
     if earlier["model"] != later["model"]:
         return "model_changed"
     if earlier["tools"] != later["tools"]:

@@ -1,7 +1,7 @@
-"""A conversation as the summary that the served model writes of it: /v1/responses/compact.
+"""/v1/responses/compact: a conversation is replaced by a summary that the served model writes.
 
-The model is asked for the summary behind the conversation, and later sees that question and its answer in place of what
-they stand for. So the messages alternate as before, whatever the template; system messages stay as they are.
+The request for the summary is appended to the conversation; later the request and its answer stand in place of the
+summarised messages, so roles still alternate for any chat template. System messages are kept.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from server.responses.truncation import SYSTEM_ROLES
 from server.schemas.response_items import Compaction, CompactionItem
 from server.schemas.responses import CompactRequest, ResponseRequest
 
-# The part of the context that a summary may take.
+# A summary takes at most 1 / SUMMARY_SHARE of the context.
 SUMMARY_SHARE = 4
 SUMMARY_QUESTION = {"type": "message", "role": "user", "content": SUMMARY_PROMPT}
 
 
 def summary_request(body: CompactRequest, context: int) -> ResponseRequest:
-    """The request for the summary, but for the conversation."""
+    """The request for the summary, without the conversation."""
     asked = {"model": body.model, "instructions": body.instructions, "prompt_cache_key": body.prompt_cache_key}
     return ResponseRequest.model_validate(
         {**asked, "temperature": 0, "max_output_tokens": max(context // SUMMARY_SHARE, 1)}
@@ -34,7 +34,7 @@ def summary_request(body: CompactRequest, context: int) -> ResponseRequest:
 
 
 def compaction(turn: ChatTurn, items: Sequence[dict[str, Any]], reply: CompletedMessage) -> Compaction:
-    """What the conversation becomes; ApiError where the model wrote nothing."""
+    """The compacted conversation; ApiError if the model wrote nothing."""
     text = reply.text.strip()
     if not text:
         raise ApiError(GENERATION_FAILED, "The model wrote no summary of this conversation.")

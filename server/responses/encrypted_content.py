@@ -1,6 +1,6 @@
-"""Reasoning in the form that stateless clients send back (`encrypted_content`): encoded, for there is nothing to hide.
+"""`encrypted_content` of reasoning and compaction items for stateless clients: base64 text, not a secret.
 
-The same text stands beside it in `content`; clients such as Codex send only this one back.
+The same text is in `content`, but some clients, such as Codex, send only this field back.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ PREFIX = "cellar."
 
 
 def encode_content(text: str) -> str:
-    """The text, encoded."""
+    """The encoded text."""
     return PREFIX + base64.urlsafe_b64encode(text.encode()).decode("ascii")
 
 
 def decode_content(sealed: str) -> str:
-    """The text that was sealed; ValueError if this server never sealed it."""
+    """The decoded text; ValueError if another server encoded it or it is damaged."""
     if not sealed.startswith(PREFIX):
         raise ValueError("another server made it")
     try:

@@ -1,4 +1,4 @@
-"""A response before anything was said: what the client set comes back as it is in force."""
+"""The response object before the first token, with the effective values of the request's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.schemas.responses import Prompted, ResponseCustomTool, ResponseFunct
 
 
 def initial_response(body: ResponseRequest, turn: ChatTurn, *, stored: bool) -> ResponseBody:
-    """The response that `body` asks for; in the background it waits first."""
+    """The response of a request: queued in the background, else in progress."""
     background = bool(body.background)
     response = ResponseBody(
         id=turn.id,
@@ -52,7 +52,7 @@ def initial_response(body: ResponseRequest, turn: ChatTurn, *, stored: bool) -> 
 
 
 def prompt_of_response(response: ResponseBody) -> Prompted:
-    """What made the prompt of a response, but for its input."""
+    """The settings that determined a response's prompt, without its input."""
     names = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation")
     return Prompted.model_validate({name: value for name, value in response.items() if name in names})
 
@@ -70,7 +70,7 @@ def _choice(body: ResponseRequest) -> str | dict[str, object]:
 
 
 def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
-    """All of a tool's fields: openai's own types have them all."""
+    """All fields of a tool, since openai's types require them."""
     if isinstance(tool, ResponseCustomTool):
         return {"format": {"type": "text"}, **plain(tool)}
     whole = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}

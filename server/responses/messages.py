@@ -1,4 +1,4 @@
-"""Items as the messages of a chat: what was said before a response, and what it is asked."""
+"""The chat messages of a response's items."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from server.schemas.tools import CalledCustom, CalledFunction, CustomCall, Funct
 
 Part = InputTextPart | OutputTextPart | RefusalPart
 
-# Asked for behind a conversation that is to be compacted, and again before the answer when that comes back.
+# The last message of a conversation to be compacted, and the message in front of a compaction's text.
 SUMMARY_PROMPT = (
     "Summarise our conversation so far, so that it can go on from your summary alone. Keep names, numbers, decisions, "
     "open questions, tasks that are not done, and the results of tools. Write nothing but the summary."
@@ -36,7 +36,7 @@ SUMMARY_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class LatestResponse:
-    """The latest response of a connection, with everything it was made from and answered."""
+    """The latest response of a WebSocket connection, with all its input and output items."""
 
     id: str = ""
     items: tuple[dict[str, Any], ...] = ()
@@ -44,7 +44,7 @@ class LatestResponse:
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """What the model said at a time: chats have one message for its reasoning, its text and its calls."""
+    """Consecutive items of the assistant: one chat message holds reasoning, text and tool calls."""
 
     reasoning: list[str] = field(default_factory=list)
     text: list[str | list[TextPart]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _AssistantTurn:
 
 
 def chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[Message]:
-    """The conversation. ApiError at a reasoning or a compaction that cannot be read."""
+    """The conversation; ApiError for `encrypted_content` that cannot be decoded."""
     said = [] if instructions is None else [Message(role="developer", content=instructions)]
     turn = _AssistantTurn()
     for item in items:
@@ -86,7 +86,7 @@ def chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[
 
 
 def _continues(turn: _AssistantTurn, item: InputItem) -> bool:
-    """Whether the item belongs to what the model is saying: reasoning, then text, then calls."""
+    """Whether the item belongs to the same assistant message: reasoning, then text, then tool calls."""
     match item:
         case ReasoningInput():
             return not turn.text and not turn.calls

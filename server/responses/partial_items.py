@@ -1,4 +1,4 @@
-"""The items of an answer while they grow: each tells of itself in events, and can be written down at any time."""
+"""Output items during the generation: each yields its events and can be converted to an item at any time."""
 
 from __future__ import annotations
 
@@ -19,55 +19,55 @@ from server.schemas.response_items import (
     ReasoningItem,
 )
 
-# An event without its number and its place.
+# An event without sequence number and output index.
 EventFields = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
-    """A name that nobody can guess."""
+    """A random id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class PartialItem(Protocol):
-    """What a message, a reasoning and a call have in common."""
+    """A message, a reasoning or a tool call during the generation."""
 
     id: str
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """The item as it stands."""
+        """The item with its current content."""
 
     def opening_events(self) -> Iterator[EventFields]:
-        """What is told behind the beginning of the item."""
+        """The events after `response.output_item.added`."""
 
     def closing_events(self, status: ItemStatus) -> Iterator[EventFields]:
-        """What is told before its end."""
+        """The events before `response.output_item.done`."""
 
 
 @dataclass(slots=True)
 class PartialMessage:
-    """A text that is said to the user."""
+    """Text of the answer."""
 
     id: str = field(default_factory=lambda: new_id("msg"))
     text: list[str] = field(default_factory=list)
     logprobs: list[ChatLogprob] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> MessageItem:
-        """The item as it stands."""
+        """The item with its current content."""
         content = [self._part()] if self.text or status != "in_progress" else []
         return MessageItem(id=self.id, type="message", status=status, role="assistant", content=content)
 
     def opening_events(self) -> Iterator[EventFields]:
-        """Its only part begins."""
+        """The start of its only content part."""
         yield {"type": "response.content_part.added", "content_index": 0, "part": _output_text("", [])}
 
     def add(self, text: str, logprobs: Sequence[ChatLogprob]) -> Iterator[EventFields]:
-        """More text."""
+        """A text delta."""
         self.text.append(text)
         self.logprobs.extend(logprobs)
         yield {"type": "response.output_text.delta", "content_index": 0, "delta": text, "logprobs": list(logprobs)}
 
     def closing_events(self, status: ItemStatus) -> Iterator[EventFields]:
-        """The whole text, and the part."""
+        """The whole text, and the content part."""
         part = self._part()
         done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
         yield {"type": "response.output_text.done", **done}
@@ -79,14 +79,14 @@ class PartialMessage:
 
 @dataclass(slots=True)
 class PartialReasoning:
-    """A text that is said before the answer. `sealed`: the item also holds it in the form that clients send back."""
+    """Reasoning text. `encrypted`: the item also has `encrypted_content`."""
 
     encrypted: bool
     id: str = field(default_factory=lambda: new_id("rs"))
     text: list[str] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> ReasoningItem:
-        """The item as it stands."""
+        """The item with its current content."""
         text = "".join(self.text)
         content = [self._part(text)] if text or status != "in_progress" else []
         item = ReasoningItem(id=self.id, type="reasoning", status=status, summary=[], content=content)
@@ -95,16 +95,16 @@ class PartialReasoning:
         return item
 
     def opening_events(self) -> Iterator[EventFields]:
-        """Its only part begins."""
+        """The start of its only content part."""
         yield {"type": "response.content_part.added", "content_index": 0, "part": self._part("")}
 
     def add(self, text: str) -> Iterator[EventFields]:
-        """More text."""
+        """A text delta."""
         self.text.append(text)
         yield {"type": "response.reasoning_text.delta", "content_index": 0, "delta": text}
 
     def closing_events(self, status: ItemStatus) -> Iterator[EventFields]:
-        """The whole text, and the part."""
+        """The whole text, and the content part."""
         text = "".join(self.text)
         yield {"type": "response.reasoning_text.done", "content_index": 0, "text": text}
         yield {"type": "response.content_part.done", "content_index": 0, "part": self._part(text)}
@@ -115,7 +115,7 @@ class PartialReasoning:
 
 @dataclass(slots=True)
 class PartialCall:
-    """A call of a function."""
+    """A function call."""
 
     name: str
     id: str = field(default_factory=lambda: new_id("fc"))
@@ -123,7 +123,7 @@ class PartialCall:
     arguments: list[str] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> CallItem:
-        """The item as it stands."""
+        """The item with its current arguments."""
         return CallItem(
             id=self.id,
             type="function_call",
@@ -134,16 +134,16 @@ class PartialCall:
         )
 
     def opening_events(self) -> Iterator[EventFields]:
-        """Nothing: its arguments are no part."""
+        """No event: arguments are not a content part."""
         return iter(())
 
     def add(self, text: str) -> Iterator[EventFields]:
-        """More of the arguments."""
+        """A delta of the arguments."""
         self.arguments.append(text)
         yield {"type": "response.function_call_arguments.delta", "delta": text}
 
     def closing_events(self, status: ItemStatus) -> Iterator[EventFields]:
-        """All arguments; a call without any has an empty object of them."""
+        """All arguments; an empty object for a completed call without any."""
         if not self.arguments and status == "completed":
             yield from self.add("{}")
         yield {"type": "response.function_call_arguments.done", "arguments": "".join(self.arguments)}
@@ -159,7 +159,7 @@ class PartialCustomCall:
     input: list[str] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> CustomCallItem:
-        """The item as it stands."""
+        """The item with its current input."""
         return CustomCallItem(
             id=self.id,
             type="custom_tool_call",
@@ -170,16 +170,16 @@ class PartialCustomCall:
         )
 
     def opening_events(self) -> Iterator[EventFields]:
-        """Nothing: its input is no part."""
+        """No event: the input is not a content part."""
         return iter(())
 
     def add(self, text: str) -> Iterator[EventFields]:
-        """More of the input."""
+        """A delta of the input."""
         self.input.append(text)
         yield {"type": "response.custom_tool_call_input.delta", "delta": text}
 
     def closing_events(self, status: ItemStatus) -> Iterator[EventFields]:
-        """All of the input."""
+        """The whole input."""
         yield {"type": "response.custom_tool_call_input.done", "input": "".join(self.input)}
 
 

@@ -1,4 +1,4 @@
-"""Responses from their requests to their end: who makes them, who reads them, what is kept."""
+"""The service behind the Responses API: creates, reads, cancels, deletes and compacts responses."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ from server.store.store import LEASE_SECONDS, ResponseStore
 
 logger = logging.getLogger("cellar.http")
 
-# What a client that finds the background full is told to wait.
+# Retry-After for a full background queue.
 BACKGROUND_RETRY_SECONDS = 10.0
 
 
 class ResponseService:
-    """All responses of one app. Without a store none outlives its request."""
+    """All responses of one app. Without a store no response outlives its request."""
 
     def __init__(self, service: Service, store: ResponseStore | None) -> None:
         self._service, self._store, self._owner = service, store, ""
         self._archive = None if store is None else Archive(store)
-        # By owner and id.
+        # By owner and response id.
         self._running: dict[tuple[str, str], ResponseTask] = {}
         self._renewals: set[asyncio.Task[None]] = set()
 
     def for_owner(self, owner: str) -> ResponseService:
-        """The same desk for the owner of a key, who sees nobody else's responses."""
+        """The service for one owner, without access to responses of other owners."""
         desk = copy.copy(self)
         desk._owner = owner
         desk._archive = None if self._store is None else Archive(self._store, owner)
@@ -75,10 +75,10 @@ class ResponseService:
     async def create(
         self, body: ResponseRequest, warnings: Sequence[str] = (), recent: LatestResponse | None = None
     ) -> ResponseTask:
-        """Start on a response. ApiError or EngineError for what is wrong with the request, before anything runs.
+        """Start a response. ApiError or EngineError for an invalid request, before anything is computed.
 
-        warnings  of what was left out of the request; the response tells them
-        recent    a response that this one may go on from though the store does not have it
+        warnings  of fields left out of the request, for the response
+        recent    a response outside the store that this one may continue
         """
         self._check(body)
         given = await self._input_items(body)
@@ -94,12 +94,12 @@ class ResponseService:
         return run
 
     async def count(self, body: Prompted) -> int:
-        """The tokens of the prompt that the body makes."""
+        """The number of tokens of a request's prompt."""
         items = await self._prompt_items(body, await self._input_items(body))
         return len((await self._turn(body, items, new_id("resp"))).requests[0].prompt)
 
     async def compact(self, body: CompactRequest) -> Compaction:
-        """Replace a conversation by the summary that the model writes; nothing of it is kept."""
+        """Replace a conversation by a summary of the model; nothing is stored."""
         items = await self._prompt_items(body, await self._input_items(body))
         if not items:
             raise missing_parameter("input")
@@ -113,11 +113,11 @@ class ResponseService:
         return compaction(turn, items, reply)
 
     def running(self, id: str) -> ResponseTask | None:
-        """The run of a response that is being made here."""
+        """The task of a response that this process generates."""
         return self._running.get((self._owner, id))
 
     async def response(self, id: str) -> ResponseBody:
-        """A response as it stands; ApiError if there is none."""
+        """The current state of a response; ApiError if there is none."""
         run = self.running(id)
         found = await self._required_archive.response(id) if run is None else run.response
         if found is None:
@@ -125,7 +125,7 @@ class ResponseService:
         return found
 
     async def frames(self, id: str) -> list[bytes]:
-        """The events of a response that is settled; ApiError if there is none."""
+        """The event frames of a final response; ApiError if there is none."""
         response = await self.response(id)
         if response["status"] not in FINAL_STATUSES:
             message = f"Response with id '{id}' is being made by another server, which alone can stream it."
@@ -133,14 +133,14 @@ class ResponseService:
         return await self._required_archive.frames(id)
 
     async def input_items(self, id: str) -> list[Item]:
-        """What a response was made from, oldest first; ApiError if there is none."""
+        """All items in front of a response's output, oldest first; ApiError if there is none."""
         found = await self._required_archive.input_items(id)
         if found is None:
             raise _not_found(id)
         return found
 
     async def cancel(self, id: str) -> ResponseBody:
-        """End a response in the background; one that is settled stays as it is."""
+        """Cancel a background response; a final one is returned unchanged."""
         response = await self.response(id)
         if not response["background"]:
             message = f"Response with id '{id}' cannot be cancelled: it was not created with background=true."
@@ -149,11 +149,11 @@ class ResponseService:
         if run is not None:
             await run.cancel()
             return run.response
-        # Another server may work on it, and finds this when it renews its lease.
+        # Another server may generate it; its next lease renewal finds the cancellation.
         return await self._required_archive.cancel(id) or response
 
     async def delete(self, id: str) -> None:
-        """Forget a response, and stop work on it; ApiError if there is none."""
+        """Delete a response and cancel its generation; ApiError if there is none."""
         run = self.running(id)
         if run is not None:
             await run.cancel()
@@ -161,7 +161,7 @@ class ResponseService:
             raise _not_found(id)
 
     async def close(self) -> None:
-        """Let go of all that runs, and close the store."""
+        """Abort all tasks and close the store."""
         for task in self._renewals:
             task.cancel()
         for run in list(self._running.values()):
@@ -186,7 +186,7 @@ class ResponseService:
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
     async def _input_items(self, body: Prompted | CompactRequest) -> list[Item]:
-        """What the client sent, as it is kept."""
+        """The request's input items as they are stored."""
         items = as_items(body.input)
         if any(isinstance(item, ReferenceInput) for item in items):
             return await self._required_archive.resolve_references(items)
@@ -195,7 +195,7 @@ class ResponseService:
     async def _prompt_items(
         self, body: Prompted | CompactRequest, given: Sequence[Item], recent: LatestResponse | None = None
     ) -> list[Item]:
-        """What the response is made from: all that was said before, and what the client sent."""
+        """All items of the prompt: the conversation history and the request's input."""
         before = await self._previous_items(body.previous_response_id, recent)
         if len(before) + len(given) > MOST_ITEMS:
             raise invalid_value("input", f"with what was said before it has more than {MOST_ITEMS} items")
@@ -209,7 +209,7 @@ class ResponseService:
             return []
         if recent is not None and previous == recent.id:
             return list(recent.items)
-        # Over a connection OpenAI answers the same whether nothing is kept or this is not.
+        # On a WebSocket OpenAI returns the same error with and without a store.
         if self._archive is None and recent is not None:
             raise previous_not_found(previous)
         return await self._required_archive.history(previous)
@@ -224,7 +224,7 @@ class ResponseService:
             raise renamed_error(error) from error
 
     async def _diagnose(self, compared: str | None, response: ResponseBody, turn: ChatTurn) -> Diagnose | None:
-        """How the use of the cache is to be explained, beside an earlier response."""
+        """The cache diagnostics by comparison with an earlier response, if the request asks for one."""
         if compared is None:
             return None
         earlier = None if self._archive is None else await self._archive.response(compared)
@@ -255,7 +255,7 @@ class ResponseService:
             self._start_renewal(run)
 
     async def _store_or_abort(self, run: ResponseTask, given: Sequence[Item]) -> None:
-        """Keep a response that has begun in the background: without that nobody could ever read it."""
+        """Store a response that has started in the background, or abort it, since it could not be read later."""
         try:
             await self._required_archive.save(run.response, given, (), final=False)
         except StoreError:
@@ -263,9 +263,9 @@ class ResponseService:
             raise
 
     def _check_background_capacity(self) -> None:
-        """Responses in the background leave half of the queue to those that somebody waits for.
+        """Limit background responses to half of the queue.
 
-        Where that half is full, an owner with less than an even share of it gets in all the same.
+        Above the limit, an owner with less than an even share of that half is still admitted.
         """
         waiting = [owner for (owner, _), run in self._running.items() if run.response["background"]]
         most = max(self._service.settings.max_waiting // 2, 1)
@@ -280,7 +280,7 @@ class ResponseService:
             await self._required_archive.save(response, given, frames, final=True)
         except StoreError:
             if response["background"]:
-                # It stands there as begun, and takes less room as failed than as a whole answer.
+                # It is stored as started; a failed response needs less space than a whole answer.
                 await self._required_archive.save(failed_response(response, NOT_STORED), given, (), final=True)
             raise
 
@@ -290,7 +290,7 @@ class ResponseService:
         task.add_done_callback(self._renewals.discard)
 
     async def _renew_lease(self, run: ResponseTask) -> None:
-        """Hold the lease of a response in the background for as long as it is made."""
+        """Renew the lease of a background response until it is final."""
         id = run.response["id"]
         while self.running(id) is not None:
             await asyncio.sleep(LEASE_SECONDS / 3)

@@ -1,7 +1,7 @@
-"""One response being made: a task of its own, the events so far, and all who follow them.
+"""The generation of one response: an asyncio task, its event frames so far, and the streams that follow them.
 
-A foreground run ends when its client leaves, a background run when it is done or cancelled. Everybody gets the same
-events, and whoever follows late the earlier ones too.
+A foreground task is aborted when its client disconnects; a background task ends at its end or by cancellation. Every
+stream gets all events, earlier ones included.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from server.store.database import StoreError
 
 logger = logging.getLogger("cellar.http")
 
-# Keeps a response with its events, before anybody sees the last of them.
+# Stores a response with its event frames, before the last events are published.
 SaveResponse = Callable[[ResponseBody, Sequence[bytes]], Awaitable[None]]
 Diagnose = Callable[[int], CacheDiagnostics]
 Item = dict[str, Any]
 
 
 class ResponseTask:
-    """`keep` is called once, when the response is settled, unless its client left before.
+    """`save` is called once, when the response is final, unless the task was aborted.
 
-    items     all that the response is made from
-    diagnose  the use of the cache explained, from the number of cached tokens; None where nobody asked
+    items     all items of the prompt
+    diagnose  cache diagnostics for a number of cached tokens, if requested
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class ResponseTask:
 
     @property
     def response(self) -> ResponseBody:
-        """The response as it stands."""
+        """The current state of the response."""
         return self._writer.response
 
     @property
     def output(self) -> list[Item]:
-        """The items of the answer so far."""
+        """The output items so far."""
         return [dict(item) for item in self.response["output"]]
 
     @property
     def frames(self) -> Sequence[bytes]:
-        """The events so far, as they go over the wire."""
+        """The event frames so far."""
         return self._frames
 
     async def start(self, opening: AbstractAsyncContextManager[ChoiceEvents]) -> None:
-        """Start the work; raises what keeps the engine from taking it."""
+        """Start the generation; raises the error of an engine that cannot accept it."""
         events = await self._admission.enter_async_context(opening)
         self._emit(self._writer.created())
         if self.response["status"] != "queued":
@@ -83,7 +83,7 @@ class ResponseTask:
         self._task = asyncio.create_task(self._work(events))
 
     async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """The events behind number `after`, until the last one."""
+        """Yield the events behind number `after` up to the last one."""
         at = after + 1
         while not self._done or at < len(self._frames):
             changed = self._changed
@@ -94,7 +94,7 @@ class ResponseTask:
                 await changed.wait()
 
     async def wait_finished(self) -> ResponseBody:
-        """The response at its end; ApiError if it failed."""
+        """The final response; ApiError if it failed."""
         assert self._task is not None
         await asyncio.wait({self._task})
         if self.error is not None:
@@ -102,21 +102,21 @@ class ResponseTask:
         return self.response
 
     def add_done_callback(self, act: Callable[[], object]) -> None:
-        """Call `act` when nothing is done on it any more, however it ended."""
+        """Call `act` when the task has ended in any way."""
         assert self._task is not None
         self._task.add_done_callback(lambda _: act())
 
     async def cancel(self) -> None:
-        """End the work for good, and wait until that is kept."""
+        """Cancel the generation and wait until the response is stored."""
         self._cancelled = True
         await self.abort()
 
     async def abort(self) -> None:
-        """End the work without a trace, because nobody waits for it. Without effect on what is done already."""
+        """Stop the generation without storing anything. No effect on a finished task."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
-        # A task that was cancelled before its first step has not done this.
+        # A task cancelled before its first step has not closed it.
         await self._admission.aclose()
 
     async def _work(self, events: ChoiceEvents) -> None:
@@ -135,7 +135,7 @@ class ResponseTask:
             self._publish(())
 
     async def _final_events(self, events: ChoiceEvents) -> Iterable[ResponseEvent]:
-        """Tell all events but the last ones, which are the answer: they are to be kept before they are told."""
+        """Publish all events but the last ones, which are returned: the response is stored before their publication."""
         try:
             return await self._read_events(events)
         except (ApiError, EngineError) as error:
@@ -145,7 +145,7 @@ class ResponseTask:
                 raise
             return list(self._writer.cancel())
         except Exception:
-            # Nobody stands above this task: the border of the HTTP side is here.
+            # The boundary of this task: no caller would see the exception.
             logger.exception("a response failed")
             return self._failure(internal_error())
 
@@ -189,7 +189,7 @@ def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
 
 
 def response_usage(finished: Finished, reasoning: int) -> ResponseUsage:
-    """The cost of one generation under the names of this API."""
+    """Token usage in the format of this API."""
     cost = finished.usage
     return ResponseUsage(
         input_tokens=cost.prompt_tokens,

@@ -1,4 +1,4 @@
-"""From OpenAI's Responses to chat completions: the same wishes under other names, and errors back to the first ones."""
+"""Translation of Responses requests to chat completions, and of field names in chat errors back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from server.schemas.responses import (
     plain,
 )
 
-# Fields with one name and one meaning in both.
+# Fields with the same name and meaning in both APIs.
 SHARED_FIELDS = (
     "cache_salt",
     "frequency_penalty",
@@ -48,8 +48,8 @@ SHARED_FIELDS = (
     "top_p",
     "user",
 )
-# What a chat calls a field, and what it is called here. Places in messages are not those in the input: items are
-# merged, and what was said before comes first.
+# Field names of a chat and of a response. Positions in messages are dropped: items are merged into messages, and the
+# conversation history precedes them.
 FIELD_NAMES = {
     r"messages.*|prompt": "input",
     r"max_completion_tokens|max_tokens": "max_output_tokens",
@@ -63,7 +63,7 @@ _PATH = "/v1/responses"
 
 
 def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> ChatRequest:
-    """The chat that answers `items`, the whole history of it. ApiError at what no chat can hold."""
+    """The chat request for the whole conversation `items`; ApiError if a chat cannot express it."""
     said = chat_messages(body.instructions, items)
     if not said:
         raise missing_parameter("input")
@@ -77,7 +77,7 @@ def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> Chat
 
 
 def renamed_error(error: ApiError | EngineError) -> ApiError:
-    """An error of the chat, with the names that the client of a response used."""
+    """An error of the chat with the field names of this API."""
     return with_client_field_names(error, _PATH, FIELD_NAMES)
 
 
@@ -109,7 +109,7 @@ def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
         custom = {"name": tool.name, "description": tool.description, "format": _input_format(tool)}
         return {"type": "custom", "custom": custom}
     named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    # OpenAI's default is strict here, and not in chats.
+    # OpenAI's default is strict in this API, but not in chats.
     return {"type": "function", "function": {**named, "strict": tool.strict is not False}}
 
 

@@ -1,4 +1,4 @@
-"""A conversation that is too long, without its beginning: OpenAI's `truncation: "auto"`."""
+"""`truncation: "auto"`: the oldest turns of a conversation are dropped until it fits the context."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 async def fitting_turn(service: Service, body: ChatRequest, id: str) -> ChatTurn:
-    """The turn of the longest end of the conversation that fits, cut where somebody else than the model spoke.
+    """The turn with the longest end of the conversation that fits; it begins with a user message.
 
-    Leading system messages stay. ContextTooLong where the last message alone is too long.
+    Leading system messages are kept. ContextTooLong if the last user message alone is too long.
     """
     least, most = 0, len(_cut_positions(body))
     fitting: ChatTurn | None = None
@@ -28,7 +28,7 @@ async def fitting_turn(service: Service, body: ChatRequest, id: str) -> ChatTurn
 
 
 async def _attempt(service: Service, body: ChatRequest, id: str) -> ChatTurn | None:
-    """The turn, if its prompt leaves room for an answer: what was asked for, or a quarter of the context."""
+    """The turn, if its prompt leaves space for the answer: the requested length, or a quarter of the context."""
     context = service.engine.info.context
     room = min(body.max_completion_tokens or context // 4, context // 2)
     try:
@@ -39,13 +39,13 @@ async def _attempt(service: Service, body: ChatRequest, id: str) -> ChatTurn | N
 
 
 def _cut_positions(body: ChatRequest) -> list[int]:
-    """Where the conversation may begin instead: at each question but the first."""
+    """Possible first messages: every user message but the first one."""
     asked = [place for place, message in enumerate(body.messages) if message.role == "user"]
     return asked[1:]
 
 
 def _truncated(body: ChatRequest, cuts: int) -> ChatRequest:
-    """The body without what stands before its cut number `cuts`; 0 cuts nothing."""
+    """The body without the messages before cut position number `cuts`; 0 drops nothing."""
     if cuts == 0:
         return body
     leading = next((place for place, said in enumerate(body.messages) if said.role not in SYSTEM_ROLES), 0)

@@ -1,7 +1,7 @@
-"""WebSocket mode of /v1/responses: requests in turns on one connection, their events as one JSON text each.
+"""WebSocket mode of /v1/responses: sequential requests on one connection; each event is one JSON text message.
 
-The connection keeps its latest response with all items, so that a chain goes on without a store. A second request waits
-for the end of the first; a client that leaves cancels what is running.
+The connection keeps its latest response with all items, so a conversation continues without a store. A second request
+is queued until the first one ends; a disconnect cancels the current one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from server.schemas.responses import ResponseRequest
 
 PATH = "/v1/responses"
 CREATE = "response.create"
-# OpenAI's limit; clients connect anew and go on.
+# OpenAI's limit; clients reconnect.
 SESSION_SECONDS = 3600.0
-# Requests of one connection that wait for the one that runs.
+# Queued requests of one connection.
 MAX_QUEUED = 4
-# From RFC 6455: the message breaks a rule of the endpoint; try again later.
+# Close codes of RFC 6455.
 POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
 
 
@@ -41,7 +41,7 @@ class WebSocketSession:
         self._latest = LatestResponse()
 
     async def serve(self) -> None:
-        """Answer requests until the client leaves or the time of the connection is over."""
+        """Answer requests until the client disconnects or the time limit of the connection."""
         await self._socket.accept()
         waiting: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
         tasks = {asyncio.create_task(self._read(waiting)), asyncio.create_task(self._process(waiting))}
@@ -52,13 +52,13 @@ class WebSocketSession:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
-            task.result()  # a fault of ours ends the connection, and the border logs it
+            task.result()  # raises an unexpected exception, which ends the connection and is logged by the middleware
         if not done:
             await self._send_error(ApiError(CONNECTION_LIMIT, "A connection lasts 60 minutes. Connect anew to go on."))
             await self._close(TRY_AGAIN_LATER)
 
     async def _read(self, waiting: asyncio.Queue[str]) -> None:
-        """Take messages as they come: one who does not read sees neither pongs nor the client leaving."""
+        """Read messages at once, since only a read detects pongs and the client's disconnect."""
         with suppress(WebSocketDisconnect, KeyError, asyncio.QueueFull):
             while True:
                 waiting.put_nowait(await self._socket.receive_text())
@@ -70,7 +70,7 @@ class WebSocketSession:
                 await self._answer(await waiting.get())
 
     async def _answer(self, text: str) -> None:
-        """One response, or the error event that stands for it."""
+        """Send the events of one response, or an error event."""
         body: ResponseRequest | None = None
         try:
             body = await _read_request(text, self._socket.app.state.large_bodies)
@@ -95,7 +95,7 @@ class WebSocketSession:
             self._latest = LatestResponse(run.response["id"], (*run.items, *run.output))
 
     def _forget_latest(self, body: ResponseRequest | None) -> None:
-        """A chain whose continuation failed has to begin anew, as at OpenAI."""
+        """After a failed continuation the conversation has to start anew, as at OpenAI."""
         if body is not None and body.previous_response_id == self._latest.id:
             self._latest = LatestResponse()
 
@@ -118,7 +118,7 @@ async def _read_request(text: str, large_bodies: CapacityLimiter) -> ResponseReq
 
 
 def _parse_request(data: bytes) -> ResponseRequest:
-    """The body of a `response.create` event; ApiError at anything else."""
+    """The body of a `response.create` event; ApiError for any other message."""
     body = loads(data)
     if body.pop("type", None) != CREATE:
         raise invalid_value("type", f"it must be '{CREATE}'")
@@ -129,7 +129,7 @@ def _parse_request(data: bytes) -> ResponseRequest:
 
 
 def _events(frames: bytes) -> Iterator[str]:
-    """The JSON of server-sent events."""
+    """The JSON texts of server-sent events."""
     for frame in frames.split(b"\n\n"):
         if frame:
             yield frame.partition(b"\ndata: ")[2].decode()

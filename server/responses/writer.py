@@ -1,7 +1,7 @@
-"""The events of one response, from the pieces of an answer: a pure function of what it is given, but for random names.
+"""The events of one response, from the parsed pieces of an answer: deterministic except for random ids.
 
-Every event has a number, from 0 in steps of 1, and every item is told whole: added, its parts, done. openai's own
-accumulator raises at anything else.
+Events are numbered from 0, and every item has its complete sequence: added, parts, done. openai's accumulator raises
+for any other sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from server.schemas.response_items import (
 )
 
 FINAL_STATUSES = frozenset({"completed", "incomplete", "failed", "cancelled"})
-# The last event of a response. There is none of the name of a response that was cancelled.
+# The last event by status. OpenAI has no event for a cancelled response.
 FINAL_EVENTS = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
@@ -42,7 +42,7 @@ FINAL_EVENTS = {
 
 
 class ResponseWriter:
-    """Tells one response. `sealed`: reasoning is also given in the form that clients send back."""
+    """Makes the events of one response. `encrypted`: reasoning items have `encrypted_content`."""
 
     def __init__(self, response: ResponseBody, *, encrypted: bool = False) -> None:
         self._response, self._encrypted = response, encrypted
@@ -53,26 +53,26 @@ class ResponseWriter:
 
     @property
     def response(self) -> ResponseBody:
-        """The response as it stands."""
+        """The current state of the response."""
         growing = [] if self._open_output is None else [self._open_output.item("in_progress")]
         return {**self._response, "output": [*self._done, *growing]}
 
     def created(self) -> Iterator[ResponseEvent]:
-        """The response is there; one in the background waits."""
+        """The response exists; in the background it is queued."""
         yield self._lifecycle_event("response.created")
         if self._response["status"] == "queued":
             yield self._lifecycle_event("response.queued")
 
     def in_progress(self) -> Iterator[ResponseEvent]:
-        """Work on it begins."""
+        """The generation has started."""
         self._response["status"] = "in_progress"
         yield self._lifecycle_event("response.in_progress")
 
     def add(self, pieces: Iterable[AnswerDelta], logprobs: Sequence[ChatLogprob] = ()) -> Iterator[ResponseEvent]:
-        """More of the answer; log-probabilities belong to its text."""
+        """The events of further pieces; log-probabilities belong to their text."""
         self._pending_logprobs.extend(logprobs)
         for piece in pieces:
-            # Those of a text that was held back come before it; those of anything else are told to nobody.
+            # Log-probabilities of held-back text precede the new ones; those of reasoning and tool calls are dropped.
             entries, self._pending_logprobs = self._pending_logprobs, []
             match piece:
                 case TextDelta(text=text):
@@ -85,14 +85,14 @@ class ResponseWriter:
                     yield from self._open_item(PartialCall(name))
                 case ToolCallDelta(text=text):
                     called = self._open_output
-                    # They come behind the call that they belong to.
+                    # Arguments follow the opening of their call.
                     assert isinstance(called, PartialCall | PartialCustomCall)
                     yield from self._item_events(called.add(text))
 
     def finish(
         self, status: ResponseStatus, usage: ResponseUsage, diagnostics: CacheDiagnostics | None = None
     ) -> Iterator[ResponseEvent]:
-        """The answer is whole (completed), or was cut off (incomplete)."""
+        """The answer is complete (completed) or truncated (incomplete)."""
         whole = status == "completed"
         if not self._done and self._open_output is None:
             yield from self._open_item(PartialMessage())
@@ -107,20 +107,20 @@ class ResponseWriter:
         yield self._lifecycle_event("response.completed" if whole else "response.incomplete")
 
     def not_stored(self, reason: str) -> Iterator[ResponseEvent]:
-        """The last event once more, in place of the one told before: the response is over, and was not kept."""
+        """A replacement of the last event: the response is final but could not be stored."""
         self._response["store"] = False
         self._response["warnings"] = [*self._response.get("warnings", []), reason]
         self._number -= 1
         yield self._lifecycle_event(FINAL_EVENTS[self._response["status"]])
 
     def cancel(self) -> Iterator[ResponseEvent]:
-        """Nobody wants the rest. There is no event of this name: streams end as incomplete, with this status."""
+        """The response is cancelled; its last event is `response.incomplete`, with status cancelled."""
         yield from self._close_item("incomplete")
         self._response["status"] = "cancelled"
         yield self._lifecycle_event("response.incomplete")
 
     def fail(self, error: dict[str, Any]) -> Iterator[ResponseEvent]:
-        """It broke; `error` is what stands in the envelope of an answer."""
+        """The generation failed; `error` is the content of the error envelope."""
         yield from self._close_item("incomplete")
         flat = {name: error.get(name) for name in ("code", "message", "param")}
         told = {"type": "error", "sequence_number": self._next_number(), **flat, "error": error}
@@ -157,7 +157,7 @@ class ResponseWriter:
         self._open_output = None
 
     def _item_events(self, told: Iterable[EventFields]) -> Iterator[ResponseEvent]:
-        """Events of the open item."""
+        """The events of the open item."""
         assert self._open_output is not None
         id = self._open_output.id
         for event in told:

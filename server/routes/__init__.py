@@ -1,1 +1,1 @@
-"""The routes, a file a noun. Each is added to the app itself, so that app.routes lists them all."""
+"""The routes, one module for each API. They are added to the app itself, so that app.routes lists them all."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients call them."""
+"""POST /v1/messages and /v1/messages/count_tokens (Anthropic's API)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{ANTHROPIC_PREFIX}/count_tokens", responses={**ANTHROPIC_ERRORS, 200: {"model": TokenCount}})
     async def count_message_tokens(body: CountRequest, request: Request) -> Response:
-        """Count the tokens of the prompt that a conversation makes."""
+        """Count the tokens of a conversation's prompt."""
         turn = await _turn(service, body, request)
         return JsonResponse(TokenCount(input_tokens=len(turn.requests[0].prompt)))
 
@@ -59,7 +59,7 @@ def add(app: FastAPI, service: Service) -> None:
 async def _turn(service: Service, body: CountRequest, http: Request) -> ChatTurn:
     try:
         chat = await run_by_size(http, chat_request, body)
-        # The field is required here, and clients ask for more than small models hold without meaning it.
+        # The field is required, and clients set it to more than the context of a small model.
         most = min(chat.max_tokens or 1, service.engine.info.context)
         return await prepare_chat(service, chat.model_copy(update={"max_tokens": most}), f"msg_{uuid.uuid4().hex}")
     except (ApiError, EngineError) as error:

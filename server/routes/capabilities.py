@@ -1,4 +1,4 @@
-"""GET /v1/capabilities: what becomes of each parameter of each endpoint, read from the code that decides it."""
+"""GET /v1/capabilities: the support of each parameter of each endpoint, derived from the code that decides it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/capabilities", responses={**ERROR_RESPONSES, 200: {"model": Capabilities}})
     async def capabilities() -> Response:
-        """Tell what this server does with each parameter, and what its model can do."""
+        """List the support of each parameter, and the abilities of the model."""
         service.check_ready()
         told = Capabilities(
             object="capabilities",
@@ -69,7 +69,7 @@ def _embedding(name: str, embedding: EmbeddingModelInfo) -> EmbeddingCapabilitie
 
 
 def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
-    """The endpoints that take a body."""
+    """The endpoints with a body."""
     for route in app.routes:
         field = route.body_field if isinstance(route, APIRoute) else None
         shape = None if field is None else field.field_info.annotation
@@ -90,7 +90,7 @@ def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
 
 
 def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:
-    """What the models cannot do of a body, and why."""
+    """Parameters that the models do not support, with the reason."""
     tokenizer = service.engine.tokenizer
     if issubclass(body, ChatRequest):
         return unsupported_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))
@@ -102,7 +102,7 @@ def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:
 
 
 def _ignored(service: Service, body: type[Strict]) -> dict[str, str]:
-    """What the model takes no notice of, and why."""
+    """Parameters without effect for this model, with the reason."""
     tokenizer = service.engine.tokenizer
     return (
         ignored_parameters(tokenizer.chat_format, undeclared_variables(tokenizer.template))

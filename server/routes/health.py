@@ -1,4 +1,4 @@
-"""GET /health: does the process live. GET /ready: does it take requests. Both open to all."""
+"""GET /health: whether the process works. GET /ready: whether it accepts requests. Both need no key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     """Add the routes."""
 
-    # Probes such as `wget --spider` ask for the head only.
+    # Probes such as `wget --spider` send HEAD.
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=ERROR_RESPONSES)
     async def health() -> Response:
-        """200 while the engine thread lives, also when it loads or drains: a restart would not help then.
+        """200 while the engine thread is alive, also during loading and draining, when a restart would not help.
 
-        `models` are the names of those that are loaded.
+        `models` lists the names of the loaded models.
         """
         service.check_alive()
         return JsonResponse({"status": "ok", "phase": service.engine.phase, "models": list(service.loaded_names)})
@@ -27,6 +27,6 @@ def add(app: FastAPI, service: Service) -> None:
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=ERROR_RESPONSES)
     async def ready() -> Response:
-        """200 while requests are taken; else 503 with the reason."""
+        """200 while requests are accepted, or 503 with the reason."""
         service.check_ready()
         return JsonResponse({"status": "ready"})

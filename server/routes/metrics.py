@@ -17,5 +17,5 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses={**ERROR_RESPONSES, 200: {"content": text}}, response_class=Response)
     async def metrics() -> Response:
-        """All numbers of this server."""
+        """All metrics of this server."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)

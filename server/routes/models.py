@@ -17,16 +17,16 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": ModelList}})
     async def list_models() -> Response:
-        """List the names that the models answer to."""
+        """List the names of the models."""
         names = (*service.settings.model_names, service.settings.embedding_name)
         return JsonResponse(
             ModelList(object="list", data=[_model(service, name) for name in names if name is not None])
         )
 
-    # Names from the hub hold a slash.
+    # Hub ids contain a slash.
     @app.get("/v1/models/{model:path}", responses={**ERROR_RESPONSES, 200: {"model": Model}})
     async def retrieve_model(model: str) -> Response:
-        """Describe the model under one of its names."""
+        """Describe a model by one of its names."""
         known = model if model == service.settings.embedding_name else service.resolve(model)
         return JsonResponse(_model(service, known))
 

@@ -1,4 +1,4 @@
-"""Ollama's own API under /api: chat, generate, embeddings, and what there is to know of the model."""
+"""Ollama's API under /api: chat, generate, embeddings, model information."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
-# Clients write a tag behind every name; here a name has one model.
+# Clients append a tag to every name; here a name has one model.
 LATEST_TAG = ":latest"
 
 
@@ -105,7 +105,7 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/embeddings", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbedding}})
     async def embed_one(body: OllamaEmbeddingRequest, request: Request) -> Response:
-        """Turn one text into a vector, as older clients ask for it."""
+        """Turn one text into a vector (the older endpoint)."""
         embedding_model(service, _without_tag(service, body.model))
 
         async def work() -> Response:
@@ -121,11 +121,11 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
 
 def _add_cards(app: FastAPI, service: Service) -> None:
-    # Ollama's own command looks here first.
+    # Ollama's command line requests this path first.
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def greet() -> Response:
-        """That a server is here."""
+        """Confirm that a server is running."""
         return PlainTextResponse("Cellar is running")
 
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
@@ -135,13 +135,13 @@ def _add_cards(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/tags", responses=OLLAMA_ERRORS)
     async def tags() -> Response:
-        """The names that the model answers to."""
+        """List the names of the models."""
         service.check_ready()
         return JsonResponse({"models": [*_entries(service)]})
 
     @app.get("/api/ps", responses=OLLAMA_ERRORS)
     async def running() -> Response:
-        """The same names: the models are loaded as long as the server runs."""
+        """List the loaded models: all of them, at any time."""
         service.check_ready()
         memory, info = service.engine.memory, service.engine.info
         more = {
@@ -153,7 +153,7 @@ def _add_cards(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/show", responses=OLLAMA_ERRORS)
     async def show(body: ShowRequest) -> Response:
-        """What there is to know of the model."""
+        """Describe a model."""
         name = body.model or body.name
         if name is None:
             raise missing_parameter("model")
@@ -166,17 +166,17 @@ def _add_cards(app: FastAPI, service: Service) -> None:
 
 
 def _load_response(model: str) -> OllamaLine:
-    """The answer to a body without a prompt, which asks for the model to be loaded: it always is."""
+    """The response to a body without a prompt, a request to load the model."""
     return OllamaLine(model=model, created_at=now(), done=True, done_reason="load")
 
 
 def _without_tag(service: Service, name: str) -> str:
-    """The name without the tag that is not part of it."""
+    """The name without the default tag."""
     return name if name in service.settings.model_names else name.removesuffix(LATEST_TAG)
 
 
 def _checked_model(service: Service, body: OllamaGenerationFields) -> str:
-    """The name to answer under; raises what is wrong with the model that was asked for."""
+    """The name for the response; raises the errors of the model, the engine's state and the options."""
     model = service.resolve(_without_tag(service, body.model))
     service.check_ready()
     context, asked = service.engine.info.context, body.options and body.options.num_ctx
@@ -205,7 +205,7 @@ async def _answer(service: Service, request: Request, body: ChatRequest, *, plai
 
 
 def _entries(service: Service) -> Iterator[dict[str, Any]]:
-    """Every model under each of its names; of the embedding model also what /api/ps tells."""
+    """Every model under each of its names, with its memory."""
     info, embedding = service.engine.info, service.engine.embedding
     for name in service.settings.model_names:
         yield {**_entry(service, name, info), "size": service.engine.memory.weights_bytes}
@@ -284,7 +284,7 @@ def _model_info(info: ModelInfo) -> dict[str, Any]:
 
 
 def _parameter_size(parameters: int) -> str:
-    """A count as Ollama writes it: 7.6B, 134.52M, 12.3K."""
+    """A count in Ollama's format: 7.6B, 134.52M, 12.3K."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if parameters >= size:
             return f"{parameters / size:.1f}{letter}" if letter == "B" else f"{parameters / size:.2f}{letter}"

@@ -1,4 +1,4 @@
-"""What /openapi.json says besides the requests: answers, events of streams, errors."""
+"""/openapi.json: the types of responses, stream events and errors beside FastAPI's request types."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def event_stream_responses(whole: type, chunk: Any) -> dict[int | str, dict[str, Any]]:
-    """The answer of a route that can stream: JSON, or events that each hold JSON."""
+    """The responses of a route with server-sent events: JSON, or events with JSON data."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(chunk)}
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
     return _with_stream(whole, "text/event-stream", event)
 
 
 def ndjson_responses(line: type) -> dict[int | str, dict[str, Any]]:
-    """The answer of a route that can stream: JSON, or such JSON a line."""
+    """The responses of a route with NDJSON: a JSON object, or one a line."""
     return _with_stream(line, "application/x-ndjson", _schema(line))
 
 
 def install(app: FastAPI) -> None:
-    """Serve the document of the app, with the types that only events have: built once, in a worker thread."""
+    """Serve the document of the app with the types of events; it is built once, in a worker thread."""
     document = _OpenApiDocument(app)
 
     async def openapi(request: Request) -> Response:
@@ -71,7 +71,7 @@ class _OpenApiDocument:
 
 
 def _with_stream(whole: type, media: str, item: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    # As OpenAPI 3.2 has it for what comes one by one.
+    # OpenAPI 3.2 describes the items of a stream like this.
     return {200: {"model": whole, "content": {media: {"itemSchema": item}}}}
 
 

@@ -1,4 +1,4 @@
-"""POST /rerank, /v1/rerank and /v2/rerank: documents in the order in which they answer a query."""
+"""POST /rerank, /v1/rerank and /v2/rerank: documents in the order of their relevance for a query."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/v1/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
     @app.post("/rerank", responses={**ERROR_RESPONSES, 200: {"model": Ranking}})
     async def create_ranking(body: RerankRequest, request: Request) -> Response:
-        """Put documents in order."""
+        """Sort documents by relevance."""
 
         async def work() -> Response:
             return JsonResponse(await rerank(service, body, f"rerank-{uuid.uuid4().hex}"))

@@ -1,4 +1,4 @@
-"""/v1/responses: create, read, stream again, cancel, delete, compact, count the tokens of an input; WebSockets."""
+"""/v1/responses: create, read, stream, cancel, delete, compact, count tokens; WebSockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 
 def add(app: FastAPI, service: Service) -> ResponseService:
-    """Add the routes; whoever made the app closes what is answered."""
+    """Add the routes; the app's owner closes the returned service."""
     desk = ResponseService(service, open_store(service.settings.store))
     _add_create_routes(app, desk, service.settings.limits)
     _add_read_routes(app, desk, service.settings.limits)
@@ -56,7 +56,7 @@ def add(app: FastAPI, service: Service) -> ResponseService:
 def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) -> None:
     @app.post(PATH, responses=RESPONSE_SCHEMAS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
-        """Answer an input, which may go on from an earlier response."""
+        """Answer an input, which may continue an earlier response."""
         run = await desk.for_owner(owner(request)).create(body, warnings(request))
         left = None if body.background else run.abort
         if body.stream:
@@ -69,7 +69,7 @@ def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits
 
     @app.post(f"{PATH}/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": ResponseInputTokens}})
     async def count_input_tokens(body: Prompted, request: Request) -> Response:
-        """Count the tokens of the prompt that an input makes."""
+        """Count the tokens of an input's prompt."""
         return JsonResponse(
             ResponseInputTokens(
                 object="response.input_tokens", input_tokens=await desk.for_owner(owner(request)).count(body)
@@ -87,7 +87,7 @@ def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits
 
     @app.post(f"{PATH}/{{response_id}}/cancel", responses={**ERROR_RESPONSES, 200: {"model": ResponseBody}})
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """End a response in the background."""
+        """Cancel a background response."""
         return JsonResponse(await desk.for_owner(owner(request)).cancel(response_id))
 
 
@@ -96,7 +96,7 @@ def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) 
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False, starting_after: After = -1
     ) -> Response:
-        """Read a response as it stands, or its events behind number `starting_after`, to its end."""
+        """Return the current response, or stream its events behind number `starting_after` up to its end."""
         own = desk.for_owner(owner(request))
         if not stream:
             return JsonResponse(await own.response(response_id))
@@ -107,7 +107,7 @@ def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) 
 
     @app.delete(f"{PATH}/{{response_id}}", responses={**ERROR_RESPONSES, 200: {"model": ResponseDeleted}})
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Forget a response; work on it stops."""
+        """Delete a response; its generation is cancelled."""
         await desk.for_owner(owner(request)).delete(response_id)
         return JsonResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
@@ -119,13 +119,13 @@ def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) 
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        """List all that a response was made from, latest first."""
+        """List all items in front of a response's output, latest first."""
         items = await desk.for_owner(owner(request)).input_items(response_id)
         return JsonResponse(_page(items if order == "asc" else items[::-1], limit, after))
 
 
 class FrameStreamResponse(Response):
-    """Events that are bytes already; `left` is called at the end, or when the client has gone."""
+    """Streams encoded events; `on_close` is called at the end, or after the client's disconnect."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class FrameStreamResponse(Response):
         self._frames, self._limits, self._left = frames, limits, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them as they come."""
+        """Send the events."""
         try:
             await send_event_stream(self._frames, self._limits, scope, receive, send)
         finally:

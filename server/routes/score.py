@@ -1,4 +1,4 @@
-"""POST /score and /v1/score: how well the second text of each pair answers the first."""
+"""POST /score and /v1/score: the relevance of the second text of each pair for the first."""
 
 from __future__ import annotations
 

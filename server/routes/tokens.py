@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template, also under /v1, and the count of what a chat would cost."""
+"""POST /tokenize, /detokenize and /apply-template, also under /v1, and the token count of a chat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/v1/tokenize", responses={**ERROR_RESPONSES, 200: {"model": Tokens}})
     @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": Tokens}})
     async def create_tokens(body: TokenizeRequest) -> Response:
-        """Cut a text, or a conversation, into tokens."""
+        """Tokenize a text or a conversation."""
         return await large_json_response(await tokenize(service, body, _request_id()))
 
     @app.post("/v1/detokenize", responses={**ERROR_RESPONSES, 200: {"model": Detokenized}})
@@ -33,12 +33,12 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post("/v1/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
     @app.post("/apply-template", responses={**ERROR_RESPONSES, 200: {"model": Rendered}})
     async def apply_template(body: ChatRequest) -> Response:
-        """Show what a chat would send to the model."""
+        """Render a chat with the model's template."""
         return await large_json_response(await render(service, body, _request_id()))
 
     @app.post("/v1/chat/completions/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": InputTokens}})
     async def count_input_tokens(body: ChatRequest) -> Response:
-        """Count the tokens that a chat would send to the model."""
+        """Count the tokens of a chat's prompt."""
         tokens = await prompt_of(service, body, _request_id())
         return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=len(tokens)))
 

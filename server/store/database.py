@@ -1,6 +1,6 @@
-"""Where rows are kept: SQLite, in a file or in memory, or PostgreSQL. One statement, one answer, one thread at a time.
+"""The databases of the response store: SQLite in a file or in memory, and PostgreSQL. One thread at a time.
 
-Statements are written once for both: `?` for values, BLOB for bytes, and nothing that only one of them knows.
+Statements use the common subset of both, with `?` for values and BLOB for bytes.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ Row = tuple[Any, ...]
 
 
 class StoreError(Exception):
-    """The database is out of reach, full or broken."""
+    """The database is unreachable, full or broken."""
 
 
 class Database(Protocol):
-    """One connection. Everything raises StoreError."""
+    """One connection. All methods raise StoreError."""
 
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
-        """The rows that a statement answers with."""
+        """The result rows of a statement."""
 
     def transaction(self) -> AbstractContextManager[None]:
-        """All statements of the block, or none if it raises."""
+        """Commit all statements of the block, or none if it raises."""
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
 
 
 class SqliteDatabase:
-    """A file, or memory that ends with the connection. Several processes may have the same file open."""
+    """A file that several processes may share, or memory that ends with the connection."""
 
     def __init__(self, location: str) -> None:
         with _as_store_error(sqlite3.Error, OSError):
             if location != MEMORY:
                 _make_private(Path(location))
-            # Which thread it is does not matter, as long as they take turns.
+            # Any thread may use the connection, one at a time.
             self._connection = sqlite3.connect(location, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        # Readers do not wait for writers. What a power cut loses is the latest, never the whole.
+        # Readers do not wait for writers. A power cut loses the latest transactions only.
         for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
             self.run(f"PRAGMA {pragma}")
 
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
-        """The rows that a statement answers with."""
+        """The result rows of a statement."""
         with _as_store_error(sqlite3.Error), closing(self._connection.execute(statement, tuple(values))) as cursor:
             return cursor.fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All statements of the block, or none if it raises."""
+        """Commit all statements of the block, or none if it raises."""
         self.run("BEGIN IMMEDIATE")
         with _as_store_error(sqlite3.Error), self._connection:
             yield
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 class PostgresDatabase:
-    """A database of PostgreSQL, by its URL. A connection that broke is made anew for the next statement."""
+    """A PostgreSQL database, by its URL. A broken connection is replaced at the next statement."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -80,7 +80,7 @@ class PostgresDatabase:
         self._current: Any = None
 
     def run(self, statement: str, values: Sequence[Value] = ()) -> list[Row]:
-        """The rows that a statement answers with."""
+        """The result rows of a statement."""
         statement = statement.replace("BLOB", "BYTEA").replace("?", "%s")
         with _as_store_error(self._psycopg.Error):
             cursor = self._connection.execute(statement, tuple(values) or None)
@@ -89,12 +89,12 @@ class PostgresDatabase:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All statements of the block, or none if it raises."""
+        """Commit all statements of the block, or none if it raises."""
         with _as_store_error(self._psycopg.Error), self._connection.transaction():
             yield
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         if self._current is not None:
             self._current.close()
 
@@ -106,17 +106,17 @@ class PostgresDatabase:
 
 
 def connect(location: str) -> Database:
-    """The database at a URL of PostgreSQL, in a file, or in memory; StoreError says why there is none."""
+    """The database of a PostgreSQL URL, a file or MEMORY; StoreError if it cannot be opened."""
     return PostgresDatabase(location) if is_url(location) else SqliteDatabase(location)
 
 
 def is_url(location: str) -> bool:
-    """Whether it names a PostgreSQL database rather than a file."""
+    """Whether the location is a PostgreSQL URL, not a file."""
     return location.startswith(("postgresql://", "postgres://"))
 
 
 def _make_private(path: Path) -> None:
-    """The file holds what users wrote: it is nobody else's to read."""
+    """Create the file readable for its user only: it contains text of users."""
     path.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 

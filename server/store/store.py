@@ -1,7 +1,7 @@
-"""Responses that outlive their request: rows behind one worker thread, bounded by count, bytes and age.
+"""The store of responses: records behind one worker thread, limited in number, bytes and age.
 
-What was not read for longest goes first. Who works on a response renews its lease; where the worker died, the lease
-runs out and the response counts as lost. What stands in a row, only server/responses knows: here it is bytes.
+The least recently read records are deleted first. The server that generates a response renews its lease; an expired
+lease marks a response of a dead server. The content of a record is opaque bytes of server/responses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from server.store.database import MEMORY, Database, Row, StoreError, Value, conn
 
 LEASE_SECONDS = 30.0
 MAX_MEMORY_BYTES = 64 * 2**20
-# Longer conversations must be sent anew; so no request can make the server read without end.
+# Longer conversations must be sent as input, so no request causes an unlimited number of reads.
 MAX_HISTORY = 1000
 
 SCHEMA = (
@@ -46,7 +46,7 @@ SCHEMA = (
     )""",
     "CREATE INDEX IF NOT EXISTS items_by_response ON items (response)",
 )
-# Databases that an earlier version made have no owners.
+# Databases of an earlier version lack the column.
 SELECT_OWNER = "SELECT owner FROM responses LIMIT 1"
 ADD_OWNER = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
 UPSERT = """INSERT INTO responses (id, previous, owner, settled, lease, created, used, bytes, body, input, events)
@@ -54,7 +54,7 @@ UPSERT = """INSERT INTO responses (id, previous, owner, settled, lease, created,
     ON CONFLICT (id) DO UPDATE SET settled = excluded.settled, lease = excluded.lease, used = excluded.used,
         bytes = excluded.bytes, body = excluded.body, input = excluded.input, events = excluded.events
     WHERE responses.settled = 0"""
-# What has no owner is everybody's: it was made while there was one key, or none.
+# Records without an owner are visible to all: they are from a server with at most one key.
 VISIBLE = "id = ? AND owner IN (?, '')"
 SELECT_AND_TOUCH = (
     f"UPDATE responses SET used = ? WHERE {VISIBLE} RETURNING id, previous, owner, settled, lease, body, input"
@@ -79,7 +79,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RetentionLimits:
-    """What is kept at most: rows, bytes of all rows, and seconds since a response was made."""
+    """Limits of the number of records, their bytes, and their age in seconds."""
 
     rows: int = 100_000
     bytes: int = 2**30
@@ -90,12 +90,12 @@ class RetentionLimits:
 class Record:
     """One response.
 
-    previous  the response that it goes on from
-    final   it will not change any more
-    body, input  of server/responses
-    items     names of the items in body and input, by which the response can be found too; given to `put` only
-    lease_expired      it is not settled, and whoever worked on it is gone
-    owner     who alone may read it; "": everybody
+    previous       id of the previous response
+    final          its status will not change
+    body, input    of server/responses
+    items          ids of the items in body and input, for `find_by_items`; only set for `put`
+    lease_expired  not final, and its server stopped
+    owner          the only one to read it; "": every owner
     """
 
     id: str
@@ -110,7 +110,7 @@ class Record:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Records in a database that is opened at the first use. All methods may be called from the event loop."""
+    """Records in a database that is opened at its first use. All methods may be called on the event loop."""
 
     place: str = MEMORY
     limits: RetentionLimits = field(default_factory=RetentionLimits)
@@ -119,21 +119,21 @@ class ResponseStore:
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
 
     async def put(self, record: Record, events: bytes = b"") -> None:
-        """Keep a record, in place of one with its id that was not settled, and make room for it."""
+        """Store a record, in place of one with its id that is not final, and enforce the limits."""
         await self._in_worker(lambda database: self._put(database, record, events))
 
     async def get(self, id: str, owner: str = "") -> Record | None:
-        """The record, if its owner asks; from now on it was read last."""
+        """The record, if `owner` may read it; updates its time of last use."""
         return await self._in_worker(lambda database: self._get(database, id, owner))
 
     async def events(self, id: str, owner: str = "") -> bytes:
-        """What was put beside the record."""
+        """The bytes stored beside the record."""
         statement = f"SELECT events FROM responses WHERE {VISIBLE}"
         rows = await self._in_worker(lambda database: database.run(statement, [id, owner]))
         return zlib.decompress(rows[0][0]) if rows else b""
 
     async def history(self, id: str, owner: str = "") -> list[Record]:
-        """The record and all that it goes on from, oldest first; whoever is missing ends it. Empty: there is none."""
+        """The record and its previous ones up to a missing one, oldest first; empty: there is no such record."""
 
         def read(database: Database) -> list[Record]:
             ids = [row[0] for row in database.run(SELECT_HISTORY, [id, MAX_HISTORY])]
@@ -142,7 +142,7 @@ class ResponseStore:
         return await self._in_worker(read)
 
     async def find_by_items(self, items: Sequence[str], owner: str = "") -> list[Record]:
-        """The records that these items stand in."""
+        """The records with these items."""
 
         def read(database: Database) -> list[Record]:
             found = {row[0] for item in items for row in database.run(SELECT_BY_ITEM, [item])}
@@ -151,12 +151,12 @@ class ResponseStore:
         return await self._in_worker(read)
 
     async def delete(self, id: str, owner: str = "") -> bool:
-        """Forget a record; False: there was none."""
+        """Delete a record; False: there was none."""
         statement = f"DELETE FROM responses WHERE {VISIBLE} RETURNING id"
         return bool(await self._in_worker(lambda database: database.run(statement, [id, owner])))
 
     async def renew_leases(self, ids: Sequence[str]) -> set[str]:
-        """Say that these are still being made. Those that somebody else settled or deleted are not in the answer."""
+        """Renew leases; returns the ids of records that still exist and are not final."""
         statement = "UPDATE responses SET lease = ? WHERE id = ? AND settled = 0 RETURNING id"
 
         def write(database: Database) -> set[str]:
@@ -166,11 +166,11 @@ class ResponseStore:
         return await self._in_worker(write)
 
     async def open(self) -> None:
-        """Open the database now, to see whether it can be. All methods raise StoreError where it is out of reach."""
+        """Open the database now. All methods raise StoreError if that fails."""
         await self._in_worker(lambda database: None)
 
     def close(self) -> None:
-        """Finish what was begun and end the connection."""
+        """Finish pending work and close the connection."""
         self._worker.shutdown()
         if self._database is not None:
             self._database.close()
@@ -204,7 +204,7 @@ class ResponseStore:
         try:
             rows = database.run(SELECT_AND_TOUCH, [self.clock(), id, owner])
         except StoreError:
-            # A disk that is full or read-only can be read: what is lost is when that was.
+            # A full or read-only disk can still be read, without the update of the time.
             rows = database.run(SELECT_ONLY, [id, owner])
         return self._record(rows[0]) if rows else None
 
@@ -229,9 +229,9 @@ def _add_owners(database: Database) -> None:
 
 
 def open_store(setting: str | None) -> ResponseStore | None:
-    """The store that `--store` names: a file, a URL of PostgreSQL, "memory" or "none"; None takes the default file.
+    """The store of the option --store: a file, a PostgreSQL URL, "memory" or "none"; None is the default file.
 
-    Nothing is opened yet. Where the default file cannot be, in a read-only image say, it is memory.
+    Nothing is opened yet. Memory replaces a default file that cannot be written, as in a read-only image.
     """
     if setting == "none":
         return None
@@ -242,7 +242,7 @@ def open_store(setting: str | None) -> ResponseStore | None:
 
 
 def check_store(setting: str | None) -> None:
-    """Raise StoreError if the place that the user named cannot be. The default one is made when it is needed."""
+    """Raise StoreError if a location set by the user cannot be opened. The default file is created at its first use."""
     store = open_store(setting)
     if not setting or store is None:
         return
@@ -255,7 +255,7 @@ def check_store(setting: str | None) -> None:
 
 
 def describe_location(setting: str | None) -> str:
-    """Where responses are kept, for people to read. No password is in it."""
+    """The location of responses for the start-up screen, without a password."""
     store = open_store(setting)
     if store is None:
         return "not kept"
@@ -263,10 +263,10 @@ def describe_location(setting: str | None) -> str:
 
 
 def default_location() -> str:
-    """A file in the user's folder for data, by the rules of XDG; memory where it cannot be written."""
+    """A file in the user's data folder (XDG), or MEMORY if it cannot be written."""
     data = Path(os.environ.get("XDG_DATA_HOME", ""))
     try:
-        # A relative path is ignored, as the specification has it.
+        # The specification says to ignore a relative path.
         folder = (data if data.is_absolute() else Path.home() / ".local" / "share") / "cellar"
     except RuntimeError:  # no home folder
         return MEMORY
