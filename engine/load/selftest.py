@@ -26,13 +26,13 @@ from engine.kernels.reference import AttentionFunction
 from engine.model import hooks, rope
 from engine.model.encoder import Encoder
 from engine.model.encoder_mask import EncoderMask
+from engine.model.invariant import StableTopK
 from engine.model.layers import CachedLayer, find_cached_layers
 from engine.model.margins import within
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
 from engine.model.runner import PackedRunner
 from engine.model.sequential_runner import SequentialRunner
-from engine.model.ties import StableTopK
 from engine.native.float32_mode import Float32Mode
 from engine.types.request import MlaMode
 from kvcache.cache import Cache

@@ -21,11 +21,10 @@ from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicL
 from engine.kernels.products import RowInvariantProduct
 from engine.model import hooks, rope
 from engine.model.encoder_mask import EncoderMask
-from engine.model.invariant import RowInvariant
+from engine.model.invariant import RowInvariant, StableTopK
 from engine.model.layers import CachedLayer
 from engine.model.model_runner import ModelRunner
 from engine.model.rope import RopeSwitch
-from engine.model.ties import StableTopK
 from engine.sample.sampler import Sampler, TorchSampler
 from kvcache.forward import Forward
 from kvcache.kv_buffer import LayerKV

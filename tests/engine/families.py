@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence, rope
+from engine.model.invariant import StableTopK
 from engine.model.model_runner import ModelRunner
 from engine.model.runner import PackedRunner
-from engine.model.ties import StableTopK
 from kvcache.cache import Cache
 from kvcache.offload import OffloadConfig
 from kvcache.spec import Span
@@ -148,7 +148,7 @@ def resumed(family: Family) -> bool:
     return all(family.extends(cache, length) for length in range(1, LENGTH))
 
 
-def thinned(family: Family) -> bool:
+def trimmed(family: Family) -> bool:
     """As `resumed`, after eviction of all but the cells that extend a cached prompt."""
     cache = family.cache()
     family.feed(cache, (0, family.prompt[:8]))
@@ -175,7 +175,7 @@ def restarted(family: Family) -> bool:
         return found == LENGTH and all(family.extends(again, length) for length in range(1, LENGTH))
 
 
-def speculated(family: Family) -> bool:
+def verified(family: Family) -> bool:
     """Of three draft tokens the first ones are accepted: their logits, and the following ones, are those of an empty
     cache.
     """
@@ -187,11 +187,11 @@ def speculated(family: Family) -> bool:
         with cache.forward([Span(0, start, known - start + 3, draft_tokens=3)]) as forward:
             rows = family.runner.run(forward, (*family.prompt[start:known], *draft), [1, 2, 3, 4])
             forward.keep(0, known + right)
-        verified = (
+        agree = (
             family.agrees(family.alone(family.prompt[: known + at]), row) for at, row in enumerate(rows[: right + 1])
         )
         remaining = family.feed(cache, (0, family.prompt[cache.cached_length(0) :]))[0]
-        if not (all(verified) and family.agrees(family.alone(family.prompt), remaining)):
+        if not (all(agree) and family.agrees(family.alone(family.prompt), remaining)):
             return False
     return True
 
@@ -206,7 +206,7 @@ def shifted(family: Family) -> str:
     if not bool(torch.isfinite(row).all()):
         return "FAIL"
     if cached_length == LENGTH - 8:
-        return "turned"
+        return "rotated"
     cold = family.alone((*family.prompt[:4], *family.prompt[12:], 7))
     return "recomputed" if family.agrees(cold, row) else "FAIL"
 
@@ -312,10 +312,10 @@ CHECKS: dict[str, Callable[[Family], bool]] = {
     "batched": batched,
     "chunked": chunked,
     "copy_prefix": copied,
-    "tree resume at every position": resumed,
-    "tree resume, thinned": thinned,
+    "prefix hit at every position": resumed,
+    "prefix hit after trimming": trimmed,
     "restart from disk": restarted,
-    "speculation seam": speculated,
+    "draft verification": verified,
 }
 
 
@@ -327,13 +327,13 @@ def row(name: str) -> list[str]:
     )
     kinds |= {"latent"} if any(plan.spec.value_width == 0 for plan in family.runner.layers) else set()
     results = ["PASS" if check(family) else "FAIL" for check in CHECKS.values()]
-    attention = "packed" if isinstance(family.runner, PackedRunner) else "one by one"
+    attention = "packed" if isinstance(family.runner, PackedRunner) else "sequential"
     return [name, ", ".join(sorted(kinds)), attention, *results, shifted(family), rotated(name)]
 
 
 def table() -> Iterator[str]:
     """The lines of the table."""
-    heads = ["family", "memory", "sequences", *CHECKS, "shift", "rotation beyond the original length"]
+    heads = ["family", "layers", "runner", *CHECKS, "shift", "LongRoPE"]
     yield f"| {' | '.join(heads)} |"
     yield f"|{'---|' * len(heads)}"
     for name in sorted(FAMILIES):

@@ -50,7 +50,7 @@ class Quantised:
         """The kind of its runner."""
         if isinstance(self.runner, NativeRunner):
             return "native"
-        return "packed" if isinstance(self.runner, PackedRunner) else "one by one"
+        return "packed" if isinstance(self.runner, PackedRunner) else "sequential"
 
     def cache(self) -> Cache:
         """An empty cache."""

@@ -18,6 +18,7 @@ from engine.load.selftest import ModelTraits, find_runner
 from engine.model import hooks, recurrence
 from engine.model.encoder_mask import EncoderMask
 from engine.model.model_runner import ModelRunner
+from kvcache.attention_group import HOLE
 from kvcache.cache import Cache
 from kvcache.node import Node
 from kvcache.offload import OffloadConfig

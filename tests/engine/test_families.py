@@ -53,7 +53,7 @@ def test_a_family_shifts_or_is_computed_anew(name: str) -> None:
 @pytest.mark.parametrize("name", [*families(), "phi3", "falcon"])
 def test_a_family_rotates_as_generate_does_beyond_the_original_length(name: str) -> None:
     """The documented outcome is the one that happens."""
-    assert documented()[name]["rotation beyond the original length"] == rotated(name)
+    assert documented()[name]["LongRoPE"] == rotated(name)
 
 
 def test_the_page_has_every_family() -> None:
