@@ -299,7 +299,7 @@ WRONG = {
     "logit_bias": {"sampling": SamplingParams(logit_bias=((VOCABULARY, 1.0),))},
     "stop_token_ids": {"stop_token_ids": (-1,)},
     "min_tokens": {"min_tokens": 17},
-    "thinking": {"thinking": ReasoningLimit(None, (), 4)},
+    "thinking": {"reasoning_limit": ReasoningLimit(None, (), 4)},
     "typical_p": {"sampling": SamplingParams(typical_p=0.0)},
     "top_n_sigma": {"sampling": SamplingParams(top_n_sigma=float("nan"))},
     "dry": {"sampling": SamplingParams(dry=Dry(1.0, base=0.5))},
