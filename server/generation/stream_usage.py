@@ -23,7 +23,7 @@ class UsageFields(TypedDict):
 
 
 class StreamUsage:
-    """Usage of all choices of one stream; `width`: choices per prompt, whose prompt tokens count once."""
+    """Usage of all choices of one stream; prompt tokens count once per `width` choices."""
 
     def __init__(self, body: Generation, requests: Sequence[Request], width: int) -> None:
         self._body, self._width = body, width

@@ -95,7 +95,7 @@ class LegacyFunction(Strict):
 
 
 class Named(Strict):
-    """A tool by name. Some clients send the complete definition, whose other fields are ignored."""
+    """A tool by name. Some clients send the complete definition; its other fields are ignored."""
 
     name: FunctionName
     description: Beside[str] = None

@@ -20,7 +20,7 @@ RESPONSE = {
 
 
 def found(template: str, *tokens: str, response: dict[str, object] | None = None) -> ChatFormat:
-    """The chat format of a template with these special tokens."""
+    """The chat format of a template and its special tokens."""
     added = {token: number for number, token in enumerate(tokens)}
     vocabulary = Vocabulary(
         added, frozenset(tokens), lambda text: [added[text]] if text in added else list(text.encode())

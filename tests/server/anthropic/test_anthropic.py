@@ -26,8 +26,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
 
 
-def says(text: str, **changes: Any) -> FakeEngine:
-    """An engine whose model emits this text, one character per delta."""
+def engine_emitting(text: str, **changes: Any) -> FakeEngine:
+    """An engine that emits this text, one character per delta."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 1, 7)
@@ -87,7 +87,7 @@ def conversation(engine: FakeEngine) -> list[Any]:
 def test_response_has_every_field() -> None:
     """Cached tokens are not part of the input tokens."""
     cost = Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1)
-    body = post(says("Hello", usage=cost), max_tokens=9).json
+    body = post(engine_emitting("Hello", usage=cost), max_tokens=9).json
 
     assert [{"type": "text", "text": "Hello", "citations": None}] == body["content"]
     assert ("message", "assistant", "fake", "end_turn", None) == (
@@ -105,7 +105,7 @@ def test_response_has_every_field() -> None:
 def test_stream_has_anthropics_event_order() -> None:
     """From message_start to message_stop; thinking, text and a call, each with its end."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
-    events = stream_events(post(says(text), max_tokens=9, tools=[TOOL], stream=True))
+    events = stream_events(post(engine_emitting(text), max_tokens=9, tools=[TOOL], stream=True))
 
     kinds = [event["type"] for event in events]
     assert ["message_start", "ping", "content_block_start"] == kinds[:3]
@@ -121,8 +121,11 @@ def test_stream_has_anthropics_event_order() -> None:
 
 def test_stream_adds_up_to_the_response() -> None:
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
-    asked = {"max_tokens": 9, "tools": [TOOL]}
-    whole, events = post(says(text), **asked).json, stream_events(post(says(text), **asked, stream=True))
+    fields = {"max_tokens": 9, "tools": [TOOL]}
+    whole, events = (
+        post(engine_emitting(text), **fields).json,
+        stream_events(post(engine_emitting(text), **fields, stream=True)),
+    )
 
     streamed = accumulated(events)
     for block in (*streamed, *whole["content"]):
@@ -136,19 +139,19 @@ def test_stream_adds_up_to_the_response() -> None:
 def test_responses_match_openapi() -> None:
     """Messages, events and errors validate against /openapi.json, without extra fields."""
     text = f"<think>\nhm\n</think>\n\nyes{CALL}"
-    asked = {"max_tokens": 9, "tools": [TOOL]}
+    fields = {"max_tokens": 9, "tools": [TOOL]}
 
     def check(shape: Any, value: Any) -> None:
         TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
 
-    check(AnsweredMessage, post(says(text), **asked).json)
-    for event in stream_events(post(says(text), **asked, stream=True)):
+    check(AnsweredMessage, post(engine_emitting(text), **fields).json)
+    for event in stream_events(post(engine_emitting(text), **fields, stream=True)):
         check(AnthropicEvent, event)
-    check(AnthropicErrorBody, post(says(text)).json)
-    check(TokenCount, post(says(text), "/count_tokens").json)
+    check(AnthropicErrorBody, post(engine_emitting(text)).json)
+    check(TokenCount, post(engine_emitting(text), "/count_tokens").json)
 
 
-pieces = st.lists(
+answers = st.lists(
     st.one_of(
         st.builds(TextDelta, st.text(min_size=1, max_size=3)),
         st.builds(ReasoningDelta, st.text(min_size=1, max_size=3)),
@@ -158,22 +161,22 @@ pieces = st.lists(
 )
 
 
-@given(pieces)
-def test_blocks_and_events_agree_for_any_answer(said: list[Any]) -> None:
+@given(answers)
+def test_blocks_and_events_agree_for_any_answer(parts: list[Any]) -> None:
     """All deltas are inside of a block, in any order of kinds."""
-    flat: list[AnswerDelta] = [piece for each in said for piece in (each if isinstance(each, tuple) else (each,))]
+    flat: list[AnswerDelta] = [delta for each in parts for delta in (each if isinstance(each, tuple) else (each,))]
     blocks = ContentBlocks(lambda index: f"call_{index}")
 
     events: list[Any] = [*blocks.push(flat), *blocks.stop()]
 
     assert blocks.content == accumulated(events)
     spoken = "".join(block["text"] for block in blocks.content if block["type"] == "text")
-    assert "".join(piece.text for piece in flat if isinstance(piece, TextDelta)) == spoken
+    assert "".join(delta.text for delta in flat if isinstance(delta, TextDelta)) == spoken
 
 
 def test_messages_are_translated_to_chat_messages() -> None:
     """System first, tool results as separate messages, thinking and calls with their message."""
-    engine = says("ok")
+    engine = engine_emitting("ok")
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "1+1"}]},
         {
@@ -212,7 +215,7 @@ def test_messages_are_translated_to_chat_messages() -> None:
 
 def test_billing_header_is_removed_from_the_prompt() -> None:
     """It differs in every request."""
-    engine = says("ok")
+    engine = engine_emitting("ok")
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
         {"type": "text", "text": "be"},
@@ -224,7 +227,7 @@ def test_billing_header_is_removed_from_the_prompt() -> None:
 
 def test_cache_control_sets_breakpoints() -> None:
     """Anywhere in the messages; usage then includes cache writes."""
-    engine = says("ok", usage=Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1))
+    engine = engine_emitting("ok", usage=Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=1))
     kept = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     usage = post(
         engine,
@@ -242,7 +245,7 @@ def test_cache_control_sets_breakpoints() -> None:
 
 
 def test_parameters_reach_the_engine() -> None:
-    engine = says("ok")
+    engine = engine_emitting("ok")
     answer = post(
         engine,
         max_tokens=9,
@@ -276,7 +279,7 @@ def test_parameters_reach_the_engine() -> None:
 
 def test_thinking_can_be_disabled_or_omitted() -> None:
     """Disabled in the template; with display "omitted" it is generated and not returned."""
-    engine = says("<think>\nhm\n</think>\n\nyes")
+    engine = engine_emitting("<think>\nhm\n</think>\n\nyes")
     assert 200 == post(engine, max_tokens=9, thinking={"type": "disabled"}).status
     assert engine.tokenizer.rendered[-1]["arguments"]["enable_thinking"] is False
 
@@ -286,7 +289,7 @@ def test_thinking_can_be_disabled_or_omitted() -> None:
 
 
 def test_assistant_prefill_is_continued() -> None:
-    engine = says("ok")
+    engine = engine_emitting("ok")
     messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert 200 == post(engine, max_tokens=9, messages=messages).status
 
@@ -305,8 +308,8 @@ def test_assistant_prefill_is_continued() -> None:
 )
 def test_stop_reasons(changes: dict[str, Any], reason: str, sequence: str | None) -> None:
     """Streamed or not."""
-    body = post(says("a", **changes), max_tokens=9).json
-    delta = stream_events(post(says("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
+    body = post(engine_emitting("a", **changes), max_tokens=9).json
+    delta = stream_events(post(engine_emitting("a", **changes), max_tokens=9, stream=True))[-2]["delta"]
 
     assert (reason, sequence) == (body["stop_reason"], body["stop_sequence"])
     assert {"stop_reason": reason, "stop_sequence": sequence} == delta
@@ -314,7 +317,7 @@ def test_stop_reasons(changes: dict[str, Any], reason: str, sequence: str | None
 
 def test_max_tokens_is_limited_to_the_context() -> None:
     """The field is required, and clients request far more than small models support."""
-    engine = says("a")
+    engine = engine_emitting("a")
     assert 200 == post(engine, max_tokens=32000).status
 
     assert 64 == engine.requests[0].max_tokens
@@ -333,7 +336,7 @@ def test_max_tokens_is_limited_to_the_context() -> None:
 def test_truncated_call_keeps_complete_members(arguments: str, read: Any) -> None:
     """As Anthropic's client parses a truncated stream."""
     text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}'
-    body = post(says(text, reason="length"), max_tokens=9, tools=[TOOL]).json
+    body = post(engine_emitting(text, reason="length"), max_tokens=9, tools=[TOOL]).json
 
     assert ("max_tokens", read) == (body["stop_reason"], body["content"][0]["input"])
 
@@ -341,14 +344,14 @@ def test_truncated_call_keeps_complete_members(arguments: str, read: Any) -> Non
 def test_number_overflow_is_the_largest_float() -> None:
     text = CALL.replace('{"a": 1}', '{"a": [1e999, -1e999]}')
 
-    (block,) = post(says(text), max_tokens=9, tools=[TOOL]).json["content"]
+    (block,) = post(engine_emitting(text), max_tokens=9, tools=[TOOL]).json["content"]
 
     assert [sys.float_info.max, -sys.float_info.max] == block["input"]["a"]
 
 
 def test_tokens_are_counted() -> None:
-    """Those of the prompt of the same messages."""
-    assert {"input_tokens": len("be\nhi\n")} == post(says(""), "/count_tokens", system="be").json
+    """The prompt of the same messages."""
+    assert {"input_tokens": len("be\nhi\n")} == post(engine_emitting(""), "/count_tokens", system="be").json
 
 
 @pytest.mark.parametrize(
@@ -369,7 +372,7 @@ def test_tokens_are_counted() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_anthropics_format(body: dict[str, Any], words: str, stream: bool) -> None:
     """With Anthropic's field names, before a stream begins."""
-    answer = post(says("a"), **body, stream=stream)
+    answer = post(engine_emitting("a"), **body, stream=stream)
 
     assert 400 <= answer.status < 500
     assert "error" == answer.json["type"]

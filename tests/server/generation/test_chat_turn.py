@@ -30,25 +30,25 @@ calls = st.builds(
 )
 broken = st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '<tool_call>{"name": "look"', "<tool_"])
 texts = st.builds(
-    lambda thought, parts: (f"<think>{thought}</think>" if thought else "") + "".join(parts),
+    lambda reasoning, parts: (f"<think>{reasoning}</think>" if reasoning else "") + "".join(parts),
     words,
     st.lists(words | calls | broken, max_size=4),
 )
 cuts = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 
 
-def says(text: str, sizes: list[int], reason: str) -> Callable[[Request], list[Event]]:
-    """Script of a model that emits `text` in deltas of these sizes, repeated."""
+def script_emitting(text: str, sizes: list[int], reason: str) -> Callable[[Request], list[Event]]:
+    """A script that emits `text` in deltas of `sizes`, repeated."""
 
     def script(request: Request) -> list[Event]:
-        pieces: list[str] = []
+        parts: list[str] = []
         left = text
         while left:
-            size = sizes[len(pieces) % len(sizes)]
-            pieces.append(left[:size])
+            size = sizes[len(parts) % len(sizes)]
+            parts.append(left[:size])
             left = left[size:]
-        deltas = [Delta(piece, (at,), (entry(at, piece, 0),)) for at, piece in enumerate(pieces)]
-        return [Started(1, 0, 0), *deltas, finished(request, reason=reason, usage=Usage(1, len(pieces), 0))]
+        deltas = [Delta(part, (at,), (entry(at, part, 0),)) for at, part in enumerate(parts)]
+        return [Started(1, 0, 0), *deltas, finished(request, reason=reason, usage=Usage(1, len(parts), 0))]
 
     return script
 
@@ -59,7 +59,7 @@ def bench() -> tuple[FakeEngine, Any]:
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
 
-def gathered(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
+def accumulated(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
     """One choice as the official client collects it from chunks: texts are concatenated, calls by index."""
     choice: dict[str, Any] = {"calls": {}, "content": "", "reasoning_content": "", "reasoning": "", "role": ""}
     choice.update(logprobs=[], token_ids=[], finish_reason=[], ids=[])
@@ -85,15 +85,15 @@ def test_stream_adds_up_to_the_response(
 ) -> None:
     """Text, reasoning, calls and finish reason for any chunking; log-probabilities for the same chunking."""
     engine, app = bench
-    engine.script = says(text, whole_cuts, reason)
+    engine.script = script_emitting(text, whole_cuts, reason)
     whole = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]
-    alike = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "stream": True}).events[:-1]
-    engine.script = says(text, stream_cuts, reason)
+    same_cuts = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "stream": True}).events[:-1]
+    engine.script = script_emitting(text, stream_cuts, reason)
     other = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "stream": True, "n": 2}).events[:-1]
 
     message = whole["message"]
     expected = [{**call["function"]} for call in message.get("tool_calls", ())]
-    for choice in (gathered(alike, 0), gathered(other, 0), gathered(other, 1)):
+    for choice in (accumulated(same_cuts, 0), accumulated(other, 0), accumulated(other, 1)):
         assert "assistant" == choice["role"]
         assert (message["content"] or "") == choice["content"]
         assert message.get("reasoning_content", "") == choice["reasoning_content"] == choice["reasoning"]
@@ -101,8 +101,8 @@ def test_stream_adds_up_to_the_response(
         assert all(call["id"].startswith("call_") for call in choice["calls"].values())
         assert list(range(len(expected))) == list(choice["calls"])
         assert [whole["finish_reason"]] == choice["finish_reason"]
-    assert whole["logprobs"]["content"] == gathered(alike, 0)["logprobs"]
-    assert whole["token_ids"] == gathered(alike, 0)["token_ids"]
+    assert whole["logprobs"]["content"] == accumulated(same_cuts, 0)["logprobs"]
+    assert whole["token_ids"] == accumulated(same_cuts, 0)["token_ids"]
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -110,7 +110,7 @@ def test_stream_adds_up_to_the_response(
 def test_content_is_null_only_with_tool_calls(bench: tuple[FakeEngine, Any], text: str, sizes: list[int]) -> None:
     """The finish reason is "tool_calls" exactly if there are calls."""
     engine, app = bench
-    engine.script = says(text, sizes, "stop")
+    engine.script = script_emitting(text, sizes, "stop")
 
     choice = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]
 
@@ -151,7 +151,7 @@ def test_reasoning_tokens_include_the_marker(bench: tuple[FakeEngine, Any]) -> N
 def test_include_reasoning_false_omits_reasoning(bench: tuple[FakeEngine, Any]) -> None:
     """Usage is unchanged."""
     engine, app = bench
-    engine.script = says("<think>abc</think>ok", [4], "stop")
+    engine.script = script_emitting("<think>abc</think>ok", [4], "stop")
 
     shown = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json
     hidden = ask(app, "POST", "/v1/chat/completions", json_body={**BODY, "include_reasoning": False}).json
@@ -164,7 +164,9 @@ def test_include_reasoning_false_omits_reasoning(bench: tuple[FakeEngine, Any]) 
 
 def test_reasoning_opened_by_the_template(bench: tuple[FakeEngine, Any]) -> None:
     """The answer continues the generation prompt."""
-    engine = FakeEngine(says("abc</think>ok", [3], "stop"), tokenizer=FakeTokenizer(HERMES, opened="<think>\n"))
+    engine = FakeEngine(
+        script_emitting("abc</think>ok", [3], "stop"), tokenizer=FakeTokenizer(HERMES, opened="<think>\n")
+    )
 
     app = create_app(engine, settings())  # type: ignore[arg-type]
     message = ask(app, "POST", "/v1/chat/completions", json_body=BODY).json["choices"][0]["message"]

@@ -61,9 +61,9 @@ def test_response_has_a_custom_tool_call_item() -> None:
     (item,) = whole.output
     assert isinstance(item, ResponseCustomToolCall)
     assert ("run", INPUT) == (item.name, item.input)
-    told = [json.loads(event.partition("data: ")[2]) for event in events if "custom_tool_call_input" in event]
-    assert INPUT == "".join(event["delta"] for event in told[:-1])
-    assert ("response.custom_tool_call_input.done", INPUT) == (told[-1]["type"], told[-1]["input"])
+    input_events = [json.loads(event.partition("data: ")[2]) for event in events if "custom_tool_call_input" in event]
+    assert INPUT == "".join(event["delta"] for event in input_events[:-1])
+    assert ("response.custom_tool_call_input.done", INPUT) == (input_events[-1]["type"], input_events[-1]["input"])
     assert tool["format"] == whole.tools[0].to_dict()["format"]
 
 
@@ -71,13 +71,13 @@ def test_response_has_a_custom_tool_call_item() -> None:
 def test_input_format_is_part_of_the_grammar(syntax: str) -> None:
     """It is also rendered for the model."""
     made = engine()
-    asked = {"type": "grammar", "grammar": {"syntax": syntax, "definition": GRAMMAR["definition"]}}
-    post(CHAT, made, messages=MESSAGES, tools=[{"type": "custom", "custom": {"name": "run", "format": asked}}])
+    input_format = {"type": "grammar", "grammar": {"syntax": syntax, "definition": GRAMMAR["definition"]}}
+    post(CHAT, made, messages=MESSAGES, tools=[{"type": "custom", "custom": {"name": "run", "format": input_format}}])
 
     assert made.requests[0].grammar is not None
     (tool,) = made.tokenizer.rendered[0]["tools"]
-    taken = json.loads(tool.parameters)["properties"]["input"]
-    assert GRAMMAR["definition"] in (taken["description"] if syntax == "lark" else taken["pattern"])
+    input_schema = json.loads(tool.parameters)["properties"]["input"]
+    assert GRAMMAR["definition"] in (input_schema["description"] if syntax == "lark" else input_schema["pattern"])
 
 
 @pytest.mark.parametrize(

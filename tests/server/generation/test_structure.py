@@ -63,7 +63,7 @@ def named(schema: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_all_parameters_yield_the_same_constraint(fields: dict[str, Any], kind: str, source: str) -> None:
-    """Those of OpenAI, vLLM, SGLang and llama.cpp."""
+    """Parameters of OpenAI, vLLM, SGLang and llama.cpp."""
     found = structure(ChatRequest.model_validate({**BODIES[CHAT], **fields}))
 
     assert found is not None

@@ -10,12 +10,12 @@ from server.app import create_app
 from tests.server.fakes import HERMES, Answer, FakeEngine, FakeTokenizer, ask, settings
 
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-TALK = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": TALK},
+    CHAT: {"messages": MESSAGES},
     RESPONSES: {"input": "hi"},
-    ANTHROPIC: {"messages": TALK, "model": "fake", "max_tokens": 5},
-    "/api/chat": {"messages": TALK, "model": "fake"},
+    ANTHROPIC: {"messages": MESSAGES, "model": "fake", "max_tokens": 5},
+    "/api/chat": {"messages": MESSAGES, "model": "fake"},
     "/api/generate": {"prompt": "hi", "model": "fake"},
 }
 # No reasoning; reasoning without a switch.
@@ -49,15 +49,15 @@ def test_ignored_reasoning_parameters_are_accepted_with_warnings(
     answer = post(CHAT, template, stream=stream, **fields)
 
     assert 200 == answer.status
-    told = (answer.events[0] if stream else answer.json).get("warnings", [])
-    assert [True] * len(warned) == [name in warning for name, warning in zip(warned, told, strict=True)]
+    reported = (answer.events[0] if stream else answer.json).get("warnings", [])
+    assert [True] * len(warned) == [name in warning for name, warning in zip(warned, reported, strict=True)]
 
 
 def test_other_apis_accept_ignored_parameters() -> None:
     """Responses have warnings; Anthropic's and Ollama's formats have no field for them."""
-    told = [post(RESPONSES, reasoning={"effort": effort}).json.get("warnings", []) for effort in ("none", "high")]
+    reported = [post(RESPONSES, reasoning={"effort": effort}).json.get("warnings", []) for effort in ("none", "high")]
 
-    assert [0, 1] == [len(warnings) for warnings in told]
+    assert [0, 1] == [len(warnings) for warnings in reported]
     for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}):
         assert 200 == post(ANTHROPIC, thinking=thinking, output_config={"effort": "high"}).status
     for path in ("/api/chat", "/api/generate"):
@@ -68,7 +68,7 @@ def test_other_apis_accept_ignored_parameters() -> None:
 @pytest.mark.parametrize("think", [True, "high"])
 def test_ollama_refuses_think_without_reasoning(path: str, think: object) -> None:
     """As Ollama does, by the capabilities in /api/show."""
-    refused, taken = post(path, think=think), post(path, HERMES, think=think)
+    refused, accepted = post(path, think=think), post(path, HERMES, think=think)
 
-    assert (400, 200) == (refused.status, taken.status)
+    assert (400, 200) == (refused.status, accepted.status)
     assert "'think'" in refused.json["error"]

@@ -21,7 +21,7 @@ TOOLS = [{"type": "function", "function": LOOK}, {"type": "function", "function"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 
 
-def says(text: str, reason: str = "stop") -> Any:
+def script_emitting(text: str, reason: str = "stop") -> Any:
     def script(request: Request) -> list[Event]:
         return [*(Delta(letter, (at,)) for at, letter in enumerate(text)), finished(request, reason=reason)]
 
@@ -36,7 +36,7 @@ def chat(engine: FakeEngine | None = None, **fields: Any) -> Answer:
 @functools.cache
 def caller() -> Any:
     """A server with a model that always calls a tool."""
-    return create_app(FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES)), settings())  # type: ignore[arg-type]
+    return create_app(FakeEngine(script_emitting(CALL), tokenizer=FakeTokenizer(HERMES)), settings())  # type: ignore[arg-type]
 
 
 def sent(**fields: Any) -> tuple[Request, dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_streamed_call_has_id_and_name_once() -> None:
 @pytest.mark.parametrize("cut", [len("<tool_call>"), CALL.index("look") + 2, CALL.index('"at"')])
 def test_truncated_call_leaves_no_markers(cut: int) -> None:
     """Streamed or not: the text before it, the call if its name is complete, finish reason "length"."""
-    engine = FakeEngine(says("I see.\n" + CALL[:cut], "length"), tokenizer=FakeTokenizer(HERMES))
+    engine = FakeEngine(script_emitting("I see.\n" + CALL[:cut], "length"), tokenizer=FakeTokenizer(HERMES))
     (choice,) = chat(engine, tools=TOOLS).json["choices"]
     deltas = [event["choices"][0] for event in chat(engine, tools=TOOLS, stream=True).events[:-1]]
     called = [{"name": "look", "arguments": "{"}] if '"arguments": {' in CALL[:cut] else []
@@ -325,10 +325,10 @@ def test_tool_without_strict_is_enforced_in_part() -> None:
 )
 def test_tool_choice_may_be_a_complete_definition(path: str, fields: dict[str, Any]) -> None:
     """Only its name is used."""
-    engine = FakeEngine(says(CALL), tokenizer=FakeTokenizer(HERMES))
-    asked = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    engine = FakeEngine(script_emitting(CALL), tokenizer=FakeTokenizer(HERMES))
+    prompt = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
     app = create_app(engine, settings())  # type: ignore[arg-type]
-    answer = ask(app, "POST", path, json_body={**asked, **fields})
+    answer = ask(app, "POST", path, json_body={**prompt, **fields})
 
     assert 200 == answer.status, answer.body
     assert engine.requests[0].grammar is not None

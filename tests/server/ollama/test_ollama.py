@@ -22,8 +22,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def says(text: str) -> Any:
-    """An engine whose model emits this text, one character per delta."""
+def engine_emitting(text: str) -> Any:
+    """An engine that emits this text, one character per delta."""
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
@@ -45,8 +45,8 @@ def lines(answer: Answer) -> list[Any]:
 
 def test_lines_add_up_to_the_response() -> None:
     """Streams are the default."""
-    streamed = post(says("Hello you"), "chat", messages=MESSAGES)
-    whole = post(says("Hello you"), "chat", messages=MESSAGES, stream=False).json
+    streamed = post(engine_emitting("Hello you"), "chat", messages=MESSAGES)
+    whole = post(engine_emitting("Hello you"), "chat", messages=MESSAGES, stream=False).json
 
     assert "application/x-ndjson" == streamed.headers["content-type"]
     assert "Hello you" == "".join(line["message"]["content"] for line in lines(streamed)) == whole["message"]["content"]
@@ -56,7 +56,7 @@ def test_lines_add_up_to_the_response() -> None:
 
 def test_generate_has_a_response_field() -> None:
     """The prompt is rendered as system and user message."""
-    engine = says("yes")
+    engine = engine_emitting("yes")
     whole = post(engine, "generate", prompt="hi", system="be short", stream=False).json
 
     assert "yes" == whole["response"]
@@ -66,28 +66,30 @@ def test_generate_has_a_response_field() -> None:
 
 def test_reasoning_and_calls_have_their_fields() -> None:
     """Arguments are an object."""
-    told = post(says(f"<think>\nhm\n</think>\n\n{CALL}"), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json
+    answer = post(
+        engine_emitting(f"<think>\nhm\n</think>\n\n{CALL}"), "chat", messages=MESSAGES, tools=[TOOL], stream=False
+    ).json
 
-    assert ("hm", "") == (told["message"]["thinking"], told["message"]["content"])
+    assert ("hm", "") == (answer["message"]["thinking"], answer["message"]["content"])
     assert [("add", {"a": 1})] == [
-        (call["function"]["name"], call["function"]["arguments"]) for call in told["message"]["tool_calls"]
+        (call["function"]["name"], call["function"]["arguments"]) for call in answer["message"]["tool_calls"]
     ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_call_arguments_are_always_an_object(stream: bool) -> None:
     """A truncated call has its complete members."""
-    engine = says('<tool_call>\n{"name": "add", "arguments": {"a": 1e999, "b": "x')
+    engine = engine_emitting('<tool_call>\n{"name": "add", "arguments": {"a": 1e999, "b": "x')
 
-    told = lines(post(engine, "chat", messages=MESSAGES, tools=[TOOL], stream=stream))
+    answer = lines(post(engine, "chat", messages=MESSAGES, tools=[TOOL], stream=stream))
 
-    calls = [call for line in told for call in line["message"].get("tool_calls", [])]
+    calls = [call for line in answer for call in line["message"].get("tool_calls", [])]
     assert [{"a": sys.float_info.max}] == [call["function"]["arguments"] for call in calls]
 
 
 def test_tool_results_are_matched_to_calls() -> None:
     """Ollama's results have no id: they belong to the calls in order."""
-    engine = says("fine")
+    engine = engine_emitting("fine")
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     history = [
         *MESSAGES,
@@ -103,7 +105,7 @@ def test_tool_results_are_matched_to_calls() -> None:
 
 
 def test_options_reach_the_engine() -> None:
-    engine = says("x")
+    engine = engine_emitting("x")
     options = {
         "temperature": 0.5,
         "top_k": 7,
@@ -144,7 +146,7 @@ def test_options_reach_the_engine() -> None:
 @pytest.mark.parametrize(("asked", "kept"), [(-1, None), (0, 0), (5, 5)])
 def test_num_keep(asked: int, kept: int | None) -> None:
     """-1 leaves it to the server; 0 is valid."""
-    engine = says("x")
+    engine = engine_emitting("x")
 
     assert 200 == post(engine, "chat", messages=MESSAGES, options={"num_keep": asked}, stream=False).status
     assert kept == engine.requests[-1].keep
@@ -153,7 +155,7 @@ def test_num_keep(asked: int, kept: int | None) -> None:
 @pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}}])
 def test_format_sets_a_grammar(form: Any) -> None:
     """Any JSON, or JSON of a schema."""
-    engine = says("{}")
+    engine = engine_emitting("{}")
 
     post(engine, "chat", messages=MESSAGES, format=form, stream=False)
 
@@ -163,7 +165,7 @@ def test_format_sets_a_grammar(form: Any) -> None:
 @pytest.mark.parametrize(("path", "body"), [("chat", {"messages": []}), ("generate", {"prompt": ""})])
 def test_empty_request_loads_the_model(path: str, body: Any) -> None:
     """Clients send it to load a model."""
-    engine = says("x")
+    engine = engine_emitting("x")
 
     assert ("load", True) == tuple(post(engine, path, **body).json[key] for key in ("done_reason", "done"))
     assert [] == engine.requests
@@ -176,8 +178,8 @@ def test_root_answers_the_ollama_command(method: str) -> None:
 
 def test_model_names_may_have_a_tag() -> None:
     """`name:latest` is `name`; other models are 404 in Ollama's format."""
-    assert 200 == post(says("x"), "chat", model="fake:latest", messages=MESSAGES).status
-    unknown = post(says("x"), "chat", model="other", messages=MESSAGES)
+    assert 200 == post(engine_emitting("x"), "chat", model="fake:latest", messages=MESSAGES).status
+    unknown = post(engine_emitting("x"), "chat", model="other", messages=MESSAGES)
 
     assert (404, str) == (unknown.status, type(unknown.json["error"]))
 
@@ -197,19 +199,19 @@ def test_model_names_may_have_a_tag() -> None:
 )
 def test_unsupported_parameters_are_refused(body: Any, named: str) -> None:
     """No parameter that would change the answer is ignored."""
-    answer = post(says("x"), "chat", **{"messages": MESSAGES, **body})
+    answer = post(engine_emitting("x"), "chat", **{"messages": MESSAGES, **body})
 
     assert 400 == answer.status
     assert named in answer.json["error"]
 
 
 def test_model_is_listed_and_shown() -> None:
-    app = create_app(says("x"), settings())
+    app = create_app(engine_emitting("x"), settings())
 
     names = {
         path: [model["model"] for model in ask(app, "GET", f"/api/{path}").json["models"]] for path in ("tags", "ps")
     }
-    card = post(says("x"), "show").json
+    card = post(engine_emitting("x"), "show").json
 
     assert {"tags": ["fake", "org/alias"], "ps": ["fake", "org/alias"]} == names
     assert {"completion", "tools", "thinking", "embedding"} == set(card["capabilities"])
@@ -242,7 +244,7 @@ def test_embed() -> None:
 )
 def test_empty_input_is_named_as_in_the_request(path: str, body: Any, named: str) -> None:
     """The older path has a prompt."""
-    answer = post(says("x"), path, **body)
+    answer = post(engine_emitting("x"), path, **body)
 
     assert (400, f"Invalid value for {named}: it has no tokens.") == (answer.status, answer.json["error"])
 
@@ -254,13 +256,13 @@ def test_responses_match_openapi() -> None:
     def check(shape: Any, value: Any) -> None:
         TypeAdapter(shape).validate_python(value, strict=True, extra="forbid")
 
-    check(OllamaLine, post(says(text), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json)
-    for line in lines(post(says(text), "chat", messages=MESSAGES, tools=[TOOL])):
+    check(OllamaLine, post(engine_emitting(text), "chat", messages=MESSAGES, tools=[TOOL], stream=False).json)
+    for line in lines(post(engine_emitting(text), "chat", messages=MESSAGES, tools=[TOOL])):
         check(OllamaLine, line)
-    for line in lines(post(says(text), "generate", prompt="hi")):
+    for line in lines(post(engine_emitting(text), "generate", prompt="hi")):
         check(OllamaLine, line)
-    check(OllamaErrorBody, post(says("x"), "chat", messages=MESSAGES, what=1).json)
-    document = ask(create_app(says("x"), settings()), "GET", "/openapi.json").json
+    check(OllamaErrorBody, post(engine_emitting("x"), "chat", messages=MESSAGES, what=1).json)
+    document = ask(create_app(engine_emitting("x"), settings()), "GET", "/openapi.json").json
     for path in ("chat", "generate"):
         content = document["paths"][f"/api/{path}"]["post"]["responses"]["200"]["content"]
         assert {"application/json", "application/x-ndjson"} == content.keys()

@@ -46,7 +46,7 @@ TIMINGS = {
 
 @functools.cache
 def plain() -> tuple[FakeEngine, Any]:
-    """A server whose model emits three words, for tests without a script."""
+    """A server that emits three words, for tests without a script."""
     engine = FakeEngine()
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -146,9 +146,9 @@ def test_include_usage_adds_a_usage_chunk() -> None:
 
 def test_stream_adds_up_to_the_response() -> None:
     """Text, log-probabilities, finish reason and usage."""
-    asked = {"logprobs": True, "top_logprobs": 2}
-    whole = chat(**asked).json
-    chunks = chat(stream=True, stream_options={"include_usage": True}, **asked).events[:-1]
+    fields = {"logprobs": True, "top_logprobs": 2}
+    whole = chat(**fields).json
+    chunks = chat(stream=True, stream_options={"include_usage": True}, **fields).events[:-1]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
 
     text = "".join(choice["delta"].get("content", "") for choice in choices)
@@ -354,9 +354,9 @@ def test_the_last_message_can_be_continued() -> None:
 
 def test_responses_match_openapi() -> None:
     """Responses and chunks validate against /openapi.json, without extra fields."""
-    asked = {"logprobs": True, "top_logprobs": 1, "metadata": {"a": "b"}}
-    whole = chat(**asked).json
-    chunks = chat(stream=True, stream_options={"include_usage": True}, **asked).events[:-1]
+    fields = {"logprobs": True, "top_logprobs": 1, "metadata": {"a": "b"}}
+    whole = chat(**fields).json
+    chunks = chat(stream=True, stream_options={"include_usage": True}, **fields).events[:-1]
 
     TypeAdapter(ChatCompletion).validate_python(whole, strict=True, extra="forbid")
     for chunk in chunks:

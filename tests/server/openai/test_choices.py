@@ -21,9 +21,9 @@ both = pytest.mark.parametrize("path", [CHAT, TEXT])
 def counts(request: Request) -> list[Event]:
     """A script that emits the number of its choice, with a log-probability that grows with it."""
     choice = int(request.id.rsplit("-", 1)[-1]) if "-" in request.id[9:] else 0
-    said = entry(choice, str(choice), 1)
+    token_logprob = entry(choice, str(choice), 1)
     logprob = -1.0 / (choice + 1)
-    likely = type(said)(type(said.chosen)(choice, str(choice), b"x", logprob), said.top)
+    likely = type(token_logprob)(type(token_logprob.chosen)(choice, str(choice), b"x", logprob), token_logprob.top)
     cost = Usage(len(request.prompt), 1, len(request.prompt) - 1 if choice else 0)
     scored = PromptScored(request.prompt, (None, *(entry(token, chr(token), 2) for token in request.prompt[1:])))
     return [
@@ -198,9 +198,16 @@ def test_requested_tokens_follow_the_top_tokens() -> None:
     """Each token once, in both formats; impossible tokens have -9999."""
 
     def script(request: Request) -> list[Event]:
-        said = entry(0, "a", 1)
-        labels = tuple(type(said.chosen)(token, chr(token), b"x", -math.inf) for token in request.label_tokens)
-        return [Delta("a", (0,), (type(said)(said.chosen, said.top, (*said.top, *labels)),)), finished(request)]
+        token_logprob = entry(0, "a", 1)
+        labels = tuple(type(token_logprob.chosen)(token, chr(token), b"x", -math.inf) for token in request.label_tokens)
+        return [
+            Delta(
+                "a",
+                (0,),
+                (type(token_logprob)(token_logprob.chosen, token_logprob.top, (*token_logprob.top, *labels)),),
+            ),
+            finished(request),
+        ]
 
     chat = post(CHAT, script, logprobs=True, top_logprobs=1, logprob_token_ids=[65]).json
     text = post(TEXT, script, logprobs=1, logprob_token_ids=[65]).json
@@ -212,7 +219,7 @@ def test_requested_tokens_follow_the_top_tokens() -> None:
 
 @both
 def test_token_ids_are_returned_streamed_or_not(path: str) -> None:
-    """Those of the prompt once, those of the answer with their text."""
+    """Prompt ids once, ids of the answer with its text."""
     whole = post(path, return_token_ids=True).json
     events = post(path, return_token_ids=True, stream=True).events[:-1]
 

@@ -20,7 +20,7 @@ from tests.server.openai.test_chat import TIMINGS, USAGE, without
 
 @functools.cache
 def plain() -> tuple[FakeEngine, Any]:
-    """A server whose model emits three words, for tests without a script."""
+    """A server that emits three words, for tests without a script."""
     engine = FakeEngine()
     return engine, create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -179,8 +179,8 @@ def test_logprobs_have_the_completion_format() -> None:
 
 def test_offsets_of_partial_characters() -> None:
     """Each byte of a character has the character's offset, in the prompt and in the answer."""
-    pieces = [b"a", b"\xe4", b"\xb8", b"\x96", b" b"]
-    parts = [Logprob(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(pieces)]
+    token_bytes = [b"a", b"\xe4", b"\xb8", b"\x96", b" b"]
+    parts = [Logprob(at, raw.decode(errors="replace"), raw, -0.5) for at, raw in enumerate(token_bytes)]
 
     def script(request: Request) -> Iterator[Event]:
         yield Started(len(request.prompt), 0, 7)
@@ -204,7 +204,7 @@ def test_offsets_of_partial_characters() -> None:
 
 
 def test_offsets_continue_across_chunks() -> None:
-    """The lists of all chunks concatenate to those of the response."""
+    """The lists of all chunks concatenate to the lists of the response."""
     whole = complete(logprobs=1).json["choices"][0]["logprobs"]
     chunks = [event["choices"][0]["logprobs"] for event in complete(logprobs=1, stream=True).events[:-2]]
 

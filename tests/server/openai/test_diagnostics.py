@@ -20,7 +20,7 @@ TURNS = [
 LENGTH = len("abc\ndef\n-\nghi\n")
 
 
-def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any:
+def diagnose(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any:
     """The diagnostics of an answer, which are the same streamed or not."""
     cost = Usage(LENGTH, 3, cached, matched_tokens=known, diverged=parted)
     engine = FakeEngine(lambda request: [Started(LENGTH, cached, 7), finished(request, usage=cost)])
@@ -28,11 +28,13 @@ def tell(known: int, cached: int, *, parted: bool = False, **fields: Any) -> Any
     body = {"messages": TURNS, "return_cache_diagnostics": True, **fields}
     whole = ask(app, "POST", "/v1/chat/completions", json_body=body).json
     events = ask(app, "POST", "/v1/chat/completions", json_body={**body, "stream": True}).events
-    told = [event for event in events if isinstance(event, dict) and "prompt_cache_diagnostics" in event]
+    events_with_diagnostics = [
+        event for event in events if isinstance(event, dict) and "prompt_cache_diagnostics" in event
+    ]
 
     assert ([[]], [whole["prompt_cache_diagnostics"]]) == (
-        [event["choices"] for event in told],
-        [event["prompt_cache_diagnostics"] for event in told],
+        [event["choices"] for event in events_with_diagnostics],
+        [event["prompt_cache_diagnostics"] for event in events_with_diagnostics],
     )
     return whole["prompt_cache_diagnostics"]
 
@@ -70,10 +72,10 @@ def test_each_cache_miss_has_a_reason(
         "reason": reason,
         "first_divergent_token": token,
         "first_divergent_message": message,
-    } == tell(known, cached, parted=parted, **fields)
+    } == diagnose(known, cached, parted=parted, **fields)
 
 
 @pytest.mark.parametrize(("token", "message"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2), (10, 3), (12, 3)])
 def test_tokens_belong_to_messages(token: int, message: int) -> None:
     """From the start of a message's text to the start of the next one's."""
-    assert message == tell(token, token, parted=True)["first_divergent_message"]
+    assert message == diagnose(token, token, parted=True)["first_divergent_message"]

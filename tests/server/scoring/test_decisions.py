@@ -22,7 +22,7 @@ ROOMY = replace(INFO, context=65536)
 
 
 def believing(weights: Mapping[str, float]) -> Any:
-    """A script with these label probabilities, and 1/1000 for other labels."""
+    """A script with fixed label probabilities, 1/1000 for other labels."""
 
     def script(request: Request) -> Iterator[Event]:
         labels = tuple(
@@ -140,10 +140,10 @@ def test_many_options_have_labels_of_two_letters(count: int, requests: int) -> N
 
 
 def test_label_probability_is_the_product_of_its_tokens() -> None:
-    fork = LabelScorer((1, 2), ((7,), (8, 9), (8, 10, 11)))
-    told = {(1, 2): (7, 8), (1, 2, 8): (9, 10), (1, 2, 8, 10): (11,)}
+    scorer = LabelScorer((1, 2), ((7,), (8, 9), (8, 10, 11)))
+    label_tokens = {(1, 2): (7, 8), (1, 2, 8): (9, 10), (1, 2, 8, 10): (11,)}
 
-    assert told == {request.prompt: request.label_tokens for request in fork.requests("x")}
+    assert label_tokens == {request.prompt: request.label_tokens for request in scorer.requests("x")}
 
 
 def test_scales_of_more_than_ten_levels_have_letters() -> None:
@@ -170,7 +170,7 @@ def test_reasoning_is_skipped() -> None:
 
 def test_items_are_rendered_as_a_transcript() -> None:
     """Messages, calls and results in order; texts and JSON data."""
-    text, said = {"type": "input_text", "text": "Hi"}, {"type": "output_text", "text": "Yes"}
+    text, output_text = {"type": "input_text", "text": "Hi"}, {"type": "output_text", "text": "Yes"}
     items = [
         {"role": "system", "content": "Be kind."},
         {"type": "message", "role": "user", "content": [text, {"type": "input_json", "data": {"a": [1]}}]},
@@ -178,7 +178,7 @@ def test_items_are_rendered_as_a_transcript() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "seen"},
         {"type": "custom_tool_call", "call_id": "c2", "name": "run", "input": "ls"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "files"}]},
-        {"role": "assistant", "content": [said, {"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "content": [output_text, {"type": "refusal", "refusal": "no"}]},
     ]
     using = engine()
     post(using, input=items)

@@ -18,7 +18,7 @@ from tests.server.fakes import INFO, Answer, FakeEngine, ask, finished, settings
 
 
 def judge(request: Request) -> Iterator[Event]:
-    """A script whose probability of "yes" grows with the occurrences of "good" in the prompt."""
+    """A script in which the probability of "yes" grows with the occurrences of "good" in the prompt."""
     good = bytes(request.prompt).count(b"good")
     likely = {ord("y"): (1 + good) / 10, ord("n"): 0.1}
     labels = tuple(Logprob(token, "", b"", math.log(likely.get(token, 1.0))) for token in request.label_tokens)
