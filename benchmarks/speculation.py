@@ -53,7 +53,7 @@ from engine.draft.depth import FixedDepth
 from engine.draft.loading import load_draft, make_speculation
 from engine.draft.speculation import Speculation
 from engine.load.load import load
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 from engine.types.events import Delta
 from engine.types.request import DrafterChoice, Request, SamplingParams
 from models.recipe.evaluate import held_out
@@ -92,7 +92,7 @@ class Scripted:
         self._level_seconds, self._vocabulary = level_seconds, vocabulary
         self._guesses: dict[str, list[int]] = {}
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
         """The script from where each text stands."""
         until = time.thread_time() + self._level_seconds * max(want.limit for want in wants)
         drafts = [self._draft(want) for want in wants]
@@ -104,11 +104,11 @@ class Scripted:
         """The sequence is over."""
         self._guesses.pop(sequence_id, None)
 
-    def rest(self, budget_bytes: int) -> bool:
+    def flush(self, budget_bytes: int) -> bool:
         """Nothing outlives the process."""
         return False
 
-    def _draft(self, want: Want) -> list[int]:
+    def _draft(self, want: DraftRequest) -> list[int]:
         if want.sequence_id not in self._guesses:
             self._guesses[want.sequence_id] = self._script(want.sequence_id)
         said = want.draw.position - self._prompts[_at(want.sequence_id)]

@@ -128,7 +128,7 @@ class Core:
     def flush_when_idle(self) -> bool:
         """Flush some cached prefixes, encoder entries and draft outputs to disk; False: all of them are flushed."""
         flushed = self.cache.flush_to_disk(_FLUSH_BYTES) > 0 or self.encoder_inputs.files.flush_one()
-        return flushed or self._speculation.rest(_FLUSH_BYTES)
+        return flushed or self._speculation.flush(_FLUSH_BYTES)
 
     def stats(self) -> Stats:
         """The current statistics."""

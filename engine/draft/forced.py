@@ -1,29 +1,29 @@
-"""Drafts that a grammar makes: where it leaves one way on, that is what will be said, or nearly always.
+"""Draft tokens that a grammar forces: where it allows one text only, the model nearly always emits that text.
 
-It leaves one text, of which a model may choose other tokens than these: so they are drafts like all others.
+The model may split the text into other tokens, so these are drafts like all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 
 
 class ForcedDrafter:
-    """Proposes what the grammar of a request forces; implements Drafter."""
+    """Proposes the tokens that the grammar of a request forces; implements Drafter."""
 
     kind = "grammar"
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """For each want what must come next, if anything must."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The forced tokens of each request."""
         return [
-            [] if want.draw.constraints is None else want.draw.constraints.forced_tokens(want.limit) for want in wants
+            [] if one.draw.constraints is None else one.draw.constraints.forced_tokens(one.limit) for one in requests
         ]
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """Nothing was kept."""
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Do nothing."""
 
-    def rest(self, budget_bytes: int) -> bool:
-        """Nothing outlives the process."""
+    def flush(self, budget_bytes: int) -> bool:
+        """False."""
         return False

@@ -1,4 +1,4 @@
-"""What drafts beside the lookup: a smaller model, refused where it speaks another language, or the model's own head."""
+"""Loads the draft model or the MTP layer, and makes the drafters of the settings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from engine.config import EngineConfig
 from engine.draft.controller import DepthController
 from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
-from engine.draft.head import HeadDrafter
-from engine.draft.heads import Heads, has_heads, load_heads
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
+from engine.draft.mtp import MtpDrafter, MtpHead, has_mtp, load_mtp
+from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
 from engine.load.checkpoint import resolve
@@ -29,22 +28,22 @@ from kvcache.spec import group_layers
 
 log = logging.getLogger("cellar.engine")
 
-# What finished requests said, to be looked up: 4 bytes a token, and half of them are looked through at once in 20 us.
-_LIBRARY_TOKENS = 2**17
+# Output tokens of finished requests for the lookup: 4 bytes each; half of them are searched at a time, in 20 us.
+_STORED_TOKENS = 2**17
 
 
 def load_draft(
     config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]
-) -> LoadedModel | Heads | None:
-    """What drafts for `target` beside the lookup: a model, or its own head; None: neither. Raises ModelError kinds.
+) -> LoadedModel | MtpHead | None:
+    """The draft model or the MTP layer for `target`; None: neither. Raises ModelError kinds.
 
-    The bundled model brings its own. A draft is a guess at tokens by their numbers, so both must have one tokenizer.
+    The bundled model has a draft model of its own. Draft model and model must share the tokenizer.
     """
     if config.drafter in ("none", "lookup"):
         return None
-    name = config.draft_model or _companion(config, Path(target.info.folder))
+    name = config.draft_model or _bundled_draft(config, Path(target.info.folder))
     if config.drafter == "mtp" or (config.drafter == "auto" and name is None):
-        return _head(config, target, on_phase)
+        return _mtp(config, target, on_phase)
     if name is None and config.drafter == "model":
         raise ModelMissing("draft", "this installation came without it; name one with --draft-model")
     if name is None:
@@ -63,39 +62,39 @@ def load_draft(
         cells=min(context * slots, target.memory.cells),
         threads=torch.get_num_threads(),
     )
-    # The model's cache is planned but not there yet.
-    promised = target.memory.cache_bytes + target.memory.workspace_bytes
+    # The model's cache is planned but not allocated yet.
+    reserved = target.memory.cache_bytes + target.memory.workspace_bytes
     try:
-        draft = load(settings, lambda phase: on_phase(f"draft: {phase}"), reserved_bytes=promised)
+        draft = load(settings, lambda phase: on_phase(f"draft: {phase}"), reserved_bytes=reserved)
     except PlanTooLarge as error:
         raise DraftTooLarge(name, error) from error
     if draft.encoder is not None:
-        raise ModelUnsupported(name, "it looks at media; a draft model reads tokens alone")
-    _check_language(name, draft, target)
+        raise ModelUnsupported(name, "it has an encoder; a draft model has tokens as its only input")
+    _check_tokenizer(name, draft, target)
     return draft
 
 
-def _head(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]) -> Heads | None:
-    """The model's own head; where nobody asked for it, there may be none, and it may be of no use."""
-    if not has_heads(target):
+def _mtp(config: EngineConfig, target: LoadedModel, on_phase: Callable[[str], None]) -> MtpHead | None:
+    """The MTP layer; with `--drafter auto` None where it is missing or cannot be used."""
+    if not has_mtp(target):
         if config.drafter == "mtp":
-            raise ModelUnsupported(target.info.name, "its files have no head that guesses; choose another --drafter")
+            raise ModelUnsupported(target.info.name, "its files have no MTP layer; choose another --drafter")
         return None
     on_phase("draft: weights")
     try:
-        heads = load_heads(target)
-        _check_room(config, target, heads)
-        return heads
+        head = load_mtp(target)
+        _check_memory(config, target, head)
+        return head
     except ModelError as error:
         if config.drafter == "mtp":
             raise
-        log.warning("the model's own head drafts nothing: %s", error)
+        log.warning("the MTP layer is not used: %s", error)
         return None
 
 
-def _check_room(config: EngineConfig, target: LoadedModel, heads: Heads) -> None:
-    """Raises DraftTooLarge where the cells of a head, as many as the model has, do not fit beside the model."""
-    groups = group_layers([plan.spec.limited_to(target.capacity) for plan in heads.runner.layers])
+def _check_memory(config: EngineConfig, target: LoadedModel, head: MtpHead) -> None:
+    """Raises DraftTooLarge where the cells of the MTP layer, as many as the model has, do not fit beside the model."""
+    groups = group_layers([plan.spec.limited_to(target.capacity) for plan in head.runner.layers])
     needed = target.memory.cells * sum(group.cell_bytes(target.kv_dtype) for group in groups)
     left = available_bytes() - target.memory.cache_bytes - target.memory.workspace_bytes
     if needed > left:
@@ -103,40 +102,40 @@ def _check_room(config: EngineConfig, target: LoadedModel, heads: Heads) -> None
         raise DraftTooLarge(target.info.name, plan)
 
 
-def _companion(config: EngineConfig, folder: Path) -> str | None:
-    """The draft that lies beside the bundled model."""
+def _bundled_draft(config: EngineConfig, folder: Path) -> str | None:
+    """The folder of the bundled draft model."""
     beside = folder.parent / "draft"
     return str(beside) if config.model is None and (beside / "config.json").is_file() else None
 
 
-def _check_language(name: str, draft: LoadedModel, target: LoadedModel) -> None:
-    """Raises ModelUnsupported at the first token that means something else to the draft than to the target."""
+def _check_tokenizer(name: str, draft: LoadedModel, target: LoadedModel) -> None:
+    """Raises ModelUnsupported at the first token whose text differs between draft model and model."""
     own, others = draft.tokenizer.pieces(), target.tokenizer.pieces()
     for number in sorted(own.keys() & others.keys()):
         if own[number] != others[number]:
-            meanings = f"token {number} is {own[number]!r} to it and {others[number]!r} to {target.info.name}"
-            raise ModelUnsupported(name, f"a draft model must share the tokenizer of the model: {meanings}")
+            texts = f"token {number} is {own[number]!r} in it and {others[number]!r} in {target.info.name}"
+            raise ModelUnsupported(name, f"a draft model must share the tokenizer of the model: {texts}")
 
 
 def make_speculation(
-    config: EngineConfig, target: LoadedModel, draft: LoadedModel | Heads | None, clock: Callable[[], float]
+    config: EngineConfig, target: LoadedModel, draft: LoadedModel | MtpHead | None, clock: Callable[[], float]
 ) -> Speculation:
-    """The drafters that the settings ask for, over caches of their own."""
-    quick = LookupDrafter(Library(_LIBRARY_TOKENS)) if config.drafter in ("auto", "lookup") else None
+    """The drafters of the settings, each with a cache of its own."""
+    quick = LookupDrafter(OutputStore(_STORED_TOKENS)) if config.drafter in ("auto", "lookup") else None
     forced = None if config.drafter == "none" else ForcedDrafter()
-    # What a grammar forces is nearly always what the model emits.
+    # The model nearly always emits what a grammar forces.
     priors = {ForcedDrafter.kind: 0.95}
     depth = DepthController(priors) if config.draft_tokens is None else FixedDepth(config.draft_tokens)
-    if isinstance(draft, Heads):
-        head = _head_drafter(config, target, draft)
-        return Speculation(quick, head, depth, clock, forced=forced, reader=head)
-    slow = None if draft is None else _drafter(config, target, draft)
+    if isinstance(draft, MtpHead):
+        mtp = _mtp_drafter(config, target, draft)
+        return Speculation(quick, mtp, depth, clock, forced=forced, reader=mtp)
+    slow = None if draft is None else _model_drafter(config, target, draft)
     return Speculation(quick, slow, depth, clock, forced=forced)
 
 
-def _head_drafter(config: EngineConfig, target: LoadedModel, heads: Heads) -> HeadDrafter:
+def _mtp_drafter(config: EngineConfig, target: LoadedModel, head: MtpHead) -> MtpDrafter:
     cache = Cache(
-        [plan.spec for plan in heads.runner.layers],
+        [plan.spec for plan in head.runner.layers],
         slots=target.info.slots,
         capacity=target.capacity,
         cells=target.memory.cells,
@@ -145,10 +144,10 @@ def _head_drafter(config: EngineConfig, target: LoadedModel, heads: Heads) -> He
         dtype=target.kv_dtype,
         device=config.device,
     )
-    return HeadDrafter(cache, heads.runner, heads.states, chunk=config.chunk)
+    return MtpDrafter(cache, head.runner, head.states, chunk=config.chunk)
 
 
-def _drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> ModelDrafter:
+def _model_drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> ModelDrafter:
     cache = Cache(
         [plan.spec for plan in draft.layers],
         slots=draft.info.slots,
@@ -161,5 +160,9 @@ def _drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> M
         device=config.device,
     )
     return ModelDrafter(
-        cache, draft.runner, vocabulary=target.info.vocabulary, chunk=config.chunk, known=draft.info.vocabulary
+        cache,
+        draft.runner,
+        vocabulary=target.info.vocabulary,
+        chunk=config.chunk,
+        draft_vocabulary=draft.info.vocabulary,
     )

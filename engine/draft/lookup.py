@@ -1,82 +1,81 @@
-"""A drafter without a model: what followed the last times that the text said this.
+"""N-gram lookup: the most frequent continuation of the context's longest suffix that occurred before.
 
-It looks through the client's prediction, the prompt and the output of each sequence, and through a library of what
-finished requests said. The longest match of the text's end proposes its most frequent continuation, the longer the
-match the more of it (SuffixDecoding, arXiv 2411.04975; algorithms 3.5). Who is not asked costs nothing (passage.py).
+It searches the client's prediction, the context of the sequence and the outputs of finished requests. The longer the
+match, the longer the proposal (SuffixDecoding, arXiv 2411.04975).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.draft.library import Library
-from engine.draft.passage import LONGEST, SEPARATOR, SHORTEST, Passage, Tokens
-from engine.schedule.draft import Want
+from engine.draft.outputs import LONGEST_SUFFIX, SEPARATOR, SHORTEST_SUFFIX, OutputStore, TokenBuffer, Tokens
+from engine.schedule.draft import DraftRequest
 
-# A proposal has at most so many tokens for each token of the match, and ends where it is less likely than this.
-_REACH, _FLOOR = 2.0, 0.1
+# Proposed tokens for each matched one at most, and the relative frequency below which a proposal ends.
+_TOKENS_PER_MATCHED, _LEAST_FREQUENCY = 2.0, 0.1
 
 
 class LookupDrafter:
-    """Proposes repetitions; implements Drafter."""
+    """Implements Drafter."""
 
     kind = "lookup"
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def __init__(self, store: OutputStore) -> None:
+        self._store = store
         self._texts: dict[str, _Text] = {}
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """For each want the likeliest repetition."""
-        return [self._propose(want) for want in wants]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The continuation of the longest match of each request."""
+        return [self._propose(request) for request in requests]
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """The sequence is over: what it said can serve others of its salt, if it was ever asked for."""
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Store the output of a finished sequence, if a draft was requested for it."""
         if text := self._texts.pop(sequence_id, None):
-            self._library.remember(text.salt, said)
+            self._store.add(text.salt, output)
 
-    def rest(self, budget_bytes: int) -> bool:
-        """Nothing outlives the process."""
+    def flush(self, budget_bytes: int) -> bool:
+        """False: nothing is kept on disk."""
         return False
 
-    def _propose(self, want: Want) -> list[int]:
-        text = self._texts.get(want.sequence_id)
+    def _propose(self, request: DraftRequest) -> list[int]:
+        text = self._texts.get(request.sequence_id)
         if text is None:
-            text = self._texts[want.sequence_id] = _Text(want)
-        source, shelf = text.passage, None
-        end = text.read(want)
-        best = source.find(end, source.size - 1)
-        for other in self._library.shelves(want.salt):
-            match = other.passage.find(end, other.passage.size)
+            text = self._texts[request.sequence_id] = _Text(request)
+        buffer, stored = text.buffer, None
+        suffix = text.update(request)
+        best = buffer.find(suffix, buffer.size - 1)
+        for outputs in self._store.outputs(request.salt):
+            match = outputs.buffer.find(suffix, outputs.buffer.size)
             if match.length > best.length:
-                source, best, shelf = other.passage, match, other
-        if best.length < SHORTEST:
+                buffer, best, stored = outputs.buffer, match, outputs
+        if best.length < SHORTEST_SUFFIX:
             return []
-        if shelf is not None:
-            self._library.want(want.salt, shelf, best.places[0])
-        return source.continuation(best.places, min(want.limit, int(_REACH * best.length)), _FLOOR)
+        if stored is not None:
+            self._store.refresh(request.salt, stored, best.positions[0])
+        limit = min(request.limit, int(_TOKENS_PER_MATCHED * best.length))
+        return buffer.continuation(best.positions, limit, _LEAST_FREQUENCY)
 
 
 class _Text:
-    """What was read of one sequence: the prediction, and behind it the prompt and the output."""
+    """The prediction and the context of one sequence."""
 
-    def __init__(self, want: Want) -> None:
-        self.salt = want.salt
-        self.passage = Passage(_lesson(want))
-        self._begin = self.passage.size
-        self._position = want.draw.position - len(want.tokens)
+    def __init__(self, request: DraftRequest) -> None:
+        self.salt = request.salt
+        self.buffer = TokenBuffer(_prediction(request))
+        self._start = self.buffer.size
+        self._position = request.draw.position - len(request.tokens)
 
-    def read(self, want: Want) -> Tokens:
-        """Take what the text has become; its end."""
-        new = want.draw.position - self._position
-        self.passage.read(want.tokens[-new:] if new else ())
-        self._position = want.draw.position
-        return self.passage.part(max(self._begin, self.passage.size - LONGEST), self.passage.size)
+    def update(self, request: DraftRequest) -> Tokens:
+        """Append the new tokens of the context; its last tokens."""
+        new = request.draw.position - self._position
+        self.buffer.extend(request.tokens[-new:] if new else ())
+        self._position = request.draw.position
+        return self.buffer.between(max(self._start, self.buffer.size - LONGEST_SUFFIX), self.buffer.size)
 
 
-def _lesson(want: Want) -> list[int]:
-    """What stands before the text: a prediction, behind the prompt's end, so that this brings it to mind."""
-    if not want.prediction:
+def _prediction(request: DraftRequest) -> list[int]:
+    """The prediction after the end of the prompt, so that this end matches it."""
+    if not request.prediction:
         return []
-    end = len(want.tokens) - want.said
-    return [*want.tokens[max(0, end - LONGEST) : end], *want.prediction, SEPARATOR]
+    end = len(request.tokens) - request.emitted
+    return [*request.tokens[max(0, end - LONGEST_SUFFIX) : end], *request.prediction, SEPARATOR]

@@ -1,8 +1,6 @@
-"""A smaller model as a drafter: it says what it would say in the model's place, drawn with the model's own noise.
+"""Draft model: a smaller model of the same tokenizer, which samples with the noise of the model's own tokens.
 
-It has a cache of its own, over its own layers, with the same verbs: its slots follow the texts of the sequences, and
-what it computed is remembered under its tokens (seats.py). So it may lag behind the model by any length, and works with
-every kind of cache.
+It has a cache of its own (slots.py), so it may lag by any length and works with every kind of cache.
 """
 
 from __future__ import annotations
@@ -13,24 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.draft.chain import Rows, chain, unread
-from engine.draft.seats import Seat, Seats
+from engine.draft.slots import DraftSlot, DraftSlots, NextTokens, draft_loop, missing_tokens
 from engine.model.model_runner import ModelRunner
 from engine.native.draft_loop import DraftLoopInput
 from engine.native.runner import NativeRunner
 from engine.native.sampler import is_native
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 from kvcache.cache import Cache
 from kvcache.spec import Span
 
 
 class ModelDrafter:
-    """Proposes what a smaller model says; implements Drafter.
+    """Implements Drafter.
 
-    cache       over the smaller model's layers, with a slot for each sequence that runs at once
-    vocabulary  tokens that the large model knows; the smaller one's output may be padded to more
-    known       tokens that the smaller one knows, if fewer: the others it reads as its first, and never proposes
-    chunk       rows of text that it catches up with in one call; who lags by more gets no draft yet
+    cache             of the draft model's layers, with a slot for each sequence that runs at once
+    vocabulary        of the model; the draft model's logits may be padded beyond it
+    draft_vocabulary  of the draft model, where it is smaller: further tokens are computed as token 0, and not proposed
+    chunk             context tokens a call at most; a sequence that lacks more gets no draft in this call
     """
 
     kind = "model"
@@ -42,72 +39,75 @@ class ModelDrafter:
         *,
         vocabulary: int,
         chunk: int,
-        known: int | None = None,
+        draft_vocabulary: int | None = None,
     ) -> None:
-        self._cache, self._runner, self._seats = cache, runner, Seats(cache)
+        self._cache, self._runner, self._slots = cache, runner, DraftSlots(cache)
         self._vocabulary, self._chunk = vocabulary, chunk
-        self._known = vocabulary if known is None else known
+        self._draft_vocabulary = vocabulary if draft_vocabulary is None else draft_vocabulary
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """For each want the smaller model's continuation; none where it still has to read most of the text."""
-        seats = self._seats.follow(wants)
-        rows = unread(wants, seats, capacity=self._cache.capacity, most=self._chunk)
-        said = self._say(wants, seats, {at: tokens for at, tokens in rows.items() if is_native(wants[at].draw)})
-        others = {at: tokens for at, tokens in rows.items() if at not in said}
-        drafts = chain(wants, seats, others, lambda rows: self._read(seats, rows))
-        return [said.get(at, draft) for at, draft in enumerate(drafts)]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The draft model's continuation of each request; none where most of the context is not computed yet."""
+        slots = self._slots.follow(requests)
+        missing = missing_tokens(requests, slots, capacity=self._cache.capacity, most=self._chunk)
+        native = {at: tokens for at, tokens in missing.items() if is_native(requests[at].draw)}
+        found = self._run_native_loop(requests, slots, native)
+        others = {at: tokens for at, tokens in missing.items() if at not in found}
+        drafts = draft_loop(requests, slots, others, lambda tokens: self._compute(slots, tokens))
+        return [found.get(at, draft) for at, draft in enumerate(drafts)]
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """The sequence is over: what was computed for it may serve others."""
-        self._seats.forget(sequence_id, said)
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Enter what was computed for a finished sequence into the prefix tree."""
+        self._slots.forget(sequence_id, output)
 
-    def rest(self, budget_bytes: int) -> bool:
-        """Save what is remembered to the shelf."""
+    def flush(self, budget_bytes: int) -> bool:
+        """Write remembered content to the disk cache."""
         return self._cache.flush_to_disk(budget_bytes) > 0
 
-    def _say(self, wants: Sequence[Want], seats: Sequence[Seat], rows: Rows) -> dict[int, list[int]]:
-        """Drafts of those that can be drafted for in one native call, by the number of the want."""
-        if not rows or not isinstance(self._runner, NativeRunner):
+    def _run_native_loop(
+        self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
+    ) -> dict[int, list[int]]:
+        """Drafts by the number of the request, all positions in one native call; none where the runner has no such."""
+        if not missing or not isinstance(self._runner, NativeRunner):
             return {}
-        links = [self._link(wants[at], seats[at], tokens) for at, tokens in rows.items()]
+        inputs = [self._loop_input(requests[at], slots[at], tokens) for at, tokens in missing.items()]
         spans = [
-            Span(seats[at].slot, len(seats[at].tokens), link.batch_tokens) for at, link in zip(rows, links, strict=True)
+            Span(slots[at].slot, len(slots[at].tokens), one.batch_tokens)
+            for at, one in zip(missing, inputs, strict=True)
         ]
         forward = self._cache.forward(spans)
         if not self._runner.supports_draft_loop(forward) or self._cache.evict_for(spans):
             return {}
         with forward:
-            said = dict(
-                zip(rows, self._runner.run_draft_loop(forward, links, min(self._known, self._vocabulary)), strict=True)
-            )
-            for at, draft in said.items():
-                # The last draft is known; its own row would only be computed for the next one.
-                read = [*rows[at], *draft[: max(wants[at].limit - 1, 0)]]
-                forward.keep(seats[at].slot, len(seats[at].tokens) + len(read))
-                seats[at].tokens += read
-        return said
+            vocabulary = min(self._draft_vocabulary, self._vocabulary)
+            drafts = dict(zip(missing, self._runner.run_draft_loop(forward, inputs, vocabulary), strict=True))
+            for at, draft in drafts.items():
+                # The last draft token is not computed: that would only serve the next one.
+                computed = [*missing[at], *draft[: max(requests[at].limit - 1, 0)]]
+                forward.keep(slots[at].slot, len(slots[at].tokens) + len(computed))
+                slots[at].tokens += computed
+        return drafts
 
-    def _link(self, want: Want, seat: Seat, tokens: Sequence[int]) -> DraftLoopInput:
-        """What a seat reads next, and how many tokens it says behind that: none while the text goes on."""
-        reads_all = len(seat.tokens) + len(tokens) == len(want.tokens)
-        return DraftLoopInput(self._readable(tokens), want.limit if reads_all else 0, want.draw)
+    def _loop_input(self, request: DraftRequest, slot: DraftSlot, tokens: Sequence[int]) -> DraftLoopInput:
+        """Tokens to compute, and the draft tokens after them: none while more of the context is missing."""
+        is_whole = len(slot.tokens) + len(tokens) == len(request.tokens)
+        return DraftLoopInput(self._input_tokens(tokens), request.limit if is_whole else 0, request.draw)
 
-    def _readable(self, tokens: Sequence[int]) -> list[int]:
-        return [token if token < self._known else 0 for token in tokens]
+    def _input_tokens(self, tokens: Sequence[int]) -> list[int]:
+        return [token if token < self._draft_vocabulary else 0 for token in tokens]
 
-    def _read(self, seats: Sequence[Seat], rows: Rows) -> Tensor | None:
-        """Logits after the rows, one of each seat that has some; None if the cache has no room for them."""
-        spans = [Span(seats[at].slot, len(seats[at].tokens), len(tokens)) for at, tokens in rows.items()]
+    def _compute(self, slots: Sequence[DraftSlot], tokens: NextTokens) -> Tensor | None:
+        """Logits [slots, vocabulary] after the tokens of each slot; None: too few free cells."""
+        spans = [Span(slots[at].slot, len(slots[at].tokens), len(own)) for at, own in tokens.items()]
         if self._cache.evict_for(spans):
             return None
-        wanted, last = [], -1
+        logit_rows, last = [], -1
         for span in spans:
             last += span.length
-            wanted.append(last)
+            logit_rows.append(last)
         with self._cache.forward(spans) as forward:
-            read = [token for tokens in rows.values() for token in tokens]
-            logits = self._runner.run(forward, self._readable(read), wanted)
-        for at, tokens in rows.items():
-            seats[at].tokens += tokens
+            batch = [token for own in tokens.values() for token in own]
+            logits = self._runner.run(forward, self._input_tokens(batch), logit_rows)
+        for at, own in tokens.items():
+            slots[at].tokens += own
         missing = self._vocabulary - logits.shape[-1]
         return pad(logits, (0, missing), value=-torch.inf) if missing else logits

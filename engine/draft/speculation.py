@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from engine.draft.depth import Candidate, Depth, DraftCall, StepOutcome, VerifiedDraft
-from engine.schedule.draft import Computed, Draft, Drafter, Reader, Want
+from engine.schedule.draft import ComputedTokens, Draft, Drafter, DraftRequest, HiddenStateDrafter
 from engine.schedule.sequence import Sequence as Running
 from engine.schedule.step_cost import StepCost
 from engine.types.request import MAX_DRAFT_TOKENS
@@ -61,7 +61,7 @@ class Speculation:
         *,
         deepest: int = MAX_DRAFT_TOKENS,
         forced: Drafter | None = None,
-        reader: Reader | None = None,
+        reader: HiddenStateDrafter | None = None,
     ) -> None:
         self._quick, self._slow, self._forced, self._reader = quick, slow, forced, reader
         self._depth, self._clock, self._deepest = depth, clock, deepest
@@ -140,7 +140,8 @@ class Speculation:
     def computed(self, sequence: Running, start: int, row: int, length: int) -> None:
         """Give a drafter the hidden states of tokens [start, start + length), which are batch tokens from `row` on."""
         if self._reader is not None and sequence.allows_drafter(self._reader.kind):
-            self._reader.computed([Computed(_want(sequence, self._limit(sequence)), start, row, length)])
+            request = _draft_request(sequence, self._limit(sequence))
+            self._reader.read_hidden_states([ComputedTokens(request, start, row, length)])
 
     def forget(self, sequence: Running) -> None:
         """Release what drafters keep of a finished sequence."""
@@ -150,9 +151,9 @@ class Speculation:
         if self._computed.pop(sequence.request.id, None) is not None:
             self._release_seconds += self._clock() - began
 
-    def rest(self, budget_bytes: int) -> bool:
-        """Save up to `budget_bytes` of the drafters' caches to disk; False: all is saved."""
-        return any(drafter.rest(budget_bytes) for drafter in self._drafters)
+    def flush(self, budget_bytes: int) -> bool:
+        """Write up to `budget_bytes` of the drafters' caches to disk; False: nothing is left to write."""
+        return any(drafter.flush(budget_bytes) for drafter in self._drafters)
 
     def _find_eligible(self, sequences: Sequence[Running]) -> list[_Eligible]:
         found = list[_Eligible]()
@@ -203,7 +204,7 @@ class Speculation:
                 continue
             began = self._clock()
             own = [one for one in limits if one in asked[drafter.kind]]
-            drafts = drafter.propose([_want(one, limits[one]) for one in own])
+            drafts = drafter.propose([_draft_request(one, limits[one]) for one in own])
             found |= {one: (drafter, tuple(draft)) for one, draft in zip(own, drafts, strict=True) if draft}
             if drafter is self._quick and own:
                 self._outcome.unused[drafter.kind] = self._clock() - began
@@ -229,9 +230,9 @@ class Speculation:
         self, candidates: Sequence[_DraftCandidate], depths: list[int], room: Callable[[int], int]
     ) -> dict[Running, Draft]:
         """The drafts of candidates at these depths, or shorter where free cells are too few."""
-        wanted = sum(depths)
-        left = room(wanted) if wanted else 0
-        if left < wanted:
+        most = sum(depths)
+        left = room(most) if most else 0
+        if left < most:
             before = accumulate(depths[:-1], initial=0)
             depths = [max(min(depth, left - used), 0) for depth, used in zip(depths, before, strict=True)]
         drafts, slow = dict[Running, Draft](), list[tuple[Running, int]]()
@@ -247,7 +248,7 @@ class Speculation:
         slow, began = self._slow, self._clock()
         assert slow is not None, "there is no slow drafter"
         catches_up = any(self._missing(sequence) > depth + 1 for sequence, depth in chosen)
-        tokens = slow.propose([_want(sequence, depth) for sequence, depth in chosen])
+        tokens = slow.propose([_draft_request(sequence, depth) for sequence, depth in chosen])
         seconds = self._clock() - began
         self._drafting_seconds += seconds
         if catches_up:
@@ -272,13 +273,13 @@ def _has_fixed_depth(sequence: Running) -> bool:
     return sequence.request.speculation.tokens is not None
 
 
-def _want(sequence: Running, limit: int) -> Want:
-    return Want(
+def _draft_request(sequence: Running, limit: int) -> DraftRequest:
+    return DraftRequest(
         sequence_id=sequence.request.id,
         tokens=sequence.tokens,
         limit=limit,
         draw=sequence.sampling_context(),
         salt=sequence.request.salt,
         prediction=sequence.request.prediction,
-        said=len(sequence.output),
+        emitted=len(sequence.output),
     )

@@ -1,6 +1,6 @@
-"""The seam between the engine and whatever guesses tokens: a model, or a look at what was said before.
+"""Draft tokens, and the interface of drafters.
 
-A drafter may say anything, at any time: what it proposes decides how fast a text comes, and never which text.
+A drafter may propose any tokens at any time: proposals change how fast an output is computed, never the output.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from engine.sample.sampler import SamplingContext
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """One sequence that could use a draft of what comes behind `tokens`.
+class DraftRequest:
+    """A sequence to draft for.
 
-    sequence_id  names the sequence for as long as it lives
-    tokens       what its cache is about, to be read during the call only: the latest token is the last one
+    sequence_id  names the sequence as long as it runs
+    tokens       the context, valid during the call only; the last one is not computed yet
     limit        tokens to propose at most
-    draw         how the token behind `tokens` will be drawn; who drafts with the same noise is right more often
-    salt         what is remembered for one salt is never proposed under another
-    prediction   what the client expects the output to be
-    said         tokens of the output so far
+    draw         how the next token will be sampled; drafts sampled with the same noise are accepted more often
+    salt         nothing that was kept under one salt is proposed under another
+    prediction   the output that the client expects
+    emitted      number of output tokens so far
     """
 
     sequence_id: str
@@ -31,17 +31,14 @@ class Want:
     draw: SamplingContext
     salt: bytes = b""
     prediction: Sequence[int] = ()
-    said: int = 0
+    emitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """What a step computed of the text of a want: `length` rows from the token `start` on.
+class ComputedTokens:
+    """Context tokens [start, start + length) of a sequence that a step computed, as batch tokens from `row` on."""
 
-    row  the first of them in the batch
-    """
-
-    want: Want
+    request: DraftRequest
     start: int
     row: int
     length: int
@@ -49,31 +46,31 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may come next, and the kind of drafter that says so."""
+    """Proposed next tokens, and the kind of their drafter."""
 
     kind: str
     tokens: tuple[int, ...]
 
 
 class Drafter(Protocol):
-    """Proposes tokens. `kind` names what its guesses have in common: how often they are right is learnt by kind."""
+    """Proposes tokens. Acceptance rates are measured by `kind`."""
 
     @property
     def kind(self) -> str:
-        """A word."""
+        """The drafter's name in requests and metrics."""
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
-        """For each want, tokens that may come next: its limit at most, none where there is nothing to guess from."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Next tokens for each request, up to its limit; none without a proposal."""
 
-    def forget(self, sequence_id: str, said: Sequence[int]) -> None:
-        """The sequence is over; this is all that it said."""
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Release a finished sequence, given its whole output."""
 
-    def rest(self, budget_bytes: int) -> bool:
-        """Use a pause to save so much of what outlives the process; False: nothing is left."""
+    def flush(self, budget_bytes: int) -> bool:
+        """Write up to `budget_bytes` to the disk cache; False: nothing is left to write."""
 
 
-class Reader(Drafter, Protocol):
-    """A drafter that guesses from what the model computes."""
+class HiddenStateDrafter(Drafter, Protocol):
+    """A drafter that reads hidden states of the model."""
 
-    def computed(self, rows: Sequence[Computed]) -> None:
-        """A step was computed. What was refused of drafts is not among the rows."""
+    def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
+        """Take the hidden states of the latest step. Refused draft tokens are not among the computed ones."""

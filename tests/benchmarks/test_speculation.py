@@ -12,14 +12,16 @@ from benchmarks.speculation import Scripted, main
 from benchmarks.turns import Cell, Turn, middle
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 from engine.types.request import SamplingParams
 
 
-def want(name: str, position: int, limit: int) -> Want:
-    """A want of a text that stands at a position."""
+def want(name: str, position: int, limit: int) -> DraftRequest:
+    """A request of a text of `position` tokens."""
     params = SamplingParams()
-    return Want(name, [0] * position, limit, SamplingContext(params, 0, position, PenaltyHistory(params, (), 10)))
+    return DraftRequest(
+        name, [0] * position, limit, SamplingContext(params, 0, position, PenaltyHistory(params, (), 10))
+    )
 
 
 def test_a_script_is_right_as_often_as_it_should_be() -> None:

@@ -14,9 +14,9 @@ from functools import cache
 from engine.core import Core
 from engine.draft.depth import FixedDepth
 from engine.draft.forced import ForcedDrafter
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import ModelDrafter
+from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.schedule.draft import Drafter
@@ -174,7 +174,7 @@ def _drafter(
         case "none":
             return None, None
         case "lookup" | "prediction":
-            return LookupDrafter(Library(4096)), None
+            return LookupDrafter(OutputStore(4096)), None
         case "model" | "itself":
             return None, model_drafter(models("llama" if case.drafter == "model" else KINDS[case.kind]))
         case "wrong":

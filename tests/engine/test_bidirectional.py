@@ -14,8 +14,8 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
 from engine.model.sequential_runner import SequentialRunner
@@ -165,7 +165,7 @@ def says(loaded: Callable[..., LoadedModel]) -> Callable[[Request], list[int]]:
 
 def lookup() -> Speculation:
     """Drafts of up to four tokens that stood in the text before."""
-    return Speculation(LookupDrafter(Library(4096)), None, FixedDepth(4), lambda: 0.0)
+    return Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0)
 
 
 @pytest.mark.parametrize("drafts", [lambda: None, lookup], ids=["alone", "lookup"])

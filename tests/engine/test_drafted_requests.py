@@ -12,7 +12,7 @@ from engine.draft.controller import DepthController
 from engine.draft.depth import Candidate, Depth, FixedDepth, StepOutcome
 from engine.draft.speculation import Speculation
 from engine.load.load import LoadedModel
-from engine.schedule.draft import Drafter, Want
+from engine.schedule.draft import Drafter, DraftRequest
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.step import StepResult
 from engine.schedule.step_cost import Work
@@ -220,7 +220,7 @@ class Timed:
         self.kind, self.forget = drafter.kind, drafter.forget
         self.asked = 0
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
         """As the drafter does."""
         self.asked += 1
         self._clock.now += self._level_seconds * max(want.limit for want in wants)
@@ -328,7 +328,7 @@ def test_a_drafter_that_breaks_is_given_up_and_no_request_is(loaded: Models) -> 
     """It is asked no more, and the texts are those that are said without drafts."""
     asked = []
 
-    def broken(want: Want) -> list[int]:
+    def broken(want: DraftRequest) -> list[int]:
         asked.append(want.sequence_id)
         raise RuntimeError("no idea")
 
@@ -352,7 +352,7 @@ def test_drafters_hear_what_was_said_and_nothing_of_a_request_that_is_over(
     class Listening(ScriptedDrafter):
         """Writes down in which order it is asked and told."""
 
-        def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+        def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
             """Write it down."""
             calls.append(None)
             return super().propose(wants)

@@ -119,7 +119,7 @@ def test_a_draft_with_another_tokenizer_is_refused_by_a_token(tmp_path: Path, lo
     file.write_text(json.dumps(content))
 
     with pytest.raises(
-        ModelUnsupported, match=r"must share the tokenizer of the model: token \d+ is 'B' to it and 'A'"
+        ModelUnsupported, match=r"must share the tokenizer of the model: token \d+ is 'B' in it and 'A'"
     ):
         load_draft(config(folder("llama"), small), loaded("llama"), lambda phase: None)
 

@@ -13,8 +13,8 @@ from jsonschema import validate
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.engine import Engine
 from engine.errors import InvalidRequest
@@ -110,7 +110,7 @@ def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> 
         "partly": lambda: drafters.partly_right(texts, lengths, VOCABULARY),
         "random": lambda: drafters.of_random_length(VOCABULARY),
         "end": lambda: drafters.says_the_end(END),
-        "lookup": lambda: LookupDrafter(Library(4096)),
+        "lookup": lambda: LookupDrafter(OutputStore(4096)),
     }[kind]()
 
 

@@ -18,7 +18,7 @@ BOUNDARIES = {
     "engine/load/load.py": "a model that cannot run on packed batches is refused with a message",
     "engine/load/selftest.py": "a model that fails its self-test is refused with a message",
     "engine/load/tokenizer_cache.py": "a broken entry of the cache is rebuilt",
-    "engine/draft/heads.py": "an MTP head that cannot be loaded is refused with a message",
+    "engine/draft/mtp.py": "an MTP head that cannot be loaded is refused with a message",
     "server/http/middleware.py": "HTTP boundary, before the first byte of a response",
     "server/http/direct_writer.py": "an encoding error is raised again in the task of its request",
     "server/http/stream_encoder.py": "HTTP boundary, after the first byte of a response",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 
-Guess = Callable[[Want], Sequence[int]]
+Guess = Callable[[DraftRequest], Sequence[int]]
 
 
 class ScriptedDrafter:
@@ -19,7 +19,7 @@ class ScriptedDrafter:
         self._guess = guess
         self.over: list[tuple[str, list[int]]] = []
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
         """What the script says, as much of it as is wanted."""
         return [list(self._guess(want))[: want.limit] for want in wants]
 
@@ -27,7 +27,7 @@ class ScriptedDrafter:
         """Write it down."""
         self.over.append((sequence_id, list(said)))
 
-    def rest(self, budget_bytes: int) -> bool:
+    def flush(self, budget_bytes: int) -> bool:
         """Nothing outlives the process."""
         return False
 
@@ -48,7 +48,7 @@ def partly_right(
     """Right for a random number of tokens, then wrong; of random length."""
     chance = random.Random(seed)
 
-    def guess(want: Want) -> list[int]:
+    def guess(want: DraftRequest) -> list[int]:
         rest = _rest(want, outputs, prompts)
         right, length = chance.randint(0, len(rest)), chance.randint(0, want.limit)
         return [*rest[:right], *((token + 1) % vocabulary for token in rest[right:])][:length]
@@ -67,7 +67,7 @@ def says_the_end(token: int) -> ScriptedDrafter:
     return ScriptedDrafter(lambda want: [token] * want.limit)
 
 
-def _rest(want: Want, outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> list[int]:
+def _rest(want: DraftRequest, outputs: Mapping[str, Sequence[int]], prompts: Mapping[str, int]) -> list[int]:
     """What comes next. The draw's position is that in the text, which no context shift changes."""
     said = want.draw.position - prompts[want.sequence_id]
     return list(outputs[want.sequence_id][said : said + want.limit])

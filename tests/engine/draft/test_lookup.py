@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
-from engine.schedule.draft import Drafter, Want
+from engine.schedule.draft import Drafter, DraftRequest
 from engine.types.request import SamplingParams
 from tests.engine.draft.drafters import always_right, always_wrong, of_random_length, partly_right, says_the_end
 
@@ -25,17 +25,17 @@ def want(
     name: str = "a",
     salt: bytes = b"",
     prediction: Sequence[int] = (),
-    said: int = 0,
+    emitted: int = 0,
     position: int | None = None,
-) -> Want:
+) -> DraftRequest:
     """What a sequence asks for; its text is as long as its tokens, where nothing else is said."""
     draw = SamplingContext(GREEDY, 0, len(tokens) if position is None else position, PenaltyHistory(GREEDY, (), 10))
-    return Want(name, tokens, limit, draw, salt, prediction, said)
+    return DraftRequest(name, tokens, limit, draw, salt, prediction, emitted)
 
 
 def drafter(capacity: int = 1000) -> LookupDrafter:
-    """One with a library of that many tokens."""
-    return LookupDrafter(Library(capacity))
+    """One with a store of that many tokens."""
+    return LookupDrafter(OutputStore(capacity))
 
 
 def say(looked_up: LookupDrafter, output: Sequence[int], *, name: str, salt: bytes = b"") -> None:
@@ -94,7 +94,7 @@ def test_a_prediction_fits_behind_the_first_tokens_too() -> None:
     """Where the first token was emitted before anybody asked, the prediction goes on behind it."""
     looked_up = drafter()
 
-    assert [[12, 13]] == looked_up.propose([want([1, 2, 3, 10, 11], prediction=[10, 11, 12, 13], said=2)])
+    assert [[12, 13]] == looked_up.propose([want([1, 2, 3, 10, 11], prediction=[10, 11, 12, 13], emitted=2)])
 
 
 def test_what_others_said_is_proposed() -> None:
@@ -115,7 +115,7 @@ def test_salts_do_not_mix() -> None:
 
 
 def test_the_longer_match_wins() -> None:
-    """Its own text where that matches as long, the library where that matches longer."""
+    """Its own text where that matches as long, the store where that matches longer."""
     looked_up = drafter()
     say(looked_up, [20, 21, 22, 23, 24], name="other")
 
@@ -132,17 +132,17 @@ def test_an_output_that_comes_while_a_sequence_runs_serves_it() -> None:
     assert [[23, 24]] == looked_up.propose([want([1, 21, 22])])
 
 
-def test_the_library_stays_within_its_capacity() -> None:
+def test_the_store_stays_within_its_capacity() -> None:
     """Whatever is said by however many clients; of an output that is too long the end is kept."""
-    chance, library = random.Random(3), Library(200)
+    chance, store = random.Random(3), OutputStore(200)
     for number in range(200):
         output = [chance.randrange(50) for _ in range(chance.choice((0, 1, 5, 30, 500)))]
-        library.remember(bytes([number % 7]), output)
+        store.add(bytes([number % 7]), output)
 
-        assert library.tokens <= 200
+        assert store.tokens <= 200
 
-    nothing = Library(0)
-    nothing.remember(b"", [1, 2, 3])
+    nothing = OutputStore(0)
+    nothing.add(b"", [1, 2, 3])
 
     assert 0 == nothing.tokens
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.draft.chain import Rows
 from engine.draft.model import ModelDrafter
-from engine.draft.seats import Seat
+from engine.draft.slots import DraftSlot, NextTokens
 from engine.model.runner import PackedRunner
 from engine.sample.penalties import PenaltyHistory
 from engine.sample.sampler import SamplingContext
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 from engine.types.request import SamplingParams, Xtc
 from kvcache.cache import Cache
 from tests.engine.native.decoders import CONTEXT, native, token
@@ -30,28 +29,34 @@ SLOWLY = Xtc(probability=0.0)
 
 
 class Watched(ModelDrafter):
-    """Tells for how many wants one native call made drafts."""
+    """Counts the requests that one native call made drafts for."""
 
     chained = 0
 
-    def _say(self, wants: Sequence[Want], seats: Sequence[Seat], rows: Rows) -> dict[int, list[int]]:
-        said = super()._say(wants, seats, rows)
-        self.chained += len(said)
-        return said
+    def _run_native_loop(
+        self, requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], missing: NextTokens
+    ) -> dict[int, list[int]]:
+        drafts = super()._run_native_loop(requests, slots, missing)
+        self.chained += len(drafts)
+        return drafts
 
 
 def drafter(
-    runner: PackedRunner | None = None, *, cells: int = 4 * CONTEXT, chunk: int = 64, known: int | None = None
+    runner: PackedRunner | None = None,
+    *,
+    cells: int = 4 * CONTEXT,
+    chunk: int = 64,
+    draft_vocabulary: int | None = None,
 ) -> Watched:
     """A tiny model, by default one that runs natively."""
     runner = native("llama").fastest if runner is None else runner
     cache = Cache([plan.spec for plan in runner.layers], slots=4, capacity=CONTEXT, cells=cells)
-    return Watched(cache, runner, vocabulary=VOCABULARY, chunk=chunk, known=known)
+    return Watched(cache, runner, vocabulary=VOCABULARY, chunk=chunk, draft_vocabulary=draft_vocabulary)
 
 
-def want(name: int, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY) -> Want:
+def want(name: int, tokens: Sequence[int], limit: int = 5, params: SamplingParams = GREEDY) -> DraftRequest:
     """A draft behind a text."""
-    return Want(
+    return DraftRequest(
         f"{name}", tokens, limit, SamplingContext(params, name, len(tokens), PenaltyHistory(params, (), VOCABULARY))
     )
 
@@ -61,7 +66,7 @@ def text(slot: int, length: int) -> list[int]:
     return [token(slot, at) for at in range(length)]
 
 
-def slowly(one: Want) -> Want:
+def slowly(one: DraftRequest) -> DraftRequest:
     """The same, token by token."""
     return replace(one, draw=replace(one.draw, params=replace(one.draw.params, temperature=0.8, xtc=SLOWLY)))
 
@@ -75,7 +80,7 @@ def known(some: Watched, tokens: Sequence[int]) -> int:
 def test_guesses_that_were_not_said_are_not_remembered(accepted: int) -> None:
     """A text ends inside a draft: of the draft only what became output serves others, and no cell holds the rest."""
     some, start = drafter(), text(1, 20)
-    (draft,) = some.propose([replace(want(0, start, 6), said=3)])
+    (draft,) = some.propose([replace(want(0, start, 6), emitted=3)])
     output = [*start[-3:], *draft[:accepted], VOCABULARY - 1]
 
     some.forget("0", output)
@@ -94,7 +99,7 @@ def test_of_a_sequence_that_loses_its_slot_the_text_is_remembered() -> None:
 
 def stands(some: Watched) -> bool:
     """Whether every slot holds what its seat says it holds."""
-    seats = some._seats._seats.values()
+    seats = some._slots._slots.values()
     return all(some._cache.cached_length(seat.slot) == len(seat.tokens) for seat in seats)
 
 
@@ -127,8 +132,8 @@ def test_one_native_call_or_many_say_the_same() -> None:
     assert [one.chained for one in some] == [4, 0, 2, 0]
     assert drafts[0] == drafts[1] == drafts[2] == drafts[3]
     assert all(map(stands, some))
-    assert [seat.tokens for seat in some[0]._seats._seats.values()] == [
-        seat.tokens for seat in some[1]._seats._seats.values()
+    assert [seat.tokens for seat in some[0]._slots._slots.values()] == [
+        seat.tokens for seat in some[1]._slots._slots.values()
     ]
 
 
@@ -163,10 +168,10 @@ def test_nothing_is_drafted_beyond_the_end_of_the_cache() -> None:
 
 def test_what_the_smaller_model_does_not_know_is_never_proposed() -> None:
     """Nor read as anything but its first token."""
-    some, own = drafter(known=40), text(0, 30)
+    some, own = drafter(draft_vocabulary=40), text(0, 30)
     wants = [want(0, own, 6, WARM), want(1, own, 6, GREEDY)]
     drafts = some.propose(wants)
     known = [one if one < 40 else 0 for one in own]
 
     assert max(map(max, drafts)) < 40
-    assert drafts == drafter(known=40).propose([replace(one, tokens=known) for one in wants])
+    assert drafts == drafter(draft_vocabulary=40).propose([replace(one, tokens=known) for one in wants])

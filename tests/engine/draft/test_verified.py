@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.draft.depth import FixedDepth, StepOutcome
-from engine.draft.library import Library
 from engine.draft.lookup import LookupDrafter
+from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.schedule.draft import Draft
 
@@ -28,7 +28,7 @@ def test_what_stands_behind_the_end_is_not_judged(said: tuple[int, ...], judged:
     """A draft of four tokens, of which the text takes some, up to an end or a token of its own."""
     depth, outcomes = FixedDepth(4), list[StepOutcome]()
     depth.observe = outcomes.append  # type: ignore[method-assign]
-    speculation = Speculation(LookupDrafter(Library(64)), None, depth, lambda: 0.0)
+    speculation = Speculation(LookupDrafter(OutputStore(64)), None, depth, lambda: 0.0)
 
     assert accepted == speculation.verified(Draft("lookup", (1, 2, 3, 4)), said)
     speculation.stepped(5, 1.0)

@@ -14,20 +14,19 @@ from transformers.cache_utils import MtpCache
 from engine.config import EngineConfig
 from engine.core import Core
 from engine.draft.depth import FixedDepth
-from engine.draft.head import HeadDrafter
-from engine.draft.heads import Heads, load_heads
 from engine.draft.loading import load_draft, make_speculation
+from engine.draft.mtp import MtpDrafter, MtpHead, load_mtp
 from engine.draft.speculation import Speculation
 from engine.errors import ModelUnsupported
 from engine.load.load import LoadedModel
-from engine.schedule.draft import Want
+from engine.schedule.draft import DraftRequest
 from engine.types.request import Request, SamplingParams, SpeculationParams
 from kvcache.cache import Cache
-from tests.engine.draft.headed import KINDS, agree, save_headed
+from tests.engine.draft.mtp_models import KINDS, agree, save_headed
 from tests.engine.models import CONTEXT, core, load_model
 from tests.engine.play import Answer, Job, ask, play
 
-Headed = Callable[..., tuple[LoadedModel, Heads]]
+Headed = Callable[..., tuple[LoadedModel, MtpHead]]
 LAYOUTS = ("deepseek_v3", "qwen3_next")
 DEPTH = 3
 
@@ -36,10 +35,10 @@ DEPTH = 3
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
     """A kind's tiny model with its head: a random one, or one that agrees with the model."""
 
-    def load(kind: str, *, agreeing: bool = False) -> tuple[LoadedModel, Heads]:
+    def load(kind: str, *, agreeing: bool = False) -> tuple[LoadedModel, MtpHead]:
         folder = tmp_path_factory.mktemp(kind)
         target = load_model(save_headed(kind, folder, agree if agreeing else None))
-        return target, load_heads(target)
+        return target, load_mtp(target)
 
     return cache(load)
 
@@ -48,15 +47,15 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
 class Spy:
     """A drafter that writes down what it says to whom."""
 
-    drafter: HeadDrafter
-    said: list[tuple[Want, list[int], list[int]]] = field(default_factory=list)
+    drafter: MtpDrafter
+    said: list[tuple[DraftRequest, list[int], list[int]]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
         """As it is."""
         return self.drafter.kind
 
-    def propose(self, wants: Sequence[Want]) -> list[list[int]]:
+    def propose(self, wants: Sequence[DraftRequest]) -> list[list[int]]:
         """Write it down; a want's tokens are lent."""
         drafts = self.drafter.propose(wants)
         self.said += [(want, list(want.tokens), draft) for want, draft in zip(wants, drafts, strict=True)]
@@ -66,20 +65,20 @@ class Spy:
         """As it does."""
         self.drafter.forget(sequence_id, said)
 
-    def rest(self, budget_bytes: int) -> bool:
+    def flush(self, budget_bytes: int) -> bool:
         """As it does."""
-        return self.drafter.rest(budget_bytes)
+        return self.drafter.flush(budget_bytes)
 
 
-def drafter(heads: Heads, *, slots: int = 4, waiting: int = 256, cells: int | None = None) -> HeadDrafter:
+def drafter(heads: MtpHead, *, slots: int = 4, pending: int = 256, cells: int | None = None) -> MtpDrafter:
     """A head over a cache of its own."""
     specs = [plan.spec for plan in heads.runner.layers]
     cells = slots * CONTEXT if cells is None else cells
     memory = Cache(specs, slots=slots, capacity=CONTEXT, cells=cells, dtype=torch.float64)
-    return HeadDrafter(memory, heads.runner, heads.states, chunk=16, waiting=waiting)
+    return MtpDrafter(memory, heads.runner, heads.states, chunk=16, pending=pending)
 
 
-def engine(target: LoadedModel, head: HeadDrafter, spy: Spy | None = None, **settings: int) -> Core:
+def engine(target: LoadedModel, head: MtpDrafter, spy: Spy | None = None, **settings: int) -> Core:
     """An engine whose drafts are the head's."""
     return core(
         target, speculation=Speculation(None, spy or head, FixedDepth(DEPTH), lambda: 0.0, reader=head), **settings
@@ -125,11 +124,11 @@ def test_a_head_that_agrees_is_right_and_a_random_one_does_no_harm(headed: Heade
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("waiting", [4, 256])
-def test_the_head_says_what_transformers_says_with_it(headed: Headed, kind: str, waiting: int) -> None:
+@pytest.mark.parametrize("pending", [4, 256])
+def test_the_head_says_what_transformers_says_with_it(headed: Headed, kind: str, pending: int) -> None:
     """However prompts are cut and whether or not states wait: the same guesses as over each text anew."""
     target, heads = headed(kind)
-    spy = Spy(drafter(heads, waiting=waiting))
+    spy = Spy(drafter(heads, pending=pending))
     play(engine(target, spy.drafter, spy, chunk=7), [Job(one, at) for at, one in enumerate(requests(3, 8))])
 
     greedy = [(text, draft) for want, text, draft in spy.said if want.draw.params.temperature == 0]
@@ -138,9 +137,9 @@ def test_the_head_says_what_transformers_says_with_it(headed: Headed, kind: str,
     assert [(text, guessed(target, heads, text)[: len(draft)]) for text, draft in greedy] == greedy
 
 
-def guessed(target: LoadedModel, heads: Heads, text: list[int]) -> list[int]:
+def guessed(target: LoadedModel, heads: MtpHead, text: list[int]) -> list[int]:
     """The head's greedy guesses at what follows a text, by transformers, without our cells."""
-    layers = heads.runner._head.layers
+    layers = heads.runner._layer.layers
     states = target.model.get_decoder()(torch.tensor([text[:-1]]), use_cache=False).last_hidden_state
     read, said = text[1:], []
     for _ in range(DEPTH):
@@ -174,7 +173,7 @@ def happens(headed: Headed, kind: str, event: str) -> None:
     fields = {"overflow": "shift"} if event == "shift" else {}
     asked = requests(3, 130, **fields) if event == "shift" else requests(5, 30)
     cells = CONTEXT + 20 if event == "preempt" else None
-    run = engine(target, drafter(heads, waiting=16), slots=4, cells=cells)
+    run = engine(target, drafter(heads, pending=16), slots=4, cells=cells)
     jobs = [Job(one, at, 9 if event == "cancel" and at == 0 else None) for at, one in enumerate(asked)]
 
     said, expected = tokens(play(run, jobs, most_steps=5000)), alone(target, asked)
@@ -205,7 +204,7 @@ def test_what_one_sequence_read_serves_the_next(headed: Headed) -> None:
     prompt = tuple(range(3, 63))
     spies = []
     for again in (False, True):
-        spy = Spy(drafter(heads, waiting=8))
+        spy = Spy(drafter(heads, pending=8))
         run = engine(target, spy.drafter, spy)
         if again:
             play(run, [Job(ask("before", prompt, 20, ignore_eos=True))])
@@ -248,7 +247,7 @@ def test_a_head_that_is_missing_is_missed_only_where_it_was_asked_for(loaded: Ca
     target = loaded("llama")
 
     assert load_draft(settings(target), target, lambda phase: None) is None
-    with pytest.raises(ModelUnsupported, match="its files have no head that guesses"):
+    with pytest.raises(ModelUnsupported, match="its files have no MTP layer"):
         load_draft(settings(target, drafter="mtp"), target, lambda phase: None)
 
 
@@ -257,5 +256,5 @@ def test_a_head_that_lacks_weights_drafts_nothing(tmp_path: Path) -> None:
     target = load_model(save_headed("qwen3_next", tmp_path, lambda weights: weights.__delitem__("mtp.fc.weight")))
 
     assert load_draft(settings(target), target, lambda phase: None) is None
-    with pytest.raises(ModelUnsupported, match="its head cannot be used .*weights are missing"):
+    with pytest.raises(ModelUnsupported, match="its MTP layer cannot be used .*weights are missing"):
         load_draft(settings(target, drafter="mtp"), target, lambda phase: None)

@@ -1,0 +1,328 @@
+"""MTP: drafts of the layer that some checkpoints have for further tokens (multi-token prediction).
+
+A checkpoint keeps the layer beside the model's own, and transformers has the module (MtpModel) with the model's decoder
+layer, embedding and output layer. Its input is a pair: the model's last hidden state of a token, and the next token. So
+it computes only tokens that the model computed in this process: where the model resumed from its prefix tree and the
+layer cannot, the layer begins there, with less context. Of several MTP layers the first one is used for all positions.
+Pinned to transformers 5.23, like model/hooks.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.modeling_layers import MtpModel
+
+from engine.draft.slots import DraftSlot, DraftSlots, NextTokens, draft_loop, missing_tokens
+from engine.errors import ModelUnsupported
+from engine.load.checkpoint import weight_files
+from engine.load.load import LoadedModel
+from engine.model import hooks
+from engine.model.layers import CachedLayer, find_cached_layers
+from engine.model.runner import PackedRunner
+from engine.native.runner import NativeRunner
+from engine.schedule.draft import ComputedTokens, DraftRequest
+from kvcache.cache import Cache
+from kvcache.forward import Forward
+from kvcache.spec import Span
+
+# Hidden states of a sequence that are kept at most before the layer computes their tokens.
+_PENDING_STATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _MtpOutput:
+    """Logits [1, logit rows, vocabulary], and hidden states [1, tokens, width] for the next draft position."""
+
+    logits: Tensor
+    states: Tensor
+
+
+class MtpLayer(nn.Module):
+    """One layer of transformers' module, with the signature of a model."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.layers, self.config = layers, layers.config
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any,
+        logits_to_keep: Tensor,
+        states: Tensor | None = None,
+    ) -> _MtpOutput:
+        """Outputs for tokens [1, tokens] with the hidden state [1, tokens, width] of the token before each."""
+        if states is None:
+            states = self.layers.embed_tokens.weight.new_zeros(*input_ids.shape, self.config.hidden_size)
+        output = self.layers.forward_layer(0, states, position_ids + 1, past_key_values, input_ids=input_ids)
+        return _MtpOutput(self.layers._project_to_logits(output[:, logits_to_keep]), output)
+
+
+class MtpRunner(PackedRunner):
+    """The MTP layer over a cache of its own. Belongs to the engine thread."""
+
+    def __init__(self, layer: MtpLayer, layers: Sequence[CachedLayer], target: PackedRunner) -> None:
+        """Attention is computed as `target`, the model's runner, computes it."""
+        super().__init__(layer, layers, target.mla, target.attend)
+        self._layer = layer
+
+    def run_pairs(
+        self, forward: Forward, tokens: Sequence[int], states: Tensor, logit_rows: Sequence[int]
+    ) -> _MtpOutput:
+        """Outputs for the tokens of all spans, with the hidden states [tokens, width] of the tokens before them."""
+        positions = self._tensor([position for span in forward.spans for position in range(span.start, span.stop)])
+        batch = {"input_ids": self._tensor(tokens)[None], "position_ids": positions[None]}
+        with torch.inference_mode(), hooks.use_backend(self._backend(forward, ())):
+            output: _MtpOutput = self._layer(
+                **batch,
+                past_key_values=hooks.CacheFacade(positions),
+                logits_to_keep=self._tensor(logit_rows),
+                states=states[None],
+            )
+        return _MtpOutput(output.logits[0], output.states[0])
+
+
+class HiddenStates:
+    """The hidden states [tokens, width] after a model's last layer, of its latest forward."""
+
+    def __init__(self, model: Any) -> None:
+        self.rows = torch.empty(0)
+        model.get_decoder().register_forward_hook(self._capture)
+
+    def _capture(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.rows = output[0][0]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """A loaded MTP layer, and the model's hidden states."""
+
+    runner: MtpRunner
+    states: HiddenStates
+    weights_bytes: int
+
+
+@dataclass(slots=True)
+class _PendingStates:
+    """Hidden states [tokens, width] of a sequence, from the context token `start` on, whose pairs are not computed yet.
+
+    dropped  context tokens that shifts had dropped when they came
+    base     context token at which the layer began: its slot has the pairs from there on
+    """
+
+    start: int
+    states: Tensor
+    dropped: int
+    base: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The first token without a hidden state."""
+        return self.start + len(self.states)
+
+    def append(self, computed: ComputedTokens, states: Tensor, dropped: int) -> None:
+        """Add the hidden states of computed tokens."""
+        if dropped != self.dropped:
+            # The states move with the context; a layer that had begun later than its start begins again.
+            self.start -= dropped - self.dropped
+            self.base = 0 if self.base == 0 else self.start
+            self.dropped = dropped
+        if self.start <= computed.start <= self.stop and self.start >= 0:
+            self.states = torch.cat((self.states[: computed.start - self.start], states))
+        else:
+            self.start, self.states = computed.start, states
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """The hidden states of tokens [start, stop)."""
+        return self.states[start - self.start : stop - self.start]
+
+    def release(self, start: int) -> None:
+        """Drop the hidden states of tokens before `start`."""
+        if start > self.start:
+            self.states = self.states[start - self.start :].clone()
+            self.start = start
+
+
+class MtpDrafter:
+    """Implements HiddenStateDrafter.
+
+    cache    of the MTP layer, with a slot for each sequence that runs at once
+    chunk    pairs a call at most; a sequence that lacks more gets no draft in this call
+    pending  hidden states of a sequence that are kept at most
+    """
+
+    kind = "mtp"
+
+    def __init__(
+        self, cache: Cache, runner: MtpRunner, states: HiddenStates, *, chunk: int, pending: int = _PENDING_STATES
+    ) -> None:
+        self._cache, self._runner, self._states = cache, runner, states
+        self._chunk, self._most_pending = chunk, pending
+        self._slots = DraftSlots(cache)
+        self._pending: dict[str, _PendingStates] = {}
+
+    def read_hidden_states(self, computed: Sequence[ComputedTokens]) -> None:
+        """Keep the hidden states of the latest step, and compute pairs where too many are kept."""
+        for one in computed:
+            request, states = one.request, self._states.rows[one.row : one.row + one.length].clone()
+            dropped = request.draw.position - len(request.tokens)
+            pending = self._pending.setdefault(request.sequence_id, _PendingStates(one.start, states[:0], dropped))
+            pending.append(one, states, dropped)
+            if len(pending.states) > self._most_pending:
+                self._catch_up(request, pending)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """The layer's continuation of each request; none where a state or most of the context is missing."""
+        drafts: list[list[int]] = [[] for _ in requests]
+        ready = [at for at, request in enumerate(requests) if self._is_ready(request)]
+        pairs, slots = self._follow([requests[at] for at in ready])
+        missing = missing_tokens(pairs, slots, capacity=self._cache.capacity, most=self._chunk)
+        pending = [self._pending[request.sequence_id] for request in pairs]
+        drafted: dict[int, Tensor] = {}
+        found = draft_loop(pairs, slots, missing, lambda tokens: self._compute(slots, pending, tokens, drafted))
+        for request, slot, own in zip(pairs, slots, pending, strict=True):
+            # Draft tokens were computed with the layer's own hidden states, not the model's.
+            self._slots.rewind(slot, len(request.tokens))
+            # The state before the last token stays: the same draft may be requested once more.
+            own.release(own.base + len(slot.tokens) - 1)
+        for at, draft in zip(ready, found, strict=True):
+            drafts[at] = draft
+        return drafts
+
+    def forget(self, sequence_id: str, output: Sequence[int]) -> None:
+        """Enter what was computed for a finished sequence into the prefix tree."""
+        self._pending.pop(sequence_id, None)
+        self._slots.forget(sequence_id, output)
+
+    def flush(self, budget_bytes: int) -> bool:
+        """Write remembered content to the disk cache."""
+        return self._cache.flush_to_disk(budget_bytes) > 0
+
+    def _is_ready(self, request: DraftRequest) -> bool:
+        """Whether there is a hidden state of the second last token."""
+        pending = self._pending.get(request.sequence_id)
+        return pending is not None and pending.start <= len(request.tokens) - 2 < pending.stop
+
+    def _follow(self, requests: Sequence[DraftRequest]) -> tuple[list[DraftRequest], list[DraftSlot]]:
+        """The requests as pairs, and their slots. Where states before the kept ones are missing, pairs begin there."""
+        pairs = [self._pairs(request) for request in requests]
+        slots = self._slots.follow(pairs)
+        for at, request in enumerate(requests):
+            pending = self._pending[request.sequence_id]
+            if pending.base + len(slots[at].tokens) < pending.start:
+                pending.base = pending.start
+                self._slots.release(request.sequence_id)
+                pairs[at] = self._pairs(request)
+                (slots[at],) = self._slots.follow([pairs[at]])
+                slots[at].reusable = 0
+        return pairs, slots
+
+    def _pairs(self, request: DraftRequest) -> DraftRequest:
+        """The second tokens of all pairs. Cached pairs depend on the first context token too, so it is in the salt."""
+        base = self._pending[request.sequence_id].base
+        salt = b"" if base else request.salt + request.tokens[0].to_bytes(4, "little")
+        return replace(request, tokens=request.tokens[base + 1 :], salt=salt)
+
+    def _catch_up(self, request: DraftRequest, pending: _PendingStates) -> None:
+        """Compute the pairs of the kept hidden states."""
+        tokens = request.tokens[: pending.stop + 1]
+        later = len(request.tokens) - len(tokens)
+        draw = replace(request.draw, position=request.draw.position - later)
+        earlier = replace(request, tokens=tokens, draw=draw, limit=0, emitted=request.emitted - later)
+        (pairs,), (slot,) = self._follow([earlier])
+        missing = missing_tokens([pairs], [slot], capacity=self._cache.capacity, most=self._chunk)
+        if missing and self._compute([slot], [pending], missing, {}) is not None:
+            pending.release(pending.base + len(slot.tokens) - 1)
+            self._slots.remember(slot)
+
+    def _compute(
+        self,
+        slots: Sequence[DraftSlot],
+        pending: Sequence[_PendingStates],
+        tokens: NextTokens,
+        drafted: dict[int, Tensor],
+    ) -> Tensor | None:
+        """Logits [slots, vocabulary] after the tokens of each slot; None: too few free cells.
+
+        drafted  the layer's own hidden state of each slot's last token, in place of the model's at draft tokens
+        """
+        spans = [Span(slots[at].slot, len(slots[at].tokens), len(own)) for at, own in tokens.items()]
+        if self._cache.evict_for(spans):
+            return None
+        logit_rows = [stop - 1 for stop in accumulate(span.length for span in spans)]
+        states = []
+        for at, span in zip(tokens, spans, strict=True):
+            first = pending[at].base + span.start
+            states.append(drafted[at] if at in drafted else pending[at].between(first, first + span.length))
+        with self._cache.forward(spans) as forward:
+            batch = [token for own in tokens.values() for token in own]
+            output = self._runner.run_pairs(forward, batch, torch.cat(states), logit_rows)
+        for at, row, own in zip(tokens, logit_rows, tokens.values(), strict=True):
+            drafted[at] = output.states[row : row + 1]
+            slots[at].tokens += own
+        return output.logits
+
+
+def has_mtp(target: LoadedModel) -> bool:
+    """Whether the model's checkpoint has MTP layers, at one of the published keys."""
+    pattern = re.compile(_weight_keys(target.model))
+    return any(pattern.search(key) for file in weight_files(Path(target.info.folder)) for key in _keys(file))
+
+
+def load_mtp(target: LoadedModel) -> MtpHead:
+    """The first MTP layer of a model. Raises ModelUnsupported."""
+    runner = target.runner.fallback if isinstance(target.runner, NativeRunner) else target.runner
+    if not isinstance(runner, PackedRunner):
+        raise ModelUnsupported(target.info.name, "it runs one sequence at a time, but its MTP layer needs batches")
+    if target.encoder is not None:
+        raise ModelUnsupported(target.info.name, "its MTP layer has tokens as input, not the output of an encoder")
+    try:
+        layers = _load_layers(target.model, target.dtype)
+        layer = MtpLayer(layers)
+        plans = find_cached_layers(layer, vocabulary=target.info.vocabulary)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelUnsupported(
+            target.info.name, f"its MTP layer cannot be used ({type(error).__name__}: {reason})"
+        ) from error
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in layers.layers.parameters())
+    return MtpHead(MtpRunner(layer, plans, runner), HiddenStates(target.model), weights)
+
+
+def _weight_keys(model: Any) -> str:
+    """Pattern of the first MTP layer's keys: after the model's layers (DeepSeek, GLM), or apart from them (Qwen)."""
+    return rf"^mtp\.(?!layers\.[1-9])|^model\.layers\.{model.config.get_text_config().num_hidden_layers}\."
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as content:
+        return list(content.keys())
+
+
+def _load_layers(model: Any, dtype: torch.dtype) -> Any:
+    """The module of transformers with one layer of full attention, which not all configurations name."""
+    text = model.config.get_text_config()
+    text.num_mtp_layers = 1
+    if getattr(text, "layer_types", None) is not None:
+        text.mtp_layer_types = ["full_attention"]
+    if getattr(text, "mlp_layer_types", None) is not None:
+        text.mtp_mlp_layer_types = text.mlp_layer_types[-1:]
+    # transformers' own pattern fits one published size of each architecture.
+    model._keys_to_ignore_on_load_unexpected = [_weight_keys(model)]
+    layers = MtpModel.from_pretrained(model)
+    layers.set_attn_implementation(hooks.ATTENTION_NAME)
+    if dtype == torch.float64:
+        layers.set_experts_implementation("eager")
+    layers = layers.to(device=model.device, dtype=dtype).eval().requires_grad_(False)
+    hooks.install_latent(layers)
+    return layers

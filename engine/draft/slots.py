@@ -1,0 +1,179 @@
+"""Draft slots: for each sequence a slot of a drafter's cache, which follows the sequence's context; and the draft loop.
+
+A slot may lag behind its sequence by any length. Its content enters the prefix tree when its sequence ends, so that a
+later sequence with the same tokens resumes there. A context shift of the sequence shifts its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from engine.sample.sampler import sample_tokens
+from engine.schedule.draft import DraftRequest
+from engine.text.prefix import common_prefix_length
+from kvcache.cache import Cache
+from kvcache.errors import OutOfCells
+
+# Missing tokens from which the prefix tree is searched.
+_RESUME_TOKENS = 16
+
+# Tokens to compute next, by the number of the request.
+NextTokens: TypeAlias = Mapping[int, list[int]]
+
+
+@dataclass(slots=True)
+class DraftSlot:
+    """A slot of the drafter's cache.
+
+    last_used  time of the latest request
+    tokens     cached tokens
+    reusable   leading cached tokens that no shift moved, which other sequences may reuse; None: all
+    dropped    context tokens that shifts had dropped at the latest request
+    compared   leading context tokens that were equal to the cached ones at the latest request
+    emitted    output tokens at the latest request
+    """
+
+    slot: int
+    salt: bytes
+    last_used: int
+    tokens: list[int] = field(default_factory=list)
+    reusable: int | None = None
+    dropped: int = 0
+    compared: int = 0
+    emitted: int = 0
+
+
+class DraftSlots:
+    """The slots of a drafter's cache, by sequence."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._free = list(range(cache.slots - 1, -1, -1))
+        self._slots: dict[str, DraftSlot] = {}
+        self._clock = 0
+
+    def follow(self, requests: Sequence[DraftRequest]) -> list[DraftSlot]:
+        """The slot of each request. Its cached tokens are a prefix of the context without its last token."""
+        self._clock += 1
+        return [self._follow(request) for request in requests]
+
+    def rewind(self, slot: DraftSlot, length: int) -> None:
+        """Keep at most the first `length` cached tokens."""
+        del slot.tokens[self._cache.rewind(slot.slot, min(length, len(slot.tokens))) :]
+
+    def remember(self, slot: DraftSlot) -> None:
+        """Enter the cached tokens into the prefix tree."""
+        self._cache.insert_prefix(slot.slot, slot.tokens[: slot.reusable], salt=slot.salt)
+
+    def forget(self, sequence_id: str, output: Sequence[int] = ()) -> None:
+        """Release a finished sequence. Its cached tokens enter the prefix tree, of drafts those in the output."""
+        slot = self._slots.get(sequence_id)
+        if slot is None:
+            return
+        context = slot.compared + 1
+        later = list(output[slot.emitted :]) if slot.emitted >= 0 else []
+        self.rewind(slot, context + common_prefix_length(slot.tokens[context:], later))
+        self.remember(slot)
+        self.release(sequence_id)
+
+    def release(self, sequence_id: str) -> None:
+        """Free a sequence's slot and drop its cached tokens."""
+        slot = self._slots.pop(sequence_id)
+        self._cache.clear(slot.slot)
+        self._free.append(slot.slot)
+
+    def _follow(self, request: DraftRequest) -> DraftSlot:
+        slot = self._slots.get(request.sequence_id)
+        if slot is None:
+            slot = self._slots[request.sequence_id] = DraftSlot(self._acquire(), request.salt, self._clock)
+        slot.last_used = self._clock
+        common, dropped = self._common(slot, request), _dropped(request) - slot.dropped
+        if dropped > 0:
+            common = self._shift(slot, request, common, dropped)
+        slot.dropped, slot.compared, slot.emitted = slot.dropped + dropped, len(request.tokens) - 1, request.emitted
+        if common < len(slot.tokens):
+            self.rewind(slot, common)
+        if len(slot.tokens) + _RESUME_TOKENS < len(request.tokens) - 1:
+            cached_length = self._cache.reuse_prefix(slot.slot, request.tokens[:-1], salt=slot.salt)
+            slot.tokens += request.tokens[len(slot.tokens) : cached_length]
+        return slot
+
+    def _common(self, slot: DraftSlot, request: DraftRequest) -> int:
+        """The common prefix of cached tokens and context; what was compared before is not compared again."""
+        end = len(request.tokens) - 1
+        at = min(slot.compared, len(slot.tokens)) if _dropped(request) == slot.dropped else 0
+        return at + common_prefix_length(slot.tokens[at:end], list(request.tokens[at:end]))
+
+    def _shift(self, slot: DraftSlot, request: DraftRequest, keep: int, drop: int) -> int:
+        """Drop `drop` cached tokens after `keep`, as the sequence did; the common prefix afterwards."""
+        if not 0 < drop <= len(slot.tokens) - keep:
+            return keep
+        try:
+            cached_length = self._cache.shift(slot.slot, keep, drop)
+        except OutOfCells:
+            return keep
+        del slot.tokens[keep : keep + drop]
+        del slot.tokens[cached_length:]
+        slot.reusable = keep if slot.reusable is None else min(keep, slot.reusable)
+        end = len(request.tokens) - 1
+        return common_prefix_length(slot.tokens[:end], list(request.tokens[:end]))
+
+    def _acquire(self) -> int:
+        """A free slot, or the least recently used one."""
+        if not self._free:
+            self.forget(min(self._slots, key=lambda name: self._slots[name].last_used))
+        return self._free.pop()
+
+
+def missing_tokens(
+    requests: Sequence[DraftRequest], slots: Sequence[DraftSlot], *, capacity: int, most: int
+) -> dict[int, list[int]]:
+    """The context tokens that are not cached yet, `most` of all requests together; none beyond the capacity."""
+    missing, left = {}, most
+    for at, (request, slot) in enumerate(zip(requests, slots, strict=True)):
+        tokens = list(request.tokens[len(slot.tokens) : len(slot.tokens) + left])
+        if tokens and len(request.tokens) + request.limit <= capacity:
+            missing[at] = tokens
+            left -= len(tokens)
+    return missing
+
+
+def draft_loop(
+    requests: Sequence[DraftRequest],
+    slots: Sequence[DraftSlot],
+    tokens: NextTokens,
+    compute: Callable[[NextTokens], Tensor | None],
+) -> list[list[int]]:
+    """Drafts of all requests, a token at a time, sampled with the noise of the model's own tokens.
+
+    tokens   what each slot computes first; a slot that lacks more of its context gets no draft
+    compute  caches tokens and returns logits after each slot's last one; None: too few free cells
+    """
+    drafts: list[list[int]] = [[] for _ in requests]
+    while tokens:
+        logits = compute(tokens)
+        drafting = [at for at in tokens if _is_drafting(requests[at], slots[at], drafts[at])]
+        if logits is None or not drafting:
+            break
+        rows = [row for row, at in enumerate(tokens) if at in drafting]
+        sampled = sample_tokens(logits[rows], [requests[at].draw.after(drafts[at]) for at in drafting])
+        found = {at: [token] for at, token in zip(drafting, sampled, strict=True) if token is not None}
+        for at, own in found.items():
+            drafts[at] += own
+        # The last draft token is not computed: that would only serve the next one.
+        tokens = {at: own for at, own in found.items() if len(drafts[at]) < requests[at].limit}
+    return drafts
+
+
+def _is_drafting(request: DraftRequest, slot: DraftSlot, draft: Sequence[int]) -> bool:
+    """Whether the slot has its whole context and draft cached, so that its logits give the next draft token."""
+    return len(draft) < request.limit and len(slot.tokens) == len(request.tokens) + len(draft)
+
+
+def _dropped(request: DraftRequest) -> int:
+    """Context tokens that shifts have dropped."""
+    return request.draw.position - len(request.tokens)
