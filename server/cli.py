@@ -48,12 +48,12 @@ class Environment(Env):
 def check_environment() -> None:
     """Raise ValueError for a CELLAR_ variable that belongs to no option, with the nearest name."""
     bench = {f"{ENVIRONMENT_PREFIX}{field.name.upper()}" for field in fields(BenchOptions)}
-    serve = {variable for option in serve_options() for variable in option.variables}
-    known = serve | bench | OTHER_VARIABLES
+    serving = {variable for option in serve_options() for variable in option.variables}
+    variables = serving | bench | OTHER_VARIABLES
     for name, value in sorted(os.environ.items()):
-        if not name.startswith(ENVIRONMENT_PREFIX) or name in known or _is_service_link(name, value):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in variables or _is_service_link(name, value):
             continue
-        nearest = difflib.get_close_matches(name.upper(), known, 1, 0.0)[0]
+        nearest = difflib.get_close_matches(name.upper(), variables, 1, 0.0)[0]
         raise ValueError(f"the environment variable {name} is no setting; the nearest one is {nearest}")
 
 

@@ -133,7 +133,7 @@ class Lifecycle:
         if self._drain is not None:
             seconds = min(SECOND_SIGNAL_SECONDS, seconds)
             self._drain.cancel()
-        logger.info("draining: running requests have %g s", seconds)
+        logger.info("draining: running requests have %g s to finish", seconds)
         self._drain = self._spawn(self._drain_engine(seconds))
 
     async def _drain_engine(self, seconds: float) -> None:
@@ -175,7 +175,7 @@ class Lifecycle:
         try:
             self.engine.grammars.prepare()
         except (EngineError, OSError) as error:
-            logger.warning("the first request with a grammar builds what it needs: %s", error)
+            logger.warning("the first grammar will be slow, its tables are not built: %s", error)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -186,8 +186,8 @@ class Lifecycle:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """End the process after an exception in one of these tasks: a server that cannot drain could not be stopped."""
         self._tasks.discard(task)
-        if not task.cancelled() and (fault := task.exception()) is not None:
-            logger.critical("the server ends for a fault of its own", exc_info=fault)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the server ends after an unexpected exception", exc_info=error)
             self._exit_code = EXIT_ENGINE
             self.server.should_exit = True
 
@@ -273,8 +273,8 @@ def _lines(
     info: ModelInfo, memory: MemoryPlan, drafting: DraftingInfo, settings: Settings
 ) -> Iterator[tuple[str, str]]:
     yield "model", f"{info.architecture}, {_count(info.parameters)} parameters, {info.dtype}, from {info.folder}"
-    longest = f" (--context: up to {info.max_context})" if info.max_context > info.context else ""
-    yield "context", f"{info.context} tokens a sequence{longest}, {info.slots} slots, overflow: {settings.overflow}"
+    maximum = f" (--context: up to {info.max_context})" if info.max_context > info.context else ""
+    yield "context", f"{info.context} tokens a sequence{maximum}, {info.slots} slots, overflow: {settings.overflow}"
     yield "steps", _step_text(info)
     yield "batches", _invariance_text(info)
     yield "queue", f"{settings.max_waiting} requests may wait"
@@ -291,32 +291,32 @@ def _lines(
         yield "disk cache", f"{settings.disk_cache_folder}, {_size(settings.disk_cache_bytes)} at most"
     yield "responses", describe_location(settings.store)
     if settings.origins:
-        yield "pages", f"of {', '.join(settings.origins)} may call from a browser"
+        yield "pages", f"of {', '.join(settings.origins)} may call the server from a browser"
     keys = len(settings.all_keys)
     yield "keys", f"{keys} API keys" if keys else "none: every client that reaches the port is served"
 
 
 def _step_text(info: ModelInfo) -> str:
     """How steps are computed, and the weight bytes of --quantize."""
-    how = (
+    path = (
         "one native call"
         if info.not_native_reason is None
-        else f"in torch operations, not natively: {info.not_native_reason}"
+        else f"torch operations instead of the native step: {info.not_native_reason}"
     )
-    offer = info.quantization_estimate
-    if offer is None:
-        return how
-    reads = " or ".join(f"{kind} {share:.0%}" for kind, share in offer.relative_bytes)
-    auto = "leaves weights as they are" if offer.auto is None else f"takes {offer.auto}"
-    return f"{how}; weights that a token reads with --quantize, of those now: {reads}; auto {auto}"
+    estimate = info.quantization_estimate
+    if estimate is None:
+        return path
+    sizes = " or ".join(f"{kind} {share:.0%}" for kind, share in estimate.relative_bytes)
+    auto = "no quantisation" if estimate.auto is None else estimate.auto
+    return f"{path}; weight bytes per token with --quantize: {sizes}; auto: {auto}"
 
 
 def _invariance_text(info: ModelInfo) -> str:
     """Whether logits depend on the batch."""
     if info.batch_invariant:
-        return "logits are the same bit for bit beside any requests"
+        return "logits are independent of the batch, bit for bit"
     return (
-        "logits depend on other requests by rounding, which may decide between tokens that are all but equally likely"
+        "logits depend on the batch by rounding, which may change the choice between tokens of nearly equal probability"
     )
 
 

@@ -35,8 +35,8 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
-        self._responses = self._counter("http_responses", "Answers by route and status.", ("route", "status"))
-        self._requests = self._counter("requests", "Generations by how they ended.", ("endpoint", "finish_reason"))
+        self._responses = self._counter("http_responses", "Responses by route and status.", ("route", "status"))
+        self._requests = self._counter("requests", "Generations by finish reason.", ("endpoint", "finish_reason"))
         self._first_token = self._histogram("time_to_first_token", "From admission to the first text.", REQUEST_BUCKETS)
         self._inter_token = self._histogram(
             "inter_token_latency", "Between two tokens of one generation.", TOKEN_BUCKETS
@@ -51,13 +51,13 @@ class Metrics:
     @contextmanager
     def observe(self, endpoint: Endpoint) -> Iterator[GenerationTimer]:
         """Observe one generation, which ends with the block; the caller passes its events to the timer."""
-        watch = GenerationTimer(self._queue, self._first_token, self._inter_token)
+        timer = GenerationTimer(self._queue, self._first_token, self._inter_token)
         try:
-            yield watch
+            yield timer
         finally:
-            watch.flush()
-            self._requests.labels(endpoint, watch.reason).inc()
-            self._total.observe(time.monotonic() - watch.begin)
+            timer.flush()
+            self._requests.labels(endpoint, timer.reason).inc()
+            self._total.observe(time.monotonic() - timer.started)
 
     def render(self) -> bytes:
         """The text of a scrape."""
@@ -83,7 +83,7 @@ class GenerationTimer:
 
     def __init__(self, queue: Histogram, first: Histogram, between: Histogram) -> None:
         self._queue, self._first_token, self._inter_token = queue, first, between
-        self.begin = time.monotonic()
+        self.started = time.monotonic()
         self.reason = "cancelled"
         self._latest: float | None = None
         self._pending: list[float] = []
@@ -100,7 +100,7 @@ class GenerationTimer:
             case Delta():
                 self.observe_delta(event)
             case Started():
-                self._queue.observe(time.monotonic() - self.begin)
+                self._queue.observe(time.monotonic() - self.started)
             case Finished():
                 self.reason = event.reason
             case Failed():
@@ -110,7 +110,7 @@ class GenerationTimer:
         """Observe a delta."""
         now, tokens = time.monotonic(), len(delta.tokens)
         if self._latest is None:
-            self._first_token.observe(now - self.begin)
+            self._first_token.observe(now - self.started)
         elif tokens:
             # A merged delta, of a slow reader, counts with its mean latency.
             self._pending.append((now - self._latest) / tokens)
@@ -128,8 +128,8 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """One family a metric."""
         stats = self._engine.stats()
-        yield _gauge("engine_up", "1 while the engine thread lives.", float(self._engine.alive))
-        yield _gauge("engine_ready", "1 while requests are taken.", float(self._engine.ready))
+        yield _gauge("engine_up", "1 while the engine thread is alive.", float(self._engine.alive))
+        yield _gauge("engine_ready", "1 while requests are accepted.", float(self._engine.ready))
         yield from _gauges(stats)
         yield from _counters(stats)
         yield from _drafts(stats.drafts)
@@ -139,49 +139,51 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     usage = stats.cells_used / stats.cells_total if stats.cells_total else 0.0
     yield _gauge("requests_running", "Requests in a slot.", stats.running)
     yield _gauge("requests_waiting", "Requests in the queue.", stats.waiting)
-    yield _gauge("slots", "Slots there are.", stats.slots)
+    yield _gauge("slots", "Slots.", stats.slots)
     yield _gauge("slots_busy", "Slots in use.", stats.running)
-    yield _gauge("kv_cache_usage_ratio", "Cells in use, of all.", usage)
-    yield _gauge("kv_cache_cells", "Cells there are.", stats.cells_total)
-    yield _gauge("kv_cache_cells_remembered", "Cells kept for prompts to come, free for use.", stats.cells_cached)
-    yield _gauge("shelf_memory_bytes", "Remembered content in host memory.", stats.offload_memory_bytes)
-    yield _gauge("shelf_disk_bytes", "Remembered content in files.", stats.offload_disk_bytes)
-    yield _gauge("embedding_texts_waiting", "Texts before the embedding model.", stats.embedding.waiting)
+    yield _gauge("kv_cache_usage_ratio", "Share of KV cells in use.", usage)
+    yield _gauge("kv_cache_cells", "KV cells.", stats.cells_total)
+    yield _gauge("kv_cache_cells_remembered", "KV cells of cached prefixes, evictable.", stats.cells_cached)
+    yield _gauge("shelf_memory_bytes", "Evicted prefixes in host memory.", stats.offload_memory_bytes)
+    yield _gauge("shelf_disk_bytes", "Cached prefixes in the disk cache.", stats.offload_disk_bytes)
+    yield _gauge("embedding_texts_waiting", "Texts in the queue of the embedding model.", stats.embedding.waiting)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
-    yield _counter("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens_total)
-    yield _counter("prompt_tokens_cached", "Tokens of prompts found in the cache.", stats.cached_tokens_total)
-    yield _counter("generation_tokens", "Tokens generated.", stats.generated_tokens_total)
+    yield _counter("prompt_tokens", "Prompt tokens.", stats.prompt_tokens_total)
+    yield _counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.cached_tokens_total)
+    yield _counter("generation_tokens", "Generated tokens.", stats.generated_tokens_total)
     yield _counter("steps", "Forward passes.", stats.steps_total)
     yield _counter("step_seconds", "Time in forward passes.", stats.step_seconds_total)
-    yield _counter("step_rows", "Rows computed by forward passes.", stats.batch_tokens_total)
-    yield _counter("context_shifts", "Contexts shifted.", stats.context_shifts_total)
-    yield _counter("preemptions", "Sequences put back to the queue.", stats.preemptions_total)
-    yield _counter("prefix_hits", "Requests that found a beginning of their prompt.", stats.prefix_hits_total)
-    yield _counter("kv_cache_evicted_tokens", "Remembered tokens that left the cache.", stats.evicted_tokens_total)
+    yield _counter("step_rows", "Batch tokens of forward passes.", stats.batch_tokens_total)
+    yield _counter("context_shifts", "Context shifts.", stats.context_shifts_total)
+    yield _counter("preemptions", "Sequences preempted to the queue.", stats.preemptions_total)
+    yield _counter("prefix_hits", "Requests with a cached prefix.", stats.prefix_hits_total)
+    yield _counter("kv_cache_evicted_tokens", "Tokens evicted from the prefix cache.", stats.evicted_tokens_total)
     yield _counter(
         "kv_cache_thinned_tokens",
-        "Remembered tokens of edges of which only the ends stayed.",
+        "Tokens trimmed from the prefix cache, except the ends of their ranges.",
         stats.trimmed_tokens_total,
     )
-    yield _counter("shelf_loaded_tokens", "Those that came back from the shelf.", stats.loaded_tokens_total)
-    yield _counter("shelf_saved_tokens", "Those that were written to files.", stats.written_tokens_total)
-    yield _counter("sequences_failed", "Sequences that broke.", stats.failed_total)
-    yield _counter("embedding_texts", "Texts that the embedding model computed.", stats.embedding.texts_total)
-    yield _counter("embedding_tokens", "Tokens of them.", stats.embedding.tokens_total)
+    yield _counter(
+        "shelf_loaded_tokens", "Evicted tokens loaded from host memory or the disk cache.", stats.loaded_tokens_total
+    )
+    yield _counter("shelf_saved_tokens", "Tokens written to the disk cache.", stats.written_tokens_total)
+    yield _counter("sequences_failed", "Failed sequences.", stats.failed_total)
+    yield _counter("embedding_texts", "Texts computed by the embedding model.", stats.embedding.texts_total)
+    yield _counter("embedding_tokens", "Tokens computed by the embedding model.", stats.embedding.tokens_total)
     yield _counter("embedding_batches", "Forward passes of the embedding model.", stats.embedding.batches_total)
-    yield _counter("embedding_seconds", "Time in these.", stats.embedding.seconds_total)
+    yield _counter("embedding_seconds", "Time in forward passes of the embedding model.", stats.embedding.seconds_total)
 
 
 def _drafts(counts: Sequence[DraftCounts]) -> Iterator[Metric]:
     """By the kind of drafter and the position in a draft, 1 to MAX_DRAFT_TOKENS."""
     labels = ("drafter", "position")
-    drafted = CounterMetricFamily("cellar_draft_tokens", "Tokens guessed.", labels=labels)
-    accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Tokens guessed and then generated.", labels=labels)
+    drafted = CounterMetricFamily("cellar_draft_tokens", "Draft tokens.", labels=labels)
+    accepted = CounterMetricFamily("cellar_draft_accepted_tokens", "Accepted draft tokens.", labels=labels)
     for each in counts:
-        for position, (some, right) in enumerate(zip(each.drafted, each.accepted, strict=True), start=1):
-            drafted.add_metric((each.kind, str(position)), some)
+        for position, (offered, right) in enumerate(zip(each.drafted, each.accepted, strict=True), start=1):
+            drafted.add_metric((each.kind, str(position)), offered)
             accepted.add_metric((each.kind, str(position)), right)
     yield from (drafted, accepted)
 

@@ -51,10 +51,10 @@ class Service:
         if name is None:
             return names[0]
         if name == self.settings.embedding_name:
-            message = f"The model '{name}' is the embedding model and cannot do this. For it there is '{names[0]}'."
+            message = f"The model '{name}' is the embedding model and does not support this endpoint; use '{names[0]}'."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         if name not in names:
-            served = ", ".join(f"'{known}'" for known in names)
+            served = ", ".join(f"'{each}'" for each in names)
             message = f"The model '{name[:128]}' does not exist here. This server serves {served}."
             raise ApiError(MODEL_NOT_FOUND, message, param="model")
         return name

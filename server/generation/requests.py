@@ -148,13 +148,13 @@ def service_tier(body: Generation) -> Tier:
 
 def _check(body: Generation, context: int, max_tokens: int | None, overflow: Overflow) -> None:
     if body.stream_options is not None and not body.stream:
-        raise invalid_value("stream_options", "it means nothing unless 'stream' is true")
+        raise invalid_value("stream_options", "it needs 'stream' to be true")
     if body.return_progress and not body.stream:
-        raise invalid_value("return_progress", "it means nothing unless 'stream' is true")
+        raise invalid_value("return_progress", "it needs 'stream' to be true")
     if body.stream_interval is not None and not body.stream:
-        raise invalid_value("stream_interval", "it means nothing unless 'stream' is true")
+        raise invalid_value("stream_interval", "it needs 'stream' to be true")
     if body.timings_per_token and not body.stream:
-        raise invalid_value("timings_per_token", "it means nothing unless 'stream' is true")
+        raise invalid_value("timings_per_token", "it needs 'stream' to be true")
     if max_tokens is not None and max_tokens > context and overflow != "shift":
         raise invalid_value("max_tokens", f"the context of this model holds {context} tokens")
     if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:

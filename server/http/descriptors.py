@@ -23,14 +23,14 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 def connection_limit(connections: int) -> int:
     """`connections`, or the number that file descriptors allow; raises the soft limit up to the hard limit."""
-    wanted = connections + RESERVED_DESCRIPTORS
+    required = connections + RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < required:
+        raised = required if hard == resource.RLIM_INFINITY else min(required, hard)
         # A sandbox may forbid it.
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            soft = more
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
     return (
         connections if soft == resource.RLIM_INFINITY else min(connections, max(soft - RESERVED_DESCRIPTORS, soft // 2))
     )
@@ -61,8 +61,8 @@ class ListeningSocket(socket.socket):
 
 def log_exhaustion(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """An exception handler of asyncio: one log line instead of a traceback when descriptors are exhausted."""
-    fault = context.get("exception")
-    if isinstance(fault, OSError) and fault.errno in _EXHAUSTED and "socket" in context:
-        logger.error("no connection can be taken, next try in a second: %s", fault.strerror)
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in _EXHAUSTED and "socket" in context:
+        logger.error("no connection can be accepted, next attempt in a second: %s", error.strerror)
     else:
         loop.default_exception_handler(context)

@@ -36,7 +36,7 @@ def dumps_sliced(value: object) -> bytes:
         return b"[" + b",".join(map(dumps_sliced, value)) + b"]"
     size = NESTED_SLICE if isinstance(value[0], dict | list) else SCALAR_SLICE
     slices = (value[start : start + size] for start in range(0, len(value), size))
-    return b"[" + b",".join(dumps(some)[1:-1] for some in slices) + b"]"
+    return b"[" + b",".join(dumps(part)[1:-1] for part in slices) + b"]"
 
 
 async def large_json_response(content: object) -> Response:

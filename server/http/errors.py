@@ -191,7 +191,7 @@ def internal_error() -> ApiError:
 def check_deadline(finished: Sequence[Finished]) -> None:
     """Raise ApiError if all choices reached their deadline before the first token."""
     if all(_timed_out_empty(event) for event in finished):
-        message = "The time that 'timeout' allows ran out before the first token."
+        message = "'timeout' expired before the first token."
         raise ApiError(DEADLINE_EXCEEDED, message, param="timeout", headers={"x-should-retry": "false"})
 
 
@@ -229,7 +229,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
         return error_response(ApiError(UNKNOWN_URL, "There is nothing at this URL."), path)
     if error.status_code == METHOD_NOT_ALLOWED.status:
         return error_response(
-            ApiError(METHOD_NOT_ALLOWED, "This URL does not take this method.", headers=error.headers), path
+            ApiError(METHOD_NOT_ALLOWED, "This URL does not support this method.", headers=error.headers), path
         )
     return error_response(internal_error(), path)
 
@@ -242,6 +242,6 @@ async def _on_engine(request: Request, error: Exception) -> Response:
 
 async def _on_store(request: Request, error: Exception) -> Response:
     logger.error("the store of responses failed: %s", error)
-    message = "The store of responses is full, broken or out of reach."
+    message = "The store of responses is full, broken or unreachable."
     headers = {"Retry-After": str(STORE_RETRY_SECONDS)}
     return error_response(ApiError(STORE_UNAVAILABLE, message, headers=headers), request.scope["path"])

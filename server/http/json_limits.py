@@ -32,12 +32,12 @@ def exceeded_limit(text: str) -> str | None:
         if counting:
             # Commas inside strings do not count.
             separators += text.count(",", position, found)
-        position, mark = found + 1, text[found]
-        if mark in "]}":
+        position, character = found + 1, text[found]
+        if character in "]}":
             depth -= 1
             continue
         nodes += 1
-        if mark == '"':
+        if character == '"':
             position = _string_end(text, position)
         else:
             depth += 1

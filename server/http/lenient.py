@@ -46,11 +46,11 @@ def warnings(request: Request) -> tuple[str, ...]:
 
 
 def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
-    told = context.left_out[:MAX_WARNINGS]
-    places = _paths_of(body, {id(holder) for holder, _ in told}) if told else {}
-    for holder, name in told:
+    fields = context.left_out[:MAX_WARNINGS]
+    paths = _paths_of(body, {id(holder) for holder, _ in fields}) if fields else {}
+    for holder, name in fields:
         # A copy made by a validator has another identity, and its path is unknown.
-        path = ("body", *places.get(id(holder), ()), name)
+        path = ("body", *paths.get(id(holder), ()), name)
         yield field_error({"type": "extra_forbidden", "loc": path}, body).message
 
 

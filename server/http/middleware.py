@@ -58,8 +58,8 @@ class BoundaryMiddleware:
         try:
             self._check_host(scope)
             self._check_origin(scope)
-            if (fault := _media_type_error(scope)) and self.paths.serves(scope):
-                raise ApiError(UNSUPPORTED_MEDIA_TYPE, fault)
+            if (reason := _media_type_error(scope)) and self.paths.serves(scope):
+                raise ApiError(UNSUPPORTED_MEDIA_TYPE, reason)
             await self.app(scope, receive, answer.send)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, answer.send)
@@ -77,13 +77,13 @@ class BoundaryMiddleware:
         if "*" in self.hosts or scope["path"] in _probe_paths:
             return
         if _host(Headers(scope=scope)) not in self.hosts:
-            raise ApiError(HOST_NOT_ALLOWED, "This server does not answer for this host; see --allowed-host.")
+            raise ApiError(HOST_NOT_ALLOWED, "This host is not allowed; see --allowed-host.")
 
     def _check_origin(self, scope: Scope) -> None:
         """Browsers let any page open a WebSocket to any server; the Origin header names the page."""
         origin = Headers(scope=scope).get("origin") if scope["type"] == "websocket" else None
         if origin is not None and origin.lower() not in self.origins:
-            raise ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host.")
+            raise ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host.")
 
 
 class BodyLimitMiddleware:
@@ -125,10 +125,10 @@ class _ResponseLog:
     """Adds the request id to the response and keeps the status for the log."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
-        self.id = given if _request_id.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        requested = Headers(scope=scope).get("x-request-id", "")
+        self.id = requested if _request_id.fullmatch(requested) else f"req_{uuid.uuid4().hex}"
         self.status: int | None = None
-        self._scope, self._send, self._begin = scope, send, time.monotonic()
+        self._scope, self._send, self._started = scope, send, time.monotonic()
         scope.setdefault("state", {})["request_id"] = self.id
 
     async def send(self, message: Message) -> None:
@@ -143,7 +143,7 @@ class _ResponseLog:
         route = getattr(self._scope.get("route"), "path", "none")
         status = self.status if self.status is not None else 0
         metrics.count_response(route, status)
-        milliseconds = (time.monotonic() - self._begin) * 1000
+        milliseconds = (time.monotonic() - self._started) * 1000
         level = logging.DEBUG if route in _probe_paths else logging.INFO
         method = self._scope.get("method", "WEBSOCKET")
         logger.log(level, "%s %s %s %d %.1fms", self.id, method, route, status, milliseconds)
@@ -173,9 +173,9 @@ def _host(headers: Headers) -> str:
 
 
 def _replay(pieces: list[Message], receive: Receive) -> Receive:
-    left = iter(pieces)
+    remaining = iter(pieces)
 
     async def replayed() -> Message:
-        return next(left, None) or await receive()
+        return next(remaining, None) or await receive()
 
     return replayed

@@ -18,12 +18,12 @@ class NdjsonStream(Response):
 
     def __init__(self, opening: AbstractAsyncContextManager[ChoiceEvents], encoder: StreamEncoder) -> None:
         super().__init__()
-        self._opening, self._teller = opening, encoder
+        self._opening, self._encoder = opening, encoder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the events, send them, and cancel the request at the end or if the client disconnects."""
         async with self._opening as events:
-            lines = encode_stream(events, self._teller, scope, json_line, b"")
+            lines = encode_stream(events, self._encoder, scope, json_line, b"")
             await StreamingResponse(lines, media_type="application/x-ndjson")(scope, receive, send)
 
 

@@ -37,6 +37,4 @@ class OriginsMiddleware(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
-        return error_response(
-            ApiError(ORIGIN_NOT_ALLOWED, "Pages of this origin may not do this; see --allowed-host."), ""
-        )
+        return error_response(ApiError(ORIGIN_NOT_ALLOWED, "This origin is not allowed; see --allowed-host."), "")

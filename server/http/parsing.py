@@ -99,15 +99,15 @@ class StrictRoute(APIRoute):
 
     def handler(self, kind: type[StrictRequest]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """A handler that reads requests as `kind`. It calls an endpoint with no parameter but the body directly."""
-        model, wanted, endpoint = self.body_model, self.dependant, self.endpoint
-        others = (wanted.path_params, wanted.query_params, wanted.header_params, wanted.cookie_params)
-        if model is None or any(others) or wanted.dependencies:
+        model, dependant, endpoint = self.body_model, self.dependant, self.endpoint
+        others = (dependant.path_params, dependant.query_params, dependant.header_params, dependant.cookie_params)
+        if model is None or any(others) or dependant.dependencies:
             return self._solved_handler(kind)
-        body, http = wanted.body_params[0].name, wanted.request_param_name
+        body, http = dependant.body_params[0].name, dependant.request_param_name
 
         async def direct(request: Request) -> Response:
-            reading = kind(request, model)
-            values = {body: await reading.json(), **({} if http is None else {http: reading})}
+            strict_request = kind(request, model)
+            values = {body: await strict_request.json(), **({} if http is None else {http: strict_request})}
             answer: Response = await endpoint(**values)
             return answer
 
@@ -141,8 +141,8 @@ def validated(model: type[Model], value: object, context: object = None) -> Mode
     try:
         return model.model_validate(value, context=context)
     except ValidationError as error:
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
-        raise first_error(faults, value) from error
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise first_error(errors, value) from error
 
 
 class StrictJsonError(ValueError):
@@ -197,7 +197,7 @@ def _decode(body: bytes) -> str:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        _refuse(f"the key '{_duplicate_key(pairs)[:64]}' is there twice")
+        _refuse(f"the key '{_duplicate_key(pairs)[:64]}' is duplicate")
     return value
 
 
@@ -231,4 +231,4 @@ def _check_surrogates(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        _refuse("a string holds half of a surrogate pair")
+        _refuse("a string contains an unpaired surrogate")

@@ -105,10 +105,10 @@ class StrictProtocol(H11Protocol):
         """Accept the connection. Above the limit the longest idle connection is closed, or this one if none is idle."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
-            crowded = next(iter(self._idle), self)
-            crowded.transport.abort()
-            self._idle.pop(crowded, None)
-            if crowded is self:
+            evicted = next(iter(self._idle), self)
+            evicted.transport.abort()
+            self._idle.pop(evicted, None)
+            if evicted is self:
                 return
         self._set_read_deadline()
 
@@ -172,7 +172,7 @@ class StrictProtocol(H11Protocol):
 
     def _write_timed_out(self) -> None:
         state = {} if self.scope is None else self.scope["state"]
-        logger.info("%s reader stood still, connection cut", state.get("request_id"))
+        logger.info("%s send blocked for too long, connection closed", state.get("request_id"))
         # close() would wait for the send buffer, which never empties.
         self.transport.abort()
 
@@ -235,18 +235,18 @@ class _Deadline:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[], None]) -> None:
         self._loop, self._expire = loop, expire
-        self._wait: str | None = None
+        self._name: str | None = None
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, name: str, seconds: float) -> None:
-        if name != self._wait:
+        if name != self._name:
             self.stop()
-            self._wait, self._handle = name, self._loop.call_later(seconds, self._expire)
+            self._name, self._handle = name, self._loop.call_later(seconds, self._expire)
 
     def stop(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
-        self._wait = self._handle = None
+        self._name = self._handle = None
 
 
 def strict_protocol(limits: ClientLimits, *, direct_writes: bool = True) -> type[asyncio.Protocol]:

@@ -37,31 +37,31 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation)
 
 
-def first_error(faults: Sequence[ErrorDetails], body: object) -> ApiError:
+def first_error(errors: Sequence[ErrorDetails], body: object) -> ApiError:
     """The first invalid field as an error. Of the errors of a union's members, the most specific ones are reported."""
-    first = faults[0]
+    first = errors[0]
     path = _path(first, body)
-    of_field = [fault for fault in faults if (_path(fault, body) or "").startswith(path or "")]
-    meant = [fault for fault in of_field if not fault["type"].endswith("_type") or _path(fault, body) != path]
-    if meant:
-        return field_error(meant[0], body)
-    kinds = dict.fromkeys(_reason(fault).removeprefix(EXPECTED) for fault in of_field)
+    of_field = [error for error in errors if (_path(error, body) or "").startswith(path or "")]
+    specific = [error for error in of_field if not error["type"].endswith("_type") or _path(error, body) != path]
+    if specific:
+        return field_error(specific[0], body)
+    kinds = dict.fromkeys(_reason(error).removeprefix(EXPECTED) for error in of_field)
     return _invalid_value(path, first["type"], EXPECTED + " or ".join(kinds))
 
 
-def field_error(fault: ErrorDetails, body: object) -> ApiError:
+def field_error(error: ErrorDetails, body: object) -> ApiError:
     """One validation error as an API error."""
-    path = _path(fault, body)
-    match fault["type"]:
+    path = _path(error, body)
+    match error["type"]:
         case "missing":
             return ApiError(INVALID_VALUE, "The request needs a body.") if path is None else missing_parameter(path)
         case "union_tag_not_found":
-            tag = fault["ctx"]["discriminator"].strip("'")
+            tag = error["ctx"]["discriminator"].strip("'")
             return missing_parameter(f"{path}.{tag}" if path else tag)
         case "extra_forbidden":
-            return _extra_field(str(fault["loc"][-1]), path)
+            return _extra_field(str(error["loc"][-1]), path)
         case kind:
-            return _invalid_value(path, kind, _reason(fault))
+            return _invalid_value(path, kind, _reason(error))
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
@@ -69,13 +69,13 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     return error_response(first_error(error.errors(), error.body), request.scope["path"])
 
 
-def _reason(fault: ErrorDetails) -> str:
-    if fault["type"] == "union_tag_invalid":
-        return f"its {fault['ctx']['discriminator']} should be one of {fault['ctx']['expected_tags']}"
-    if fault["type"] == "model_type":
+def _reason(error: ErrorDetails) -> str:
+    if error["type"] == "union_tag_invalid":
+        return f"its {error['ctx']['discriminator']} should be one of {error['ctx']['expected_tags']}"
+    if error["type"] == "model_type":
         # pydantic's message has the name of the class.
         return f"{EXPECTED}a valid object"
-    reason: str = fault["msg"]
+    reason: str = error["msg"]
     for python, json in JSON_WORDS.items():
         reason = reason.replace(python, json)
     return reason
@@ -89,19 +89,19 @@ def _extra_field(name: str, path: str | None) -> ApiError:
 
 def _invalid_value(path: str | None, fault_type: str, reason: str) -> ApiError:
     kind = UNSUPPORTED_VALUE if fault_type == UNSUPPORTED_VALUE.code else INVALID_VALUE
-    what = "body" if path is None else f"value for '{path}'"
-    return ApiError(kind, f"Invalid {what}: {reason}.", param=path)
+    subject = "body" if path is None else f"value for '{path}'"
+    return ApiError(kind, f"Invalid {subject}: {reason}.", param=path)
 
 
-def _path(fault: ErrorDetails, body: object) -> str | None:
+def _path(error: ErrorDetails, body: object) -> str | None:
     """A path like `messages[2].content`, without pydantic's names of union members and marks of keys."""
-    where, *location = fault["loc"]
+    where, *location = error["loc"]
     if where != "body":
         return str(location[0])[:64]
     path = ""
     steps = [step for step in location if step != "[key]"]
-    for place, step in enumerate(steps):
-        missing_here = place == len(steps) - 1 and fault["type"] == "missing"
+    for index, step in enumerate(steps):
+        missing_here = index == len(steps) - 1 and error["type"] == "missing"
         if isinstance(step, int) and isinstance(body, list):
             path += f"[{step}]"
             body = body[step] if step < len(body) else None

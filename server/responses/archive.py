@@ -29,8 +29,10 @@ ID_PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-WORKER_LOST = "The server that worked on this response stopped."
-NOT_STORED = "The response could not be kept, since the store is full, broken or out of reach: it cannot be read again."
+WORKER_LOST = "The server that generated this response stopped."
+NOT_STORED = (
+    "The response could not be stored, since the store is full, broken or unreachable: it cannot be read again."
+)
 
 
 class Archive:
@@ -83,7 +85,7 @@ class Archive:
         if not records:
             raise previous_not_found(id)
         if records[0].previous is not None:
-            raise _previous_error(f"Previous response with id '{id}' goes on from one that is not kept any more.")
+            raise _previous_error(f"Previous response with id '{id}' continues a response that is no longer stored.")
         if not all(record.final for record in records):
             raise _previous_error(f"Previous response with id '{id}' is not finished.")
         return [item for record in records for item in (*record_input(record), *_record_output(record))]
@@ -99,15 +101,15 @@ class Archive:
     async def resolve_references(self, input: Sequence[InputItem]) -> list[Item]:
         """The items with item references replaced by stored items; ApiError for an unknown id."""
         names = [item.id for item in input if isinstance(item, ReferenceInput)]
-        known = {
+        stored = {
             item["id"]: item
             for record in await self._store.find_by_items(names, self._owner)
             for item in _record_output(record)
         }
         for name in names:
-            if name not in known:
-                raise invalid_value("input", f"there is no item with the id '{name}' here")
-        return [known[item.id] if isinstance(item, ReferenceInput) else stored_item(item) for item in input]
+            if name not in stored:
+                raise invalid_value("input", f"there is no stored item with the id '{name}'")
+        return [stored[item.id] if isinstance(item, ReferenceInput) else stored_item(item) for item in input]
 
 
 def as_items(input: Input | None) -> Sequence[InputItem]:
@@ -124,14 +126,14 @@ def parse_items(items: Sequence[Item]) -> list[InputItem]:
 
 def stored_item(item: InputItem) -> Item:
     """An item as stored and listed: with an id, its text as content parts."""
-    told = plain(item)
-    content = told.get("content")
+    fields = plain(item)
+    content = fields.get("content")
     if isinstance(content, str):
-        spoken = told.get("role") == "assistant"
-        told["content"] = [_output_text(content) if spoken else {"type": "input_text", "text": content}]
-    if told["type"] == "reasoning":
-        told.setdefault("summary", [])
-    return {"id": new_id(ID_PREFIXES[told["type"]]), "status": "completed", **told}
+        by_assistant = fields.get("role") == "assistant"
+        fields["content"] = [_output_text(content) if by_assistant else {"type": "input_text", "text": content}]
+    if fields["type"] == "reasoning":
+        fields.setdefault("summary", [])
+    return {"id": new_id(ID_PREFIXES[fields["type"]]), "status": "completed", **fields}
 
 
 def check_call_outputs(items: Sequence[Item]) -> None:

@@ -27,9 +27,9 @@ SUMMARY_QUESTION = {"type": "message", "role": "user", "content": SUMMARY_PROMPT
 
 def summary_request(body: CompactRequest, context: int) -> ResponseRequest:
     """The request for the summary, without the conversation."""
-    asked = {"model": body.model, "instructions": body.instructions, "prompt_cache_key": body.prompt_cache_key}
+    fields = {"model": body.model, "instructions": body.instructions, "prompt_cache_key": body.prompt_cache_key}
     return ResponseRequest.model_validate(
-        {**asked, "temperature": 0, "max_output_tokens": max(context // SUMMARY_SHARE, 1)}
+        {**fields, "temperature": 0, "max_output_tokens": max(context // SUMMARY_SHARE, 1)}
     )
 
 
@@ -39,8 +39,8 @@ def compaction(turn: ChatTurn, items: Sequence[dict[str, Any]], reply: Completed
     if not text:
         raise ApiError(GENERATION_FAILED, "The model wrote no summary of this conversation.")
     summary = CompactionItem(id=new_id("cmp"), type="compaction", encrypted_content=encode_content(text))
-    kept = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM_ROLES]
+    system_items = [item for item in items if item["type"] == "message" and item["role"] in SYSTEM_ROLES]
     usage = response_usage(reply.ended.finished, reply.ended.reasoning_tokens)
     return Compaction(
-        id=turn.id, object="response.compaction", created_at=turn.created, output=[*kept, summary], usage=usage
+        id=turn.id, object="response.compaction", created_at=turn.created, output=[*system_items, summary], usage=usage
     )

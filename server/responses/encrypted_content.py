@@ -19,7 +19,7 @@ def encode_content(text: str) -> str:
 def decode_content(sealed: str) -> str:
     """The decoded text; ValueError if another server encoded it or it is damaged."""
     if not sealed.startswith(PREFIX):
-        raise ValueError("another server made it")
+        raise ValueError("another server encoded it")
     try:
         return base64.b64decode(sealed.removeprefix(PREFIX), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:

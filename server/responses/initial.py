@@ -58,8 +58,8 @@ def prompt_of_response(response: ResponseBody) -> Prompted:
 
 
 def _text(body: ResponseRequest) -> dict[str, object]:
-    told = {} if body.text is None else plain(body.text)
-    return {"format": {"type": "text"}, **told}
+    fields = {} if body.text is None else plain(body.text)
+    return {"format": {"type": "text"}, **fields}
 
 
 def _choice(body: ResponseRequest) -> str | dict[str, object]:
@@ -73,5 +73,5 @@ def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
     """All fields of a tool, since openai's types require them."""
     if isinstance(tool, ResponseCustomTool):
         return {"format": {"type": "text"}, **plain(tool)}
-    whole = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", **whole, "strict": tool.strict is not False}
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", **fields, "strict": tool.strict is not False}

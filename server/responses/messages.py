@@ -29,8 +29,8 @@ Part = InputTextPart | OutputTextPart | RefusalPart
 
 # The last message of a conversation to be compacted, and the message in front of a compaction's text.
 SUMMARY_PROMPT = (
-    "Summarise our conversation so far, so that it can go on from your summary alone. Keep names, numbers, decisions, "
-    "open questions, tasks that are not done, and the results of tools. Write nothing but the summary."
+    "Summarise our conversation so far, so that it can be continued from your summary alone. Keep names, numbers, "
+    "decisions, open questions, tasks that are not done, and the results of tools. Write nothing but the summary."
 )
 
 
@@ -61,11 +61,11 @@ class _AssistantTurn:
 
 def chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[Message]:
     """The conversation; ApiError for `encrypted_content` that cannot be decoded."""
-    said = [] if instructions is None else [Message(role="developer", content=instructions)]
+    conversation = [] if instructions is None else [Message(role="developer", content=instructions)]
     turn = _AssistantTurn()
     for item in items:
         if not _continues(turn, item):
-            said.extend(_finished_messages(turn))
+            conversation.extend(_finished_messages(turn))
             turn = _AssistantTurn()
         match item:
             case ReasoningInput():
@@ -75,14 +75,14 @@ def chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[
             case MessageInput(role="assistant"):
                 turn.text.append(_content(item.content))
             case MessageInput():
-                said.append(Message(role=item.role, content=_content(item.content)))
+                conversation.append(Message(role=item.role, content=_content(item.content)))
             case CompactionInput():
-                said.append(Message(role="user", content=SUMMARY_PROMPT))
+                conversation.append(Message(role="user", content=SUMMARY_PROMPT))
                 turn.text.append(_decoded("a compaction", item.encrypted_content))
             case CallOutputInput() | CustomOutputInput():
-                said.append(Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
-    said.extend(_finished_messages(turn))
-    return said
+                conversation.append(Message(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
+    conversation.extend(_finished_messages(turn))
+    return conversation
 
 
 def _continues(turn: _AssistantTurn, item: InputItem) -> bool:
@@ -109,11 +109,11 @@ def _reasoning(item: ReasoningInput) -> list[str]:
     return [_decoded("a reasoning", item.encrypted_content)]
 
 
-def _decoded(what: str, sealed: str) -> str:
+def _decoded(subject: str, sealed: str) -> str:
     try:
         return decode_content(sealed)
     except ValueError as error:
-        raise invalid_value("input", f"'encrypted_content' of {what} cannot be read, {error}") from error
+        raise invalid_value("input", f"'encrypted_content' of {subject} cannot be read, {error}") from error
 
 
 def _call(item: CallInput | CustomCallInput) -> ToolCall:
@@ -129,5 +129,5 @@ def _content(content: str | Sequence[Part]) -> str | list[TextPart]:
 def _part(part: Part) -> TextPart:
     if isinstance(part, RefusalPart):
         return TextPart(type="text", text=part.refusal)
-    kept = part.prompt_cache_breakpoint if isinstance(part, InputTextPart) else None
-    return TextPart(type="text", text=part.text, prompt_cache_breakpoint=kept)
+    breakpoint = part.prompt_cache_breakpoint if isinstance(part, InputTextPart) else None
+    return TextPart(type="text", text=part.text, prompt_cache_breakpoint=breakpoint)

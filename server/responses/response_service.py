@@ -67,13 +67,13 @@ class ResponseService:
 
     def for_owner(self, owner: str) -> ResponseService:
         """The service for one owner, without access to responses of other owners."""
-        desk = copy.copy(self)
-        desk._owner = owner
-        desk._archive = None if self._store is None else Archive(self._store, owner)
-        return desk
+        service = copy.copy(self)
+        service._owner = owner
+        service._archive = None if self._store is None else Archive(self._store, owner)
+        return service
 
     async def create(
-        self, body: ResponseRequest, warnings: Sequence[str] = (), recent: LatestResponse | None = None
+        self, body: ResponseRequest, warnings: Sequence[str] = (), latest: LatestResponse | None = None
     ) -> ResponseTask:
         """Start a response. ApiError or EngineError for an invalid request, before anything is computed.
 
@@ -81,17 +81,17 @@ class ResponseService:
         recent    a response outside the store that this one may continue
         """
         self._check(body)
-        given = await self._input_items(body)
-        items = await self._prompt_items(body, given, recent)
+        input_items = await self._input_items(body)
+        items = await self._prompt_items(body, input_items, latest)
         turn = await self._turn(body, items, new_id("resp"))
         response = initial_response(body, turn, stored=body.stored and self._archive is not None)
-        if left_out := [*warnings, *turn.warnings]:
-            response["warnings"] = left_out
+        if all_warnings := [*warnings, *turn.warnings]:
+            response["warnings"] = all_warnings
         writer = ResponseWriter(response, encrypted=body.includes("reasoning.encrypted_content"))
         diagnose = await self._diagnose(body.compared, response, turn)
-        run = ResponseTask(turn, writer, partial(self._store_final, given), items, diagnose)
-        await self._start(run, turn, given)
-        return run
+        task = ResponseTask(turn, writer, partial(self._store_final, input_items), items, diagnose)
+        await self._start(task, turn, input_items)
+        return task
 
     async def count(self, body: Prompted) -> int:
         """The number of tokens of a request's prompt."""
@@ -103,8 +103,8 @@ class ResponseService:
         items = await self._prompt_items(body, await self._input_items(body))
         if not items:
             raise missing_parameter("input")
-        asked = summary_request(body, self._service.engine.info.context)
-        turn = await self._turn(asked, [*items, SUMMARY_QUESTION], new_id("resp"))
+        summary = summary_request(body, self._service.engine.info.context)
+        turn = await self._turn(summary, [*items, SUMMARY_QUESTION], new_id("resp"))
         try:
             async with generate(self._service, turn.requests, "responses") as events:
                 [reply] = await collect_messages(turn, events)
@@ -118,26 +118,26 @@ class ResponseService:
 
     async def response(self, id: str) -> ResponseBody:
         """The current state of a response; ApiError if there is none."""
-        run = self.running(id)
-        found = await self._required_archive.response(id) if run is None else run.response
-        if found is None:
+        task = self.running(id)
+        stored = await self._required_archive.response(id) if task is None else task.response
+        if stored is None:
             raise _not_found(id)
-        return found
+        return stored
 
     async def frames(self, id: str) -> list[bytes]:
         """The event frames of a final response; ApiError if there is none."""
         response = await self.response(id)
         if response["status"] not in FINAL_STATUSES:
-            message = f"Response with id '{id}' is being made by another server, which alone can stream it."
+            message = f"Response with id '{id}' is in progress on another server and can only be streamed there."
             raise ApiError(INVALID_VALUE, message, param="stream")
         return await self._required_archive.frames(id)
 
     async def input_items(self, id: str) -> list[Item]:
         """All items in front of a response's output, oldest first; ApiError if there is none."""
-        found = await self._required_archive.input_items(id)
-        if found is None:
+        stored = await self._required_archive.input_items(id)
+        if stored is None:
             raise _not_found(id)
-        return found
+        return stored
 
     async def cancel(self, id: str) -> ResponseBody:
         """Cancel a background response; a final one is returned unchanged."""
@@ -145,44 +145,44 @@ class ResponseService:
         if not response["background"]:
             message = f"Response with id '{id}' cannot be cancelled: it was not created with background=true."
             raise ApiError(INVALID_VALUE, message)
-        run = self.running(id)
-        if run is not None:
-            await run.cancel()
-            return run.response
+        task = self.running(id)
+        if task is not None:
+            await task.cancel()
+            return task.response
         # Another server may generate it; its next lease renewal finds the cancellation.
         return await self._required_archive.cancel(id) or response
 
     async def delete(self, id: str) -> None:
         """Delete a response and cancel its generation; ApiError if there is none."""
-        run = self.running(id)
-        if run is not None:
-            await run.cancel()
+        task = self.running(id)
+        if task is not None:
+            await task.cancel()
         if not await self._required_archive.delete(id):
             raise _not_found(id)
 
     async def close(self) -> None:
         """Abort all tasks and close the store."""
-        for task in self._renewals:
-            task.cancel()
-        for run in list(self._running.values()):
-            await run.abort()
+        for renewal in self._renewals:
+            renewal.cancel()
+        for task in list(self._running.values()):
+            await task.abort()
         if self._store is not None:
             self._store.close()
 
     @property
     def _required_archive(self) -> Archive:
         if self._archive is None:
-            raise ApiError(RESPONSE_NOT_FOUND, "This server keeps no responses; see --store.")
+            raise ApiError(RESPONSE_NOT_FOUND, "This server stores no responses; see --store.")
         return self._archive
 
     def _check(self, body: ResponseRequest) -> None:
         if body.stream_options is not None and not body.stream:
-            raise invalid_value("stream_options", "it means nothing unless 'stream' is true")
+            raise invalid_value("stream_options", "it needs 'stream' to be true")
         if body.background and not body.stored:
-            raise invalid_value("background", "it needs 'store', or nobody could read the response")
+            raise invalid_value("background", "it needs 'store', since the response could not be read otherwise")
         if self._archive is None and (body.store or body.background):
             name = "store" if body.store else "background"
-            message = f"Invalid value for '{name}': this server keeps no responses; see --store."
+            message = f"Invalid value for '{name}': this server stores no responses; see --store."
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
     async def _input_items(self, body: Prompted | CompactRequest) -> list[Item]:
@@ -193,24 +193,24 @@ class ResponseService:
         return await anyio.to_thread.run_sync(lambda: [stored_item(item) for item in items])
 
     async def _prompt_items(
-        self, body: Prompted | CompactRequest, given: Sequence[Item], recent: LatestResponse | None = None
+        self, body: Prompted | CompactRequest, input_items: Sequence[Item], latest: LatestResponse | None = None
     ) -> list[Item]:
         """All items of the prompt: the conversation history and the request's input."""
-        before = await self._previous_items(body.previous_response_id, recent)
-        if len(before) + len(given) > MOST_ITEMS:
-            raise invalid_value("input", f"with what was said before it has more than {MOST_ITEMS} items")
-        items = [*before, *given]
+        before = await self._previous_items(body.previous_response_id, latest)
+        if len(before) + len(input_items) > MOST_ITEMS:
+            raise invalid_value("input", f"with the conversation history it has more than {MOST_ITEMS} items")
+        items = [*before, *input_items]
         if body.previous_response_id is not None:
             check_call_outputs(items)
         return items
 
-    async def _previous_items(self, previous: str | None, recent: LatestResponse | None) -> list[Item]:
+    async def _previous_items(self, previous: str | None, latest: LatestResponse | None) -> list[Item]:
         if previous is None:
             return []
-        if recent is not None and previous == recent.id:
-            return list(recent.items)
+        if latest is not None and previous == latest.id:
+            return list(latest.items)
         # On a WebSocket OpenAI returns the same error with and without a store.
-        if self._archive is None and recent is not None:
+        if self._archive is None and latest is not None:
             raise previous_not_found(previous)
         return await self._required_archive.history(previous)
 
@@ -238,28 +238,28 @@ class ResponseService:
             return lambda cached: {"type": "unavailable"}
         return compare(earlier, old.requests[0].prompt, response, turn.requests[0].prompt).verdict
 
-    async def _start(self, run: ResponseTask, turn: ChatTurn, given: Sequence[Item]) -> None:
-        background = run.response["background"]
+    async def _start(self, task: ResponseTask, turn: ChatTurn, input_items: Sequence[Item]) -> None:
+        background = task.response["background"]
         if background:
             self._check_background_capacity()
         try:
-            await run.start(generate(self._service, turn.requests, "responses"))
+            await task.start(generate(self._service, turn.requests, "responses"))
         except EngineError as error:
             raise renamed_error(error) from error
-        id = run.response["id"]
-        if run.response["store"]:
-            self._running[self._owner, id] = run
-            run.add_done_callback(lambda: self._running.pop((self._owner, id), None))
+        id = task.response["id"]
+        if task.response["store"]:
+            self._running[self._owner, id] = task
+            task.add_done_callback(lambda: self._running.pop((self._owner, id), None))
         if background:
-            await self._store_or_abort(run, given)
-            self._start_renewal(run)
+            await self._store_or_abort(task, input_items)
+            self._start_renewal(task)
 
-    async def _store_or_abort(self, run: ResponseTask, given: Sequence[Item]) -> None:
+    async def _store_or_abort(self, task: ResponseTask, input_items: Sequence[Item]) -> None:
         """Store a response that has started in the background, or abort it, since it could not be read later."""
         try:
-            await self._required_archive.save(run.response, given, (), final=False)
+            await self._required_archive.save(task.response, input_items, (), final=False)
         except StoreError:
-            await run.abort()
+            await task.abort()
             raise
 
     def _check_background_capacity(self) -> None:
@@ -267,36 +267,36 @@ class ResponseService:
 
         Above the limit, an owner with less than an even share of that half is still admitted.
         """
-        waiting = [owner for (owner, _), run in self._running.items() if run.response["background"]]
-        most = max(self._service.settings.max_waiting // 2, 1)
-        share = most // len({*waiting, self._owner})
-        if len(waiting) >= most and waiting.count(self._owner) >= share:
-            raise Overloaded(len(waiting), BACKGROUND_RETRY_SECONDS)
+        owners = [owner for (owner, _), task in self._running.items() if task.response["background"]]
+        limit = max(self._service.settings.max_waiting // 2, 1)
+        share = limit // len({*owners, self._owner})
+        if len(owners) >= limit and owners.count(self._owner) >= share:
+            raise Overloaded(len(owners), BACKGROUND_RETRY_SECONDS)
 
-    async def _store_final(self, given: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
+    async def _store_final(self, input_items: Sequence[Item], response: ResponseBody, frames: Sequence[bytes]) -> None:
         if not response["store"]:
             return
         try:
-            await self._required_archive.save(response, given, frames, final=True)
+            await self._required_archive.save(response, input_items, frames, final=True)
         except StoreError:
             if response["background"]:
                 # It is stored as started; a failed response needs less space than a whole answer.
-                await self._required_archive.save(failed_response(response, NOT_STORED), given, (), final=True)
+                await self._required_archive.save(failed_response(response, NOT_STORED), input_items, (), final=True)
             raise
 
-    def _start_renewal(self, run: ResponseTask) -> None:
-        task = asyncio.create_task(self._renew_lease(run))
-        self._renewals.add(task)
-        task.add_done_callback(self._renewals.discard)
+    def _start_renewal(self, task: ResponseTask) -> None:
+        renewal = asyncio.create_task(self._renew_lease(task))
+        self._renewals.add(renewal)
+        renewal.add_done_callback(self._renewals.discard)
 
-    async def _renew_lease(self, run: ResponseTask) -> None:
+    async def _renew_lease(self, task: ResponseTask) -> None:
         """Renew the lease of a background response until it is final."""
-        id = run.response["id"]
+        id = task.response["id"]
         while self.running(id) is not None:
             await asyncio.sleep(LEASE_SECONDS / 3)
             try:
                 if self.running(id) is not None and not await self._required_archive.renew_lease(id):
-                    await run.cancel()
+                    await task.cancel()
             except StoreError:
                 logger.exception("the lease of a response could not be renewed")
 

@@ -127,7 +127,7 @@ class ResponseTask:
             try:
                 await self._save(self.response, [*self._frames, *frames])
             except StoreError as error:
-                logger.error("a response could not be kept: %s", error)
+                logger.error("a response could not be stored: %s", error)
                 frames = [*frames[:-1], *_encoded(self._writer.not_stored(NOT_STORED))]
             self._publish(frames)
         finally:
@@ -150,16 +150,16 @@ class ResponseTask:
             return self._failure(internal_error())
 
     async def _read_events(self, events: ChoiceEvents) -> Iterable[ResponseEvent]:
-        async with aclosing(parse_choices(self._turn, events)) as heard:
-            async for _, what in heard:
-                match what:
+        async with aclosing(parse_choices(self._turn, events)) as items:
+            async for _, item in items:
+                match item:
                     case Started() if self.response["status"] == "queued":
                         self._emit(self._writer.in_progress())
                     case ChoiceDelta():
-                        self._emit(self._writer.add(what.deltas, self._logprobs(what)))
+                        self._emit(self._writer.add(item.deltas, self._logprobs(item)))
                     case ChoiceEnd():
-                        check_deadline([what.finished])
-                        return list(self._end(what))
+                        check_deadline([item.finished])
+                        return list(self._end(item))
         raise AssertionError("the engine ends every stream with Finished or Failed")
 
     def _end(self, ended: ChoiceEnd) -> Iterable[ResponseEvent]:
@@ -172,8 +172,8 @@ class ResponseTask:
         body: Any = error.body["error"]
         return list(self._writer.fail(body))
 
-    def _logprobs(self, what: ChoiceDelta) -> Sequence[ChatLogprob]:
-        return chat_logprobs(what.logprobs)["content"] if self._turn.body.logprobs else ()
+    def _logprobs(self, item: ChoiceDelta) -> Sequence[ChatLogprob]:
+        return chat_logprobs(item.logprobs)["content"] if self._turn.body.logprobs else ()
 
     def _emit(self, events: Iterable[ResponseEvent]) -> None:
         self._publish(_encoded(events))

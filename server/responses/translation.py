@@ -64,14 +64,14 @@ _PATH = "/v1/responses"
 
 def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> ChatRequest:
     """The chat request for the whole conversation `items`; ApiError if a chat cannot express it."""
-    said = chat_messages(body.instructions, items)
-    if not said:
+    conversation = chat_messages(body.instructions, items)
+    if not conversation:
         raise missing_parameter("input")
-    asked = {"model": model, "messages": said, **_prompt_fields(body)}
+    fields = {"model": model, "messages": conversation, **_prompt_fields(body)}
     if isinstance(body, ResponseRequest):
-        asked.update(_generation_fields(body))
+        fields.update(_generation_fields(body))
     try:
-        return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
+        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise invalid_value("input", error.errors()[0]["msg"]) from error
 
@@ -95,12 +95,12 @@ def _prompt_fields(body: Prompted) -> dict[str, object]:
 
 
 def _generation_fields(body: ResponseRequest) -> dict[str, object]:
-    shown = body.includes("message.output_text.logprobs") or bool(body.top_logprobs)
+    with_logprobs = body.includes("message.output_text.logprobs") or bool(body.top_logprobs)
     return {
         **{name: getattr(body, name) for name in SHARED_FIELDS},
         "max_completion_tokens": body.max_output_tokens,
-        "logprobs": shown or None,
-        "top_logprobs": body.top_logprobs if shown else None,
+        "logprobs": with_logprobs or None,
+        "top_logprobs": body.top_logprobs if with_logprobs else None,
     }
 
 
@@ -135,6 +135,6 @@ def _input_format(tool: ResponseCustomTool) -> object:
 
 def _format(text: TextConfig) -> object:
     if isinstance(text.format, SchemaFormat):
-        asked = plain(text.format)
-        return {"type": asked.pop("type"), "json_schema": asked}
+        fields = plain(text.format)
+        return {"type": fields.pop("type"), "json_schema": fields}
     return None if text.format is None else plain(text.format)

@@ -36,15 +36,15 @@ POLICY_VIOLATION, TRY_AGAIN_LATER = 1008, 1013
 class WebSocketSession:
     """One connection, from its handshake to its end."""
 
-    def __init__(self, socket: WebSocket, desk: ResponseService) -> None:
-        self._socket, self._desk = socket, desk
+    def __init__(self, socket: WebSocket, service: ResponseService) -> None:
+        self._socket, self._service = socket, service
         self._latest = LatestResponse()
 
     async def serve(self) -> None:
         """Answer requests until the client disconnects or the time limit of the connection."""
         await self._socket.accept()
-        waiting: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
-        tasks = {asyncio.create_task(self._read(waiting)), asyncio.create_task(self._process(waiting))}
+        queue: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED)
+        tasks = {asyncio.create_task(self._read(queue)), asyncio.create_task(self._process(queue))}
         try:
             done, _ = await asyncio.wait(tasks, timeout=SESSION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -54,45 +54,47 @@ class WebSocketSession:
         for task in done:
             task.result()  # raises an unexpected exception, which ends the connection and is logged by the middleware
         if not done:
-            await self._send_error(ApiError(CONNECTION_LIMIT, "A connection lasts 60 minutes. Connect anew to go on."))
+            await self._send_error(
+                ApiError(CONNECTION_LIMIT, "A connection is limited to 60 minutes. Reconnect to continue.")
+            )
             await self._close(TRY_AGAIN_LATER)
 
-    async def _read(self, waiting: asyncio.Queue[str]) -> None:
+    async def _read(self, queue: asyncio.Queue[str]) -> None:
         """Read messages at once, since only a read detects pongs and the client's disconnect."""
         with suppress(WebSocketDisconnect, KeyError, asyncio.QueueFull):
             while True:
-                waiting.put_nowait(await self._socket.receive_text())
+                queue.put_nowait(await self._socket.receive_text())
         await self._close(POLICY_VIOLATION)
 
-    async def _process(self, waiting: asyncio.Queue[str]) -> None:
+    async def _process(self, queue: asyncio.Queue[str]) -> None:
         with suppress(WebSocketDisconnect):
             while True:
-                await self._answer(await waiting.get())
+                await self._answer(await queue.get())
 
     async def _answer(self, text: str) -> None:
         """Send the events of one response, or an error event."""
         body: ResponseRequest | None = None
         try:
             body = await _read_request(text, self._socket.app.state.large_bodies)
-            run = await self._desk.create(body, recent=self._latest)
+            task = await self._service.create(body, latest=self._latest)
         except (ApiError, EngineError) as error:
             self._forget_latest(body)
             await self._send_error(error)
         else:
-            await self._send_events(run, body)
+            await self._send_events(task, body)
 
-    async def _send_events(self, run: ResponseTask, body: ResponseRequest) -> None:
+    async def _send_events(self, task: ResponseTask, body: ResponseRequest) -> None:
         try:
-            async with aclosing(run.follow()) as frames:
+            async with aclosing(task.follow()) as frames:
                 async for frame in frames:
                     for event in _events(frame):
                         await self._socket.send_text(event)
         finally:
-            await run.abort()
-        if run.error is not None:
+            await task.abort()
+        if task.error is not None:
             self._forget_latest(body)
         else:
-            self._latest = LatestResponse(run.response["id"], (*run.items, *run.output))
+            self._latest = LatestResponse(task.response["id"], (*task.items, *task.output))
 
     def _forget_latest(self, body: ResponseRequest | None) -> None:
         """After a failed continuation the conversation has to start anew, as at OpenAI."""
@@ -100,9 +102,11 @@ class WebSocketSession:
             self._latest = LatestResponse()
 
     async def _send_error(self, error: ApiError | EngineError) -> None:
-        told = error if isinstance(error, ApiError) else from_engine_error(error, PATH)
+        api_error = error if isinstance(error, ApiError) else from_engine_error(error, PATH)
         with suppress(WebSocketDisconnect):
-            await self._socket.send_text(dumps({"type": "error", "status": told.kind.status, **told.body}).decode())
+            await self._socket.send_text(
+                dumps({"type": "error", "status": api_error.kind.status, **api_error.body}).decode()
+            )
 
     async def _close(self, code: int) -> None:
         # RuntimeError: it is closed already.
@@ -124,7 +128,7 @@ def _parse_request(data: bytes) -> ResponseRequest:
         raise invalid_value("type", f"it must be '{CREATE}'")
     if body.get("stream") is False or body.get("background"):
         name = "background" if body.get("background") else "stream"
-        raise invalid_value(name, "over a WebSocket every response is told as it is made")
+        raise invalid_value(name, "over a WebSocket every response is streamed")
     return validated(ResponseRequest, {**body, "stream": True})
 
 

@@ -123,8 +123,8 @@ class ResponseWriter:
         """The generation failed; `error` is the content of the error envelope."""
         yield from self._close_item("incomplete")
         flat = {name: error.get(name) for name in ("code", "message", "param")}
-        told = {"type": "error", "sequence_number": self._next_number(), **flat, "error": error}
-        yield cast(ErrorEvent, told)
+        event = {"type": "error", "sequence_number": self._next_number(), **flat, "error": error}
+        yield cast(ErrorEvent, event)
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error["message"]}
         yield self._lifecycle_event("response.failed")
@@ -156,15 +156,15 @@ class ResponseWriter:
         self._done.append(whole)
         self._open_output = None
 
-    def _item_events(self, told: Iterable[EventFields]) -> Iterator[ResponseEvent]:
+    def _item_events(self, events: Iterable[EventFields]) -> Iterator[ResponseEvent]:
         """The events of the open item."""
         assert self._open_output is not None
         id = self._open_output.id
-        for event in told:
+        for event in events:
             yield self._output_event({**event, "item_id": id})
 
-    def _output_event(self, told: EventFields) -> ResponseEvent:
-        return cast(ResponseEvent, {**told, "output_index": len(self._done), "sequence_number": self._next_number()})
+    def _output_event(self, event: EventFields) -> ResponseEvent:
+        return cast(ResponseEvent, {**event, "output_index": len(self._done), "sequence_number": self._next_number()})
 
     def _lifecycle_event(self, kind: str) -> ResponseEvent:
         return cast(ResponseEvent, {"type": kind, "sequence_number": self._next_number(), "response": self.response})

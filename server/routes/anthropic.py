@@ -24,7 +24,7 @@ from server.schemas.anthropic_answer import AnsweredMessage, AnthropicErrorBody,
 from server.service import Service
 
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": AnthropicErrorBody, "description": "The request cannot be served as it is, or not now."},
+    "4XX": {"model": AnthropicErrorBody, "description": "The request is invalid or cannot be served now."},
     "5XX": {"model": AnthropicErrorBody, "description": "The server cannot serve it now."},
 }
 
@@ -60,7 +60,9 @@ async def _turn(service: Service, body: CountRequest, http: Request) -> ChatTurn
     try:
         chat = await run_by_size(http, chat_request, body)
         # The field is required, and clients set it to more than the context of a small model.
-        most = min(chat.max_tokens or 1, service.engine.info.context)
-        return await prepare_chat(service, chat.model_copy(update={"max_tokens": most}), f"msg_{uuid.uuid4().hex}")
+        max_tokens = min(chat.max_tokens or 1, service.engine.info.context)
+        return await prepare_chat(
+            service, chat.model_copy(update={"max_tokens": max_tokens}), f"msg_{uuid.uuid4().hex}"
+        )
     except (ApiError, EngineError) as error:
         raise with_anthropic_field_names(error) from error

@@ -30,15 +30,15 @@ def add(app: FastAPI, service: Service) -> None:
     async def capabilities() -> Response:
         """List the support of each parameter, and the abilities of the model."""
         service.check_ready()
-        told = Capabilities(
+        listed = Capabilities(
             object="capabilities",
             lenient=service.settings.lenient,
             model=_model(service),
             endpoints={path: Endpoint(parameters=_parameters(service, body)) for path, body in _bodies(app)},
         )
         if service.engine.embedding is not None and service.settings.embedding_name is not None:
-            told["embedding_model"] = _embedding(service.settings.embedding_name, service.engine.embedding)
-        return JsonResponse(told)
+            listed["embedding_model"] = _embedding(service.settings.embedding_name, service.engine.embedding)
+        return JsonResponse(listed)
 
 
 def _model(service: Service) -> ModelCapabilities:
@@ -80,13 +80,13 @@ def _bodies(app: FastAPI) -> Iterator[tuple[str, type[Strict]]]:
 def _parameters(service: Service, body: type[Strict]) -> dict[str, Parameter]:
     fields = [field.alias or name for name, field in body.model_fields.items()]
     missing, noted = _unsupported(service, body), {**policy.NOTED, **_ignored(service, body)}
-    known = {name: _parameter(name, missing, noted) for name in fields}
+    supported = {name: _parameter(name, missing, noted) for name in fields}
     refused = {
         name: Parameter(support="refused", accepted=[None, *idle])
         for name, idle in body.documented.items()
-        if name not in known
+        if name not in supported
     }
-    return {**known, **refused}
+    return {**supported, **refused}
 
 
 def _unsupported(service: Service, body: type[Strict]) -> dict[str, str]:

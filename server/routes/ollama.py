@@ -51,7 +51,7 @@ from server.schemas.ollama import (
 from server.service import Service
 
 OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": OllamaErrorBody, "description": "The request cannot be served as it is, or not now."},
+    "4XX": {"model": OllamaErrorBody, "description": "The request is invalid or cannot be served now."},
     "5XX": {"model": OllamaErrorBody, "description": "The server cannot serve it now."},
 }
 
@@ -90,15 +90,15 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
     @app.post("/api/embed", responses={**OLLAMA_ERRORS, 200: {"model": OllamaEmbeddings}})
     async def embed_all(body: OllamaEmbedRequest, request: Request) -> Response:
         """Turn texts into vectors of length 1."""
-        model, begun = embedding_model(service, _without_tag(service, body.model)), time.monotonic()
+        model, started = embedding_model(service, _without_tag(service, body.model)), time.monotonic()
         check_dimensions(service, body.dimensions)
         inputs = [body.input] if isinstance(body.input, str) else body.input
-        wish = EmbeddingOptions(max_tokens=0 if body.truncate is False else -1)
+        options = EmbeddingOptions(max_tokens=0 if body.truncate is False else -1)
 
         async def work() -> Response:
-            made = await embed(service, inputs, wish, id=uuid.uuid4().hex, endpoint="ollama")
+            job = await embed(service, inputs, options, id=uuid.uuid4().hex, endpoint="ollama")
             return await large_json_response(
-                await anyio.to_thread.run_sync(embed_response, model, made, body.dimensions, begun)
+                await anyio.to_thread.run_sync(embed_response, model, job, body.dimensions, started)
             )
 
         return await cancel_on_disconnect(request, work())
@@ -110,12 +110,12 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
         async def work() -> Response:
             try:
-                made = await embed(
+                job = await embed(
                     service, [body.prompt], EmbeddingOptions(max_tokens=-1), id=uuid.uuid4().hex, endpoint="ollama"
                 )
             except (ApiError, EngineError) as error:
                 raise with_client_field_names(error, OLLAMA_PREFIX, {"input": "prompt"}) from error
-            return JsonResponse(OllamaEmbedding(embedding=list(vector(made.vectors[0]))))
+            return JsonResponse(OllamaEmbedding(embedding=list(vector(job.vectors[0]))))
 
         return await cancel_on_disconnect(request, work())
 
@@ -129,7 +129,7 @@ def _add_cards(app: FastAPI, service: Service) -> None:
         return PlainTextResponse("Cellar is running")
 
     @app.get("/api/version", responses={**OLLAMA_ERRORS, 200: {"model": Version}})
-    async def tell_version() -> Response:
+    async def get_version() -> Response:
         """The version of this server."""
         return JsonResponse(Version(version=version()))
 

@@ -24,7 +24,7 @@ from server.schemas.response_items import ResponseEvent
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is, or not now."},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid or cannot be served now."},
     "5XX": {"model": ErrorBody, "description": "The server cannot serve it now."},
 }
 

@@ -42,29 +42,29 @@ After = Annotated[int, Query(ge=-1, le=2**31 - 1)]
 
 def add(app: FastAPI, service: Service) -> ResponseService:
     """Add the routes; the app's owner closes the returned service."""
-    desk = ResponseService(service, open_store(service.settings.store))
-    _add_create_routes(app, desk, service.settings.limits)
-    _add_read_routes(app, desk, service.settings.limits)
+    responses = ResponseService(service, open_store(service.settings.store))
+    _add_create_routes(app, responses, service.settings.limits)
+    _add_read_routes(app, responses, service.settings.limits)
 
     @app.websocket(PATH)
     async def converse(socket: WebSocket) -> None:
-        await WebSocketSession(socket, desk.for_owner(owner(socket))).serve()
+        await WebSocketSession(socket, responses.for_owner(owner(socket))).serve()
 
-    return desk
+    return responses
 
 
-def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) -> None:
+def _add_create_routes(app: FastAPI, responses: ResponseService, limits: ClientLimits) -> None:
     @app.post(PATH, responses=RESPONSE_SCHEMAS)
     async def create_response(body: ResponseRequest, request: Request) -> Response:
         """Answer an input, which may continue an earlier response."""
-        run = await desk.for_owner(owner(request)).create(body, warnings(request))
-        left = None if body.background else run.abort
+        task = await responses.for_owner(owner(request)).create(body, warnings(request))
+        on_close = None if body.background else task.abort
         if body.stream:
-            return FrameStreamResponse(run.follow(), limits, left)
+            return FrameStreamResponse(task.follow(), limits, on_close)
         return (
-            JsonResponse(run.response)
+            JsonResponse(task.response)
             if body.background
-            else await cancel_on_disconnect(request, _finished_response(run))
+            else await cancel_on_disconnect(request, _finished_response(task))
         )
 
     @app.post(f"{PATH}/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": ResponseInputTokens}})
@@ -72,7 +72,7 @@ def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits
         """Count the tokens of an input's prompt."""
         return JsonResponse(
             ResponseInputTokens(
-                object="response.input_tokens", input_tokens=await desk.for_owner(owner(request)).count(body)
+                object="response.input_tokens", input_tokens=await responses.for_owner(owner(request)).count(body)
             )
         )
 
@@ -81,34 +81,34 @@ def _add_create_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits
         """Replace a conversation by items that take less of the context: the served model writes a summary."""
 
         async def work() -> Response:
-            return JsonResponse(await desk.for_owner(owner(request)).compact(body))
+            return JsonResponse(await responses.for_owner(owner(request)).compact(body))
 
         return await cancel_on_disconnect(request, work())
 
     @app.post(f"{PATH}/{{response_id}}/cancel", responses={**ERROR_RESPONSES, 200: {"model": ResponseBody}})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a background response."""
-        return JsonResponse(await desk.for_owner(owner(request)).cancel(response_id))
+        return JsonResponse(await responses.for_owner(owner(request)).cancel(response_id))
 
 
-def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) -> None:
+def _add_read_routes(app: FastAPI, responses: ResponseService, limits: ClientLimits) -> None:
     @app.get(f"{PATH}/{{response_id}}", responses=RESPONSE_SCHEMAS)
     async def retrieve_response(
         response_id: str, request: Request, stream: bool = False, starting_after: After = -1
     ) -> Response:
         """Return the current response, or stream its events behind number `starting_after` up to its end."""
-        own = desk.for_owner(owner(request))
+        own = responses.for_owner(owner(request))
         if not stream:
             return JsonResponse(await own.response(response_id))
-        run = own.running(response_id)
-        if run is not None:
-            return FrameStreamResponse(run.follow(starting_after), limits)
+        task = own.running(response_id)
+        if task is not None:
+            return FrameStreamResponse(task.follow(starting_after), limits)
         return FrameStreamResponse(_joined_frames((await own.frames(response_id))[starting_after + 1 :]), limits)
 
     @app.delete(f"{PATH}/{{response_id}}", responses={**ERROR_RESPONSES, 200: {"model": ResponseDeleted}})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Delete a response; its generation is cancelled."""
-        await desk.for_owner(owner(request)).delete(response_id)
+        await responses.for_owner(owner(request)).delete(response_id)
         return JsonResponse(ResponseDeleted(id=response_id, object="response", deleted=True))
 
     @app.get(f"{PATH}/{{response_id}}/input_items", responses={**ERROR_RESPONSES, 200: {"model": InputItems}})
@@ -120,7 +120,7 @@ def _add_read_routes(app: FastAPI, desk: ResponseService, limits: ClientLimits) 
         after: str | None = None,
     ) -> Response:
         """List all items in front of a response's output, latest first."""
-        items = await desk.for_owner(owner(request)).input_items(response_id)
+        items = await responses.for_owner(owner(request)).input_items(response_id)
         return JsonResponse(_page(items if order == "asc" else items[::-1], limit, after))
 
 
@@ -131,25 +131,25 @@ class FrameStreamResponse(Response):
         self,
         frames: AsyncGenerator[bytes, None],
         limits: ClientLimits,
-        left: Callable[[], Awaitable[None]] | None = None,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
-        self._frames, self._limits, self._left = frames, limits, left
+        self._frames, self._limits, self._on_close = frames, limits, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
             await send_event_stream(self._frames, self._limits, scope, receive, send)
         finally:
-            if self._left is not None:
-                await self._left()
+            if self._on_close is not None:
+                await self._on_close()
 
 
-async def _finished_response(run: ResponseTask) -> Response:
+async def _finished_response(task: ResponseTask) -> Response:
     try:
-        return JsonResponse(await run.wait_finished())
+        return JsonResponse(await task.wait_finished())
     finally:
-        await run.abort()
+        await task.abort()
 
 
 async def _joined_frames(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
@@ -159,13 +159,13 @@ async def _joined_frames(frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]
 def _page(items: Sequence[Item], limit: int, after: str | None) -> InputItems:
     names = [item["id"] for item in items]
     if after is not None and after not in names:
-        raise invalid_value("after", "no item has this id")
-    begin = 0 if after is None else names.index(after) + 1
-    page = items[begin : begin + limit]
+        raise invalid_value("after", "there is no item with this id")
+    start = 0 if after is None else names.index(after) + 1
+    page = items[start : start + limit]
     return InputItems(
         object="list",
         data=list(page),
         first_id=page[0]["id"] if page else None,
         last_id=page[-1]["id"] if page else None,
-        has_more=begin + limit < len(items),
+        has_more=start + limit < len(items),
     )

@@ -122,8 +122,8 @@ def _make_private(path: Path) -> None:
 
 
 @contextmanager
-def _as_store_error(*faults: type[Exception]) -> Iterator[None]:
+def _as_store_error(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except faults as error:
+    except errors as error:
         raise StoreError(str(error)) from error

@@ -112,7 +112,7 @@ class Record:
 class ResponseStore:
     """Records in a database that is opened at its first use. All methods may be called on the event loop."""
 
-    place: str = MEMORY
+    location: str = MEMORY
     limits: RetentionLimits = field(default_factory=RetentionLimits)
     clock: Callable[[], float] = time.time
     _database: Database | None = None
@@ -180,7 +180,7 @@ class ResponseStore:
 
     def _connected(self) -> Database:
         if self._database is None:
-            database = connect(self.place)
+            database = connect(self.location)
             for statement in SCHEMA:
                 database.run(statement)
             _add_owners(database)
@@ -235,10 +235,10 @@ def open_store(setting: str | None) -> ResponseStore | None:
     """
     if setting == "none":
         return None
-    place = default_location() if not setting else MEMORY if setting == "memory" else setting
-    if place == MEMORY:
+    location = default_location() if not setting else MEMORY if setting == "memory" else setting
+    if location == MEMORY:
         return ResponseStore(MEMORY, RetentionLimits(bytes=MAX_MEMORY_BYTES))
-    return ResponseStore(place if is_url(place) else str(Path(place).expanduser()))
+    return ResponseStore(location if is_url(location) else str(Path(location).expanduser()))
 
 
 def check_store(setting: str | None) -> None:
@@ -247,10 +247,10 @@ def check_store(setting: str | None) -> None:
     if not setting or store is None:
         return
     try:
-        database = connect(store.place)
+        database = connect(store.location)
         database.run("SELECT 1")
     except StoreError as error:
-        raise StoreError(f"--store: responses cannot be kept {describe_location(setting)}: {error}") from error
+        raise StoreError(f"--store: responses cannot be stored {describe_location(setting)}: {error}") from error
     database.close()
 
 
@@ -259,7 +259,9 @@ def describe_location(setting: str | None) -> str:
     store = open_store(setting)
     if store is None:
         return "not kept"
-    return {MEMORY: "in memory"}.get(store.place, "in PostgreSQL" if is_url(store.place) else f"in {store.place}")
+    return {MEMORY: "in memory"}.get(
+        store.location, "in PostgreSQL" if is_url(store.location) else f"in {store.location}"
+    )
 
 
 def default_location() -> str:

@@ -337,7 +337,7 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
         "FakeForCausalLM, 1.2k parameters, float32",
         "64 tokens a sequence, 4 slots, overflow: length",
         "64 requests may wait",
-        "logits are the same bit for bit beside any requests",
+        "logits are independent of the batch, bit for bit",
         "weights 4.0 MiB + cache 128.0 KiB (256 tokens x 512 bytes) + work 1.0 MiB = 5.1 MiB",
         "of 1.0 GiB free",
         "drafts     none",
@@ -356,7 +356,7 @@ def test_the_first_screen_says_what_other_requests_change() -> None:
     """Where logits depend on the batch by rounding, it says so."""
     rounding = replace(INFO, batch_invariant=False)
 
-    assert "logits depend on other requests by rounding" in banner(
+    assert "logits depend on the batch by rounding" in banner(
         rounding, MEMORY, DraftingInfo(), Settings(), "http://127.0.0.1:8000"
     )
 
@@ -369,13 +369,12 @@ def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> Non
     url = "http://127.0.0.1:8000"
 
     assert (
-        "steps      one native call; weights that a token reads with --quantize, of those now: int8 53% or int4 28%; "
-        "auto takes int8\n"
+        "steps      one native call; weight bytes per token with --quantize: int8 53% or int4 28%; auto: int8\n"
     ) in banner(native, MEMORY, DraftingInfo(), Settings(), url)
-    assert "in torch operations, not natively: it has an encoder; weights" in banner(
+    assert "torch operations instead of the native step: it has an encoder; weight bytes" in banner(
         slow, MEMORY, DraftingInfo(), Settings(), url
     )
-    assert "auto leaves weights as they are\n" in banner(slow, MEMORY, DraftingInfo(), Settings(), url)
+    assert "auto: no quantisation\n" in banner(slow, MEMORY, DraftingInfo(), Settings(), url)
     assert "steps      one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
 
 

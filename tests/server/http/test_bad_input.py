@@ -186,11 +186,11 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # The rest.
     (CHAT, {"model": 5}, number("model", "a valid string")),
     (CHAT, {"stream": "true"}, number("stream", "a valid boolean")),
-    (CHAT, {"stream_options": {}}, invalid("stream_options", "it means nothing unless 'stream' is true")),
+    (CHAT, {"stream_options": {}}, invalid("stream_options", "it needs 'stream' to be true")),
     (
         TEXT,
         {"stream_options": {"include_usage": True}, "stream": False},
-        invalid("stream_options", "it means nothing unless 'stream' is true"),
+        invalid("stream_options", "it needs 'stream' to be true"),
     ),
     (CHAT, {"stream_options": {"include_usage": 1}}, number("stream_options.include_usage", "a valid boolean")),
     (
@@ -222,11 +222,11 @@ RAW: list[tuple[bytes, dict[str, Any]]] = [
     (b'{"temperature": 1e999}', error(JSON + "a number is too large.", None, "invalid_json")),
     (b'{"seed": 10000000000000000000}', error(JSON + "an integer has more than 19 digits.", None, "invalid_json")),
     (b'{"seed": -%s}' % (b"9" * 400), error(JSON + "an integer has more than 19 digits.", None, "invalid_json")),
-    (b'{"seed": 1, "seed": 2}', error(JSON + "the key 'seed' is there twice.", None, "invalid_json")),
+    (b'{"seed": 1, "seed": 2}', error(JSON + "the key 'seed' is duplicate.", None, "invalid_json")),
     (b'{"a": "\xff"}', error(JSON + "not UTF-8 at byte 7.", None, "invalid_json")),
     ('{"a": 1}'.encode("utf-16"), error(JSON + "not UTF-8 at byte 0.", None, "invalid_json")),
     (b'\xef\xbb\xbf{"a": 1}', error(JSON + "it starts with a byte order mark.", None, "invalid_json")),
-    (b'{"user": "\\ud800"}', error(JSON + "a string holds half of a surrogate pair.", None, "invalid_json")),
+    (b'{"user": "\\ud800"}', error(JSON + "a string contains an unpaired surrogate.", None, "invalid_json")),
     (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", error(JSON + "nested deeper than 64 levels.", None, "invalid_json")),
     (b"[" * 100_000, error(JSON + "nested deeper than 64 levels.", None, "invalid_json")),
 ]

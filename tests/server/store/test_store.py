@@ -337,7 +337,7 @@ def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = [open_store(setting) for setting in (None, "memory", "~/x.sqlite", "postgresql://h/d")]
 
     places = [str(tmp_path / "cellar" / "responses.sqlite"), MEMORY, str(Path.home() / "x.sqlite"), "postgresql://h/d"]
-    assert places == [store.place if store else None for store in found]
+    assert places == [store.location if store else None for store in found]
     assert open_store("none") is None
     monkeypatch.setattr("os.access", lambda *_: False)
     assert MEMORY == default_location()
