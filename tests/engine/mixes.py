@@ -1,4 +1,4 @@
-"""Random traffic: shared beginnings, arrivals, cancels, chunks, more requests than slots, and at times few cells."""
+"""Random traffic: shared prefixes, arrivals, cancels, chunks, more requests than slots, and sometimes few cells."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 24
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Settings of an engine and the traffic that it gets."""
+    """Settings of an engine and its traffic."""
 
     slots: int
     chunk: int
@@ -28,7 +28,7 @@ class Mix:
 
 
 def prompts(seed: int) -> list[tuple[int, ...]]:
-    """Three dozen prompts that share beginnings of all lengths; some are the beginning of others, some are equal."""
+    """36 prompts with shared prefixes of all lengths; some are prefixes of others, some are equal."""
     chance = random.Random(seed)
     stems = [tuple(chance.randrange(VOCABULARY) for _ in range(length)) for length in (1, 7, 16, 40, 66)]
     some = []
@@ -41,7 +41,7 @@ def prompts(seed: int) -> list[tuple[int, ...]]:
 
 
 def mix(seed: int, pool: list[tuple[int, ...]], *, scarce: bool = False) -> Mix:
-    """One random mix; `scarce` gives it too few cells for its slots, so that sequences are preempted."""
+    """A random mix; `scarce`: too few cells for its slots, so that sequences are preempted."""
     chance = random.Random(seed)
     slots = chance.choice((1, 2, 3, 4, 8))
     cells = CONTEXT + chance.choice((0, 5, 40)) if scarce else slots * CONTEXT

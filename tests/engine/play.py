@@ -1,4 +1,4 @@
-"""Steps an engine by hand: who arrives when, who leaves when, and what everyone got."""
+"""Steps an engine by hand: arrivals, cancels, and the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, the step before which it arrives, and the step before which its client leaves, if it does."""
+    """A request, the step before which it arrives, and the step before which it is cancelled, if it is."""
 
     request: Request
     arrives: int = 0
@@ -23,7 +23,7 @@ class Job:
 
 @dataclass(slots=True)
 class Answer:
-    """What one client got."""
+    """The events of one request."""
 
     started: list[Started] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -36,27 +36,27 @@ class Answer:
 
 
 def play(core: Core, jobs: Iterable[Job], *, most_steps: int = 2000) -> dict[str, Answer]:
-    """Run the jobs to their ends; every request's answer by its id."""
+    """Run the jobs to their ends; the answers by id."""
     jobs = list(jobs)
     answers = {job.request.id: Answer() for job in jobs}
-    gone: set[str] = set()
+    cancelled: set[str] = set()
     for step in range(most_steps):
         for job in jobs:
             if job.arrives == step:
                 core.submit(job.request)
             if job.leaves == step and job.arrives <= step:
                 core.cancel(job.request.id)
-                gone.add(job.request.id)
+                cancelled.add(job.request.id)
         if not core.busy and all(job.arrives <= step for job in jobs):
             return answers
         for name, event in core.step():
-            assert name not in gone, "an event for a client that has left"
+            assert name not in cancelled, "an event for a cancelled request"
             take(answers[name], event)
     raise AssertionError(f"not over after {most_steps} steps")
 
 
 def take(answer: Answer, event: object) -> None:
-    """Note one event; after the last one there must be none."""
+    """Add one event; none may follow the last one."""
     assert answer.end is None, "an event after the end"
     match event:
         case Started():
@@ -75,5 +75,5 @@ def take(answer: Answer, event: object) -> None:
 
 
 def ask(name: str, prompt: Iterable[int], count: int | None = 16, **fields: object) -> Request:
-    """A greedy request, unless `sampling` says otherwise."""
+    """A greedy request, unless `sampling` is given."""
     return Request(name, tuple(prompt), **{"sampling": GREEDY, "max_tokens": count, **fields})

@@ -1,4 +1,4 @@
-"""Ranges of tokens that see each other, as those of an image do in Gemma 3: exact in any batch and in any chunks."""
+"""Ranges of tokens that attend to each other, as image tokens in Gemma 3: exact in any batch and any chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvcache.spec import Span
 from tests.engine.models import core
 from tests.engine.play import Answer, Job, ask, play
 
-# Longer than the window of 8, so that its first tokens do not see all of it alike.
+# Longer than the window of 8: its first tokens do not attend to all of it.
 RANGE = (9, 21)
 LENGTH = 30
 PROMPT = tuple(torch.randint(3, 250, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist())
@@ -36,12 +36,12 @@ OTHER = PROMPT[::-1]
 
 @pytest.fixture
 def model(loaded: Callable[..., LoadedModel]) -> LoadedModel:
-    """A full and a window layer, in float64."""
+    """A full and a sliding-window layer, in float64."""
     return loaded("gemma3")
 
 
 def alone(model: LoadedModel, tokens: tuple[int, ...], *ranges: tuple[int, int]) -> Tensor:
-    """The logits after some tokens by transformers, with the masks that it makes for the tokens of an image."""
+    """The last logits of transformers, with its masks for image tokens."""
     kinds = torch.zeros(1, len(tokens), dtype=torch.long)
     for mutual in ranges:
         kinds[:, slice(*mutual)] = 1
@@ -69,7 +69,7 @@ def cache(model: LoadedModel) -> Cache:
 
 
 def feed(model: LoadedModel, cache: Cache, *parts: tuple[int, tuple[int, ...], int]) -> list[Tensor]:
-    """One forward that brings slots to (slot, tokens, length); a range that lies ahead is mutual in slots 0 and 1."""
+    """One forward of (slot, tokens, length); a range inside the span is bidirectional in slots 0 and 1."""
     spans = []
     for slot, _, length in parts:
         start = cache.cached_length(slot)
@@ -84,7 +84,7 @@ def feed(model: LoadedModel, cache: Cache, *parts: tuple[int, tuple[int, ...], i
 
 @pytest.mark.parametrize("stops", [(30,), (9, 21, 30), (4, 25, 30), (9, 22, 23, 30), (1, 9, 21, 22, 30)])
 def test_chunks_around_a_range_equal_one_forward(model: LoadedModel, stops: tuple[int, ...]) -> None:
-    """Whatever the chunks are before and after the range, the logits are those of transformers with such masks."""
+    """The logits equal those of transformers."""
     memory = cache(model)
     for stop in stops:
         rows = feed(model, memory, (0, PROMPT, stop), (2, OTHER, stop))
@@ -94,19 +94,19 @@ def test_chunks_around_a_range_equal_one_forward(model: LoadedModel, stops: tupl
 
 
 def test_the_range_changes_the_output(model: LoadedModel) -> None:
-    """The prompt says something else where its tokens see only those before them."""
+    """Compared with causal attention."""
     assert not torch.allclose(alone(model, PROMPT, RANGE), alone(model, PROMPT), atol=1e-3)
 
 
 @pytest.mark.parametrize("length", [5, 9, 21, 24, 29])
 def test_a_copied_prefix_continues_around_a_range(model: LoadedModel, length: int) -> None:
-    """A slot that shares what stands before or behind the range gets the logits of a cold start."""
+    """A slot with the tokens before or after the range gets the same logits."""
     memory = cache(model)
     for stop in (9, 21, 30):
         feed(model, memory, (0, PROMPT, stop))
-    standing = memory.copy_prefix(0, 1, length)
-    if RANGE[0] < standing < RANGE[1]:
-        standing = memory.rewind(1, RANGE[0])
+    cached_length = memory.copy_prefix(0, 1, length)
+    if RANGE[0] < cached_length < RANGE[1]:
+        cached_length = memory.rewind(1, RANGE[0])
 
     row = feed(model, memory, (1, PROMPT, LENGTH))[0]
 
@@ -115,7 +115,7 @@ def test_a_copied_prefix_continues_around_a_range(model: LoadedModel, length: in
 
 @pytest.mark.parametrize("mutual", [(3, 5), (8, 11), (9, 9), (0, 20)])
 def test_a_span_holds_whole_ranges(model: LoadedModel, mutual: tuple[int, int]) -> None:
-    """A range that begins before the rows, ends behind them or is empty is refused, and nothing has changed."""
+    """A range that is empty or crosses the span is refused, and the cache is unchanged."""
     memory = cache(model)
     feed(model, memory, (0, PROMPT, 4))
 
@@ -130,7 +130,7 @@ CONTEXT, COUNT = 64, 10
 
 
 def requests(longest: int) -> list[Request]:
-    """Prompts that begin alike with ranges of so many tokens: of other extents, in other places, and with none."""
+    """Prompts with shared prefixes and ranges of several lengths and positions, and one without."""
     image = IMAGE[:longest]
     stop = 9 + len(image)
     prompts = [
@@ -150,8 +150,8 @@ def requests(longest: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def says(loaded: Callable[..., LoadedModel]) -> Callable[[Request], list[int]]:
-    """What transformers says to a request, token by token, each computed from the whole text."""
+def expected_tokens(loaded: Callable[..., LoadedModel]) -> Callable[[Request], list[int]]:
+    """The answer of transformers, each token computed from the whole text."""
 
     @memory
     def greedy(prompt: tuple[int, ...], mutual: tuple[tuple[int, int], ...]) -> list[int]:
@@ -164,7 +164,7 @@ def says(loaded: Callable[..., LoadedModel]) -> Callable[[Request], list[int]]:
 
 
 def lookup() -> Speculation:
-    """Drafts of up to four tokens that stood in the text before."""
+    """Drafts of up to four tokens from the text."""
     return Speculation(LookupDrafter(OutputStore(4096)), None, FixedDepth(4), lambda: 0.0)
 
 
@@ -172,11 +172,11 @@ def lookup() -> Speculation:
 @pytest.mark.parametrize("chunk", [1, 7, 12, 13, 64])
 def test_any_mix_equals_transformers(
     model: LoadedModel,
-    says: Callable[[Request], list[int]],
+    expected_tokens: Callable[[Request], list[int]],
     chunk: int,
     drafts: Callable[[], Speculation | None],
 ) -> None:
-    """Whoever shares the batch or the beginning, no token differs from transformers with such masks."""
+    """In any batch, with shared prefixes."""
     chance = random.Random(chunk)
     engine = core(model, slots=4, context=CONTEXT, chunk=chunk, speculation=drafts())
     asked = requests(min(chunk, len(IMAGE)))
@@ -184,33 +184,37 @@ def test_any_mix_equals_transformers(
 
     answers = play(engine, [Job(request, chance.randint(0, 20)) for request in asked])
 
-    assert {request.id: says(request) for request in asked} == {name: each.tokens for name, each in answers.items()}
+    assert {request.id: expected_tokens(request) for request in asked} == {
+        name: each.tokens for name, each in answers.items()
+    }
 
 
 @pytest.mark.parametrize("chunk", [12, 64])
 def test_preemption_does_not_change_the_text(
-    model: LoadedModel, says: Callable[[Request], list[int]], chunk: int
+    model: LoadedModel, expected_tokens: Callable[[Request], list[int]], chunk: int
 ) -> None:
-    """Sequences with ranges that go back to the queue for want of cells say what transformers says."""
+    """With too few cells."""
     engine = core(model, slots=4, context=CONTEXT, cells=CONTEXT, chunk=chunk, speculation=lookup())
-    # Nothing is shared under different salts, so that cells are short.
+    # Different salts prevent shared prefixes, so that cells run out.
     asked = [replace(request, salt=request.id.encode()) for request in requests(len(IMAGE))]
 
     answers = play(engine, [Job(request) for request in asked])
 
-    assert {request.id: says(request) for request in asked} == {name: each.tokens for name, each in answers.items()}
+    assert {request.id: expected_tokens(request) for request in asked} == {
+        name: each.tokens for name, each in answers.items()
+    }
     assert engine.stats().preemptions_total > 0
 
 
 def found(engine: Core, request: Request) -> int:
-    """How much of a prompt the engine found when it ran it."""
+    """The cached tokens of a prompt."""
     answer = play(engine, [Job(request)])[request.id]
     assert isinstance(answer.end, Finished)
     return answer.end.usage.cached_tokens
 
 
 def test_a_range_is_reused_whole_or_not_at_all(model: LoadedModel) -> None:
-    """The same range is found with what stands behind it; another extent of the same tokens, or none, is not."""
+    """With the tokens after it; not with another extent of the same tokens, or none."""
     engine = core(model, slots=4, context=CONTEXT)
     first, longer, plain, shorter, ending, twice, *_ = requests(len(IMAGE))
 
@@ -225,7 +229,7 @@ def test_a_range_is_reused_whole_or_not_at_all(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_a_shift_moves_a_range(loaded: Callable[..., LoadedModel], family: str) -> None:
-    """A full context drops no range, and says the same in any chunks, preempted or not."""
+    """A context shift drops no range, in any chunks, preempted or not."""
     asked = [
         ask(f"{at}", prompt, 60, bidirectional=((20, 32),), ignore_eos=True, overflow="shift", keep=4)
         for at, prompt in enumerate([(*STEM, *TAIL, *OTHER[:2], *IMAGE), (*TAIL, *STEM, *OTHER[:2], *IMAGE)])
@@ -244,7 +248,7 @@ def test_a_shift_moves_a_range(loaded: Callable[..., LoadedModel], family: str) 
 
 
 def test_a_sequential_runner_refuses_ranges(loaded: Callable[..., LoadedModel]) -> None:
-    """Where the masks are transformers' own a range would be ignored: such a step fails instead."""
+    """With the masks of transformers a range would have no effect."""
     llama = loaded("llama")
     runner = SequentialRunner(llama.model)
     engine = core(replace(llama, runner=runner), slots=1, context=CONTEXT)
@@ -256,7 +260,7 @@ def test_a_sequential_runner_refuses_ranges(loaded: Callable[..., LoadedModel]) 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "llama4", "deepseek_v3"])
 def test_ranges_are_exact_in_every_kind_of_cache(loaded: Callable[..., LoadedModel], family: str) -> None:
-    """With states, chunks of attention and latents too, any batch says what each says alone in one chunk."""
+    """With recurrent states, chunked attention and latents, any batch equals separate runs."""
     asked = [replace(request, checkpoints=(5, 9, 12, 22)) for request in requests(len(IMAGE))]
     right = {
         each.id: play(core(loaded(family), slots=1, context=CONTEXT), [Job(each)])[each.id].tokens for each in asked

@@ -1,4 +1,4 @@
-"""A client that leaves costs nothing more: whatever its request was doing, its cells are free within one step."""
+"""Cancelled requests: their slots and cells are free within one step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LONG = tuple(at % 200 for at in range(90))
 
 
 def available(engine: Core) -> int:
-    """Cells that no slot uses: free ones, and remembered ones that anybody may have."""
+    """Cells outside of slots: free ones, and evictable ones of the prefix cache."""
     return engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_cancel_a_queued_request(loaded: Models) -> None:
-    """A waiting request leaves the queue and is never started."""
+    """A waiting request leaves the queue and never starts."""
     engine = core(loaded("llama"), slots=1)
     engine.submit(ask("first", (1, 2, 3), 20))
     engine.submit(ask("second", LONG, 20))
@@ -35,7 +35,7 @@ def test_cancel_a_queued_request(loaded: Models) -> None:
 
 
 def test_a_cancelled_request_keeps_its_counts(loaded: Models) -> None:
-    """Whoever leaves had a prompt computed, or found; not so who never got a slot."""
+    """Its prompt counts as computed or cached, unless it never got a slot."""
     engine = core(loaded("llama"), slots=1)
     for name in ("first", "second", "waits"):
         engine.submit(ask(name, LONG, 20))
@@ -55,7 +55,7 @@ def test_a_cancelled_request_keeps_its_counts(loaded: Models) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3], ids=["in prefill", "in decode"])
 def test_cancel_a_running_request(loaded: Models, steps: int) -> None:
-    """A running request is gone before the next step, with its slot and its cells."""
+    """It loses its slot and its cells before the next step."""
     engine = core(loaded("llama"), slots=2, chunk=64)
     engine.submit(ask("leaves", LONG, 30))
     for _ in range(steps):
@@ -70,7 +70,6 @@ def test_cancel_a_running_request(loaded: Models, steps: int) -> None:
 
 
 def test_cancel_before_the_first_step(loaded: Models) -> None:
-    """A request that leaves before anything happened leaves nothing."""
     engine = core(loaded("llama"))
     engine.submit(ask("leaves", LONG))
     engine.cancel("leaves")
@@ -81,7 +80,7 @@ def test_cancel_before_the_first_step(loaded: Models) -> None:
 
 
 def test_cancel_is_idempotent(loaded: Models) -> None:
-    """Unknown, finished and cancelled requests may be cancelled."""
+    """Unknown and finished ids may be cancelled too."""
     engine = core(loaded("llama"))
     answers = play(engine, [Job(ask("done", (1, 2), 2))])
     engine.cancel("done")
@@ -95,7 +94,6 @@ def test_cancel_is_idempotent(loaded: Models) -> None:
 
 
 def test_an_id_is_free_after_its_request(loaded: Models) -> None:
-    """After a cancel the same id is a new request."""
     engine = core(loaded("llama"))
     engine.submit(ask("name", LONG))
     engine.step()
@@ -109,7 +107,7 @@ def test_an_id_is_free_after_its_request(loaded: Models) -> None:
 def test_cancel_does_not_change_other_requests(
     loaded: Models, reference: Callable[..., Reference], leaves: int
 ) -> None:
-    """Whenever one of four leaves, the others say what they say alone; two of them shared its prompt."""
+    """One of four is cancelled at any step; two of the others share its prompt."""
     engine = core(loaded("llama"), slots=3, chunk=8)
     prompts = {"leaves": LONG[:30], "same": LONG[:30], "longer": LONG[:40], "other": (9, 8, 7)}
     jobs = [

@@ -1,4 +1,4 @@
-"""Places worth resuming at: they exist where they were asked for, are found again, and never change the text."""
+"""Checkpoints: they exist where requested, are found again, and never change the text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PROMPT = tuple((11 * at + 3) % 250 for at in range(60))
 
 
 def cached(engine: Core, prompt: tuple[int, ...], name: str, **fields: object) -> int:
-    """Tokens of a prompt that need not be computed."""
+    """The cached tokens of a prompt."""
     return play(engine, [Job(ask(name, prompt, 2, ignore_eos=True, **fields))])[name].started[0].cached_tokens
 
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_prompt_resumes_at_its_checkpoints(loaded: Models, family: str) -> None:
-    """Who leaves a prompt at one of its marks computes only what is new; elsewhere, from the mark before."""
+    """Other positions resume at the checkpoint before."""
     engine = core(loaded(family), slots=2, chunk=256)
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
 
@@ -38,7 +38,7 @@ def test_a_prompt_resumes_at_its_checkpoints(loaded: Models, family: str) -> Non
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_third_prompt_resumes_at_a_divergence(loaded: Models, family: str) -> None:
-    """Where a second prompt leaves the first without a state, it makes one, and a third finds it."""
+    """The second prompt diverges from the first without a state there, and makes a checkpoint."""
     engine = core(loaded(family), slots=2, chunk=256)
     found = [cached(engine, (*PROMPT[:27], *tail), str(tail)) for tail in ((1, 2, 3), (4, 5, 6), (7, 8, 9))]
 
@@ -47,7 +47,7 @@ def test_the_third_prompt_resumes_at_a_divergence(loaded: Models, family: str) -
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_long_prompts_have_regular_checkpoints(loaded: Models, family: str) -> None:
-    """With one every sixteen tokens, no more than fifteen are computed twice."""
+    """With an interval of 16, at most 15 tokens are computed twice."""
     engine = core(loaded(family), slots=2, chunk=256, checkpoint=16)
     cached(engine, PROMPT, "first")
 
@@ -57,7 +57,7 @@ def test_long_prompts_have_regular_checkpoints(loaded: Models, family: str) -> N
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
 def test_a_shared_prefix_is_computed_once(loaded: Models, family: str) -> None:
-    """Users who arrive at once with one beginning cost its rows once, whatever the model keeps of them."""
+    """By concurrent requests, for every kind of memory."""
     engine = core(loaded(family), slots=6, chunk=256)
     users = [Job(ask(str(at), (*PROMPT[:37], 100 + at, 7), 1, ignore_eos=True)) for at in range(6)]
     play(engine, users)
@@ -67,7 +67,7 @@ def test_a_shared_prefix_is_computed_once(loaded: Models, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", *RECURRENT])
 def test_a_repeated_prompt_costs_one_token_after_eviction(loaded: Models, family: str) -> None:
-    """What goes on at the end of a prompt is the last to be given up of it."""
+    """The end of a prompt is evicted last."""
     engine = core(loaded(family), slots=2, cells=140, chunk=16)
     cached(engine, PROMPT, "first")
     cached(engine, tuple(reversed(PROMPT)), "other")
@@ -77,7 +77,7 @@ def test_a_repeated_prompt_costs_one_token_after_eviction(loaded: Models, family
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_windows_stay_cached_at_checkpoints(loaded: Models, family: str) -> None:
-    """Where a message ends, one can go on although the cells before and behind it had to go."""
+    """The end of a message can resume after the cells around it were evicted."""
     engine = core(loaded(family), slots=2, cells=300, chunk=16)
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
     cached(engine, tuple(reversed(PROMPT)), "other")
@@ -90,7 +90,7 @@ def test_windows_stay_cached_at_checkpoints(loaded: Models, family: str) -> None
 
 
 def test_stats_count_evicted_and_trimmed_tokens(loaded: Models, tmp_path: Path) -> None:
-    """Thinned while memory was short, evicted, written in a pause, and loaded for the next who asked."""
+    """Trimmed, evicted, flushed to disk and loaded again."""
     engine = core(loaded("gemma3"), slots=2, cells=300, chunk=16, disk_cache=str(tmp_path))
     cached(engine, PROMPT, "first", checkpoints=(13, 40))
     cached(engine, tuple(reversed(PROMPT)), "other")
@@ -107,7 +107,7 @@ def test_stats_count_evicted_and_trimmed_tokens(loaded: Models, tmp_path: Path) 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", *RECURRENT])
 def test_checkpoints_do_not_change_the_text(loaded: Models, family: str) -> None:
-    """Random marks, checkpoints and chunks over prompts with common beginnings: every answer is the one without."""
+    """Random checkpoints, intervals and chunks over prompts with shared prefixes."""
     chance = random.Random(5)
     prompts = [(*PROMPT[: chance.randint(1, 60)], chance.randrange(250), chance.randrange(250)) for _ in range(12)]
     plain = play(core(loaded(family), slots=12), [Job(ask(str(at), prompt, 6)) for at, prompt in enumerate(prompts)])

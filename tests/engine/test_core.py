@@ -1,4 +1,4 @@
-"""One request from its first token to its end: why it ends, what it is told, and what it costs its neighbours."""
+"""One request from its first token to its end: finish reasons, deltas, logprobs, statistics and failures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ PROMPT = (5, 4, 3, 2, 1)
 
 
 def one(loaded: LoadedModel, **fields: object) -> tuple[Answer, Finished]:
-    """The answer to the prompt, and how it ended."""
+    """The answer to the prompt, and its last event."""
     answer = play(core(loaded), [Job(ask("one", PROMPT, **{"count": 20, "ignore_eos": True, **fields}))])["one"]
     assert isinstance(answer.end, Finished), answer.end
     return answer, answer.end
 
 
 def test_max_tokens_ends_with_length(loaded: Models, reference: References) -> None:
-    """As many tokens as were asked for, and the reason says so."""
     answer, end = one(loaded("llama"), count=7)
 
     assert list(reference("llama").greedy(PROMPT, 7)) == answer.tokens
@@ -34,7 +33,7 @@ def test_max_tokens_ends_with_length(loaded: Models, reference: References) -> N
 
 
 def test_max_tokens_0_finishes_with_length(loaded: Models) -> None:
-    """A request for nothing ends at once, without a step."""
+    """Without a step."""
     engine = core(loaded("llama"))
     answer = play(engine, [Job(ask("one", PROMPT, 0))])["one"]
 
@@ -43,7 +42,7 @@ def test_max_tokens_0_finishes_with_length(loaded: Models) -> None:
 
 
 def test_the_end_token_is_not_text(loaded: Models, reference: References) -> None:
-    """The model's own end token ends with "stop"; it counts as a token and says nothing."""
+    """It finishes with "stop" and counts as a token."""
     prompt = (1, 2, 3, 4, 5)
     assert END in reference("gemma3").greedy(prompt, 24)
 
@@ -59,7 +58,7 @@ def test_the_end_token_is_not_text(loaded: Models, reference: References) -> Non
 
 
 def test_a_stop_token_is_reported(loaded: Models, reference: References) -> None:
-    """Of the request's own stop tokens the first that comes ends the answer, and is not part of it."""
+    """The first stop token finishes the answer and is not part of it."""
     expected = reference("llama").greedy(PROMPT, 20)
     answer, end = one(loaded("llama"), stop_token_ids=(expected[9], expected[4]))
     first = min(expected.index(expected[9]), expected.index(expected[4]))
@@ -70,7 +69,7 @@ def test_a_stop_token_is_reported(loaded: Models, reference: References) -> None
 
 @pytest.mark.parametrize("ending", ["end token", "stop token", "stop string", "length"])
 def test_deltas_and_finish_hold_all_tokens(ending: str, loaded: Models, reference: References) -> None:
-    """`completion_tokens` tokens in all: the last event has those without text, in their order."""
+    """`completion_tokens` in all; Finished holds the tokens without text, in order."""
     expected = reference("llama").greedy(PROMPT, 20)
     fields: dict[str, object] = {}
     if ending == "stop token":
@@ -94,7 +93,7 @@ def test_deltas_and_finish_hold_all_tokens(ending: str, loaded: Models, referenc
 
 
 def test_the_end_token_has_a_logprob(loaded: Models, reference: References) -> None:
-    """Where log-probabilities are asked for, every token that counts has one: the last comes with the end."""
+    """Every counted token has one; that of the end token is in Finished."""
     expected = reference("llama").greedy(PROMPT, 20)
     answer, end = one(loaded("llama"), stop_token_ids=(expected[9],), logprobs=0)
     _, silent = one(loaded("llama"), stop_token_ids=(expected[9],))
@@ -106,7 +105,7 @@ def test_the_end_token_has_a_logprob(loaded: Models, reference: References) -> N
 
 
 def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
-    """The text ends before the stop string, wherever the tokens' borders are, and the string is told."""
+    """The text ends before the stop string, which may start inside a token, and Finished names it."""
     whole, _ = one(loaded("llama"), count=40)
     for start in range(2, len(whole.text) - 3):
         stop = whole.text[start : start + 2]
@@ -117,7 +116,7 @@ def test_a_stop_string_cuts_the_text(loaded: Models) -> None:
 
 
 def test_text_is_the_tokens_decoded(loaded: Models) -> None:
-    """All deltas together are what decoding all tokens at once gives."""
+    """The concatenated deltas equal the decoded tokens."""
     answer, _ = one(loaded("llama"), count=60)
     reader = loaded("llama").tokenizer._tokenizer
 
@@ -125,7 +124,7 @@ def test_text_is_the_tokens_decoded(loaded: Models) -> None:
 
 
 def test_a_repeated_prompt_is_cached(loaded: Models) -> None:
-    """All but the last token come from the cache, and the answer is the same."""
+    """All but the last token are reused, and the answer is the same."""
     engine = core(loaded("llama"))
     first = play(engine, [Job(ask("first", PROMPT * 8, 5))])["first"]
     rows = engine.stats().batch_tokens_total
@@ -137,7 +136,7 @@ def test_a_repeated_prompt_is_cached(loaded: Models) -> None:
 
 
 def test_the_next_turn_reuses_the_conversation(loaded: Models, reference: References) -> None:
-    """Prompt and answer of one turn are the beginning of the next, and need not be computed."""
+    """Prompt and answer of a turn are a cached prefix of the next."""
     engine = core(loaded("llama"))
     first = play(engine, [Job(ask("first", PROMPT * 4, 9, ignore_eos=True))])["first"]
     prompt = (*PROMPT * 4, *first.tokens, 7, 8, 9)
@@ -149,7 +148,7 @@ def test_the_next_turn_reuses_the_conversation(loaded: Models, reference: Refere
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_logprobs_are_raw_model_logprobs(loaded: Models, reference: References, family: str) -> None:
-    """Chosen and likeliest tokens with their log-probabilities, as transformers computes them, in any batch."""
+    """Chosen and top tokens equal those of transformers, in any batch."""
     engine = core(loaded(family), chunk=3)
     jobs = [Job(ask("one", PROMPT, 6, logprobs=4, ignore_eos=True)), Job(ask("other", (9, 9, 8), 9, ignore_eos=True))]
     entries = []
@@ -172,7 +171,7 @@ def test_logprobs_are_raw_model_logprobs(loaded: Models, reference: References, 
 
 
 def test_nonfinite_logits_fail_one_request(loaded: Models, reference: References) -> None:
-    """When the model says NaN for one of three, that one fails, the others are exact, and its cells are free."""
+    """One of three has NaN logits; the others are exact, and its cells are free."""
     model = loaded("llama").model
     engine = core(loaded("llama"), slots=3)
 
@@ -197,7 +196,7 @@ def test_nonfinite_logits_fail_one_request(loaded: Models, reference: References
 def test_a_failing_step_fails_its_sequences(
     loaded: Models, reference: References, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others go on exactly, what broke computed nothing for others to reuse, and no cell is lost."""
+    """Other sequences are exact, nothing of the step is cached, and no cell is lost."""
     model = loaded("llama").model
     engine = core(loaded("llama"), slots=2)
     engine.submit(ask("breaks", PROMPT * 3, 10))
@@ -217,7 +216,7 @@ def test_a_failing_step_fails_its_sequences(
 
 
 def test_stats_add_up(loaded: Models) -> None:
-    """Totals are the sums of what the requests were told."""
+    """Totals are the sums over the events of the requests."""
     engine = core(loaded("llama"), slots=2, chunk=8)
     jobs = [Job(ask(str(at), PROMPT * (1 + at % 3), 3 + at, ignore_eos=True), at) for at in range(6)]
     answers = play(engine, jobs)
@@ -233,7 +232,6 @@ def test_stats_add_up(loaded: Models) -> None:
 
 
 def test_a_failed_sequence_is_not_cached(loaded: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cells of a request that failed are offered to nobody."""
     engine = core(loaded("llama"))
     run = engine._stepper._runner.run
     monkeypatch.setattr(engine._stepper._runner, "run", lambda *arguments: run(*arguments) * torch.nan)

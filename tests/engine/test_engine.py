@@ -1,4 +1,4 @@
-"""The border between the event loop and the engine thread: the only tests with a real thread in them."""
+"""The boundary between the event loop and the engine thread: the only tests with a real engine thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDLESS = 100
 
 @asynccontextmanager
 async def running(folder: Path, **settings: object) -> AsyncIterator[Engine]:
-    """An engine that is ready, and closed in the end."""
+    """A ready engine, closed at the end."""
     config = {"context": CONTEXT, "slots": 2, "dtype": "float64", **settings}
     engine = Engine(EngineConfig(model=str(folder), **config))
     engine.start()
@@ -44,8 +44,8 @@ async def running(folder: Path, **settings: object) -> AsyncIterator[Engine]:
         await asyncio.to_thread(engine.close)
 
 
-def tell(folder: Path, story: Callable[[Engine], Awaitable[None]], **settings: object) -> None:
-    """Run a story with an engine, for half a minute at most."""
+def run_with_engine(folder: Path, story: Callable[[Engine], Awaitable[None]], **settings: object) -> None:
+    """Run a coroutine with an engine, for half a minute at most."""
 
     async def scene() -> None:
         async with asyncio.timeout(30), running(folder, **settings) as engine:
@@ -66,7 +66,7 @@ def tokens(events: list[Event]) -> list[int]:
 
 
 def test_output_equals_generate(folder: Folder, reference: Callable[..., Reference]) -> None:
-    """Five clients at once get Started, their text and Finished, and what they get alone."""
+    """Five concurrent clients get Started, deltas and Finished."""
     prompts = [(5, 6, 7), (5, 6, 7, 8), (9,), (1, 2, 3, 4, 5), (5, 6)]
 
     async def story(engine: Engine) -> None:
@@ -78,11 +78,11 @@ def test_output_equals_generate(folder: Folder, reference: Callable[..., Referen
             assert isinstance(events[-1], Finished)
             assert [token for token in expected if token != END] == tokens(events)
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_leaving_open_cancels(folder: Folder) -> None:
-    """A client that leaves early frees the engine; the next one gets the slot."""
+    """The next client gets the slot."""
 
     async def story(engine: Engine) -> None:
         async with engine.open(ask("leaves", (1, 2, 3), ENDLESS, ignore_eos=True)) as stream:
@@ -92,11 +92,11 @@ def test_leaving_open_cancels(folder: Folder) -> None:
         assert 3 == len(tokens(events))
         assert engine.stats().generated_tokens_total < ENDLESS
 
-    tell(folder("llama"), story, slots=1)
+    run_with_engine(folder("llama"), story, slots=1)
 
 
 def test_stats_count_a_cancelled_request(folder: Folder) -> None:
-    """Soon after the last client has left, nobody runs by the engine's own account."""
+    """Soon after the last client left, no request is running."""
 
     async def story(engine: Engine) -> None:
         async with engine.open(ask("leaves", (1, 2, 3), 100_000, ignore_eos=True, overflow="shift")) as stream:
@@ -107,11 +107,10 @@ def test_stats_count_a_cancelled_request(folder: Folder) -> None:
             while engine.stats().running:
                 await asyncio.sleep(0)
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_an_exception_inside_open_cancels(folder: Folder) -> None:
-    """However a client leaves, its request is over."""
 
     async def fail(engine: Engine) -> None:
         async with engine.open(ask("fails", (1, 2, 3), ENDLESS, ignore_eos=True)) as stream:
@@ -124,7 +123,7 @@ def test_an_exception_inside_open_cancels(folder: Folder) -> None:
 
         assert 3 == len(tokens(await answer(engine, ask("next", (1, 2), 3, ignore_eos=True))))
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 REFUSED = [
@@ -142,7 +141,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("request_", "error"), REFUSED, ids=range(len(REFUSED)))
 def test_invalid_requests_are_refused_at_open(folder: Folder, request_: Request, error: type[Exception]) -> None:
-    """A refused request has computed nothing and leaves nothing behind."""
+    """Without a computed token."""
 
     async def story(engine: Engine) -> None:
         with pytest.raises(error):
@@ -151,11 +150,11 @@ def test_invalid_requests_are_refused_at_open(folder: Folder, request_: Request,
         assert 0 == engine.stats().steps_total
         assert 1 == len(tokens(await answer(engine, ask("bad", (1,), 1, ignore_eos=True))))
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_too_long_prompt_reports_the_maximum_context(folder: Folder) -> None:
-    """Both ways to find that: by counting tokens, and by the length of the text alone."""
+    """Found by the number of tokens, and by the length of the text."""
 
     async def story(engine: Engine) -> None:
         assert (64, CONTEXT) == (engine.info.context, engine.info.max_context)
@@ -166,31 +165,30 @@ def test_a_too_long_prompt_reports_the_maximum_context(folder: Folder) -> None:
 
         assert [(64, CONTEXT)] * 2 == [(each.value.capacity, each.value.max_context) for each in (counted, estimated)]
 
-    tell(folder("llama"), story, context=64)
+    run_with_engine(folder("llama"), story, context=64)
 
 
 def test_the_default_context_is_the_model_s(folder: Folder) -> None:
-    """Where the memory holds it; there is nothing longer to ask for."""
+    """If the memory suffices."""
 
     async def story(engine: Engine) -> None:
         assert (CONTEXT, CONTEXT, 8) == (engine.info.context, engine.info.max_context, engine.info.slots)
 
-    tell(folder("llama"), story, context=None, slots=None)
+    run_with_engine(folder("llama"), story, context=None, slots=None)
 
 
 def test_a_duplicate_id_is_refused(folder: Folder) -> None:
-    """Two running requests cannot have the same id."""
 
     async def story(engine: Engine) -> None:
         async with engine.open(ask("name", (1, 2), ENDLESS, ignore_eos=True)):
             with pytest.raises(InvalidRequest):
                 await answer(engine, ask("name", (1, 2)))
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
-    """Slots and places in the queue are taken; one more is refused with a time to wait, and served later."""
+    """Slots and queue are full; the refused request is served later."""
 
     async def story(engine: Engine) -> None:
         jobs = [asyncio.create_task(answer(engine, ask(str(at), (1, 2), 40, ignore_eos=True))) for at in range(3)]
@@ -203,11 +201,11 @@ def test_a_full_queue_is_refused_with_retry_after(folder: Folder) -> None:
         assert [40] * 3 == [len(tokens(events)) for events in answers]
         assert 2 == len(tokens(await answer(engine, ask("late", (1, 2), 2, ignore_eos=True))))
 
-    tell(folder("llama"), story, slots=1, max_waiting=2)
+    run_with_engine(folder("llama"), story, slots=1, max_waiting=2)
 
 
 def test_open_before_load_raises_loading(folder: Folder) -> None:
-    """While it loads, requests are refused with the phase, and waiting for it works from several places."""
+    """With the phase of the load; several tasks may wait for its end."""
 
     async def scene() -> None:
         entered, go_on = threading.Event(), threading.Event()
@@ -231,7 +229,7 @@ def test_open_before_load_raises_loading(folder: Folder) -> None:
 
 
 def test_a_load_error_is_reported(tmp_path: Path) -> None:
-    """Who waits gets the reason, who asks is refused, and the engine is not alive."""
+    """Waiting tasks get the error, requests are refused, and the engine is not alive."""
 
     async def scene() -> None:
         engine = Engine(EngineConfig(model=str(tmp_path / "nothing")))
@@ -250,7 +248,7 @@ def test_a_load_error_is_reported(tmp_path: Path) -> None:
 
 
 def test_drain_waits_for_running_requests(folder: Folder) -> None:
-    """New requests are refused at once; those that run get all their text."""
+    """New requests are refused; running ones get all their text."""
 
     async def story(engine: Engine) -> None:
         job = asyncio.create_task(answer(engine, ask("runs", (1, 2), 60, ignore_eos=True)))
@@ -264,11 +262,11 @@ def test_drain_waits_for_running_requests(folder: Folder) -> None:
         assert 60 == len(tokens(await job))
         assert (False, "draining") == (engine.ready, engine.phase)
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_drain_fails_requests_at_its_deadline(folder: Folder) -> None:
-    """After the grace every client hears that it failed, as its last event."""
+    """Failed is the last event of each."""
 
     async def story(engine: Engine) -> None:
         job = asyncio.create_task(answer(engine, ask("runs", (1, 2), 100_000, ignore_eos=True, overflow="shift")))
@@ -277,11 +275,11 @@ def test_drain_fails_requests_at_its_deadline(folder: Folder) -> None:
 
         assert isinstance((await job)[-1], Failed)
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_dead_thread_fails_all_streams(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the thread ends, running requests fail, new ones are refused, and the engine says that it is dead."""
+    """Running requests fail, new ones are refused, and the phase is "dead"."""
 
     def broken(core: Core) -> object:
         raise MemoryError("no memory")
@@ -296,11 +294,11 @@ def test_a_dead_thread_fails_all_streams(folder: Folder, monkeypatch: pytest.Mon
         assert not engine.alive
         assert "MemoryError" in engine.phase
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_failing_step_fails_only_its_requests(folder: Folder) -> None:
-    """A model that breaks once costs the requests of that step; the next one is served."""
+    """The next request is served."""
 
     def broken(*_: object) -> None:
         raise RuntimeError("no logits")
@@ -315,11 +313,11 @@ def test_a_failing_step_fails_only_its_requests(folder: Folder) -> None:
         assert 5 == len(tokens(after))
         assert 1 == engine.stats().failed_total
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_a_slow_reader_blocks_no_other_stream(folder: Folder) -> None:
-    """One stream is opened and not read; another gets all its text, and then the first has its own waiting."""
+    """The unread stream keeps its events."""
 
     async def story(engine: Engine) -> None:
         async with engine.open(ask("silent", (3, 4), 30, ignore_eos=True)) as stream:
@@ -330,15 +328,14 @@ def test_a_slow_reader_blocks_no_other_stream(folder: Folder) -> None:
         assert 30 == len(tokens(late))
         assert len(late) < 30
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)
 
 
 def test_close_is_idempotent(folder: Folder) -> None:
-    """An engine that is closed may be closed again."""
 
     async def story(engine: Engine) -> None:
         await asyncio.to_thread(engine.close)
 
         assert not engine.alive
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)

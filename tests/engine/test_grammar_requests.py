@@ -1,4 +1,4 @@
-"""Requests with grammars and rules in the engine: every text follows its grammar, and is what it is alone."""
+"""Requests with grammars and constraints: each text matches its grammar, and equals the text of a separate run."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ PROMPT = tuple(range(30, 60))
 
 
 def of_schema(schema: dict[str, object]) -> Grammar:
-    """The grammar of the compact JSON texts that follow a schema."""
+    """The grammar of compact JSON texts of a schema."""
     return Grammar(f"start: json\njson: %json {json.dumps({**schema, **COMPACT})}")
 
 
 def requests(count: int = 60) -> list[Request]:
-    """All schemas and ways to draw, with a few that have no grammar between them."""
+    """All schemas and sampling parameters, and some requests without a grammar."""
     chance, some = random.Random(0), []
     for at, schema in enumerate(SCHEMAS):
         for way, sampling in enumerate(SAMPLINGS):
@@ -73,13 +73,13 @@ def requests(count: int = 60) -> list[Request]:
 
 
 def alone(loaded: LoadedModel, some: Sequence[Request]) -> dict[str, Answer]:
-    """What each says by itself."""
+    """The answer of each request in a separate run."""
     engine = core(loaded, slots=1)
     return {request.id: play(engine, [Job(request)])[request.id] for request in some}
 
 
 def check(some: Sequence[Request], answers: dict[str, Answer]) -> int:
-    """Every text that ended by itself follows its schema; how many did."""
+    """Each text that ended matches its schema; their number."""
     ended = 0
     for request in some:
         answer = answers[request.id]
@@ -92,17 +92,17 @@ def check(some: Sequence[Request], answers: dict[str, Answer]) -> int:
 
 @pytest.fixture(scope="module")
 def whole(loaded: Models) -> dict[str, Answer]:
-    """What each of the requests says alone, without drafts."""
+    """The answers in separate runs, without drafts."""
     return alone(loaded("llama"), requests())
 
 
 def test_outputs_match_their_schemas(whole: dict[str, Answer]) -> None:
-    """Of a model of random weights, drawn in every way; a few do not come to their end."""
+    """From random weights, with all sampling parameters; a few reach their limit first."""
     assert 16 <= check(requests(), whole)
 
 
 def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> Drafter:
-    """A drafter that is right, wrong, both by turns, or knows nothing of grammars."""
+    """A drafter whose drafts are right, wrong, alternating, or without regard to the grammar."""
     texts = {name: answer.tokens for name, answer in outputs.items()}
     lengths = {request.id: len(request.prompt) for request in some}
     return {
@@ -118,7 +118,7 @@ def guessing(kind: str, outputs: dict[str, Answer], some: Sequence[Request]) -> 
 def test_output_is_independent_of_drafts_batches_and_preemption(
     loaded: Models, whole: dict[str, Answer], kind: str
 ) -> None:
-    """All at once, drafted for, in small chunks and with too few cells, each says what it says alone."""
+    """With small chunks and too few cells."""
     some = requests()
     drafter = guessing(kind, whole, some)
     speculation = Speculation(None, drafter, FixedDepth(4), lambda: 0.0)
@@ -132,7 +132,7 @@ def test_output_is_independent_of_drafts_batches_and_preemption(
 
 
 def test_a_draft_model_follows_the_grammar(loaded: Models, whole: dict[str, Answer]) -> None:
-    """Drawing as the text does, the same model is right with every guess but those behind an end."""
+    """With the same noise, the same model drafts correctly, except after an end."""
     from tests.engine.speculated import model_drafter
 
     speculation = Speculation(None, model_drafter(loaded("llama"), slots=2), FixedDepth(3), lambda: 0.0)
@@ -154,7 +154,7 @@ BUNDLED = (
 
 
 def test_the_bundled_model_follows_grammars() -> None:
-    """Schemas, choices, expressions, and special tokens; in the order of what was asked, all in one batch."""
+    """Schemas, choices, expressions and special tokens, in one batch."""
     from engine.load.load import load
 
     config = EngineConfig(context=256, slots=8)
@@ -186,7 +186,7 @@ def test_the_bundled_model_follows_grammars() -> None:
 
 
 def test_a_grammar_dead_end_fails_one_request(loaded: Models) -> None:
-    """Where grammar and rules leave no token, in words; with right drafts too, and neighbours go on."""
+    """With a reason, with and without drafts; other requests are unchanged."""
     dead = ask("dead", PROMPT, 20, grammar=Grammar('start: "the"'), sampling=SamplingParams(allowed_tokens=(83,)))
     fine = ask("fine", PROMPT, 20)
     engine = core(loaded("llama"))
@@ -200,7 +200,7 @@ def test_a_grammar_dead_end_fails_one_request(loaded: Models) -> None:
 
 
 def test_tokens_before_a_dead_end_are_emitted(loaded: Models) -> None:
-    """Also where guesses are right up to it; and a stop string before it ends the text well."""
+    """Also with accepted drafts; a stop string before it finishes the text."""
     letters = [loaded("llama").tokenizer.encode(letter)[0] for letter in "the12"]
     sampling = SamplingParams(temperature=0.0, allowed_tokens=tuple(letters))
     rules = {"grammar": Grammar('start: /[tx]/ /[hx]/ /[ex]/ "z"'), "sampling": sampling}
@@ -219,7 +219,7 @@ def test_tokens_before_a_dead_end_are_emitted(loaded: Models) -> None:
 
 
 def test_a_complete_grammar_ends_the_text(loaded: Models) -> None:
-    """Ends that are ignored, a shortest length and allowed tokens yield; stops and limits work as ever."""
+    """Regardless of `ignore_eos`, `min_tokens` and allowed tokens; stops and limits still apply."""
     grammar = Grammar('start: "the in"')
     rules = {"ignore_eos": True, "min_tokens": 40, "grammar": grammar}
     letters = tuple(token for token in range(VOCABULARY) if token != END)
@@ -238,7 +238,7 @@ def test_a_complete_grammar_ends_the_text(loaded: Models) -> None:
 
 
 def test_a_reasoning_limit_holds_inside_a_grammar(loaded: Models) -> None:
-    """When the budget is spent, or as soon as a character that has begun is whole."""
+    """At its budget, or after the character in progress."""
     source = 'start: THOUGHT "!" /[0-9]{2}/\nTHOUGHT: /[^!]{1,60}/'
     bang = next(token for token in range(256) if loaded("llama").tokenizer.describe_token(token, 0.0).text == "!")
     some = [
@@ -262,7 +262,7 @@ def test_a_reasoning_limit_holds_inside_a_grammar(loaded: Models) -> None:
 
 @pytest.mark.parametrize("least", [0, 6, 13])
 def test_stop_strings_apply_after_min_tokens(loaded: Models, least: int) -> None:
-    """What completes before is said; drafts do not matter."""
+    """With and without drafts."""
     plain = alone(loaded("llama"), [ask("one", PROMPT, 24, ignore_eos=True)])["one"]
     stops = [letter for letter in sorted(set(plain.text)) if letter != "\ufffd"]
     request = ask("one", PROMPT, 24, ignore_eos=True, stop=tuple(stops), min_tokens=least)
@@ -279,7 +279,7 @@ def test_stop_strings_apply_after_min_tokens(loaded: Models, least: int) -> None
 
 
 def test_drafts_after_a_stop_string_are_not_emitted(loaded: Models) -> None:
-    """Accepted are those that are part of the answer, and the others are refused, as many as were drafted."""
+    """They count as rejected."""
     whole = alone(loaded("llama"), [ask("one", PROMPT, 24, ignore_eos=True)])["one"]
     stop = next(letter for letter in whole.text[1:] if letter != "\ufffd")
     request = ask("one", PROMPT, 24, ignore_eos=True, stop=(stop,))
@@ -309,8 +309,8 @@ WRONG = {
 
 
 def test_invalid_fields_are_refused_by_name(folder: Callable[[str], object]) -> None:
-    """Before anything is computed; a grammar is compiled off the engine thread, and works."""
-    from tests.engine.test_engine import answer, tell
+    """Without a computed token; valid grammars are compiled outside of the engine thread."""
+    from tests.engine.test_engine import answer, run_with_engine
 
     async def story(engine: Engine) -> None:
         for field, wrong in WRONG.items():
@@ -322,4 +322,4 @@ def test_invalid_fields_are_refused_by_name(folder: Callable[[str], object]) -> 
         assert "the" == "".join(event.text for event in events if hasattr(event, "text"))
         assert compiled is engine.grammars.compile(Grammar('start: "the"'))
 
-    tell(folder("llama"), story)
+    run_with_engine(folder("llama"), story)

@@ -1,4 +1,4 @@
-"""The watchdog over the engine thread: what counts as stuck, and what does not."""
+"""The watchdog of the engine thread: which times count as stuck."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT, STRIDE = 120.0, 10.0
 
 
 class Clock:
-    """A clock that only the test moves."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,7 +28,7 @@ class Clock:
 
 
 def observed(watchdog: Watchdog, clock: Clock, seconds: float, pulse: float = 5.0) -> bool:
-    """Whether the thread is stuck after so many seconds, observed once a pulse."""
+    """Whether the thread is stuck after `seconds`, observed at regular intervals."""
     stuck = watchdog.is_stuck()
     for _ in range(int(seconds / pulse)):
         clock.now += pulse
@@ -47,7 +47,7 @@ def watchdog(clock: Clock) -> Watchdog:
 
 
 def test_a_step_is_stuck_after_the_limit(watchdog: Watchdog, clock: Clock) -> None:
-    """A step that does not end counts as stuck after the limit, and not before."""
+    """And not before."""
     watchdog.step_started()
 
     assert not observed(watchdog, clock, LIMIT - 5)
@@ -55,7 +55,6 @@ def test_a_step_is_stuck_after_the_limit(watchdog: Watchdog, clock: Clock) -> No
 
 
 def test_a_new_step_resets_the_time(watchdog: Watchdog, clock: Clock) -> None:
-    """Many steps of less than the limit are no stuck one."""
     for _ in range(5):
         watchdog.step_started()
 
@@ -64,7 +63,7 @@ def test_a_new_step_resets_the_time(watchdog: Watchdog, clock: Clock) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_idle_time_does_not_count(watchdog: Watchdog, clock: Clock, waits: bool) -> None:
-    """Neither before the first step, which a slow start delays, nor while the thread waits for requests."""
+    """Neither before the first step nor while the thread waits for requests."""
     if waits:
         watchdog.step_started()
         observed(watchdog, clock, LIMIT - 10)
@@ -77,7 +76,7 @@ def test_idle_time_does_not_count(watchdog: Watchdog, clock: Clock, waits: bool)
 
 
 def test_a_suspended_process_is_not_stuck(watchdog: Watchdog, clock: Clock) -> None:
-    """A clock that jumps by hours inside a step adds one stride."""
+    """A jump of the clock by hours adds one maximum gap."""
     watchdog.step_started()
     observed(watchdog, clock, 60)
     clock.now += 8 * 3600
@@ -88,7 +87,6 @@ def test_a_suspended_process_is_not_stuck(watchdog: Watchdog, clock: Clock) -> N
 
 
 def test_a_clock_that_goes_back_is_ignored(watchdog: Watchdog, clock: Clock) -> None:
-    """Time that is taken back counts as none."""
     watchdog.step_started()
     observed(watchdog, clock, 60)
     clock.now -= 3600
@@ -98,7 +96,7 @@ def test_a_clock_that_goes_back_is_ignored(watchdog: Watchdog, clock: Clock) -> 
 
 
 def test_a_slow_load_is_alive(folder: Callable[[str], Path], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load of any length leaves the engine alive, also before its thread has looked for the first request."""
+    """A load of any duration, also before the thread has its first request."""
     go_on, stats = threading.Event(), EngineLoop.stats
 
     def late(loop: EngineLoop) -> Stats:
@@ -123,7 +121,7 @@ def test_a_slow_load_is_alive(folder: Callable[[str], Path], clock: Clock, monke
 
 
 def test_an_idle_engine_does_not_wake_the_loop(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread may look whether there is something to save; the event loop hears of it only if there was."""
+    """The idle thread retries to flush; the event loop is woken only after a flush."""
     monkeypatch.setattr("engine.loop._FLUSH_RETRY_SECONDS", 0.001)
     delivered: list[object] = []
 
@@ -132,10 +130,10 @@ def test_an_idle_engine_does_not_wake_the_loop(folder: Callable[[str], Path], mo
         engine.start()
         await engine.wait_ready()
         await engine._flushed.wait()
-        engine._deliver = lambda *told: delivered.append(told)  # type: ignore[method-assign]
-        # Of the thread: so many times it has looked again.
-        looked = engine._watchdog._steps
-        while engine._watchdog._steps < looked + 20:
+        engine._deliver = lambda *arguments: delivered.append(arguments)  # type: ignore[method-assign]
+        # The thread counts its retries as steps.
+        steps = engine._watchdog._steps
+        while engine._watchdog._steps < steps + 20:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.close)
         return len(delivered)

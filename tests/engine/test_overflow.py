@@ -1,4 +1,4 @@
-"""What happens at a full context: the answer ends with "length", or the context shifts and the text goes on."""
+"""A full context: the answer finishes with "length", or the context shifts and the text continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = (5, 4, 3, 2, 1, 0, 5, 4)
 
 
 def finished(answer: Answer) -> Finished:
-    """The end of an answer, which must be a good one."""
+    """The last event of an answer, which must be Finished."""
     assert isinstance(answer.end, Finished), answer.end
     return answer.end
 
@@ -35,7 +35,7 @@ def one(loaded: LoadedModel, count: int | None, **fields: object) -> Answer:
 
 @pytest.mark.parametrize("count", [None, CONTEXT - len(PROMPT), 1000])
 def test_a_full_context_finishes_with_length(loaded: Models, reference: References, count: int | None) -> None:
-    """Without shifting, the answer has as many tokens as the context leaves, and is exact to the last."""
+    """The answer has all tokens that fit, and is exact."""
     answer = one(loaded("llama"), count, overflow="length")
 
     assert list(reference("llama").greedy(PROMPT, CONTEXT - len(PROMPT))) == answer.tokens
@@ -44,7 +44,6 @@ def test_a_full_context_finishes_with_length(loaded: Models, reference: Referenc
 
 
 def test_a_prompt_one_below_capacity_gets_one_token(loaded: Models) -> None:
-    """The last place of the context is used."""
     engine = core(loaded("llama"), context=CONTEXT)
     answer = play(engine, [Job(ask("one", range(CONTEXT - 1), 10))])["one"]
 
@@ -53,7 +52,7 @@ def test_a_prompt_one_below_capacity_gets_one_token(loaded: Models) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "cohere", "smollm3", "gemma3", "gpt2"])
 def test_a_shifted_sequence_continues(loaded: Models, reference: References, family: str) -> None:
-    """With shifting, the answer is as long as was asked for; up to the first shift it is the plain one."""
+    """To the requested length; up to the first shift it equals the answer without shifts."""
     answer = one(loaded(family), 70, overflow="shift", keep=2)
     usage = finished(answer).usage
 
@@ -64,7 +63,7 @@ def test_a_shifted_sequence_continues(loaded: Models, reference: References, fam
 
 
 def test_shifts_are_counted(loaded: Models) -> None:
-    """Each shift drops the older half behind what is kept: eleven of twenty-four, two kept."""
+    """Each shift drops the older half of the droppable tokens: eleven of twenty-four, two kept."""
     usage = finished(one(loaded("llama"), 70, overflow="shift", keep=2)).usage
     shifts = -(-(len(PROMPT) + 70 - 1 - CONTEXT) // 11)
 
@@ -72,21 +71,17 @@ def test_shifts_are_counted(loaded: Models) -> None:
 
 
 def test_unlimited_output_with_shifts_is_one_context_long(loaded: Models) -> None:
-    """Nobody gets text without end by forgetting to ask for less."""
     assert CONTEXT == len(one(loaded("llama"), None, overflow="shift").tokens)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5, 12, 23, 1000])
 def test_every_keep_value_works(loaded: Models, keep: int) -> None:
-    """Whatever the request wants kept, something can go."""
+    """Some tokens stay droppable."""
     assert 60 == len(one(loaded("llama"), 60, overflow="shift", keep=keep).tokens)
 
 
 def test_kept_tokens_stay_and_moved_keys_are_rotated(loaded: Models) -> None:
-    """After a shift the sequence is its kept beginning and its newer half, and the first layer's keys stand there.
-
-    Keys of the first layer depend on token and position only, so they can be computed anew and compared.
-    """
+    """Keys of the first layer depend on token and position only, so they are compared with recomputed ones."""
     engine = core(loaded("llama"), slots=2, context=CONTEXT)
     engine.submit(ask("one", PROMPT, 70, overflow="shift", keep=3, ignore_eos=True))
     while not (found := engine._scheduler.running) or not found[0].usage().context_shifts:
@@ -108,13 +103,13 @@ def test_kept_tokens_stay_and_moved_keys_are_rotated(loaded: Models) -> None:
 
 
 def keys(cache: Cache, slot: int, length: int) -> torch.Tensor:
-    """The first layer's keys of a slot, in order."""
+    """The keys of a slot in the first layer, in order."""
     group, own = cache.layer_group(0)
     return group.pool.keys.rows[own][:, torch.from_numpy(group.table(slot)[:length].copy())]
 
 
 def test_shifted_cells_are_not_shared(loaded: Models, reference: References) -> None:
-    """Who asks with the very tokens of a shifted sequence gets only its kept beginning, and the exact answer."""
+    """A prompt with the tokens of a shifted sequence reuses the kept prefix only, and its answer is exact."""
     engine = core(loaded("llama"), slots=2, context=CONTEXT)
     engine.submit(ask("shifts", PROMPT, 40, overflow="shift", keep=4, ignore_eos=True))
     while not (found := engine._scheduler.running) or found[0].usage().context_shifts < 2:
@@ -130,7 +125,7 @@ def test_shifted_cells_are_not_shared(loaded: Models, reference: References) -> 
 
 
 def play_along(engine: Core, tokens: tuple[int, ...], name: str) -> Answer:
-    """An answer beside sequences that run already."""
+    """An answer beside running sequences."""
     answer = Answer()
     engine.submit(ask(name, tokens, 8, ignore_eos=True))
     while answer.end is None:
@@ -142,7 +137,7 @@ def play_along(engine: Core, tokens: tuple[int, ...], name: str) -> Answer:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "lfm2"])
 def test_protected_ranges_stay(loaded: Models, family: str) -> None:
-    """A shift drops what is before a protected range, then what is behind it, and the range stays whole."""
+    """Shifts drop tokens before a protected range, then tokens after it."""
     prompt = tuple(range(1, 19))
     engine = core(loaded(family), slots=2, context=CONTEXT, chunk=7)
     engine.submit(ask("one", prompt, 60, overflow="shift", keep=2, protected=((11, 18),), ignore_eos=True))
@@ -159,7 +154,7 @@ def test_protected_ranges_stay(loaded: Models, family: str) -> None:
 
 
 def test_nothing_droppable_finishes_with_length(loaded: Models) -> None:
-    """Where all but the newest token is protected, a full context is the end, whatever was asked for."""
+    """All tokens but the last are protected."""
     protected = ((0, CONTEXT - 1),)
     engine = core(loaded("llama"), slots=2, context=CONTEXT)
     request = ask("one", range(CONTEXT - 1), 60, overflow="shift", protected=protected, ignore_eos=True)
@@ -170,7 +165,7 @@ def test_nothing_droppable_finishes_with_length(loaded: Models) -> None:
 
 
 def test_recurrent_states_are_carried_on_request_only(loaded: Models) -> None:
-    """Rebuilt states know the kept text alone, as a fresh prompt of it would; carried ones still know the dropped."""
+    """Rebuilt states equal those of a new prompt; carried ones depend on the dropped tokens."""
     said = {how: one(loaded("lfm2"), 70, overflow="shift", keep=2, recurrent_shift=how) for how in ("rebuild", "carry")}
     plain = CONTEXT + 1 - len(PROMPT)
     everything = [*PROMPT, *said["rebuild"].tokens]
@@ -184,7 +179,7 @@ def test_recurrent_states_are_carried_on_request_only(loaded: Models) -> None:
 
 
 def test_a_shift_does_not_move_shared_cells(loaded: Models, reference: References) -> None:
-    """When a sequence shifts, those who share its prompt stay as they are."""
+    """Sequences with the same prompt are unchanged."""
     engine = core(loaded("llama"), slots=3, context=CONTEXT, chunk=7)
     jobs = [
         Job(ask("shifts", PROMPT, 60, overflow="shift", keep=0, ignore_eos=True)),
@@ -198,7 +193,6 @@ def test_a_shift_does_not_move_shared_cells(loaded: Models, reference: Reference
 
 @pytest.mark.parametrize("overflow", ["length", "shift"])
 def test_the_overflow_setting_is_the_default(loaded: Models, overflow: str) -> None:
-    """The engine's own overflow is the default."""
     engine = core(loaded("llama"), context=CONTEXT, overflow=overflow)
     answer = play(engine, [Job(ask("one", PROMPT, 40, ignore_eos=True))])["one"]
 
@@ -207,7 +201,7 @@ def test_the_overflow_setting_is_the_default(loaded: Models, overflow: str) -> N
 
 @pytest.mark.parametrize("prompt", [1, 8, 12, 15])
 def test_a_single_sequence_shifts_in_a_full_cache(loaded: Models, prompt: int) -> None:
-    """With cells for one context only, a prompt that others could reuse is no obstacle."""
+    """With cells for one context, its own cached prompt is evicted."""
     engine = core(loaded("llama"), slots=1, context=16)
     answer = play(engine, [Job(ask("one", range(prompt), 40, overflow="shift", ignore_eos=True))])["one"]
 
@@ -216,7 +210,7 @@ def test_a_single_sequence_shifts_in_a_full_cache(loaded: Models, prompt: int) -
 
 @pytest.mark.parametrize("cells", range(19, 32, 2))
 def test_two_shifts_in_one_step_with_too_few_cells(loaded: Models, cells: int) -> None:
-    """A sequence that is sent back to the queue before it could shift finds its way when it comes again."""
+    """A sequence that is preempted before its shift resumes."""
     for first in (6, 8, 10, 13):
         engine = core(loaded("llama"), slots=2, context=16, cells=cells, overflow="shift")
         jobs = [
@@ -228,7 +222,7 @@ def test_two_shifts_in_one_step_with_too_few_cells(loaded: Models, cells: int) -
 
 
 def test_shifts_with_few_cells_finish(loaded: Models) -> None:
-    """Shared prompts, shifts and too few cells together: everyone finishes, and no cell is lost."""
+    """Shared prompts, shifts and preemptions: all requests finish, and no cell is lost."""
     for seed in range(24):
         settings = {"cells": CONTEXT + 3 + seed, "chunk": (3, 64)[seed % 2], "overflow": "shift"}
         engine = core(loaded("llama"), slots=3, context=CONTEXT, **settings)

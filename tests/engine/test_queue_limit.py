@@ -1,4 +1,4 @@
-"""Who is let in where the queue is full."""
+"""Admission to a full queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOTS, MOST = 2, 6
 
 
 def fill(room: QueueLimit, owner: str, stack: ExitStack) -> int:
-    """How many requests an owner gets in."""
+    """The number of admitted requests of an owner."""
     for count in range(100):
         try:
             room.check(owner, SLOTS)
@@ -24,20 +24,20 @@ def fill(room: QueueLimit, owner: str, stack: ExitStack) -> int:
 
 
 def test_one_owner_may_fill_the_queue() -> None:
-    """Those in slots, and so many that wait."""
+    """Slots and `max_waiting` further requests."""
     with ExitStack() as stack:
         assert SLOTS + MOST == fill(QueueLimit(MOST), "", stack)
 
 
 def test_another_owner_is_admitted_to_a_full_queue() -> None:
-    """Each later one gets an even share of the places; the first one gets no more of them meanwhile."""
+    """Each later owner up to an even share; the first owner is refused meanwhile."""
     room = QueueLimit(MOST)
     with ExitStack() as stack:
         assert [8, 4, 2, 2, 0] == [fill(room, owner, stack) for owner in ("a", "b", "c", "d", "a")]
 
 
 def test_finished_requests_leave_the_queue() -> None:
-    """Whoever leaves makes room, for any owner."""
+    """For requests of any owner."""
     room = QueueLimit(MOST)
     with ExitStack() as stack:
         fill(room, "a", stack)
@@ -47,7 +47,7 @@ def test_finished_requests_leave_the_queue() -> None:
 
 @pytest.mark.parametrize(("seconds", "wait"), [(0.0, 3.15), (5.0, 4.9), (10_000.0, 60.0)])
 def test_retry_after_follows_request_durations(seconds: float, wait: float) -> None:
-    """By their mean, within bounds: a clock that jumped makes nobody wait for hours."""
+    """Their mean, within bounds: a jump of the clock has little effect."""
     room = QueueLimit(MOST)
     room.record_duration(seconds)
     with ExitStack() as stack:

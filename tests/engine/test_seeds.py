@@ -1,4 +1,4 @@
-"""Sampled text is a function of prompt, parameters and seed: of nothing that happens around it."""
+"""Sampled text is a function of prompt, parameters and seed only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNT = 12
 
 
 def requests(number: int, chance: random.Random) -> list[Request]:
-    """Requests at temperature 1 with seeds and filters of all kinds."""
+    """Requests at temperature 1, with seeds and all kinds of filters."""
     pool = prompts(5)
     return [
         ask(
@@ -47,12 +47,12 @@ def texts(engine: Core, jobs: list[Job]) -> dict[str, list[int]]:
 
 
 def alone(loaded: LoadedModel, request: Request) -> list[int]:
-    """The tokens of a request that nobody disturbs, in an engine of its own."""
+    """The tokens of a request in an engine of its own."""
     return texts(core(loaded, slots=1), [Job(request)])[request.id]
 
 
 def differences(loaded: LoadedModel, number: int) -> int:
-    """How many of the requests say anything else in a crowd, in other chunks, behind others or with too few cells."""
+    """The number of requests with other tokens in a batch, in other chunks, in another order or with too few cells."""
     chance = random.Random(number)
     some = requests(number, chance)
     expected = {request.id: alone(loaded, request) for request in some}
@@ -67,7 +67,7 @@ def differences(loaded: LoadedModel, number: int) -> int:
 
 
 def test_seeded_text_depends_on_the_seed_only(loaded: Models) -> None:
-    """Sixty seeded requests say the same alone, in two crowds and with too few cells."""
+    """Sixty requests alone, in two batches and with too few cells."""
     assert 0 == differences(loaded("llama"), 60)
 
 
@@ -75,12 +75,10 @@ def test_seeded_text_depends_on_the_seed_only(loaded: Models) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_thousand_seeded_texts_depend_on_the_seed_only(loaded: Models, family: str) -> None:
-    """A thousand seeded requests, three schedules, no difference."""
     assert 0 == differences(loaded(family), 1000)
 
 
 def test_a_prefix_hit_does_not_change_sampled_text(loaded: Models) -> None:
-    """A second run of the same prompt reuses its cells and says the same."""
     prompt = prompts(5)[3] + tuple(range(40))
     sampling = SamplingParams(temperature=1.0, seed=7)
     engine = core(loaded("llama"))
@@ -92,7 +90,7 @@ def test_a_prefix_hit_does_not_change_sampled_text(loaded: Models) -> None:
 
 
 def test_seeds_give_different_texts(loaded: Models) -> None:
-    """Other seeds give other texts, negative ones and large ones too."""
+    """Negative and large seeds too."""
     seeds = [0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 + 1]
     engine = core(loaded("llama"))
     jobs = [Job(ask(str(seed), (1, 2, 3), sampling=SamplingParams(temperature=1.0, seed=seed))) for seed in seeds]
@@ -103,7 +101,7 @@ def test_seeds_give_different_texts(loaded: Models) -> None:
 
 
 def test_a_reported_seed_repeats_the_text(loaded: Models) -> None:
-    """Without a seed texts differ; the drawn seed is told and gives the same text again."""
+    """Without a seed texts differ; Started reports the random seed."""
     engine = core(loaded("llama"))
     answers = play(engine, [Job(ask(str(at), (1, 2, 3), sampling=SamplingParams(temperature=1.0))) for at in range(4)])
     drawn = answers["0"].started[0].seed

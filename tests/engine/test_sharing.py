@@ -1,4 +1,4 @@
-"""One prompt for many: computed once, held once, and exact under any pressure for cells."""
+"""Requests with a shared prompt: it is computed and stored once, and outputs are exact with any number of cells."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
 
 
 def test_a_shared_prefix_is_computed_once(loaded: Callable[..., LoadedModel]) -> None:
-    """64 users of one system prompt of 2048 tokens who arrive at once cost its rows once, and one copy of its cells."""
+    """64 concurrent requests with one system prompt of 2048 tokens; one copy of its cells."""
     engine = core(loaded("llama"), slots=64, context=2304, cells=4000, chunk=256)
     users = [request(f"user {at}", (*LONG, 100 + at, 7), 4) for at in range(64)]
 
@@ -37,7 +37,7 @@ def test_a_shared_prefix_is_computed_once(loaded: Callable[..., LoadedModel]) ->
 def test_sequences_of_one_prompt_equal_separate_runs(
     loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """Taking over another's prompt, finished or half computed, does not change a token."""
+    """With the complete prompt of a leader, or a part of it."""
     engine = core(loaded("qwen3"), slots=5, chunk=11)
     prompts = {f"user {at}": (*SYSTEM[: 30 + 9 * at], 200 - at) for at in range(7)}
 
@@ -48,7 +48,7 @@ def test_sequences_of_one_prompt_equal_separate_runs(
 
 
 def test_a_cancelled_leader_is_replaced(loaded: Callable[..., LoadedModel]) -> None:
-    """When the client whose prompt others wait for goes away, they go on with what it had computed."""
+    """Its followers reuse the tokens that it computed."""
     engine = core(loaded("llama"), slots=4, chunk=8)
     users = [Job(request(f"user {at}", (*SYSTEM, at), 3), leaves=4 if at == 0 else None) for at in range(4)]
 
@@ -62,7 +62,7 @@ def test_a_cancelled_leader_is_replaced(loaded: Callable[..., LoadedModel]) -> N
 def test_four_sequences_per_slot_equal_separate_runs(
     loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """With a quarter of the cells that all would need, nobody fails and no token changes."""
+    """With a quarter of the cells that all sequences need."""
     prompts = {f"user {at}": tuple((at * 31 + 5 * step) % 250 for step in range(40)) for at in range(8)}
     engine = core(loaded("llama"), slots=8, cells=8 * 60 // 4, chunk=16)
 
@@ -73,7 +73,7 @@ def test_four_sequences_per_slot_equal_separate_runs(
 
 
 def test_salts_separate_prefixes(loaded: Callable[..., LoadedModel]) -> None:
-    """Nobody waits for, finds or changes what is computed under another salt, at the same time or later."""
+    """No waiting for, reuse or change of prefixes under another salt."""
     engine = core(loaded("llama"), slots=6, chunk=16)
     users = [
         replace(request(f"{salt} {at}", (*SYSTEM, at, 7), 4), salt=salt.encode()) for salt in "ab" for at in range(3)
@@ -91,5 +91,5 @@ def test_salts_separate_prefixes(loaded: Callable[..., LoadedModel]) -> None:
 
 
 def _first(tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens up to the end of the text: `generate` stops there, our requests do not."""
+    """Tokens up to the end token, where `generate` stops."""
     return tokens[: tokens.index(257) + 1] if 257 in tokens else tokens

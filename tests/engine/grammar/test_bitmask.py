@@ -1,4 +1,4 @@
-"""Sets of tokens as bits: the same tokens stay as with masks of booleans, to the bit, in any size of vocabulary."""
+"""Bitmasks equal boolean masks, bit for bit, for any size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (1, 7, 8, 9, 64, 1000, 5003)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 2**32), longer=st.integers(0, 9))
 @settings(max_examples=200, deadline=None, database=None, derandomize=True)
 def test_a_bitmask_holds_its_tokens(size: int, seed: int, longer: int) -> None:
-    """Also where there are bits behind the vocabulary, as llguidance has them: they count for nothing."""
+    """Bits beyond the vocabulary, which llguidance may set, are ignored."""
     mask = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < (seed % 10) / 9
     tokens = mask.nonzero()[:, 0].tolist()
     bits = pack((*tokens, *range(size, size + longer)), size + longer)
@@ -28,7 +28,7 @@ def test_a_bitmask_holds_its_tokens(size: int, seed: int, longer: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", SIZES)
 def test_mask_logits_equals_a_boolean_mask(size: int, dtype: torch.dtype) -> None:
-    """Bit for bit, with infinities, zeros of both signs and numbers too small to be normal; the input stays."""
+    """With infinities, zeros of both signs and subnormal numbers; the input is unchanged."""
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(size, generator=generator, dtype=dtype)
     for at, value in enumerate((torch.inf, -torch.inf, 0.0, -0.0, 1e-40, torch.nan)):
@@ -46,7 +46,6 @@ def test_mask_logits_equals_a_boolean_mask(size: int, dtype: torch.dtype) -> Non
 
 
 def test_mask_logits_keeps_nan() -> None:
-    """The row is broken with or without the set."""
     result = mask_logits(torch.tensor([torch.nan, 1.0]), pack((0,), 2))
 
     assert not result[0].isfinite()

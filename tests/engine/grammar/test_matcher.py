@@ -1,4 +1,4 @@
-"""Grammars: what they allow along a text with guesses, and that none takes the process, the time or the memory."""
+"""Grammars: masks along a text with drafts, and bounds of time, memory and crashes."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ RECORD = {
 
 
 def of_schema(schema: object) -> Grammar:
-    """The grammar of the JSON texts that follow a schema."""
+    """The grammar of JSON texts of a schema."""
     return Grammar(f"start: json\njson: %json {schema if isinstance(schema, str) else json.dumps(schema)}")
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    """The grammars of the tiny models' tokenizer, with more tokens than it has."""
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """A compiler for the tokenizer of the tiny models, with a vocabulary larger than the tokenizer's."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return grammars_of(folder)
 
 
 def grammars_of(folder: Path) -> GrammarCompiler:
-    """Those of a tokenizer on disk."""
+    """A compiler for a tokenizer on disk."""
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder), vocabulary_size=VOCABULARY, context=4096)
     return GrammarCompiler(tokenizer, vocabulary_size=VOCABULARY, end_tokens={END})
 
 
 def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
-    """A request that comes meanwhile waits for it, and nothing is built twice; a model without an end has none."""
+    """Once; a concurrent request waits for it. A model without an end token has none."""
     save_tokenizer(tmp_path)
     early = grammars_of(tmp_path)
     with early._compiling:
@@ -70,23 +70,23 @@ def test_prepare_builds_the_vocabulary(tmp_path: Path) -> None:
     GrammarCompiler(early._tokenizer, vocabulary_size=VOCABULARY, end_tokens=()).prepare()
 
 
-def letter(known: GrammarCompiler, text: str) -> int:
+def letter(compiler: GrammarCompiler, text: str) -> int:
     """The token of a letter."""
-    return next(token for token in range(256) if known._tokenizer.describe_token(token, 0.0).text == text)
+    return next(token for token in range(256) if compiler._tokenizer.describe_token(token, 0.0).text == text)
 
 
 def allowed(matcher: GrammarMatcher, guessed: list[int]) -> list[int] | None:
-    """The tokens that may come next."""
+    """The permitted next tokens."""
     mask = matcher.allowed_mask(guessed)
     return None if mask is None else mask.nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("source", ['start: "a" | "ab" /[0-9]{1,3}/', of_schema(RECORD).source])
-def test_drafts_do_not_change_the_state(known: GrammarCompiler, source: str) -> None:
-    """Along random texts with right and wrong guesses, masks are those of a matcher that was told the text alone."""
+def test_drafts_do_not_change_the_state(compiler: GrammarCompiler, source: str) -> None:
+    """Masks along random texts with right and wrong drafts equal those of a matcher without drafts."""
     chance = random.Random(1)
     for _ in range(6):
-        matcher, text = known.matcher(Grammar(source)), list[int]()
+        matcher, text = compiler.matcher(Grammar(source)), list[int]()
         while (tokens := allowed(matcher, [])) != [END] and len(text) < 40:
             guessed: list[int] = []
             for _ in range(chance.randint(0, 4)):
@@ -95,7 +95,7 @@ def test_drafts_do_not_change_the_state(known: GrammarCompiler, source: str) -> 
                 if there == [END]:
                     break
                 guessed.append(chance.choice([token for token in there if token != END]))
-            plain = known.matcher(Grammar(source))
+            plain = compiler.matcher(Grammar(source))
             for token in [*text, *guessed]:
                 plain.append(token)
             assert allowed(plain, []) == allowed(matcher, guessed)
@@ -108,40 +108,40 @@ def test_drafts_do_not_change_the_state(known: GrammarCompiler, source: str) -> 
                 break
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_drafts_with_the_same_end_have_their_own_masks(known: GrammarCompiler, told: bool) -> None:
-    """What may follow tells apart what came before, guessed or said, where the same letters are read behind it."""
-    matcher = known.matcher(Grammar('start: "a" /b*/ "x" | "c" /b*/ "y"'))
-    a, b, c, x, y = (letter(known, text) for text in "abcxy")
+@pytest.mark.parametrize("as_text", [False, True])
+def test_drafts_with_the_same_end_have_their_own_masks(compiler: GrammarCompiler, as_text: bool) -> None:
+    """Drafts, and texts, that lead to the same lexer state."""
+    matcher = compiler.matcher(Grammar('start: "a" /b*/ "x" | "c" /b*/ "y"'))
+    a, b, c, x, y = (letter(compiler, text) for text in "abcxy")
 
     assert [b, x] == allowed(matcher, [a, b])
-    if told:
+    if as_text:
         matcher.append(c)
         matcher.append(b)
-    assert [b, y] == allowed(matcher, [] if told else [c, b])
+    assert [b, y] == allowed(matcher, [] if as_text else [c, b])
 
 
-def test_only_end_tokens_follow_a_complete_text(known: GrammarCompiler) -> None:
-    """And what the tokenizer does not know, or has no text, is never allowed."""
-    matcher = known.matcher(Grammar('start: "ab"'))
-    matcher.append(letter(known, "a"))
+def test_only_end_tokens_follow_a_complete_text(compiler: GrammarCompiler) -> None:
+    """Ids without a token or without text are never permitted."""
+    matcher = compiler.matcher(Grammar('start: "ab"'))
+    matcher.append(letter(compiler, "a"))
 
-    assert [letter(known, "b")] == allowed(matcher, [])
-    assert [END] == allowed(matcher, [letter(known, "b")])
-    free = known.matcher(Grammar("start: /(.|\\n)*/")).allowed_mask([])
+    assert [letter(compiler, "b")] == allowed(matcher, [])
+    assert [END] == allowed(matcher, [letter(compiler, "b")])
+    free = compiler.matcher(Grammar("start: /(.|\\n)*/")).allowed_mask([])
     assert free is not None
     assert VOCABULARY == len(free)
     assert not free[[256, *range(262, VOCABULARY)]].any()
     assert bool(free[END])
 
 
-def test_limits_are_per_text(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of the lexer are shared and limited: who meets the limit because of others begins anew."""
+def test_limits_are_per_text(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher restarts when other texts used up the limits of the shared lexer."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}b(.|\\n)*/")
-    letters = [letter(known, "a"), letter(known, "b")]
+    letters = [letter(compiler, "a"), letter(compiler, "b")]
     for seed in range(12):
-        matcher, chance = known.matcher(grammar), random.Random(seed)
+        matcher, chance = compiler.matcher(grammar), random.Random(seed)
         for _ in range(100):
             mask = matcher.allowed_mask([])
             assert mask is not None
@@ -150,26 +150,26 @@ def test_limits_are_per_text(known: GrammarCompiler, monkeypatch: pytest.MonkeyP
 
 
 def limited(states: int) -> LLParserLimits:
-    """Limits that are soon met."""
+    """Low limits."""
     return LLParserLimits(max_lexer_states=states, verbose_errors=False)
 
 
-def test_a_limit_is_reported_as_an_error(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is allowed then, and the matcher says why; behind another guess it goes on."""
+def test_a_limit_is_reported_as_an_error(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is empty, and the matcher has an error; other drafts still match."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(40))
-    matcher = known.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
-    chance, guess = random.Random(0), [letter(known, "c")]
-    while (mask := matcher.allowed_mask(guess)) is not None and mask.any():
-        guess.append(letter(known, chance.choice("ab")))
+    matcher = compiler.matcher(Grammar('start: "b" | "c" /(.|\\n)*a(.|\\n){12}b(.|\\n)*/'))
+    chance, draft = random.Random(0), [letter(compiler, "c")]
+    while (mask := matcher.allowed_mask(draft)) is not None and mask.any():
+        draft.append(letter(compiler, chance.choice("ab")))
 
     assert mask is not None
     assert "too many states" in matcher.error
-    assert [END] == allowed(matcher, [letter(known, "b")])
+    assert [END] == allowed(matcher, [letter(compiler, "b")])
     assert "" == matcher.error
 
 
 def nested(levels: int) -> str:
-    """A schema with so many objects inside each other."""
+    """A schema of nested objects."""
     return '{"type":"object","properties":{"a":' * levels + '{"type":"string"}' + "}}" * levels
 
 
@@ -221,26 +221,26 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_invalid_grammars_are_refused_with_a_reason(known: GrammarCompiler, name: str) -> None:
-    """In a second, with a reason of one line."""
+def test_invalid_grammars_are_refused_with_a_reason(compiler: GrammarCompiler, name: str) -> None:
+    """Within a second, in one line."""
     source, reason = REFUSED[name]
     began = time.process_time()
     with pytest.raises(InvalidRequest, match=r".") as refusal:
-        known.compile(Grammar(source))
+        compiler.compile(Grammar(source))
 
     assert reason in refusal.value.reason
     assert "\n" not in refusal.value.reason
-    # Lines are those of a grammar that was built around what the client sent.
+    # Line numbers would be those of the generated grammar, not of the schema of the client.
     assert not re.match(r"(at )?\d+\(", refusal.value.reason)
     assert len(refusal.value.reason) <= 500
     assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_large_grammars_compile_within_limits(known: GrammarCompiler, name: str) -> None:
-    """In two seconds at most, and twenty tokens of it take less than two more; or a limit ends it in words."""
+def test_large_grammars_compile_within_limits(compiler: GrammarCompiler, name: str) -> None:
+    """In two seconds at most, and twenty tokens in two more; or a limit is reported."""
     began, chance = time.process_time(), random.Random(0)
-    matcher = known.matcher(Grammar(COMPILED[name]))
+    matcher = compiler.matcher(Grammar(COMPILED[name]))
     for _ in range(20):
         tokens = allowed(matcher, [])
         assert tokens or "Too many items" in matcher.error or "row has" in matcher.error
@@ -253,20 +253,20 @@ def test_large_grammars_compile_within_limits(known: GrammarCompiler, name: str)
 
 @pytest.mark.parametrize("text", ['\\"', "\\/", "/ ", '"\\'])
 def test_nesting_depth_is_linear(text: str) -> None:
-    """Strings and expressions that are never closed are read once: Python's expressions hold up all threads."""
+    """For unclosed strings and expressions: regular expressions of Python hold the GIL."""
     began = time.thread_time()
     nesting_depth(text * 2**17)
 
     assert time.thread_time() - began < 1
 
 
-def test_each_step_is_bounded_in_time(known: GrammarCompiler) -> None:
-    """What becomes ambiguous token by token meets a limit before it holds up the other texts."""
-    matcher, longest = known.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
+def test_each_step_is_bounded_in_time(compiler: GrammarCompiler) -> None:
+    """A grammar with growing ambiguity exceeds a limit before a step takes long."""
+    matcher, longest = compiler.matcher(Grammar(COMPILED["nested repetitions"])), 0.0
     for _ in range(40):
         began = time.thread_time()
         mask = matcher.allowed_mask([])
-        matcher.append(letter(known, "a"))
+        matcher.append(letter(compiler, "a"))
         longest = max(longest, time.thread_time() - began)
         if mask is None or not mask.any():
             break
@@ -283,48 +283,48 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_an_endless_text_is_matched_token_by_token(known: GrammarCompiler, source: str) -> None:
-    """llguidance would compute all of what such a grammar forces, for one mask, on the engine's thread."""
-    matcher = known.matcher(Grammar(source))
+def test_an_endless_text_is_matched_token_by_token(compiler: GrammarCompiler, source: str) -> None:
+    """llguidance would compute all forced tokens of the grammar for one mask."""
+    matcher = compiler.matcher(Grammar(source))
     for _ in range(4):
-        matcher.append(letter(known, "a"))
+        matcher.append(letter(compiler, "a"))
 
-    assert [letter(known, "a")] == allowed(matcher, [])
+    assert [letter(compiler, "a")] == allowed(matcher, [])
 
 
 @pytest.mark.parametrize("source", ['start: /(aa)+/ "aa"', 'start: x | /b(a)+/ "a"\nx: "a" x', 'start: "a"{1000000}'])
-def test_forced_tokens_respects_its_limit(known: GrammarCompiler, source: str) -> None:
-    """A terminal that must go on for ever is no trap; the texts that tokens make are letters here."""
-    matcher = known.matcher(Grammar(source))
-    matcher.append(letter(known, "b" if "b" in source else "a"))
+def test_forced_tokens_respects_its_limit(compiler: GrammarCompiler, source: str) -> None:
+    """For an endless terminal."""
+    matcher = compiler.matcher(Grammar(source))
+    matcher.append(letter(compiler, "b" if "b" in source else "a"))
     forced = matcher.forced_tokens(16)
 
     assert len(forced) <= 16
-    assert {"a"} == set(known._tokenizer.decode(forced))
+    assert {"a"} == set(compiler._tokenizer.decode(forced))
 
 
-def test_forced_tokens_end_at_a_choice(known: GrammarCompiler) -> None:
+def test_forced_tokens_end_at_a_choice(compiler: GrammarCompiler) -> None:
     """And where the text may end."""
-    matcher = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+    matcher = compiler.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
 
     assert [] == matcher.forced_tokens(16)
-    matcher.append(letter(known, "a"))
-    assert "bc" == known._tokenizer.decode(matcher.forced_tokens(16))
-    assert "b" == known._tokenizer.decode(matcher.forced_tokens(1))
-    assert "f" == known._tokenizer.decode(_behind(known, matcher, "bcd").forced_tokens(16))
-    ended = known.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
-    assert [] == _behind(known, ended, "x").forced_tokens(16)
+    matcher.append(letter(compiler, "a"))
+    assert "bc" == compiler._tokenizer.decode(matcher.forced_tokens(16))
+    assert "b" == compiler._tokenizer.decode(matcher.forced_tokens(1))
+    assert "f" == compiler._tokenizer.decode(_behind(compiler, matcher, "bcd").forced_tokens(16))
+    ended = compiler.matcher(Grammar('start: "abc" ("d" | "e") "f" | "x" "y"?'))
+    assert [] == _behind(compiler, ended, "x").forced_tokens(16)
 
 
-def _behind(known: GrammarCompiler, matcher: GrammarMatcher, text: str) -> GrammarMatcher:
+def _behind(compiler: GrammarCompiler, matcher: GrammarMatcher, text: str) -> GrammarMatcher:
     for each in text:
-        matcher.append(letter(known, each))
+        matcher.append(letter(compiler, each))
     return matcher
 
 
-def test_a_slow_text_fails(known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose steps took too long together is followed no further, and says so."""
-    matcher = known.matcher(of_schema(RECORD))
+def test_a_slow_text_fails(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After too much excess time, with an error."""
+    matcher = compiler.matcher(of_schema(RECORD))
     monkeypatch.setattr("engine.grammar.matcher._STEP_SECONDS", 0.0)
     monkeypatch.setattr("engine.grammar.matcher._MAX_EXCESS_SECONDS", 0.0)
     matcher.allowed_mask([])
@@ -335,13 +335,13 @@ def test_a_slow_text_fails(known: GrammarCompiler, monkeypatch: pytest.MonkeyPat
 
 
 def test_slow_grammars_are_not_recompiled_on_the_engine_thread(
-    known: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text that meets a limit because of others ends there; who comes next gets the grammar compiled again."""
+    """A text whose shared limits are used up ends; the next request recompiles the grammar."""
     monkeypatch.setattr("engine.grammar.matcher.LIMITS", limited(3000))
     monkeypatch.setattr("engine.grammar.matcher._RECOMPILE_SECONDS", 0.0)
     grammar = Grammar("start: /(.|\\n)*a(.|\\n){12}c(.|\\n)*/")
-    compiled, letters = known.compile(grammar), [letter(known, "a"), letter(known, "c")]
+    compiled, letters = compiler.compile(grammar), [letter(compiler, "a"), letter(compiler, "c")]
     for seed in range(12):
         matcher, chance = GrammarMatcher(compiled, VOCABULARY), random.Random(seed)
         for _ in range(100):
@@ -350,28 +350,28 @@ def test_slow_grammars_are_not_recompiled_on_the_engine_thread(
             matcher.append(chance.choice(letters))
 
     assert compiled.exhausted
-    assert not known.compile(grammar).exhausted
+    assert not compiler.compile(grammar).exhausted
 
 
-def test_the_grammar_cache_is_bounded(known: GrammarCompiler) -> None:
-    """The same source is compiled once; of thousands a few are kept, by number and by bytes."""
-    first = known.compile(Grammar('start: "kept"'))
-    assert first is known.compile(Grammar('start: "kept"'))
+def test_the_grammar_cache_is_bounded(compiler: GrammarCompiler) -> None:
+    """By number and bytes; a cached source is compiled once."""
+    first = compiler.compile(Grammar('start: "kept"'))
+    assert first is compiler.compile(Grammar('start: "kept"'))
     for at in range(200):
-        known.compile(Grammar(f'start: "number {at}"'))
-    assert grammars._MAX_CACHED == len(known._cache)
+        compiler.compile(Grammar(f'start: "number {at}"'))
+    assert grammars._MAX_CACHED == len(compiler._cache)
     for at in range(8):
-        known.compile(Grammar(f'start: "{at}" // {"x" * 200_000}'))
+        compiler.compile(Grammar(f'start: "{at}" // {"x" * 200_000}'))
 
-    assert sum(len(one.source) for one in known._cache.values()) <= grammars._MAX_CACHED_BYTES
-    assert first is not known.compile(Grammar('start: "kept"'))
+    assert sum(len(one.source) for one in compiler._cache.values()) <= grammars._MAX_CACHED_BYTES
+    assert first is not compiler.compile(Grammar('start: "kept"'))
 
 
-def test_threads_may_compile_at_once(known: GrammarCompiler) -> None:
-    """What several ask for at the same time is compiled once, and each gets a matcher of its own."""
+def test_threads_may_compile_at_once(compiler: GrammarCompiler) -> None:
+    """Each grammar is compiled once, and each thread gets its own matcher."""
     found: list[GrammarMatcher] = []
     grammar = of_schema({**RECORD, "title": "for threads"})
-    threads = [threading.Thread(target=lambda: found.append(known.matcher(grammar))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(compiler.matcher(grammar))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -383,10 +383,10 @@ def test_threads_may_compile_at_once(known: GrammarCompiler) -> None:
     assert 1 == len({id(matcher._compiled) for matcher in found})
 
 
-# CTC drops a token that is repeated, and joined pieces leave no text without spaces.
+# CTC drops repeated tokens; joined pieces have no text without spaces.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("CTC", "Python, joined")])
 def test_a_schema_matches_with_every_kind_of_tokenizer(kind: str) -> None:
-    """Along random allowed tokens the text behind a prompt is JSON of the schema, and markers are no part of it."""
+    """Random permitted tokens decode to JSON of the schema; markers are never permitted."""
     tokenizer, chance = served(kind), random.Random(0)
     end, markers = vocabulary(kind)["</s>"], {vocabulary(kind).get(piece) for piece in (*SPECIAL, *ADDED)}
     start = vocabulary(kind)["##a" if kind.startswith("WordPiece") else "a"]
@@ -413,7 +413,7 @@ def test_a_schema_matches_with_every_kind_of_tokenizer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma"])
 def test_forced_text_is_tokenised_canonically(kind: str) -> None:
-    """In whole pieces, and not as if a text began there."""
+    """As inside a text, without a space at the start."""
     matcher = GrammarCompiler(served(kind), vocabulary_size=SIZE, end_tokens=[1]).matcher(Grammar('start: "世a"'))
 
     assert "世a" == served(kind).decode([vocabulary(kind)["a"], *matcher.forced_tokens(9)])[1:]
@@ -421,7 +421,7 @@ def test_forced_text_is_tokenised_canonically(kind: str) -> None:
 
 
 def test_prepare_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is read of the tokenizer when a request comes; a model without an end has nothing to build."""
+    """Later compilations do not read the tokenizer; a model without an end token builds nothing."""
     grammars = GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[1])
     grammars.prepare()
     GrammarCompiler(served("byte fallback, Gemma"), vocabulary_size=SIZE, end_tokens=[]).prepare()
@@ -430,14 +430,13 @@ def test_prepare_starts_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grammars.compile(Grammar('start: "a"'))
 
 
-def test_a_model_without_end_token_refuses_grammars(known: GrammarCompiler) -> None:
-    """Its texts could not end where the grammar does."""
-    endless = GrammarCompiler(known._tokenizer, vocabulary_size=VOCABULARY, end_tokens=())
+def test_a_model_without_end_token_refuses_grammars(compiler: GrammarCompiler) -> None:
+    endless = GrammarCompiler(compiler._tokenizer, vocabulary_size=VOCABULARY, end_tokens=())
     with pytest.raises(InvalidRequest, match="no EOS token"):
         endless.compile(Grammar('start: "a"'))
 
 
 def test_nesting_depth_ignores_literals() -> None:
-    """Not those of strings, expressions and comments."""
+    """Brackets in strings, expressions and comments."""
     assert 3 == nesting_depth('start: ([("a" | "((((\\"((("]) | /[(((]\\/((/ // ((((((\n# ((((((\n{{}}')
     assert 0 == nesting_depth("))]]")

@@ -1,4 +1,4 @@
-"""The process that tries grammars: what would cost time or memory without end ends there, and is refused."""
+"""The grammar sandbox: grammars of unbounded time or memory end there, and are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.models import END, VOCABULARY, save_tokenizer
 
 @pytest.fixture
 def tried(tmp_path: Path) -> Iterator[GrammarSandbox]:
-    """A trial with the tiny models' tokenizer."""
+    """A sandbox for the tokenizer of the tiny models."""
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(tmp_path), vocabulary_size=VOCABULARY, context=64)
     made = GrammarSandbox(
@@ -31,12 +31,12 @@ def tried(tmp_path: Path) -> Iterator[GrammarSandbox]:
 
 
 def multiple_of(number: int) -> str:
-    """Numbers that take as many states."""
+    """A grammar of numbers with as many lexer states."""
     return of_schema({"type": "integer", "multipleOf": number}).source
 
 
 def test_slow_compilation_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next one is tried in another process."""
+    """The next grammar is checked in a new subprocess."""
     monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 0.2)
     assert trial.COMPILE_LIMIT_EXCEEDED == tried.check(multiple_of(999_983))
     monkeypatch.undo()
@@ -46,7 +46,7 @@ def test_slow_compilation_is_refused(tried: GrammarSandbox, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_excessive_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the other process, whatever time is left."""
+    """It ends the subprocess before the timeout."""
     monkeypatch.setattr(trial, "_COMPILE_TIMEOUT_SECONDS", 60.0)
 
     several = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]}
@@ -54,13 +54,12 @@ def test_excessive_memory_is_refused(tried: GrammarSandbox, monkeypatch: pytest.
 
 
 def test_invalid_grammars_pass_the_sandbox(tried: GrammarSandbox) -> None:
-    """A trial has nothing against it: the words are found where it is compiled."""
+    """The parent process reports their errors."""
     assert "" == tried.check("start: (")
     assert "" == tried.check(of_schema({"$ref": "#"}).source)
 
 
 def test_the_process_exits_when_the_pipe_closes(tried: GrammarSandbox) -> None:
-    """Nothing stays behind, whoever ends."""
     assert "" == tried.check('start: "a"')
     process, pipe = tried._end.peek()[2]  # type: ignore[attr-defined]
     pipe.close()
@@ -69,7 +68,7 @@ def test_the_process_exits_when_the_pipe_closes(tried: GrammarSandbox) -> None:
 
 
 def test_a_sandbox_failure_is_an_invalid_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is remembered, so that the same grammar costs nothing again; others are compiled as ever."""
+    """The result is cached; other grammars still compile."""
     save_tokenizer(tmp_path)
     known = grammars_of(tmp_path)
     known.compile(Grammar('start: "a"'))

@@ -1,4 +1,4 @@
-"""What a context shift drops, and that it changes nothing who else is there: shifted text survives preemption."""
+"""Context shifts: the dropped ranges, and their independence of preemption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.models import core
 from tests.engine.play import Job, ask, play
 
 CONTEXT = 24
-# Family, and what a shift makes of recurrent states.
+# Model family, and the mode of recurrent states in a shift.
 JUDGED = [
     ("llama", "rebuild"),
     ("gemma3", "rebuild"),
@@ -34,8 +34,8 @@ KINDS = [
 ]
 
 
-def lineage(**fields: object) -> ContextHistory:
-    """A lineage of a prompt of ten in a context of twenty, two kept."""
+def history(**fields: object) -> ContextHistory:
+    """A context history with a prompt of ten in a context of twenty, two kept."""
     return ContextHistory(range(10), **{"capacity": 20, "keep_tokens": 2, **fields})
 
 
@@ -43,17 +43,17 @@ def lineage(**fields: object) -> ContextHistory:
     ("protected", "expected"),
     [
         ((), DroppedRange(2, 9)),
-        # The last message of the user: what is older goes first, and where that is little, what is newer.
+        # The last user message: older tokens are dropped first, or newer ones if the older ones are few.
         (((8, 12),), DroppedRange(2, 6)),
         (((4, 10),), DroppedRange(10, 5)),
         (((0, 6),), DroppedRange(6, 7)),
-        # Nothing gives half of what is wanted: the most that is to be had.
+        # No range has half of the target length: the longest is dropped.
         (((5, 12), (13, 18)), DroppedRange(2, 3)),
         (((2, 18),), DroppedRange(18, 1)),
-        # An image is not cut in two: what is before it goes, or what is behind.
+        # An image is not split: tokens before or after it are dropped.
         (((6, 14),), DroppedRange(2, 4)),
         (((3, 9), (14, 16)), DroppedRange(9, 5)),
-        # The newest token always stays.
+        # The last token is never dropped.
         (((2, 19),), None),
         (((0, 20),), None),
     ],
@@ -61,13 +61,12 @@ def lineage(**fields: object) -> ContextHistory:
 def test_a_shift_drops_the_older_unprotected_half(
     protected: tuple[tuple[int, int], ...], expected: DroppedRange | None
 ) -> None:
-    """Behind what is kept goes the oldest stretch that gives enough, or the one that gives most."""
-    assert expected == lineage(protected=protected).next_drop()
+    """After the kept tokens, the oldest range of sufficient length, or the longest."""
+    assert expected == history(protected=protected).next_drop()
 
 
 def test_protected_ranges_move_with_a_shift() -> None:
-    """After a shift they are where their tokens are."""
-    own = lineage(protected=((12, 15),))
+    own = history(protected=((12, 15),))
     own.tokens[:] = range(21)
     cut = own.next_drop()
     assert cut == DroppedRange(2, 9)
@@ -78,8 +77,8 @@ def test_protected_ranges_move_with_a_shift() -> None:
 
 
 def test_undo_shift_reverses_shift() -> None:
-    """A lineage that goes back has its text again, and shifts at the same places to the same salts."""
-    own = lineage(keep_tokens=3)
+    """Repeated shifts have the same ranges and salts."""
+    own = history(keep_tokens=3)
     past = []
     for _ in range(4):
         own.tokens += range(100, 121 - len(own.tokens) + 100)
@@ -103,11 +102,11 @@ def test_undo_shift_reverses_shift() -> None:
 
 
 def test_the_salt_depends_on_the_history() -> None:
-    """Who dropped other tokens, elsewhere, or did other things to its states, shares nothing."""
+    """On the dropped tokens, their position, the salt and the state mode."""
     salts = set()
     for fields in ({}, {"keep_tokens": 3}, {"salt": b"x"}, {"state_mode": "carry"}, {"capacity": 22}):
         for first in (0, 50):
-            own = lineage(**fields)
+            own = history(**fields)
             own.tokens[:] = range(first, first + 24)
             cut = own.next_drop()
             assert cut is not None
@@ -118,8 +117,8 @@ def test_the_salt_depends_on_the_history() -> None:
 
 
 def test_recomputed_tokens_need_no_salt() -> None:
-    """Where nothing could be moved, what follows is found by anyone who has its tokens."""
-    own = lineage(salt=b"x")
+    """A shift that moved no key leads to the first salt."""
+    own = history(salt=b"x")
     own.tokens[:] = range(21)
     own.shift(DroppedRange(2, 9), 2)
 
@@ -127,7 +126,7 @@ def test_recomputed_tokens_need_no_salt() -> None:
 
 
 def traffic(seed: int, states: str) -> list[Job]:
-    """Prompts with common beginnings whose answers shift several times, and some that leave."""
+    """Prompts with shared prefixes and several shifts each; some are cancelled."""
     chance = random.Random(seed)
     stem = [chance.randrange(250) for _ in range(CONTEXT)]
     jobs = []
@@ -145,7 +144,7 @@ def traffic(seed: int, states: str) -> list[Job]:
 
 
 def disturbed(engine: Core, chance: random.Random) -> Core:
-    """The engine, whose youngest sequence loses its slot at random steps, and at times what it had computed too."""
+    """Preempts the youngest sequence at random steps, and sometimes resets the prefix cache."""
     step = engine.step
 
     def shaken() -> list[tuple[str, Event]]:
@@ -160,7 +159,7 @@ def disturbed(engine: Core, chance: random.Random) -> Core:
 
 
 def judge(loaded: LoadedModel, states: str, seeds: range) -> int:
-    """Play each mix with room and in peace, and with neither; the preemptions, of which there must be some."""
+    """Compare each mix with many cells, with preemptions and with few cells; the preemptions, at least one."""
     preemptions = 0
     for seed in seeds:
         chance, jobs = random.Random(seed), traffic(seed, states)
@@ -184,7 +183,7 @@ def judge(loaded: LoadedModel, states: str, seeds: range) -> int:
 
 
 def shifts(end: Finished) -> tuple[str, int, int]:
-    """What must be the same for all, besides the text."""
+    """The counts that must be equal, besides the text."""
     return end.reason, end.usage.context_shifts, end.usage.shifted_tokens
 
 
@@ -192,7 +191,7 @@ def shifts(end: Finished) -> tuple[str, int, int]:
 def test_a_preempted_sequence_finds_its_shifted_cells(
     loaded: Callable[..., LoadedModel], family: str, states: str
 ) -> None:
-    """With cells to spare, a sequence that lost its slot between two shifts computes no token twice."""
+    """With enough cells, a sequence that is preempted between two shifts computes no token twice."""
     fields = {"overflow": "shift", "recurrent_shift": states, "ignore_eos": True}
     jobs = [Job(ask(name, prompt, 60, **fields)) for name, prompt in (("one", range(9)), ("two", range(20, 27)))]
     calm = core(loaded(family), slots=2, context=CONTEXT, cells=8 * CONTEXT)
@@ -219,7 +218,7 @@ def test_a_preempted_sequence_finds_its_shifted_cells(
 
 @pytest.mark.parametrize(("family", "states"), JUDGED)
 def test_shifted_text_survives_preemption(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
-    """With too few cells, sequences leave in the middle of their shifts, come back, and say the same."""
+    """With too few cells, sequences are preempted between their shifts."""
     assert judge(loaded(family), states, range(2)) > 0
 
 
@@ -227,5 +226,4 @@ def test_shifted_text_survives_preemption(loaded: Callable[..., LoadedModel], fa
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "states"), KINDS)
 def test_a_hundred_shifting_mixes(loaded: Callable[..., LoadedModel], family: str, states: str) -> None:
-    """The same law over a hundred mixes more."""
     assert judge(loaded(family), states, range(1000, 1100)) > 100

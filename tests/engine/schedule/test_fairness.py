@@ -1,4 +1,4 @@
-"""Whose sequences get slots: owners are even, then their requests, and no text depends on it."""
+"""Fair sharing of slots by owner and request; the text does not depend on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ References = Callable[..., Reference]
 
 
 def choices(name: str, number: int, tokens: int = 40, **fields: Any) -> list[Request]:
-    """A request of so many sequences with one prompt."""
+    """A request of several sequences with one prompt."""
     fields = {"owner": "", "group": name, "ignore_eos": True, **fields}
     return [ask(f"{name}-{at}", (len(name), 5, 7), tokens, **fields) for at in range(number)]
 
@@ -38,7 +38,7 @@ def slots(engine: Core) -> Counter[str]:
 
 
 def steps_until(engine: Core, event: type[Started | Finished], name: str) -> int:
-    """Step until something is told of a sequence; how many steps that took."""
+    """The steps until the first event of a sequence."""
     for count in range(1, 10_000):
         if any(of == name and isinstance(what, event) for of, what in engine.step()):
             return count
@@ -46,7 +46,7 @@ def steps_until(engine: Core, event: type[Started | Finished], name: str) -> int
 
 
 def test_a_new_owner_gets_a_slot_at_once(loaded: Models) -> None:
-    """A request of 64 sequences has all slots until another request comes, which gets one in the next step."""
+    """A request of 64 sequences has all slots until another request arrives, which gets one in the next step."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("many", 64))
     for _ in range(5):
@@ -62,7 +62,7 @@ def test_a_new_owner_gets_a_slot_at_once(loaded: Models) -> None:
 
 
 def test_slots_are_shared_evenly_by_request(loaded: Models) -> None:
-    """Two requests of many sequences have half of the slots each, whichever came first, for as long as both last."""
+    """Two requests of many sequences have half of the slots each, in either order of arrival."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("first", 20, tokens=7))
     engine.step()
@@ -70,18 +70,18 @@ def test_slots_are_shared_evenly_by_request(loaded: Models) -> None:
     engine.step()
     shares = []
     for _ in range(40):
-        # What ended in a step leaves its slot to the next one.
+        # A sequence that finished in a step frees its slot for the next one.
         shares.append(slots(engine))
         engine.step()
 
     assert {2} == {max(share[name] for share in shares) for name in ("first", "second")}
     assert 20 < sum(share == {"first": 2, "second": 2} for share in shares)
-    # Two to make room for the second request, and none afterwards.
+    # Two for the second request, and none after that.
     assert 2 == engine.stats().preemptions_total
 
 
 def test_slots_are_shared_evenly_by_owner(loaded: Models) -> None:
-    """Twenty requests of one owner have no more slots than one request of another owner."""
+    """Twenty requests of one owner have no more slots than one request of another."""
     engine = core(loaded("llama"), slots=4)
     for at in range(20):
         submit(engine, choices(f"a{at}", 1, owner="a"))
@@ -94,7 +94,7 @@ def test_slots_are_shared_evenly_by_owner(loaded: Models) -> None:
 
 
 def test_single_requests_are_first_come_first_served(loaded: Models) -> None:
-    """Where nobody has more than others, first come is first served, and nobody yields."""
+    """Without preemption, as no owner has more slots than others."""
     engine = core(loaded("llama"), slots=2)
     names = [f"r{at}" for at in range(12)]
     for at, name in enumerate(names):
@@ -108,7 +108,7 @@ def test_single_requests_are_first_come_first_served(loaded: Models) -> None:
 
 
 def test_sequences_of_a_request_keep_their_order(loaded: Models) -> None:
-    """Also beside others, and also where some had to yield."""
+    """Beside other requests, and after preemptions."""
     engine = core(loaded("llama"), slots=3)
     submit(engine, choices("many", 12, tokens=6))
     order = []
@@ -121,7 +121,7 @@ def test_sequences_of_a_request_keep_their_order(loaded: Models) -> None:
 
 
 def test_new_requests_do_not_starve_old_ones(loaded: Models) -> None:
-    """A request of many sequences ends though requests of others alone would fill all slots."""
+    """A request of many sequences finishes though single requests alone would fill all slots."""
     engine = core(loaded("llama"), slots=2)
     submit(engine, choices("many", 6, tokens=12))
     ended: set[str] = set()
@@ -134,7 +134,7 @@ def test_new_requests_do_not_starve_old_ones(loaded: Models) -> None:
 
 
 def test_an_owner_s_requests_share_its_slots(loaded: Models) -> None:
-    """Where owners are even, a newcomer of one of them gets a slot of its own owner, and the other keeps its slots."""
+    """A new request gets a slot of its own owner; another owner keeps its slots."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("a", 20, owner="a"))
     submit(engine, choices("b", 20, owner="b"))
@@ -147,7 +147,7 @@ def test_an_owner_s_requests_share_its_slots(loaded: Models) -> None:
 
 @pytest.mark.parametrize(("tier", "slots_of_one"), [("default", 2), ("priority", 0)])
 def test_a_higher_tier_is_not_preempted(loaded: Models, tier: Tier, slots_of_one: int) -> None:
-    """A newcomer of the default tier takes slots of its own tier, and none of the one above."""
+    """A new request of the default tier gets slots of its own tier only."""
     engine = core(loaded("llama"), slots=4)
     submit(engine, choices("many", 8, tier=tier))
     engine.step()
@@ -158,7 +158,7 @@ def test_a_higher_tier_is_not_preempted(loaded: Models, tier: Tier, slots_of_one
 
 
 def test_preemption_does_not_change_the_text(loaded: Models, reference: References) -> None:
-    """Requests of several owners come and go, with few cells: sequences yield, and every text is that alone."""
+    """Requests of several owners with few cells."""
     pool = prompts(3)
     yielded = 0
     for seed in range(6):
@@ -178,14 +178,14 @@ def test_preemption_does_not_change_the_text(loaded: Models, reference: Referenc
 
 
 def test_scores_and_log_probabilities_are_charged(loaded: Models) -> None:
-    """A prompt whose tokens are all scored costs twice as much as one that is only read."""
+    """A scored prompt is charged twice the tokens."""
     engine = core(loaded("llama"), slots=2)
     plain, scored = (ask(name, tuple(range(30)), 1, group=name) for name in ("plain", "scored"))
     costs = []
     for request in (plain, Request(**{**_fields(scored), "score_from": 0, "logprobs": 0})):
         engine.submit(request)
-        (grant,) = engine._scheduler.schedule()
-        costs.append(grant.charged_tokens)
+        (scheduled,) = engine._scheduler.schedule()
+        costs.append(scheduled.charged_tokens)
         engine.cancel(request.id)
 
     assert [30, 30 + 29 + 1] == costs
@@ -196,7 +196,6 @@ def _fields(request: Request) -> dict[str, Any]:
 
 
 def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
-    """Whatever it used before, others with credit are chosen so often before it, and no oftener."""
     rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
     rounds.add("heavy")
     rounds.charge("heavy", 10**9)
@@ -212,7 +211,6 @@ def test_a_flow_in_debt_waits_for_a_bounded_number_of_rounds() -> None:
 
 
 def test_a_flow_without_sequences_is_forgotten() -> None:
-    """Nothing is kept of a request that is over."""
     rounds: DeficitRoundRobin[str] = DeficitRoundRobin()
     for _ in range(3):
         rounds.add("one")
@@ -224,7 +222,7 @@ def test_a_flow_without_sequences_is_forgotten() -> None:
 
 
 def test_a_new_request_starts_soon_beside_scored_prompts(loaded: Models) -> None:
-    """A request of many long prompts, whose tokens are all scored, keeps a short one waiting for a few steps only."""
+    """A request of many long scored prompts delays a short one by a few steps only."""
     engine = core(loaded("llama"), slots=4, chunk=16)
     for at in range(16):
         prompt = tuple((at * 31 + 7 * token) % 250 for token in range(100))
@@ -236,5 +234,5 @@ def test_a_new_request_starts_soon_beside_scored_prompts(loaded: Models) -> None
         engine.submit(ask(f"new{number}", (number, 5, 7), 1, ignore_eos=True))
         waits.append(steps_until(engine, Finished, f"new{number}"))
 
-    # Fewer than one of the long prompts takes.
+    # Fewer steps than one long prompt takes.
     assert max(waits) <= 100 // 16

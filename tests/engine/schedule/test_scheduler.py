@@ -1,4 +1,4 @@
-"""Who is served first, who gives way, and what a deadline and a long prompt tell: by hand, step by step."""
+"""Tiers, preemption, deadlines and progress, step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = tuple(range(40))
 
 
 def started(engine: Core) -> list[str]:
-    """Step to the end; the requests in the order in which they got a slot."""
+    """Run to the end; the ids in the order of their slots."""
     names = []
     while engine.busy:
         names += [name for name, event in engine.step() if isinstance(event, Started)]
@@ -29,7 +29,7 @@ def started(engine: Core) -> list[str]:
 
 
 def test_tiers_are_served_in_order(loaded: Models) -> None:
-    """Of those who wait all of a tier go first, each tier by arrival; who runs already is not interrupted."""
+    """Waiting requests by tier, then by arrival; running ones are not preempted for them."""
     engine = core(loaded("llama"), slots=1)
     tiers: list[Tier] = ["flex", "flex", "default", "priority", "default", "priority"]
     engine.submit(ask("runs", (7, 8), 3, tier="flex"))
@@ -42,23 +42,23 @@ def test_tiers_are_served_in_order(loaded: Models) -> None:
 
 
 def test_the_lowest_tier_is_preempted_first(loaded: Models) -> None:
-    """Where cells run out the youngest of the last tier goes back to the queue, however old it is."""
+    """When cells run out, its youngest sequence, however old that is."""
     engine = core(loaded("llama"), slots=4, cells=128, chunk=256)
     tiers: dict[str, Tier] = {"a flex": "flex", "old": "default", "another flex": "flex", "young": "default"}
     for name, tier in tiers.items():
         engine.submit(ask(name, [len(name), *range(26)], 24, ignore_eos=True, tier=tier))
-    gone: list[list[str]] = []
+    requeued: list[list[str]] = []
     while engine.busy:
         engine.step()
         waiting = [sequence.request.id for sequence in engine._scheduler.waiting]
-        if engine.stats().preemptions_total > len(gone):
-            gone.append(waiting)
+        if engine.stats().preemptions_total > len(requeued):
+            requeued.append(waiting)
 
-    assert [["another flex"], ["a flex", "another flex"]] == gone[:2]
+    assert [["another flex"], ["a flex", "another flex"]] == requeued[:2]
 
 
 def test_leaders_form_no_cycle(loaded: Models, reference: References) -> None:
-    """A sequence that gives way comes back behind those that waited for it: they go on, and it waits for them."""
+    """A preempted leader is queued after its followers: they continue, and it waits for them."""
     engine, prompt = core(loaded("llama"), chunk=8), tuple((7 * at + 3) % 250 for at in range(60))
     requests = [ask(tier, (*prompt, at), 8, ignore_eos=True, tier=tier) for at, tier in enumerate(("flex", "default"))]
     for request in requests:
@@ -68,18 +68,18 @@ def test_leaders_form_no_cycle(loaded: Models, reference: References) -> None:
     engine._scheduler._preempt()
     assert ["flex"] == [sequence.request.id for sequence in engine._scheduler.waiting]
 
-    heard: dict[str, list[int]] = {"flex": [], "default": []}
+    outputs: dict[str, list[int]] = {"flex": [], "default": []}
     for _ in range(40):
         for name, event in engine.step():
-            heard[name] += event.tokens if isinstance(event, Delta) else ()
+            outputs[name] += event.tokens if isinstance(event, Delta) else ()
     for request in requests:
-        assert list(reference("llama").greedy(request.prompt, 8)) == heard[request.id]
+        assert list(reference("llama").greedy(request.prompt, 8)) == outputs[request.id]
     assert 62 + 2 * 7 == engine.stats().batch_tokens_total
 
 
 @pytest.mark.parametrize("chunk", [3, 16])
 def test_tiers_do_not_change_the_text(loaded: Models, reference: References, chunk: int) -> None:
-    """With too few cells, and old sequences that give way to those that wait for them, everybody says the same."""
+    """With too few cells, and preempted leaders that follow their followers."""
     tiers: list[Tier] = ["flex", "default", "priority"]
     pool = prompts(3)
     preempted = 0
@@ -99,7 +99,7 @@ def test_tiers_do_not_change_the_text(loaded: Models, reference: References, chu
 
 
 def test_a_deadline_finishes_a_request_in_any_state(loaded: Models) -> None:
-    """One runs, one waits, one has time: the first keeps what it said, the second never started."""
+    """The running request keeps its tokens, the waiting one never started, the third has time."""
     engine, now = core(loaded("llama"), slots=1), [0.0]
     engine._clock = lambda: now[0]
     engine.submit(ask("runs", PROMPT, 50, ignore_eos=True, timeout_seconds=5.0))
@@ -116,17 +116,21 @@ def test_a_deadline_finishes_a_request_in_any_state(loaded: Models) -> None:
 
     ends = {name: answer.end for name, answer in answers.items()}
     assert all(isinstance(end, Finished) for end in ends.values())
-    told = {name: (end.reason, end.stop, end.usage.completion_tokens) for name, end in ends.items() if end}
-    assert {"runs": ("length", "deadline", 5), "waits": ("length", "deadline", 0), "lasts": ("length", None, 3)} == told
+    finished = {name: (end.reason, end.stop, end.usage.completion_tokens) for name, end in ends.items() if end}
+    assert {
+        "runs": ("length", "deadline", 5),
+        "waits": ("length", "deadline", 0),
+        "lasts": ("length", None, 3),
+    } == finished
     assert [] == answers["waits"].started
     assert ends["waits"].timings.queue_seconds == 4.0
     assert engine.cache.cells == engine.cache.free_cells + engine.cache.evictable_cells()
 
 
 def test_progress_reports_computed_tokens(loaded: Models) -> None:
-    """Once a step while the prompt is computed, reused tokens counted; nothing for those who did not ask.
+    """Once a step during prefill, cached tokens included; only on request.
 
-    Of the first 16 rows 3 go to the short prompt, which is due earlier.
+    Of the first 16 tokens 3 are of the short prompt, which has the earlier deadline.
     """
     engine = core(loaded("llama"), chunk=16)
     play(engine, [Job(ask("before", PROMPT[:11], 1))])

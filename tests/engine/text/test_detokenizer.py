@@ -1,4 +1,4 @@
-"""Streams of every kind of tokenizer: token by token they are the text of all tokens."""
+"""Streamed text of every kind of tokenizer equals the text of all tokens."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ FALLBACK = [kind for kind in KINDS if "fallback" in kind]
 
 
 def numbers(kind: str, *pieces: str) -> list[int]:
-    """The tokens that these pieces are."""
+    """The ids of pieces."""
     return [vocabulary(kind)[piece] for piece in pieces]
 
 
 def in_bytes(kind: str, text: str | bytes) -> list[int]:
-    """A text in byte tokens."""
+    """A text as byte tokens."""
     return numbers(kind, *(BYTES[byte] for byte in (text.encode() if isinstance(text, str) else text)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_streamed_text_equals_decoding_all_tokens(kind: str) -> None:
-    """Pieces, bytes, broken bytes and special tokens behind any prompt, and stop strings in them."""
+    """Pieces, bytes, invalid bytes, special tokens and stop strings after any prompt."""
     assert [] == [fault for seed in range(100) for fault in faults(kind, seed)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_streams_equal_decoding_all_tokens(kind: str) -> None:
-    """The same, 10^5 over all kinds."""
+    """The same for 10^5 texts."""
     assert [] == [fault for seed in range(10**5 // len(KINDS) + 1) for fault in faults(kind, seed)]
 
 
 @pytest.mark.parametrize("kind", FALLBACK)
 def test_byte_tokens_give_whole_characters(kind: str) -> None:
-    """Each with its last byte, however many follow each other."""
+    """Each with its last byte."""
     parts = streamed(kind, [], in_bytes(kind, "世🦙🦙é"), special=False)
 
     assert ["", "", "世", "", "", "", "🦙", "", "", "", "🦙", "", "é", ""] == parts
@@ -64,7 +64,7 @@ def test_byte_tokens_give_whole_characters(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FALLBACK)
 def test_an_invalid_byte_does_not_affect_its_neighbours(kind: str) -> None:
-    """It is one U+FFFD, and the characters around it are whole."""
+    """It becomes one U+FFFD."""
     tokens = in_bytes(kind, b"\xe4\xb8\x96\xff\xe4\xb8\xe7\x95\x8c")
 
     assert "世\ufffd\ufffd\ufffd界" == "".join(streamed(kind, [], tokens, special=False))
@@ -73,7 +73,7 @@ def test_an_invalid_byte_does_not_affect_its_neighbours(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["byte fallback, Llama 2", "byte-level BPE"])
 def test_a_character_begun_in_the_prompt_is_completed(kind: str) -> None:
-    """With the token that ends it; where nothing ends it, what the prompt showed is not shown again."""
+    """By its last token; a replacement character of the prompt is not repeated."""
     tokens = in_bytes(kind, "世") if "fallback" in kind else served(kind).encode("世")
     tokens = tokens if "fallback" in kind else numbers(kind, *"ä¸ĸ")
     text = numbers(kind, "a")
@@ -84,7 +84,7 @@ def test_a_character_begun_in_the_prompt_is_completed(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("byte", "Unigram", "Replace"))])
 def test_a_skipped_special_token_strips_no_space(kind: str) -> None:
-    """The piece behind it is not the first of the text."""
+    """The token after it is not the first of the text."""
     space = "Ġa" if kind.startswith("byte-level") else "\u2581a"
     tokens = numbers(kind, "a", "</s>", "<s>", space)
 
@@ -94,7 +94,7 @@ def test_a_skipped_special_token_strips_no_space(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work for a token is bounded, also where no character ever ends, or nothing is ever shown."""
+    """Also if no character is ever completed, or no token has text."""
     tokenizer = Tokenizer(tokenizer_of(kind), vocabulary_size=400, context=1000)
     known = vocabulary(kind)
     piece = next(piece for piece in (BYTES[0x80], "Ģ", "\u2581", "<pad>") if piece in known)
@@ -110,7 +110,6 @@ def test_each_token_decodes_few_others(kind: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "CTC"])
 def test_token_bytes_concatenate_to_the_text(kind: str) -> None:
-    """Log-probabilities report them, so that a client can put characters together itself."""
     for seed in range(60):
         _, tokens = random_stream(kind, Random(seed))
         start = numbers(kind, "##a" if kind.startswith("WordPiece") else "a")
@@ -124,14 +123,14 @@ def test_token_bytes_concatenate_to_the_text(kind: str) -> None:
 
 
 def errors(kind: str) -> str:
-    """How bytes are decoded that are no character."""
+    """The error handler for invalid bytes."""
     return "surrogateescape" if "fallback" in kind else "replace"
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte fallback, Llama 2", "byte fallback, Gemma", "WordPiece"])
 @pytest.mark.parametrize("cells", [None, 56])
 def test_streamed_answers_are_complete(kind: str, cells: int | None, loaded: Callable[..., LoadedModel]) -> None:
-    """Through the engine, also where a sequence loses its slot and goes on later."""
+    """Through the engine, with preemption."""
     model = dataclasses.replace(
         loaded("llama"), tokenizer=Tokenizer(tokenizer_of(kind), vocabulary_size=VOCABULARY, context=128)
     )
@@ -150,7 +149,7 @@ def test_streamed_answers_are_complete(kind: str, cells: int | None, loaded: Cal
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprob_offsets_are_character_positions(kind: str) -> None:
-    """Log-probabilities name the place of each token in the released text, to which hidden ones add nothing."""
+    """Skipped tokens add no characters."""
     for seed in range(40):
         prompt, tokens = random_stream(kind, Random(seed))
         stream = TextStream(served(kind).detokenizer(prompt, special=False), ())

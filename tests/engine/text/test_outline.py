@@ -1,4 +1,4 @@
-"""Where messages are in a rendered conversation, whatever the template makes of them."""
+"""Message boundaries in a rendered conversation, with several chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURNS: Turns = [
 ]
 PLAIN = "{% for m in messages %}<start>{{ m.role }}: {{ m.content }}<end>{% endfor %}"
 ASKING = PLAIN + "{% if add_generation_prompt %}<start>assistant: {% endif %}"
-# A template of the kind that wants a user first, and turns that alternate.
+# A template that demands a user message first and alternating roles.
 STRICT = (
     "{% if messages[0].role == 'system' and messages | length < 2 %}{{ raise_exception('no user') }}{% endif %}"
     "{% if messages[-1].role == 'assistant' %}{{ raise_exception('an answer') }}{% endif %}" + ASKING
@@ -30,7 +30,7 @@ STRICT = (
 
 
 def rendered(folder: Path, template: str, turns: Turns, **options: bool) -> tuple[RenderedPrompt, list[str], list[str]]:
-    """A conversation, the text between its marks, and the text that is protected."""
+    """A rendered conversation, the text between its checkpoints, and the protected text."""
     save_tokenizer(folder)
     reader = AutoTokenizer.from_pretrained(folder)
     reader.chat_template = template
@@ -42,14 +42,14 @@ def rendered(folder: Path, template: str, turns: Turns, **options: bool) -> tupl
 
 
 def written(*turns: dict[str, str]) -> str:
-    """What the templates write for some turns."""
+    """The text of some messages as the templates write it."""
     return "".join(f"<start>{turn['role']}: {turn['content']}<end>" for turn in turns)
 
 
 @pytest.mark.parametrize("template", [PLAIN, ASKING])
 @pytest.mark.parametrize("content", ["in the end?", "an <end> in the text", "<start>user: I <end>"])
 def test_checkpoints_are_message_ends(tmp_path: Path, template: str, content: str) -> None:
-    """System message, all before the last question, and the question, which is protected; special text or not."""
+    """The system message, all messages before the last user message, and that message, which is protected."""
     turns = [*TURNS[:3], {"role": "user", "content": content}]
     answer, parts, protected = rendered(tmp_path, template, turns)
     system, others, question = written(turns[0]), written(*turns[1:3]), written(turns[3])
@@ -61,7 +61,7 @@ def test_checkpoints_are_message_ends(tmp_path: Path, template: str, content: st
 
 
 def test_a_refused_prefix_loses_one_checkpoint(tmp_path: Path) -> None:
-    """Where the place of the last question cannot be told, what could be it is protected with it."""
+    """If the start of the last user message is not found, the protected range starts earlier."""
     _, parts, protected = rendered(tmp_path, STRICT, TURNS)
 
     assert [written(*TURNS), "<start>assistant: "] == parts
@@ -69,7 +69,7 @@ def test_a_refused_prefix_loses_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_continued_answer_follows_the_last_user_message(tmp_path: Path) -> None:
-    """What the assistant began to say is not protected."""
+    """The started answer is not protected."""
     turns = [*TURNS, {"role": "assistant", "content": "The beginning"}]
     _, parts, protected = rendered(tmp_path, PLAIN, turns, continue_final_message=True)
 
@@ -78,7 +78,7 @@ def test_a_continued_answer_follows_the_last_user_message(tmp_path: Path) -> Non
 
 
 def test_without_a_user_nothing_is_protected(tmp_path: Path) -> None:
-    """A conversation of a system message alone has one mark at most, and no question."""
+    """A system message alone has at most one checkpoint."""
     answer, _, protected = rendered(tmp_path, ASKING, TURNS[:1])
 
     assert () == answer.protected
@@ -86,7 +86,7 @@ def test_without_a_user_nothing_is_protected(tmp_path: Path) -> None:
 
 
 def test_each_prefix_is_rendered_once() -> None:
-    """Equal breakpoints, and those at the ends of messages that are known anyway, cost nothing."""
+    """Equal breakpoints, and breakpoints at known ends of messages, render nothing more."""
     calls: list[int] = []
 
     def render(some: Messages) -> str:

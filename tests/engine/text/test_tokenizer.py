@@ -1,4 +1,4 @@
-"""What the tokenizer tells of prompts with tools, of breakpoints, and of single tokens."""
+"""Rendered prompts with tools and breakpoints, and single tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOLS = [Tool("weather", "The weather", json.dumps(SCHEMA)), Tool("ring")]
 ASKED: list[dict[str, object]] = [{"role": "user", "content": "Hello there"}]
 
-# A template of the kind that opens reasoning, or closes it at once.
+# A template that opens the reasoning, or closes it at once.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
@@ -30,7 +30,7 @@ THINKING = (
 
 @cache
 def bundled(template: str | None = None) -> Tokenizer:
-    """The bundled tokenizer, with a template of its own or another."""
+    """The bundled tokenizer, with its own template or another."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.chat_template = template or tokenizer.chat_template
     return Tokenizer(tokenizer, vocabulary_size=len(tokenizer), context=2000)
@@ -38,7 +38,7 @@ def bundled(template: str | None = None) -> Tokenizer:
 
 @pytest.mark.parametrize("letters", ["a word and more, ", "äöü€🦙 "])
 def test_encode_truncated_equals_the_prefix_alone(letters: str) -> None:
-    """More tokens than the context holds, and all but the last few those of the whole text."""
+    """More tokens than the context holds, equal to those of the whole text except for the last few."""
     tokenizer = bundled()
     text = letters * 100_000
     with pytest.raises(ContextTooLong):
@@ -52,7 +52,7 @@ def test_encode_truncated_equals_the_prefix_alone(letters: str) -> None:
 
 
 def test_tools_reach_the_template_in_openai_s_shape() -> None:
-    """The prompt is what transformers itself makes of them."""
+    """The prompt equals that of transformers."""
     reader = AutoTokenizer.from_pretrained(BUNDLED)
     offers = [
         {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": SCHEMA}},
@@ -64,7 +64,7 @@ def test_tools_reach_the_template_in_openai_s_shape() -> None:
 
 
 def test_a_special_token_in_a_tool_is_plain_text() -> None:
-    """No description can end a turn."""
+    """No description can end a message."""
     tool = Tool("ring", "<|im_end|>")
     rendering = bundled().render_chat(ASKED, tools=[tool])
     end = bundled().single_token("<|im_end|>")
@@ -75,7 +75,7 @@ def test_a_special_token_in_a_tool_is_plain_text() -> None:
 
 @pytest.mark.parametrize("content", ["Hello there", "an <|im_end|> in it"])
 def test_the_generation_prompt_is_returned(content: str) -> None:
-    """What stands behind the messages; special text inside them or not."""
+    """With and without special tokens in the messages."""
     turns = [{"role": "user", "content": content}]
 
     assert "<|im_start|>assistant\n" == bundled().render_chat(turns).generation_prompt
@@ -84,7 +84,7 @@ def test_the_generation_prompt_is_returned(content: str) -> None:
 
 
 def test_reasoning_opened_by_the_template_continues() -> None:
-    """The same answer is reasoning first, or text alone where the template closed the reasoning."""
+    """The answer starts as reasoning, or as text if the template closed the reasoning."""
     tokenizer = bundled(THINKING)
     thinking = tokenizer.render_chat(ASKED).generation_prompt
     quiet = tokenizer.render_chat(ASKED, arguments={"quiet": True}).generation_prompt
@@ -95,7 +95,7 @@ def test_reasoning_opened_by_the_template_continues() -> None:
 
 
 def test_a_continued_answer_returns_its_start() -> None:
-    """Inside its reasoning, or behind it."""
+    """Inside its reasoning, or after it."""
     tokenizer = bundled(THINKING)
 
     def opened(content: str) -> str:
@@ -110,14 +110,14 @@ def test_a_continued_answer_returns_its_start() -> None:
 
 
 def marked(rendering: RenderedPrompt, tokenizer: Tokenizer) -> list[str]:
-    """The text before each mark."""
+    """The text before each checkpoint."""
     return [tokenizer.decode(rendering.tokens[:mark]) for mark in rendering.checkpoints]
 
 
 @pytest.mark.parametrize("template", [None, THINKING])
 @pytest.mark.parametrize("content", ["one two\n\nthree four", "one <|im_end|>\n\nthree four"])
 def test_a_breakpoint_is_exact_to_the_token(template: str | None, content: str) -> None:
-    """The mark stands right behind the letters that were named, even where a template trims what ends a message."""
+    """Also in a template that trims the ends of messages."""
     tokenizer = bundled(template)
     cut = content.index("three")
     plain = tokenizer.render_chat([{"role": "user", "content": content}, *ASKED])
@@ -129,7 +129,6 @@ def test_a_breakpoint_is_exact_to_the_token(template: str | None, content: str) 
 
 
 def test_a_breakpoint_after_a_message_is_its_end() -> None:
-    """At the last letter of a message the whole message is what may be shared."""
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, *ASKED]
     rendering = bundled().render_chat(turns, breakpoints=[(0, 3)])
 
@@ -137,7 +136,7 @@ def test_a_breakpoint_after_a_message_is_its_end() -> None:
 
 
 def test_the_bundled_chat_format_is_detected() -> None:
-    """Calls between two markers that are tokens but not special, and no reasoning."""
+    """Tool calls between two markers that are added tokens but not special, and no reasoning."""
     dialect = bundled().chat_format
     text = '<tool_call>\n{"name": "ring", "arguments": {}}\n</tool_call>'
 
@@ -146,7 +145,6 @@ def test_the_bundled_chat_format_is_detected() -> None:
 
 
 def test_special_tokens_are_text_on_request() -> None:
-    """A decoder leaves them out unless it is told otherwise."""
     tokenizer = bundled()
     tokens = tokenizer.encode("a<|endoftext|>b", add_special=False)
 
@@ -159,7 +157,6 @@ def test_special_tokens_are_text_on_request() -> None:
 
 
 def test_describe_tokens_returns_text_and_bytes() -> None:
-    """Text to tokens and back; the pieces of a text are the text."""
     tokenizer = bundled()
     tokens = tokenizer.encode("Hello, <tool_call> é😀", add_special=False)
     pieces = tokenizer.describe_tokens(tokens)
@@ -173,7 +170,6 @@ def test_describe_tokens_returns_text_and_bytes() -> None:
 
 
 def test_an_invalid_token_id_is_refused() -> None:
-    """Before anything is decoded."""
     with pytest.raises(InvalidRequest):
         bundled().decode([10**6])
     with pytest.raises(InvalidRequest):

@@ -1,4 +1,4 @@
-"""The shapes of calls that chat templates need: each mechanism that refused a tool loop, in a small template."""
+"""The tool call formats of chat templates: each mechanism that refused a tool loop, in a small template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "Well?"}
 FINAL = [{"role": "assistant", "content": "Sunny."}, USER]
 
 CALL = "{{ call.function.name }} {{ call.function.arguments | tojson }}"
-# Parts of templates: what stands before the messages, and how calls and their results are written.
+# Parts of templates: the text before the messages, tool calls and results.
 EACH = "{% for call in message.tool_calls or () %}"
 PLAIN = EACH + "[" + CALL + "]{% endfor %}"
 NINE = "{% if value | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
@@ -101,7 +101,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def called(*numbers: int, content: str = "", arguments: object = None) -> list[dict[str, object]]:
-    """A message that calls, and the results of its calls in another order."""
+    """A message with tool calls, and their results in another order."""
     given = {"city": "Linz"} if arguments is None else arguments
     ids = [f"toolu_01-{number}" for number in numbers]
     calls = [{"id": id, "type": "function", "function": {"name": "get_weather", "arguments": given}} for id in ids]
@@ -117,7 +117,7 @@ def rendered(kind: str, *messages: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_calls_are_converted_to_the_template_s_format(kind: str) -> None:
-    """Found by trying; then calls, several at once, and what was said beside them are all shown."""
+    """Single and parallel calls, and the content beside them, are all rendered."""
     one, two = rendered(kind, *called(1), *FINAL), rendered(kind, *called(1, 2, content="I look."), *FINAL)
 
     assert TEMPLATES[kind][0] == tokenizer_of(kind)._call_format
@@ -129,12 +129,12 @@ def test_calls_are_converted_to_the_template_s_format(kind: str) -> None:
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize("arguments", ["", "not JSON", [3]])
 def test_arguments_that_are_no_object_are_rendered(kind: str, arguments: object) -> None:
-    """A model wrote them, or a client an empty text: the conversation goes on."""
+    """Of a model, or an empty text of a client."""
     assert "result 1" in rendered(kind, *called(1, arguments=arguments), *FINAL)
 
 
 def test_short_ids_match_between_call_and_result() -> None:
-    """A call and its result have one id, the same each time; an id that fits already stays."""
+    """They are stable; an id in the right format is unchanged."""
     text = rendered("ids of nine letters", *called(1))
     found, fitting = ToolCallFormat(short_ids=True), "abcDEF123"
     kept, _ = found.convert_messages([{"role": "tool", "tool_call_id": fitting, "content": ""}])
@@ -144,7 +144,7 @@ def test_short_ids_match_between_call_and_result() -> None:
 
 
 def test_split_calls_precede_their_results() -> None:
-    """In the order of the calls, whatever order the results came in."""
+    """In the order of the calls, for any order of the results."""
     text = rendered("one call a message", *called(1, 2))
 
     assert text.index("result 1") < text.rindex("[get_weather") < text.index("result 2")
@@ -152,7 +152,7 @@ def test_split_calls_precede_their_results() -> None:
 
 @pytest.mark.parametrize("kind", ["one call a message", "no content beside", "as it is"])
 def test_breakpoints_follow_converted_messages(kind: str) -> None:
-    """Also where the messages before it are written as more of them."""
+    """Also if earlier messages are split."""
     tokenizer = tokenizer_of(kind)
     messages = [USER, *called(1, 2, content="I look."), {"role": "user", "content": "Here and there"}]
     rendering = tokenizer.render_chat(messages, tools=[TOOL], breakpoints=[(4, 4)])

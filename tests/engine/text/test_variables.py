@@ -1,4 +1,4 @@
-"""What a chat template reads from outside: the names that a request may give a value to."""
+"""The variables that a chat template reads."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ from engine.text.variables import undeclared_variables
     ],
 )
 def test_undeclared_variables_of_a_template(template: str, expected: set[str]) -> None:
-    """What a template sets itself is none, nor is a word of its text; a broken template has none."""
+    """Not the variables that it sets, nor words of its text; none of an invalid template."""
     assert expected == undeclared_variables(template)
