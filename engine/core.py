@@ -77,7 +77,7 @@ class Core:
         self._totals = dict.fromkeys(
             ("steps", "batch", "prompt", "cached", "generated", "shifts", "reused", "failed"), 0
         )
-        self._seconds = 0.0
+        self._step_seconds = 0.0
         # Time that the current step spent on finishing sequences.
         self._finish_seconds = 0.0
 
@@ -121,7 +121,7 @@ class Core:
         if scheduled:
             self._compute(scheduled)
             self._totals["steps"] += 1
-            self._seconds += self._clock() - began
+            self._step_seconds += self._clock() - began
         events, self._events = self._events, []
         return events
 
@@ -144,7 +144,7 @@ class Core:
             offload_memory_bytes=memory_bytes,
             offload_disk_bytes=disk_bytes,
             steps_total=totals["steps"],
-            step_seconds_total=self._seconds,
+            step_seconds_total=self._step_seconds,
             batch_tokens_total=totals["batch"],
             prompt_tokens_total=totals["prompt"],
             cached_tokens_total=totals["cached"],
@@ -199,7 +199,7 @@ class Core:
                 self._accept_tokens(result)
             if self._speculation.reads:
                 self._notify_drafters(results)
-            # Post-processing is part of the step time, which grows with it by token; finishing a sequence is not.
+            # Step time includes the post-processing of tokens, but not finishing a sequence.
             draft_tokens = sum([len(each.draft_tokens) for each in scheduled])
             self._speculation.stepped(work.rows + draft_tokens, self._clock() - began - self._finish_seconds)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Models that look at what an encoder makes: in any batch they say what `generate` says to the same media alone."""
+"""Models with an encoder: in any batch the answers equal those of `generate` with the same media."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module")
 def kind_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a kind's tiny model."""
+    """The folder of a tiny model with an encoder."""
     root = tmp_path_factory.mktemp("encoders")
     return cache(lambda kind: save_encoder_model(kind, root / kind))
 
 
 @pytest.fixture(scope="module")
 def models(kind_folder: Callable[[str], Path]) -> Models:
-    """A kind's tiny model as the engine loads it, in float64."""
+    """A tiny model as the engine loads it, in float64."""
     return cache(lambda kind: load_model(kind_folder(kind)))
 
 
 @pytest.fixture(scope="module")
 def references(kind_folder: Callable[[str], Path]) -> References:
-    """A kind's tiny model in transformers alone."""
+    """A tiny model in transformers."""
     return cache(lambda kind: Alone(kind, kind_folder(kind)))
 
 
@@ -55,14 +55,14 @@ def ask(name: str, tokens: tuple[int, ...], one: Media | None, count: int = 8, *
 
 
 def mixed(kind: str, number: int) -> Request:
-    """One of many requests: three media, prompts with common beginnings, and with Mllama some without an image."""
+    """One of many requests: three media, prompts with shared prefixes, and for Mllama some without an image."""
     size = number % 4 if kind == "mllama" else 5 + number % 3
     one = media(kind, number % 3, size) if size else None
     return ask(f"{number}", prompt(kind, number % 2, 4 + 3 * number, size), one)
 
 
 def check(reference: Alone, requests: list[Request], answers: dict[str, Answer]) -> None:
-    """Every answer is the one of `generate` alone."""
+    """Every answer equals that of `generate`."""
     said = {request.id: tuple(answers[request.id].tokens) for request in requests}
     expected = {one.id: reference.greedy(one.prompt, one.media, one.max_tokens or 0) for one in requests}
     assert expected == said
@@ -70,7 +70,7 @@ def check(reference: Alone, requests: list[Request], answers: dict[str, Answer])
 
 
 def short_of_room(loaded: LoadedModel, entries: float, one: Media) -> LoadedModel:
-    """The model with room for so many entries of a size."""
+    """The model with an encoder cache for `entries` of a size."""
     assert loaded.encoder is not None
     budget = int(entries * loaded.encoder.entry_bytes(one))
     return dataclasses.replace(loaded, encoder=Encoder(loaded.model, budget_bytes=budget))
@@ -78,8 +78,8 @@ def short_of_room(loaded: LoadedModel, entries: float, one: Media) -> LoadedMode
 
 @every_kind
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_any_batch_says_what_each_says_alone(kind: str, chunk: int, models: Models, references: References) -> None:
-    """Different media, the same media and none in one batch, in too few slots: each answer is that of `generate`."""
+def test_any_batch_equals_separate_runs(kind: str, chunk: int, models: Models, references: References) -> None:
+    """With different, equal and no media in one batch, and fewer slots than requests."""
     requests = [mixed(kind, number) for number in range(10)]
     engine = core(models(kind), slots=3, chunk=chunk)
 
@@ -91,7 +91,7 @@ def test_any_batch_says_what_each_says_alone(kind: str, chunk: int, models: Mode
 
 
 def traffic(kind: str, seed: int) -> list[Job]:
-    """Random arrivals and cancels of requests from a small pool, so that media and beginnings meet again."""
+    """Random arrivals and cancels of requests from a small pool, so that media and prefixes repeat."""
     chance = random.Random(seed)
     jobs = []
     for at in range(chance.randint(3, 9)):
@@ -103,7 +103,7 @@ def traffic(kind: str, seed: int) -> list[Job]:
 
 
 def run_mix(kind: str, seed: int, loaded: LoadedModel, reference: Alone) -> None:
-    """One random mix, at times with too few cells, at times with room for hardly more than the largest entry."""
+    """A random mix, sometimes with too few cells, sometimes with an encoder cache for one or two entries."""
     chance, jobs = random.Random(seed + 10_000), traffic(kind, seed)
     most = max((job.request.media for job in jobs if job.request.media), key=lambda one: len(one.arrays[-1][1].data))
     if chance.random() < 0.5:
@@ -122,8 +122,8 @@ def run_mix(kind: str, seed: int, loaded: LoadedModel, reference: Alone) -> None
 
 
 @every_kind
-def test_any_traffic_says_what_each_says_alone(kind: str, models: Models, references: References) -> None:
-    """Arrivals, cancels, chunks, prefix hits, preemption and a small store, in random mixes."""
+def test_any_traffic_equals_separate_runs(kind: str, models: Models, references: References) -> None:
+    """Arrivals, cancels, chunks, prefix hits, preemption and a small encoder cache."""
     for seed in range(4):
         run_mix(kind, seed, models(kind), references(kind))
 
@@ -131,14 +131,13 @@ def test_any_traffic_says_what_each_says_alone(kind: str, models: Models, refere
 @pytest.mark.slow
 @every_kind
 def test_a_hundred_mixes_of_every_kind(kind: str, models: Models, references: References) -> None:
-    """The same laws over 100 mixes more."""
     for seed in range(1000, 1100):
         run_mix(kind, seed, models(kind), references(kind))
 
 
 @every_kind
 def test_preemption_does_not_change_the_text(kind: str, models: Models, references: References) -> None:
-    """With too few cells for all, sequences leave and come back with their media, and say the same."""
+    """Preempted sequences resume with their media."""
     requests = [mixed(kind, number) for number in range(8)]
     engine = core(models(kind), slots=8, cells=CONTEXT // 2, context=CONTEXT // 2, chunk=16)
 
@@ -150,8 +149,8 @@ def test_preemption_does_not_change_the_text(kind: str, models: Models, referenc
 
 
 @every_kind
-def test_a_prefix_is_found_under_its_own_media_only(kind: str, models: Models, references: References) -> None:
-    """The same prompt under the same media computes its last row alone; under other media it computes all of it."""
+def test_a_prefix_is_reused_with_the_same_media_only(kind: str, models: Models, references: References) -> None:
+    """With the same media only the last token is computed; with others all of it."""
     tokens = prompt(kind, 1, 20, images=1)
     size = 1 if kind == "mllama" else 6
     requests = [ask("1", tokens, media(kind, 1, size)), ask("2", tokens, media(kind, 1, size))]
@@ -170,8 +169,7 @@ def test_a_prefix_is_found_under_its_own_media_only(kind: str, models: Models, r
 
 
 @every_kind
-def test_at_once_the_same_prompt_under_other_media_waits_for_nobody(kind: str, models: Models) -> None:
-    """A sequence follows an older one with the same beginning only where both look at the same."""
+def test_the_same_prompt_with_other_media_has_no_leader(kind: str, models: Models) -> None:
     tokens = prompt(kind, 1, 20, images=1)
     size = 1 if kind == "mllama" else 6
     engine = core(models(kind), slots=3, chunk=64)
@@ -185,34 +183,32 @@ def test_at_once_the_same_prompt_under_other_media_waits_for_nobody(kind: str, m
 
 
 @every_kind
-def test_a_copied_beginning_goes_on_as_if_it_had_been_computed(
-    kind: str, models: Models, references: References
-) -> None:
-    """copy_prefix of a running slot at every length: the rest computed gives the logits of transformers alone."""
+def test_a_copied_prefix_equals_a_computed_one(kind: str, models: Models, references: References) -> None:
+    """copy_prefix of a running slot at every length, against the logits of transformers."""
     loaded = models(kind)
     assert loaded.encoder is not None
     one = media(kind, 4, 2)
     tokens = prompt(kind, 4, 16, images=2)
     expected = references(kind).logits(tokens, one)
-    sight = loaded.encoder.mask(loaded.encoder.encode(one), one, tokens)
+    mask = loaded.encoder.mask(loaded.encoder.encode(one), one, tokens)
     cells = Cache([plan.spec for plan in loaded.layers], slots=2, capacity=32, cells=64, dtype=torch.float64)
 
     def feed(slot: int, stop: int) -> torch.Tensor:
         span = Span(slot, cells.cached_length(slot), stop - cells.cached_length(slot))
         with cells.forward([span]) as forward:
-            return loaded.runner.run(forward, tokens[span.start : span.stop], [span.length - 1], [sight])[0]
+            return loaded.runner.run(forward, tokens[span.start : span.stop], [span.length - 1], [mask])[0]
 
     feed(0, 5)
     feed(0, len(tokens))
     for length in range(len(tokens)):
-        standing = cells.copy_prefix(0, 1, length)
-        assert standing == length
+        cached_length = cells.copy_prefix(0, 1, length)
+        assert cached_length == length
         assert torch.allclose(expected, feed(1, len(tokens)), atol=1e-9), length
 
 
 @every_kind
-def test_the_store_keeps_its_budget_and_the_line_waits(kind: str, models: Models, references: References) -> None:
-    """With room for two entries three media are encoded in turn, each pinned while it runs, and all are answered."""
+def test_the_encoder_cache_keeps_its_budget(kind: str, models: Models, references: References) -> None:
+    """Three media in a cache for two entries are encoded in turn, each pinned while it is in use."""
     size = 1 if kind == "mllama" else 6
     requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at % 3, size)) for at in range(6)]
     engine = core(short_of_room(models(kind), 2.5, requests[0].media), slots=4)
@@ -232,8 +228,8 @@ def test_the_store_keeps_its_budget_and_the_line_waits(kind: str, models: Models
 
 
 @every_kind
-def test_who_leaves_gives_the_entry_back(kind: str, models: Models) -> None:
-    """A cancel takes back the pin, of a running sequence and of one that waits with its entry."""
+def test_a_cancelled_request_unpins_its_entry(kind: str, models: Models) -> None:
+    """A running one, and a waiting one with an entry."""
     size = 1 if kind == "mllama" else 6
     requests = [ask(f"{at}", prompt(kind, at, 6, images=1), media(kind, at, size)) for at in range(3)]
     engine = core(models(kind), slots=1)
@@ -251,10 +247,10 @@ def test_who_leaves_gives_the_entry_back(kind: str, models: Models) -> None:
 
 
 class Broken(Encoder):
-    """An encoder that fails at media with a certain first number."""
+    """An encoder that fails for media with a certain first number."""
 
     def encode(self, media: Media) -> EncoderEntry:
-        """Raises at the second media of the test."""
+        """Raises for the second media."""
         if self.bad is not None and media.digest == self.bad:
             raise RuntimeError("no memory for this")
         return super().encode(media)
@@ -262,14 +258,14 @@ class Broken(Encoder):
     bad: bytes | None = None
 
 
-def test_what_a_decoder_begins_with_is_known(models: Models) -> None:
-    """The token that starts a decoder is told; a model that only decodes begins with its prompt."""
+def test_decoder_start_tokens_are_found(models: Models) -> None:
+    """A decoder without an encoder starts with its prompt."""
     assert [(START,)] * 3 == [models(kind).info.decoder_start_tokens for kind in ("bart", "whisper", "t5")]
     assert () == models("mllama").info.decoder_start_tokens
 
 
-def test_media_that_break_the_encoder_fail_alone(models: Models, references: References) -> None:
-    """The request fails in words, its pin and its place in line are gone, and the others are answered."""
+def test_media_that_fail_the_encoder_fail_one_request(models: Models, references: References) -> None:
+    """With a reason; its pin is released, and the others are answered."""
     requests = [ask(f"{at}", prompt("bart", at, 6), media("bart", at)) for at in range(3)]
     encoder = Broken(models("bart").model, budget_bytes=2**20)
     encoder.bad = requests[1].media.digest if requests[1].media else None
@@ -282,8 +278,8 @@ def test_media_that_break_the_encoder_fail_alone(models: Models, references: Ref
     assert 0 == engine.encoder_inputs.store.pinned_bytes
 
 
-def test_media_without_finite_numbers_fail_alone(models: Models, references: References) -> None:
-    """A spectrogram of infinities gives logits that are no numbers: its request fails, its neighbour does not."""
+def test_nonfinite_media_fail_one_request(models: Models, references: References) -> None:
+    """A spectrogram of infinities leads to NaN logits."""
     numbers = np.full((4, 24), np.inf, np.float32)
     bad = ask("bad", prompt("whisper", 1, 6), Media.of({"input_features": array(numbers)}))
     good = ask("good", prompt("whisper", 1, 6), media("whisper", 1))
@@ -295,8 +291,8 @@ def test_media_without_finite_numbers_fail_alone(models: Models, references: Ref
 
 
 @pytest.mark.parametrize("kind", ["bart", "whisper", "t5"])
-def test_a_full_context_shifts_and_goes_on(kind: str, models: Models) -> None:
-    """What an encoder made stays as it is when the decoder's context is shifted."""
+def test_a_full_context_shifts_and_continues(kind: str, models: Models) -> None:
+    """The encoder entry is unchanged."""
     engine = core(models(kind), slots=1, context=24)
     request = ask("1", prompt(kind, 1, 20), media(kind, 1), 40, overflow="shift", ignore_eos=True)
 
@@ -306,8 +302,8 @@ def test_a_full_context_shifts_and_goes_on(kind: str, models: Models) -> None:
     assert (40, True) == (end.usage.completion_tokens, end.usage.context_shifts > 0)
 
 
-def test_a_full_context_with_images_ends(models: Models) -> None:
-    """Rows that look at images cannot be moved: the answer ends with the context."""
+def test_a_full_context_with_images_finishes(models: Models) -> None:
+    """Tokens that attend to images cannot be moved."""
     engine = core(models("mllama"), slots=1, context=32)
     request = ask("1", prompt("mllama", 1, 20, 1), media("mllama", 1, 1), 40, overflow="shift", ignore_eos=True)
 
@@ -317,8 +313,8 @@ def test_a_full_context_with_images_ends(models: Models) -> None:
     assert ("length", 11) == (end.reason, end.usage.completion_tokens)
 
 
-def test_penalties_pass_over_the_token_of_an_image(models: Models) -> None:
-    """It lies behind the vocabulary, so there is no logit that could be lowered."""
+def test_penalties_skip_image_tokens(models: Models) -> None:
+    """Their ids lie outside of the vocabulary and have no logits."""
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
     request = ask("1", prompt("mllama", 1, 6, 1), media("mllama", 1, 1), 6, sampling=sampling, ignore_eos=True)
 
@@ -326,10 +322,8 @@ def test_penalties_pass_over_the_token_of_an_image(models: Models) -> None:
 
 
 @every_kind
-def test_the_next_process_does_not_encode_again(
-    kind: str, models: Models, references: References, tmp_path: Path
-) -> None:
-    """With a shelf, media that were looked at before are found in files, and the answers are the same."""
+def test_encoder_entries_survive_a_restart(kind: str, models: Models, references: References, tmp_path: Path) -> None:
+    """In files of the disk cache."""
     requests = [mixed(kind, number) for number in range(3)]
     first = core(models(kind), disk_cache=str(tmp_path))
     check(references(kind), requests, play(first, [Job(request) for request in requests]))
@@ -343,8 +337,8 @@ def test_the_next_process_does_not_encode_again(
     assert 0 == second.encoder_inputs.encoded_total
 
 
-def test_media_are_kept_apart_by_salt(models: Models) -> None:
-    """What was encoded under one salt is encoded anew under another, and found again under its own."""
+def test_salts_separate_media(models: Models) -> None:
+    """Media are encoded again under another salt."""
     one, tokens = media("bart", 1), prompt("bart", 1, 4)
     subject = core(models("bart"))
     for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one")):

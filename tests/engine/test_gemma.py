@@ -1,4 +1,4 @@
-"""A trained checkpoint in bfloat16, Gemma 3 270M, runs natively and says what transformers says."""
+"""Gemma 3 270M, a trained checkpoint in bfloat16, runs natively and equals transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Loads the checkpoint; without outcomes of earlier starts, or with those of this module."""
+    """Loads the checkpoint, with or without the check results of earlier loads."""
     built("step")
     from engine.load import outcomes
 
@@ -58,7 +58,7 @@ def start(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
-    """The same in transformers alone, in float32."""
+    """The checkpoint in transformers, in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -69,7 +69,7 @@ def cells(loaded: LoadedModel, slots: int = 4) -> Cache:
 
 
 def feed(loaded: LoadedModel, cache: Cache, *parts: tuple[int, list[int]]) -> Tensor:
-    """The logits after every token of (slot, tokens) parts of one forward."""
+    """The logits after each token of (slot, tokens) parts of one forward."""
     spans = [Span(slot, cache.cached_length(slot), len(tokens)) for slot, tokens in parts]
     tokens = [token for _, own in parts for token in own]
     with cache.forward(spans) as forward:
@@ -77,8 +77,8 @@ def feed(loaded: LoadedModel, cache: Cache, *parts: tuple[int, list[int]]) -> Te
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_rotation_is_found(start: Start, dtype: str) -> None:
-    """The rotation of each layer, by far, though some key columns are 60 times as large as others."""
+def test_the_rotation_of_each_layer_is_found(start: Start, dtype: str) -> None:
+    """With a wide margin, though some key columns are 60 times as large as others."""
     loaded = start("auto" if dtype == "bfloat16" else dtype)
     bases = [FULL if layer % 6 == 5 else SLIDING for layer in range(LAYERS)]
     pairs = torch.arange(128, dtype=torch.float32) / 128
@@ -91,16 +91,16 @@ def test_every_rotation_is_found(start: Start, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_the_native_step_runs_it(start: Start, quantize: str) -> None:
-    """In one call a step, whatever its weights become."""
+def test_gemma_runs_natively(start: Start, quantize: str) -> None:
+    """With each weight type."""
     loaded = start(quantize=quantize)
 
     assert isinstance(loaded.runner, NativeRunner)
     assert loaded.info.not_native_reason is None
 
 
-def test_greedy_text_is_that_of_transformers(start: Start, reference: Any) -> None:
-    """Alone and beside neighbours in chunks, token for token."""
+def test_greedy_text_equals_transformers(start: Start, reference: Any) -> None:
+    """Alone, and in a batch with chunks."""
     loaded = start("float32")
     prompt, neighbour = (loaded.tokenizer.encode(own) for own in (PROMPT, text()[:400]))
     ids = torch.tensor([prompt])
@@ -120,7 +120,7 @@ def test_greedy_text_is_that_of_transformers(start: Start, reference: Any) -> No
 
 
 def test_a_shift_rotates_the_keys_of_all_layers(start: Start) -> None:
-    """After a shift every layer's keys are the old ones at their new positions."""
+    """The keys equal the old ones, rotated to their new positions."""
     loaded = start()
     tokens = loaded.tokenizer.encode(text()[:2000])[:200]
     cache, keep, drop = cells(loaded), 4, 50
@@ -150,7 +150,7 @@ def keys(loaded: LoadedModel, cache: Cache) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def truth(start: Start, reference: Any) -> tuple[list[int], float]:
-    """Some tokens, and the perplexity that transformers gives them in float32, all at once."""
+    """Some tokens, and their perplexity in transformers, in float32."""
     tokens = start().tokenizer.encode(text())[: SCORED + 1]
     with torch.inference_mode():
         states = reference.model(input_ids=torch.tensor([tokens[:-1]])).last_hidden_state[0]
@@ -161,10 +161,10 @@ def truth(start: Start, reference: Any) -> tuple[list[int], float]:
 @pytest.mark.parametrize(
     ("dtype", "quantize", "most"), [("float32", "none", 1e-4), ("auto", "none", 2e-3), ("auto", "int8", 7e-3)]
 )
-def test_perplexity_is_that_of_transformers(
+def test_perplexity_equals_transformers(
     start: Start, truth: tuple[list[int], float], dtype: str, quantize: str, most: float
 ) -> None:
-    """Over 2,000 tokens in chunks: equal in float32, within 0.2 % in bfloat16 and 0.7 % with int8 weights."""
+    """Over 2,000 tokens in chunks: exact in float32, within 0.2 % in bfloat16 and 0.7 % with int8 weights."""
     loaded, (tokens, expected) = start(dtype, quantize), truth
     cache, losses = cells(loaded), list[float]()
     for at in range(0, SCORED, CHUNK):
@@ -174,6 +174,6 @@ def test_perplexity_is_that_of_transformers(
 
 
 def loss(logits: Tensor, tokens: list[int], start: int) -> float:
-    """The negative log-likelihood of the tokens behind rows that begin at `start`, in nats."""
+    """The negative log-likelihood of the tokens after `start`, in nats."""
     said = torch.tensor(tokens[start + 1 : start + 1 + len(logits)])
     return float(functional.cross_entropy(logits.float(), said, reduction="sum"))

@@ -1,4 +1,4 @@
-"""Keys and values stored in another type than the model computes in."""
+"""Keys and values stored in another type than that of the model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ TEXT = "Cellar keeps the keys and values of every token in cells, and sequences 
 
 @pytest.fixture(scope="module")
 def stored(folder: Callable[[str], Path]) -> Load:
-    """A family's tiny model with a cache of some type."""
+    """A tiny model with a KV cache of some type."""
     torch.set_num_threads(1)
     return cache(lambda family, kv_dtype, dtype="float64": load_model(folder(family), dtype, kv_dtype=kv_dtype))
 
 
 @pytest.fixture(scope="module")
 def bundled() -> Load:
-    """The bundled model with a cache of some type."""
+    """The bundled model with a KV cache of some type."""
     return cache(lambda kv_dtype: load(EngineConfig(kv_dtype=kv_dtype, context=256, slots=2), lambda phase: None))
 
 
 def logits(loaded: LoadedModel, tokens: list[int], *chunks: int) -> Tensor:
-    """The logits after every token of a prompt that is computed in chunks."""
+    """The logits after each token of a prompt that is computed in chunks."""
     specs = [plan.spec for plan in loaded.layers]
     some = Cache(specs, slots=1, capacity=len(tokens), cells=len(tokens), dtype=loaded.kv_dtype)
     rows, start = [], 0
@@ -51,20 +51,20 @@ def logits(loaded: LoadedModel, tokens: list[int], *chunks: int) -> Tensor:
 
 
 def divergence(right: Tensor, other: Tensor) -> Tensor:
-    """What each row's distribution loses, in nats (Kullback-Leibler)."""
+    """The Kullback-Leibler divergence of each row, in nats."""
     expected, actual = right.log_softmax(-1), other.log_softmax(-1)
     return (expected.exp() * (expected - actual)).sum(-1)
 
 
 def alone(loaded: LoadedModel, job: Job) -> Answer:
-    """What an engine says that has nothing else to do and remembers nothing."""
+    """The answer of an engine without other requests and an empty cache."""
     return play(core(loaded, slots=1, chunk=256), [Job(job.request)])[job.request.id]
 
 
 @pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
-def test_a_mix_says_what_each_says_alone(family: str, scarce: bool, stored: Load) -> None:
-    """With int8 cells too: chunks, neighbours, shared beginnings, copies and preemption do not show in a text."""
+def test_any_mix_equals_separate_runs(family: str, scarce: bool, stored: Load) -> None:
+    """With chunks, shared prefixes, copies and preemption, int8 cells included."""
     loaded, pool = stored(family, "int8"), prompts(5)
     for seed in range(3):
         some = mix(seed, pool, scarce=scarce)
@@ -76,8 +76,8 @@ def test_a_mix_says_what_each_says_alone(family: str, scarce: bool, stored: Load
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
-def test_chunks_do_not_show_in_the_logits(family: str, stored: Load) -> None:
-    """What a row reads of its own chunk is what later rows will read of it, quantised: a flipped code would show."""
+def test_logits_are_equal_in_any_chunks(family: str, stored: Load) -> None:
+    """Tokens read the quantised keys of their own chunk as well."""
     loaded = stored(family, "int8")
     tokens = list(range(3, 43))
     expected = logits(loaded, tokens)
@@ -88,8 +88,8 @@ def test_chunks_do_not_show_in_the_logits(family: str, stored: Load) -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("float16", 1e-6), ("bfloat16", 1e-4), ("int8", 5e-4)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "minicpm3", "gpt2"])
-def test_a_float32_model_loses_little(family: str, kv_dtype: str, most: float, stored: Load) -> None:
-    """The cache rounds, the model computes as before: the distributions hardly move."""
+def test_kv_rounding_of_a_float32_model_is_small(family: str, kv_dtype: str, most: float, stored: Load) -> None:
+    """The distributions hardly change."""
     tokens = list(range(7, 47))
     exact, rounded = (logits(stored(family, name, "float32"), tokens) for name in ("auto", kv_dtype))
     lost = divergence(exact, rounded)
@@ -98,16 +98,16 @@ def test_a_float32_model_loses_little(family: str, kv_dtype: str, most: float, s
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("float16", 1e-6), ("bfloat16", 1e-4), ("int8", 1e-3)])
-def test_the_bundled_model_loses_little(kv_dtype: str, most: float, bundled: Load) -> None:
-    """On plain text: a thousandth of a nat a token at most, where the text itself has several."""
+def test_kv_rounding_of_the_bundled_model_is_small(kv_dtype: str, most: float, bundled: Load) -> None:
+    """On English text: a thousandth of a nat a token at most; the text has several."""
     exact, rounded = bundled("auto"), bundled(kv_dtype)
     tokens = exact.tokenizer.encode(TEXT)
 
     assert 0 < float(divergence(logits(exact, tokens), logits(rounded, tokens)).mean()) < most
 
 
-def test_a_token_takes_less_memory(bundled: Load) -> None:
-    """The plan counts what the pool takes: half of float32 in 16 bits, and a byte a column and the scales in int8."""
+def test_cell_bytes_follow_the_kv_dtype(bundled: Load) -> None:
+    """In 16 bits half of float32; in int8 a byte a column, and the scales."""
     plans = {name: bundled(name).memory for name in ("float32", *HALVES, "int8")}
     whole = plans["float32"].cell_bytes
     (width,) = {plan.spec.key_width for plan in bundled("auto").layers}
@@ -121,8 +121,8 @@ def test_a_token_takes_less_memory(bundled: Load) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float64", *HALVES, "int8"])
-def test_an_answer_fills_and_shifts_its_cells(kv_dtype: str, stored: Load) -> None:
-    """Any type serves, over the end of the context too, and the cells are of that type."""
+def test_context_shifts_with_every_kv_dtype(kv_dtype: str, stored: Load) -> None:
+    """And all cells have that type."""
     loaded = stored("llama", kv_dtype, "float32")
     engine = core(loaded, slots=2, context=32)
     answer = play(engine, [Job(ask("one", range(3, 20), 60, overflow="shift", ignore_eos=True))])["one"]
@@ -131,8 +131,8 @@ def test_an_answer_fills_and_shifts_its_cells(kv_dtype: str, stored: Load) -> No
     assert 60 == len(answer.tokens)
 
 
-def test_a_type_that_keys_do_not_fit_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Keys beyond the largest float16 would be infinite: said at load, with the setting to change."""
+def test_a_kv_dtype_too_small_for_the_keys_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Keys beyond the largest float16 would be infinite: an error at load names the setting."""
     for file in folder("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")

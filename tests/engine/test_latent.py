@@ -1,4 +1,4 @@
-"""Latent attention: cells hold one latent a token, and both ways to attend to it agree with transformers."""
+"""Latent attention (MLA): cells hold one latent a token, and both kernels agree with transformers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ FAMILIES = ["deepseek_v2", "deepseek_v3", "minicpm3"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("chunk", "mla"), [(3, "auto"), (64, "auto"), (5, "absorb"), (5, "expand")])
-def test_any_batch_says_what_each_says_alone(
+def test_any_batch_equals_separate_runs(
     family: str, chunk: int, mla: MlaMode, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """Prompts with common beginnings in too few slots, computed in any way: each answer is that of `generate`."""
+    """Prompts with shared prefixes in fewer slots than requests, with each setting."""
     draw = random.Random(chunk)
     base = [draw.randrange(250) for _ in range(50)]
     prompts = {f"{at}": (*base[: draw.randrange(1, 50)], at) for at in range(6)}
@@ -44,8 +44,8 @@ def test_any_batch_says_what_each_says_alone(
 
 
 @pytest.mark.parametrize("mla", ["auto", "absorb", "expand"])
-def test_the_setting_reaches_the_runner(mla: MlaMode, folder: Callable[[str], Path], ways: list[str]) -> None:
-    """A forced way is taken by every segment, of whatever length; "auto" takes both."""
+def test_the_mla_setting_selects_the_kernel(mla: MlaMode, folder: Callable[[str], Path], ways: list[str]) -> None:
+    """A fixed setting applies to segments of any length; "auto" uses both."""
     model = load_model(folder("deepseek_v3"), "float32", mla=mla)
     ways.clear()
 
@@ -56,7 +56,7 @@ def test_the_setting_reaches_the_runner(mla: MlaMode, folder: Callable[[str], Pa
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways that segments take, as they take them."""
+    """The kernels of all segments, in order."""
     taken: list[str] = []
     for name in ("_absorbed", "_expanded"):
         own = getattr(latent, name)
@@ -65,15 +65,15 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_cell_holds_one_latent(loaded: Callable[..., LoadedModel]) -> None:
-    """The cache stores the latent and the turned part once, not keys and values of every head."""
+    """And the rotary part once, not keys and values of every head."""
     model = loaded("deepseek_v3")
 
     assert {(1, 16 + 8, 0)} == {(plan.spec.heads, plan.spec.key_width, plan.spec.value_width) for plan in model.layers}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_the_turned_part_shifts(family: str, loaded: Callable[..., LoadedModel]) -> None:
-    """A shift knows a rotation for the last columns of the cell, and leaves the latent alone."""
+def test_only_the_rotary_part_shifts(family: str, loaded: Callable[..., LoadedModel]) -> None:
+    """A context shift rotates the last columns of the cell only."""
     rotations = {plan.spec.rotation for plan in loaded(family).layers}
 
     assert all(rotation is not None and rotation.offset == 16 for rotation in rotations)
@@ -83,15 +83,14 @@ def test_only_the_turned_part_shifts(family: str, loaded: Callable[..., LoadedMo
 @pytest.mark.parametrize(("rows", "before"), [(1, 0), (1, 30), (7, 12), (40, 0)])
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> None:
-    """Projecting the queries or the latents is the same sum in another order."""
     torch.manual_seed(rows)
-    heads, width, value, rank, turned = 4, 6, 5, 16, 4
+    heads, width, value, rank, rotary = 4, 6, 5, 16, 4
     draw = {"dtype": torch.float64}
     projection = latent.LatentProjection(
         torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw)
     )
-    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
-    query = torch.randn(heads, rows, width + turned, **draw)
+    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + rotary, **draw)), 0)
+    query = torch.randn(heads, rows, width + rotary, **draw)
     length = before + rows
     index = slice(3, 3 + length) if contiguous else torch.randperm(64)[:length]
     segment = Segment(slice(0, rows), before, index)
@@ -100,20 +99,20 @@ def test_absorbed_equals_expanded(rows: int, before: int, contiguous: bool) -> N
     assert torch.allclose(latent._absorbed(*arguments), latent._expanded(*arguments), atol=1e-12)
 
 
-def test_expanding_takes_no_more_memory_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are expanded a few at a time, and what comes out is the same."""
-    heads, width, value, rank, turned, length = 6, 6, 5, 16, 4, 50
+def test_expansion_is_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are expanded a few at a time, with the same output."""
+    heads, width, value, rank, rotary, length = 6, 6, 5, 16, 4, 50
     draw = {"dtype": torch.float64}
     projection = latent.LatentProjection(
         torch.randn(heads, width, rank, **draw), torch.randn(heads, value, rank, **draw)
     )
-    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + turned, **draw)), 0)
-    query = torch.randn(heads, 9, width + turned, **draw)
+    cells = LayerKV(FloatKVBuffer(torch.randn(1, 1, 64, rank + rotary, **draw)), 0)
+    query = torch.randn(heads, 9, width + rotary, **draw)
     arguments = (query, cells, Segment(slice(0, 9), length - 9, slice(0, length)), AttentionRange(), projection, 0.3)
     whole = latent._expanded(*arguments)
     seen: list[int] = []
     own = reference.attend_one
-    monkeypatch.setattr(latent, "_EXPANDED_BYTES", 2 * length * (width + turned + value) * 8)
+    monkeypatch.setattr(latent, "_EXPANDED_BYTES", 2 * length * (width + rotary + value) * 8)
     monkeypatch.setattr(
         reference, "attend_one", lambda q, *given, **named: (seen.append(len(q)), own(q, *given, **named))[1]
     )

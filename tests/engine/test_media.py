@@ -1,4 +1,4 @@
-"""What may be looked at: media are checked at the door, and refused in words before anything is computed."""
+"""Validation of media, before a token is computed."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ Encoders = Callable[[str], Encoder]
 
 @pytest.fixture(scope="module")
 def kind_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a kind's tiny model."""
+    """The folder of a tiny model with an encoder."""
     root = tmp_path_factory.mktemp("encoders")
     return cache(lambda kind: save_encoder_model(kind, root / kind))
 
 
 @pytest.fixture(scope="module")
 def encoders(kind_folder: Callable[[str], Path]) -> Encoders:
-    """The encoder of a kind's tiny model."""
+    """The encoder of a tiny model."""
     return cache(lambda kind: encoder_of(kind_folder(kind)))
 
 
 def encoder_of(folder: Path) -> Encoder:
-    """The encoder of a folder's model."""
+    """The encoder of a model folder."""
     encoder = load_model(folder).encoder
     assert encoder is not None
     return encoder
 
 
 def ask(name: str, tokens: tuple[int, ...], one: Media | None, count: int = 8) -> Request:
-    """A greedy request that goes on to its last token."""
+    """A greedy request without an end token."""
     return Request(name, tokens, sampling=GREEDY, max_tokens=count, media=one, ignore_eos=True)
 
 
 def changed(one: Media, name: str, **fields: object) -> Media:
-    """The media with one array changed, and the digest that fits."""
+    """The media with one array changed, and their digest."""
     return Media.of({key: dataclasses.replace(value, **fields) if key == name else value for key, value in one.arrays})
 
 
@@ -88,8 +88,8 @@ REFUSED: dict[str, tuple[str, Media | None, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_media_are_refused_in_words(case: str, encoders: Encoders) -> None:
-    """What the encoder cannot take is an InvalidRequest that names the media, before anything is computed."""
+def test_invalid_media_are_refused_with_a_reason(case: str, encoders: Encoders) -> None:
+    """InvalidRequest names the field `media`."""
     kind, one, reason = REFUSED[case]
     with pytest.raises(InvalidRequest, match=reason) as refusal:
         encoders(kind).check(one, prompt(kind, 1, 6, images=1))
@@ -98,8 +98,8 @@ def test_bad_media_are_refused_in_words(case: str, encoders: Encoders) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_fit_at_all_is_refused_before_it_is_computed(kind: str, encoders: Encoders) -> None:
-    """The size of an entry is known from the shape of its media, exactly, and is in the refusal."""
+def test_media_beyond_the_budget_are_refused(kind: str, encoders: Encoders) -> None:
+    """The size of an entry is computed from the shapes of its media, and is in the reason."""
     one = media(kind, 1, 1 if kind == "mllama" else 11)
     encoder = encoders(kind)
     size = encoder.encode(one).bytes
@@ -110,8 +110,8 @@ def test_what_does_not_fit_at_all_is_refused_before_it_is_computed(kind: str, en
         small.check(one, prompt(kind, 1, 6, images=1))
 
 
-def test_the_engine_refuses_at_the_door(kind_folder: Callable[[str], Path]) -> None:
-    """`open` raises for bad media and takes good ones, images' tokens behind the vocabulary too."""
+def test_open_refuses_invalid_media(kind_folder: Callable[[str], Path]) -> None:
+    """Valid media pass, with image tokens outside of the vocabulary."""
     asyncio.run(_knock(kind_folder("mllama")))
 
 
@@ -131,8 +131,7 @@ async def _knock(folder: Path) -> None:
         engine.close()
 
 
-def test_a_model_without_an_encoder_takes_no_media(folder: Callable[[str], Path]) -> None:
-    """Media that nobody would look at are refused, not ignored."""
+def test_a_model_without_an_encoder_refuses_media(folder: Callable[[str], Path]) -> None:
 
     async def knock() -> None:
         engine = Engine(EngineConfig(model=str(folder("llama")), context=CONTEXT, slots=1))
@@ -148,8 +147,8 @@ def test_a_model_without_an_encoder_takes_no_media(folder: Callable[[str], Path]
         asyncio.run(knock())
 
 
-def test_the_digest_tells_media_apart() -> None:
-    """Names, types, shapes and numbers all count, and where one array ends and the next begins."""
+def test_digests_differ_between_media() -> None:
+    """By names, types, shapes, numbers, and boundaries between arrays."""
     data = np.arange(4).tobytes()
     some = [
         {"a": Array("int64", (4,), data)},

@@ -1,4 +1,4 @@
-"""Recurrent and hybrid models: batched, chunked, resumed and preempted, they say what they say alone."""
+"""Recurrent and hybrid models: batched, chunked, resumed and preempted, their output equals separate runs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> Request:
 
 
 def text(answer: tuple[int, ...]) -> tuple[int, ...]:
-    """An answer of `generate` without the end that it shows and we do not."""
+    """The answer of `generate` without its end token."""
     return answer[: answer.index(END)] if END in answer else answer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_any_batch_says_what_each_says_alone(
+def test_any_batch_equals_separate_runs(
     family: str, chunk: int, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """Prompts of unequal lengths with common beginnings, in too few slots: each answer is that of `generate`."""
+    """Prompts of unequal lengths with shared prefixes, in fewer slots than requests."""
     draw = random.Random(chunk)
     base = [draw.randrange(250) for _ in range(40)]
     prompts = {f"{at}": (*base[: draw.randrange(1, 40)], draw.randrange(250), at) for at in range(7)}
@@ -43,10 +43,10 @@ def test_any_batch_says_what_each_says_alone(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_resumes_anywhere(
+def test_a_conversation_resumes_at_any_length(
     family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """After one long conversation, a prompt that leaves it at any position gets the answer of a cold start."""
+    """A prompt that diverges from a long conversation at any position gets the answer of an empty cache."""
     draw = random.Random(3)
     base = [draw.randrange(250) for _ in range(48)]
     engine = core(loaded(family), slots=2, chunk=16)
@@ -60,8 +60,8 @@ def test_a_conversation_resumes_anywhere(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Callable[..., LoadedModel]) -> None:
-    """A prompt that continues prompt and answer computes only what is new; the same prompt again, only its last row."""
+def test_the_next_turn_resumes_at_the_last_token(family: str, loaded: Callable[..., LoadedModel]) -> None:
+    """The same prompt again computes its last token only."""
     engine = core(loaded(family), slots=2, chunk=16)
     prompt = tuple(range(30, 70))
     first = play(engine, [Job(Request(id="1", prompt=prompt, sampling=GREEDY, max_tokens=6, ignore_eos=True))])["1"]
@@ -77,7 +77,7 @@ def test_the_next_turn_starts_where_the_last_one_ended(family: str, loaded: Call
 def test_preemption_does_not_change_the_text(
     family: str, loaded: Callable[..., LoadedModel], reference: Callable[..., Reference]
 ) -> None:
-    """With too few cells for all, sequences leave and come back, and say the same."""
+    """With too few cells."""
     prompts = {f"{at}": tuple((at * 31 + 5 * step) % 250 for step in range(30)) for at in range(6)}
     engine = core(loaded(family), slots=6, cells=6 * 45 // 3, chunk=16)
 

@@ -1,7 +1,7 @@
-"""Going on at any position is computing anew: for each kind of memory, at every place of a conversation of 300 tokens.
+"""Resuming at any position equals computing anew: for each kind of memory, at every position of 300 tokens.
 
-However a slot came to where it stands, it stands as deep as was promised, and what it says from there on is what one
-undisturbed run says, to the last digit but few of float64.
+However a slot came to its cached length, the length is as large as promised, and the logits after it equal those of one
+forward over the whole text, in float64.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvcache.offload import OffloadConfig
 from kvcache.prefix import MIN_LOAD_TOKENS
 from tests.engine.resumed import BEYOND, KINDS, LENGTH, MARKS, Talk, build, ends, text
 
-# Where cuts are, beside them, and some others; and all.
-SOME = sorted({*range(1, LENGTH, 61), *(mark + by for mark in MARKS[:2] for by in (-1, 0, 1)), LENGTH - 1})
+# The last positions of chunks and messages, their neighbours and some others; and all positions.
+SOME = sorted({*range(1, LENGTH, 61), *(position + by for position in MARKS[:2] for by in (-1, 0, 1)), LENGTH - 1})
 ALL = range(1, LENGTH)
 
 Talks = Callable[[str], Talk]
@@ -31,15 +31,15 @@ positions = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Talks:
-    """The conversation with a model of a kind."""
+    """The conversation with a tiny model."""
     root = tmp_path_factory.mktemp("resumed")
     return cache(lambda kind: build(kind, root / kind))
 
 
 @positions
 @every_kind
-def test_what_is_remembered_goes_on_anywhere(talks: Talks, kind: str, positions: list[int]) -> None:
-    """With room for all, at every token; a recurrent model where a forward ended."""
+def test_resume_at_any_length(talks: Talks, kind: str, positions: list[int]) -> None:
+    """With enough cells, at every token; a recurrent model where a forward ended."""
     talk = talks(kind)
     memory = talk.cache()
     talk.play(memory)
@@ -52,8 +52,8 @@ def test_what_is_remembered_goes_on_anywhere(talks: Talks, kind: str, positions:
 
 @positions
 @every_kind
-def test_a_slot_goes_back_and_on(talks: Talks, kind: str, positions: list[int]) -> None:
-    """From the end to every position, each time a little forth again: as far as it has not released what it needs."""
+def test_rewind_and_continue(talks: Talks, kind: str, positions: list[int]) -> None:
+    """From the end to every position, with a few tokens computed in between, as far as windows permit."""
     talk = talks(kind)
     memory = talk.cache()
     talk.play(memory, remember=False)
@@ -68,8 +68,8 @@ def test_a_slot_goes_back_and_on(talks: Talks, kind: str, positions: list[int]) 
 
 @positions
 @every_kind
-def test_a_fork_of_a_running_slot_goes_on_anywhere(talks: Talks, kind: str, positions: list[int]) -> None:
-    """After each forward of the source, wherever its last one began to see; the source goes on as if alone."""
+def test_copy_a_running_slot_at_any_length(talks: Talks, kind: str, positions: list[int]) -> None:
+    """After each forward of the source, which continues unchanged."""
     talk = talks(kind)
     memory = talk.cache()
     start = 0
@@ -83,8 +83,8 @@ def test_a_fork_of_a_running_slot_goes_on_anywhere(talks: Talks, kind: str, posi
 
 @positions
 @every_kind
-def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions: list[int]) -> None:
-    """Others take most of the memory: what is still there is used, and where messages end one can go on the longest."""
+def test_resume_after_eviction(talks: Talks, kind: str, positions: list[int]) -> None:
+    """Other conversations take most cells; the ends of messages stay resumable longest."""
     talk = talks(kind)
     memory = talk.cache(cells=740, rows=160, states=10)
     talk.play(memory)
@@ -93,7 +93,7 @@ def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions:
         talk.play(memory, tokens=text(talk.vocabulary, seed), upto=198 if seed == 3 else LENGTH)
     memory.clear(0)
 
-    assert list(MARKS) == [talk.remembered(memory, mark) for mark in MARKS]
+    assert list(MARKS) == [talk.remembered(memory, mark) for position in MARKS]
     assert any(talk.remembered(memory, position) < talk.computed(position) for position in positions)
     for position in positions:
         memory.clear(1)
@@ -105,8 +105,8 @@ def test_what_is_left_under_pressure_goes_on(talks: Talks, kind: str, positions:
 
 @positions
 @every_kind
-def test_what_was_given_up_comes_back_from_host_memory(talks: Talks, kind: str, positions: list[int]) -> None:
-    """All goes to the shelf without what going on at ends does not take, and comes back as far as it is asked for."""
+def test_resume_from_host_memory(talks: Talks, kind: str, positions: list[int]) -> None:
+    """Trimmed entries are offloaded and loaded on demand."""
     talk = talks(kind)
     memory = talk.cache(shelf=OffloadConfig(memory_bytes=2**30))
     talk.play(memory)
@@ -123,10 +123,10 @@ def test_what_was_given_up_comes_back_from_host_memory(talks: Talks, kind: str, 
 @pytest.mark.parametrize("given_up", [False, True], ids=["", "after it was given up"])
 @positions
 @every_kind
-def test_the_next_process_goes_on_anywhere(
+def test_resume_in_another_process(
     talks: Talks, kind: str, positions: list[int], given_up: bool, tmp_path: Path
 ) -> None:
-    """A new cache over the same files has all that was in cells when it was written, or what was saved of it."""
+    """A new cache over the same files has all tokens that were written."""
     talk = talks(kind)
     shelf = OffloadConfig(memory_bytes=2**30, folder=tmp_path, disk_bytes=2**30, identity=kind)
     memory = talk.cache(shelf=shelf)

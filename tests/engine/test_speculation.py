@@ -1,4 +1,4 @@
-"""Speculation never changes a text: whoever drafts, however deep, on every kind of cache, whatever else happens."""
+"""Speculative decoding never changes a text: with every drafter, depth and kind of cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CASES = ("none", "right", "itself", "wrong")
 
 @pytest.mark.parametrize("case", covering(), ids=repr)
 def test_drafts_do_not_change_the_text(loaded: Models, case: Case) -> None:
-    """Every request says in float64 what it says alone without drafts; every pair of circumstances is met."""
+    """Each request in float64 equals a separate run without drafts; the cases cover all pairs of conditions."""
     assert [] == differences(case, loaded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_not_empty(loaded: Models, kind: str) -> None:
-    """Of drafts that are right nearly all are said, of the model's own most, of wrong ones none, and none are none."""
+    """Right drafts are nearly all accepted, the model's own mostly, wrong ones never."""
     drafts = {name: played(Case(name, kind, 3, 64, "nothing"), loaded).drafts for name in CASES}
 
     assert {} == drafts["none"]
@@ -37,7 +37,6 @@ def test_the_cases_are_not_empty(loaded: Models, kind: str) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", sorted({case.kind for case in every()}))
 def test_drafts_do_not_change_the_text_in_any_combination(loaded: Models, kind: str) -> None:
-    """The same for all combinations."""
     cases = [case for case in every() if case.kind == kind]
 
     assert [] == [(case, wrong) for case in cases if (wrong := differences(case, loaded))]

@@ -1,4 +1,4 @@
-"""Models whose layers see a window: they say what they say alone, in the memory of their windows."""
+"""Models with sliding-window layers: their output equals separate runs, with the memory of the windows only."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ References = Callable[..., Reference]
 
 
 def windows(engine: Core) -> list[AttentionGroup]:
-    """The groups that do not see everything."""
+    """The groups of sliding-window layers."""
     return [group for group in engine.cache.groups if group.spec.attention_range.kind != "full"]
 
 
 def answer(engine: Core, name: str, prompt: tuple[int, ...], count: int) -> Answer:
-    """What the engine says to one prompt."""
+    """The answer to one prompt."""
     return play(engine, [Job(ask(name, prompt, count, ignore_eos=True))])[name]
 
 
 def greedy(reference: Reference, prompt: tuple[int, ...], count: int) -> list[int]:
-    """The likeliest tokens, whatever they mean, each computed from the whole text."""
+    """The greedy tokens, each computed from the whole text."""
     text = prompt
     for _ in range(count):
         text = (*text, int(reference.logits(text).argmax()))
@@ -40,8 +40,8 @@ def greedy(reference: Reference, prompt: tuple[int, ...], count: int) -> list[in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_slot_keeps_what_its_next_row_sees(loaded: Models, family: str) -> None:
-    """At every step a window group's slots use what they see, the rows of the step included, however long the text."""
+def test_a_slot_keeps_its_window(loaded: Models, family: str) -> None:
+    """At every step a slot of a window group holds the visible cells only, tokens of the step included."""
     engine = core(loaded(family), slots=2, chunk=8)
     for name in ("a", "b"):
         engine.submit(ask(name, PROMPT, 40, ignore_eos=True))
@@ -56,8 +56,8 @@ def test_a_slot_keeps_what_its_next_row_sees(loaded: Models, family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_computes_only_what_is_new(loaded: Models, reference: References, family: str) -> None:
-    """A conversation goes on from where it ended, windows included, and its answer is the one that it gets alone."""
+def test_the_next_turn_computes_new_tokens_only(loaded: Models, reference: References, family: str) -> None:
+    """Windows are reused too, and the answer is that of a separate run."""
     engine = core(loaded(family), slots=2, chunk=8)
     first = answer(engine, "first", PROMPT, 20)
     talk = (*PROMPT, *first.tokens, *NEW)
@@ -69,10 +69,10 @@ def test_the_next_turn_computes_only_what_is_new(loaded: Models, reference: Refe
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_conversations_that_crowd_each_other_out_say_the_same(
+def test_eviction_between_conversations_does_not_change_the_text(
     loaded: Models, reference: References, family: str
 ) -> None:
-    """With memory for a few windows, ten conversations take turns, and nobody hears what it would not hear alone."""
+    """Ten conversations take turns with memory for a few windows."""
     engine = core(loaded(family), slots=2, chunk=16, cells=160)
     talks = {f"{number}": (number, *PROMPT[: 20 + number]) for number in range(10)}
     for _ in range(2):
