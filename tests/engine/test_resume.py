@@ -93,7 +93,7 @@ def test_resume_after_eviction(talks: Talks, kind: str, positions: list[int]) ->
         talk.play(memory, tokens=text(talk.vocabulary, seed), upto=198 if seed == 3 else LENGTH)
     memory.clear(0)
 
-    assert list(MARKS) == [talk.remembered(memory, mark) for position in MARKS]
+    assert list(MARKS) == [talk.remembered(memory, position) for position in MARKS]
     assert any(talk.remembered(memory, position) < talk.computed(position) for position in positions)
     for position in positions:
         memory.clear(1)
