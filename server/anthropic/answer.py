@@ -14,7 +14,7 @@ from server.http.errors import check_deadline
 from server.http.events import ChoiceEvents
 from server.http.sse import named_frame
 from server.http.stream_encoder import StreamEncoder
-from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, Stopping, StopReason
+from server.schemas.anthropic_answer import AnsweredMessage, AnthropicUsage, MessageStop, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class _EventEncoder:
         return named_frame({"type": "message_stop"})
 
 
-def _stopping(end: ChoiceEnd) -> Stopping:
+def _stopping(end: ChoiceEnd) -> MessageStop:
     stop = end.finished.stop
     if end.reason == "stop" and isinstance(stop, str):
-        return Stopping(stop_reason="stop_sequence", stop_sequence=stop)
+        return MessageStop(stop_reason="stop_sequence", stop_sequence=stop)
     reasons: Mapping[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-    return Stopping(stop_reason=reasons[end.reason], stop_sequence=None)
+    return MessageStop(stop_reason=reasons[end.reason], stop_sequence=None)

@@ -14,15 +14,15 @@ from server.http.errors import ANTHROPIC_PREFIX, ApiError, invalid_value
 from server.schemas.anthropic import (
     AnthropicMessage,
     AnthropicTool,
-    Cached,
+    CacheableBlock,
     CountRequest,
     MessagesRequest,
     NamedTool,
     TextBlock,
+    ThinkingAdaptive,
     ThinkingBlock,
-    ThinkingFree,
-    ThinkingOff,
-    ThinkingOn,
+    ThinkingDisabled,
+    ThinkingEnabled,
     ToolMode,
     ToolResultBlock,
     ToolUseBlock,
@@ -73,7 +73,7 @@ def has_cache_control(body: CountRequest) -> bool:
     system = [] if isinstance(body.system, str | None) else body.system
     blocks = [block for message in body.messages if not isinstance(message.content, str) for block in message.content]
     parts: Sequence[object] = [*system, *blocks, *(body.tools or ())]
-    marked = any(isinstance(part, Cached) and part.cache_control is not None for part in parts)
+    marked = any(isinstance(part, CacheableBlock) and part.cache_control is not None for part in parts)
     return marked or body.cache_control is not None
 
 
@@ -103,7 +103,7 @@ def _messages(message: AnthropicMessage) -> Iterator[Fields]:
         yield converted
 
 
-def _part(text: str, block: Cached) -> Fields:
+def _part(text: str, block: CacheableBlock) -> Fields:
     part: Fields = {"type": "text", "text": text}
     return part if block.cache_control is None else {**part, "prompt_cache_breakpoint": {"mode": "explicit"}}
 
@@ -148,13 +148,13 @@ def _choice(body: CountRequest) -> Fields:
 def _thinking(body: CountRequest) -> Fields:
     """Sets the switch of templates that have one."""
     match body.thinking:
-        case ThinkingOff():
+        case ThinkingDisabled():
             return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, False)}
-        case ThinkingOn(budget_tokens=budget, display=display):
+        case ThinkingEnabled(budget_tokens=budget, display=display):
             shown = None if display != "omitted" else False
             kwargs = dict.fromkeys(REASONING_SWITCHES, True)
             return {"chat_template_kwargs": kwargs, "thinking_token_budget": budget, "include_reasoning": shown}
-        case ThinkingFree(display=display):
+        case ThinkingAdaptive(display=display):
             shown = None if display != "omitted" else False
             return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, True), "include_reasoning": shown}
     return {}

@@ -16,12 +16,12 @@ from server.schemas.tools import (
     FunctionDefinition,
     GrammarInput,
     LegacyFunction,
-    Named,
     NamedChoice,
     NamedCustom,
     NamedFunction,
     Schema,
     ToolDefinition,
+    ToolName,
 )
 
 # Any definition of a tool.
@@ -105,7 +105,7 @@ def _custom(definition: CustomDefinition) -> Tool:
 
 
 def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
-    if isinstance(body.function_call, Named):
+    if isinstance(body.function_call, ToolName):
         raise invalid_value("function_call", "there are no 'functions'")
     chosen, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not tools:
@@ -127,7 +127,7 @@ def _choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
 def _legacy_choice(body: ChatRequest, tools: Sequence[Tool]) -> ToolChoice:
     if body.tool_choice is not None:
         raise invalid_value("tool_choice", "with 'functions' it is called 'function_call'")
-    if isinstance(body.function_call, Named):
+    if isinstance(body.function_call, ToolName):
         if body.function_call.name not in {tool.name for tool in tools}:
             raise invalid_value("function_call.name", "there is no function of this name")
         return ToolChoice("required", (body.function_call.name,), parallel=False)
@@ -144,5 +144,5 @@ def _check_names(chosen: Sequence[NamedChoice], tools: Sequence[Tool], place: st
     return tuple(dict.fromkeys(name for _, name in found))
 
 
-def _named(choice: NamedChoice) -> Named:
+def _named(choice: NamedChoice) -> ToolName:
     return choice.custom if isinstance(choice, NamedCustom) else choice.function

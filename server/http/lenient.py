@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from server.http.parsing import StrictRequest, StrictRoute, loads
 from server.http.validation import field_error
-from server.schemas.content import Unhonoured
+from server.schemas.content import IgnoredFields
 
 # Routes with `warnings` in their answers; on other routes an unsupported field stays an error.
 WARNING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
@@ -24,7 +24,7 @@ class LenientRequest(StrictRequest):
 
     def parse_body(self, body: bytes) -> object:
         """The validated body; the left-out fields become the request's warnings."""
-        parsed, context = loads(body), Unhonoured()
+        parsed, context = loads(body), IgnoredFields()
         value = self.validate(parsed, context)
         self.state.warnings = list(_warnings(parsed, context))
         return value
@@ -45,7 +45,7 @@ def warnings(request: Request) -> tuple[str, ...]:
     return tuple(getattr(request.state, "warnings", ()))
 
 
-def _warnings(body: object, context: Unhonoured) -> Iterator[str]:
+def _warnings(body: object, context: IgnoredFields) -> Iterator[str]:
     fields = context.left_out[:MAX_WARNINGS]
     paths = _paths_of(body, {id(holder) for holder, _ in fields}) if fields else {}
     for holder, name in fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from server.generation.chat_turn import ChatTurn
 from server.generation.requests import service_tier
 from server.schemas.response_items import ResponseBody
-from server.schemas.responses import Prompted, ResponseCustomTool, ResponseFunctionTool, ResponseRequest, plain
+from server.schemas.responses import PromptFields, ResponseCustomTool, ResponseFunctionTool, ResponseRequest, plain
 
 
 def initial_response(body: ResponseRequest, turn: ChatTurn, *, stored: bool) -> ResponseBody:
@@ -51,10 +51,10 @@ def initial_response(body: ResponseRequest, turn: ChatTurn, *, stored: bool) -> 
     return response
 
 
-def prompt_of_response(response: ResponseBody) -> Prompted:
+def prompt_of_response(response: ResponseBody) -> PromptFields:
     """The settings that determined a response's prompt, without its input."""
     names = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation")
-    return Prompted.model_validate({name: value for name, value in response.items() if name in names})
+    return PromptFields.model_validate({name: value for name, value in response.items() if name in names})
 
 
 def _text(body: ResponseRequest) -> dict[str, object]:

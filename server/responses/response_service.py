@@ -42,9 +42,9 @@ from server.responses.task import Diagnose, ResponseTask
 from server.responses.translation import chat_request, renamed_error
 from server.responses.truncation import fitting_turn
 from server.responses.writer import FINAL_STATUSES, ResponseWriter
-from server.schemas.response_input import MOST_ITEMS, ReferenceInput
+from server.schemas.response_input import MAX_ITEMS, ReferenceInput
 from server.schemas.response_items import Compaction, ResponseBody
-from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
+from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
 from server.service import Service
 from server.store.database import StoreError
 from server.store.store import LEASE_SECONDS, ResponseStore
@@ -93,7 +93,7 @@ class ResponseService:
         await self._start(task, turn, input_items)
         return task
 
-    async def count(self, body: Prompted) -> int:
+    async def count(self, body: PromptFields) -> int:
         """The number of tokens of a request's prompt."""
         items = await self._prompt_items(body, await self._input_items(body))
         return len((await self._turn(body, items, new_id("resp"))).requests[0].prompt)
@@ -185,7 +185,7 @@ class ResponseService:
             message = f"Invalid value for '{name}': this server stores no responses; see --store."
             raise ApiError(UNSUPPORTED_VALUE, message, param=name)
 
-    async def _input_items(self, body: Prompted | CompactRequest) -> list[Item]:
+    async def _input_items(self, body: PromptFields | CompactRequest) -> list[Item]:
         """The request's input items as they are stored."""
         items = as_items(body.input)
         if any(isinstance(item, ReferenceInput) for item in items):
@@ -193,12 +193,12 @@ class ResponseService:
         return await anyio.to_thread.run_sync(lambda: [stored_item(item) for item in items])
 
     async def _prompt_items(
-        self, body: Prompted | CompactRequest, input_items: Sequence[Item], latest: LatestResponse | None = None
+        self, body: PromptFields | CompactRequest, input_items: Sequence[Item], latest: LatestResponse | None = None
     ) -> list[Item]:
         """All items of the prompt: the conversation history and the request's input."""
         before = await self._previous_items(body.previous_response_id, latest)
-        if len(before) + len(input_items) > MOST_ITEMS:
-            raise invalid_value("input", f"with the conversation history it has more than {MOST_ITEMS} items")
+        if len(before) + len(input_items) > MAX_ITEMS:
+            raise invalid_value("input", f"with the conversation history it has more than {MAX_ITEMS} items")
         items = [*before, *input_items]
         if body.previous_response_id is not None:
             check_call_outputs(items)
@@ -214,7 +214,7 @@ class ResponseService:
             raise previous_not_found(previous)
         return await self._required_archive.history(previous)
 
-    async def _turn(self, body: Prompted, items: Sequence[Item], id: str) -> ChatTurn:
+    async def _turn(self, body: PromptFields, items: Sequence[Item], id: str) -> ChatTurn:
         try:
             model = self._service.resolve(body.model)
             chat = await anyio.to_thread.run_sync(lambda: chat_request(body, model, parse_items(items)))

@@ -17,7 +17,7 @@ from server.schemas.responses import (
     CustomChoice,
     FunctionChoice,
     GrammarFormat,
-    Prompted,
+    PromptFields,
     ResponseCustomTool,
     ResponseFunctionTool,
     ResponseRequest,
@@ -62,7 +62,7 @@ FIELD_NAMES = {
 _PATH = "/v1/responses"
 
 
-def chat_request(body: Prompted, model: str, items: Sequence[InputItem]) -> ChatRequest:
+def chat_request(body: PromptFields, model: str, items: Sequence[InputItem]) -> ChatRequest:
     """The chat request for the whole conversation `items`; ApiError if a chat cannot express it."""
     conversation = chat_messages(body.instructions, items)
     if not conversation:
@@ -81,7 +81,7 @@ def renamed_error(error: ApiError | EngineError) -> ApiError:
     return with_client_field_names(error, _PATH, FIELD_NAMES)
 
 
-def _prompt_fields(body: Prompted) -> dict[str, object]:
+def _prompt_fields(body: PromptFields) -> dict[str, object]:
     text, reasoning = body.text or TextConfig(), body.reasoning
     return {
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
@@ -113,7 +113,7 @@ def _tool(tool: ResponseFunctionTool | ResponseCustomTool) -> dict[str, object]:
     return {"type": "function", "function": {**named, "strict": tool.strict is not False}}
 
 
-def _choice(body: Prompted) -> object:
+def _choice(body: PromptFields) -> object:
     match body.tool_choice:
         case FunctionChoice() | CustomChoice():
             return _named_tool(body.tool_choice)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from engine.types.status import ModelInfo
 from server.http.encoding import JsonResponse
 from server.routes.openapi import ERROR_RESPONSES
-from server.schemas.models import Model, ModelList, ModelMore
+from server.schemas.models import EmbeddingModelMeta, Model, ModelList
 from server.service import Service
 
 
@@ -39,7 +39,7 @@ def _model(service: Service, name: str) -> Model:
     return _model_entry(service, name, service.settings.model_names[0], service.engine.info, {})
 
 
-def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: ModelMore) -> Model:
+def _model_entry(service: Service, name: str, root: str, info: ModelInfo, more: EmbeddingModelMeta) -> Model:
     return Model(
         id=name,
         object="model",

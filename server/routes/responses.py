@@ -28,7 +28,7 @@ from server.schemas.response_items import (
     ResponseEvent,
     ResponseInputTokens,
 )
-from server.schemas.responses import CompactRequest, Prompted, ResponseRequest
+from server.schemas.responses import CompactRequest, PromptFields, ResponseRequest
 from server.service import Service
 from server.settings import ClientLimits
 from server.store.store import open_store
@@ -68,7 +68,7 @@ def _add_create_routes(app: FastAPI, responses: ResponseService, limits: ClientL
         )
 
     @app.post(f"{PATH}/input_tokens", responses={**ERROR_RESPONSES, 200: {"model": ResponseInputTokens}})
-    async def count_input_tokens(body: Prompted, request: Request) -> Response:
+    async def count_input_tokens(body: PromptFields, request: Request) -> Response:
         """Count the tokens of an input's prompt."""
         return JsonResponse(
             ResponseInputTokens(

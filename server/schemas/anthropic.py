@@ -12,10 +12,10 @@ from server.schemas import policy
 from server.schemas.common import Count, Label, StopString
 from server.schemas.content import Object, Strict
 from server.schemas.response_input import kind_of
-from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, Schema
+from server.schemas.tools import MAX_TOOLS, Beside, FunctionName, Schema
 
-MOST_BLOCKS = 2048
-ONLY_TEXT = "this server reads text only, no images or documents"
+MAX_BLOCKS = 2048
+TEXT_ONLY = "this server reads text only, no images or documents"
 
 
 class CacheControl(Strict):
@@ -25,7 +25,7 @@ class CacheControl(Strict):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Cached(Strict):
+class CacheableBlock(Strict):
     """A part that may have a cache breakpoint."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_BLOCK
@@ -35,11 +35,11 @@ class Cached(Strict):
 
 def _only_text(kind: object) -> object:
     if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError("unsupported_value", ONLY_TEXT)
+        raise PydanticCustomError("unsupported_value", TEXT_ONLY)
     return kind
 
 
-class TextBlock(Cached):
+class TextBlock(CacheableBlock):
     """A text block."""
 
     type: Annotated[Literal["text"], BeforeValidator(_only_text)]
@@ -51,7 +51,7 @@ def _shape(content: object) -> str:
 
 
 Texts = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[TextBlock], Field(max_length=MOST_BLOCKS), Tag("blocks")],
+    Annotated[str, Tag("string")] | Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), Tag("blocks")],
     Discriminator(_shape),
 ]
 
@@ -64,7 +64,7 @@ class ThinkingBlock(Strict):
     signature: str | None = None
 
 
-class ToolUseBlock(Cached):
+class ToolUseBlock(CacheableBlock):
     """A tool call."""
 
     type: Literal["tool_use"]
@@ -73,7 +73,7 @@ class ToolUseBlock(Cached):
     input: Object
 
 
-class ToolResultBlock(Cached):
+class ToolResultBlock(CacheableBlock):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -91,10 +91,10 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(_kind, custom_error_type="unsupported_value", custom_error_message=ONLY_TEXT),
+    Discriminator(_kind, custom_error_type="unsupported_value", custom_error_message=TEXT_ONLY),
 ]
 Blocks = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=MOST_BLOCKS), Tag("blocks")],
+    Annotated[str, Tag("string")] | Annotated[list[Block], Field(max_length=MAX_BLOCKS), Tag("blocks")],
     Discriminator(_shape),
 ]
 
@@ -112,7 +112,7 @@ def _own(kind: object) -> object:
     return kind
 
 
-class AnthropicTool(Cached):
+class AnthropicTool(CacheableBlock):
     """Definition of a tool."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.ANTHROPIC_TOOL
@@ -141,7 +141,7 @@ class NamedTool(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingOn(Strict):
+class ThinkingEnabled(Strict):
     """Reasoning with at most `budget_tokens`. Display "omitted" hides it."""
 
     type: Literal["enabled"]
@@ -149,14 +149,14 @@ class ThinkingOn(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingFree(Strict):
+class ThinkingAdaptive(Strict):
     """Reasoning without a limit."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingOff(Strict):
+class ThinkingDisabled(Strict):
     """No reasoning."""
 
     type: Literal["disabled"]
@@ -190,9 +190,11 @@ class CountRequest(Strict):
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=2048)]
     system: Texts | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[ToolMode | NamedTool, Field(discriminator="type")] | None = None
-    thinking: Annotated[ThinkingOn | ThinkingFree | ThinkingOff, Field(discriminator="type")] | None = None
+    thinking: Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled, Field(discriminator="type")] | None = (
+        None
+    )
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 

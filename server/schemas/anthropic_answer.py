@@ -59,7 +59,7 @@ class AnsweredMessage(TypedDict):
     usage: AnthropicUsage
 
 
-class Stopping(TypedDict):
+class MessageStop(TypedDict):
     """Stop reason."""
 
     stop_reason: StopReason
@@ -91,7 +91,7 @@ class AnthropicEvent(TypedDict):
     index: NotRequired[int]
     message: NotRequired[AnsweredMessage]
     content_block: NotRequired[AnsweredBlock]
-    delta: NotRequired[BlockDelta | Stopping]
+    delta: NotRequired[BlockDelta | MessageStop]
     usage: NotRequired[AnthropicUsage]
 
 

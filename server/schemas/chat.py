@@ -23,7 +23,7 @@ from server.schemas.common import (
 )
 from server.schemas.content import Content, Strict
 from server.schemas.tools import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     CalledFunction,
     Choice,
     LegacyChoice,
@@ -40,7 +40,7 @@ _RESERVED = (
 )
 RESERVED_ARGUMENTS = frozenset(_RESERVED.split())
 
-LONGEST_ARGUMENT = 1024
+MAX_ARGUMENT_LENGTH = 1024
 
 
 def _own(name: str) -> str:
@@ -50,7 +50,7 @@ def _own(name: str) -> str:
 
 
 def _scalar(value: object) -> object:
-    if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > LONGEST_ARGUMENT):
+    if isinstance(value, dict | list) or (isinstance(value, str) and len(value) > MAX_ARGUMENT_LENGTH):
         raise PydanticCustomError("invalid_value", "it must be a number, a boolean, null or a short string")
     return value
 
@@ -88,10 +88,10 @@ class ChatRequest(Generation):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     max_completion_tokens: Count | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[LegacyFunction], Field(max_length=MOST_TOOLS)] | None = None
+    functions: Annotated[list[LegacyFunction], Field(max_length=MAX_TOOLS)] | None = None
     function_call: LegacyChoice | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None

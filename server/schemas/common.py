@@ -26,7 +26,7 @@ TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # Choices per prompt; OpenAI's limit is 128, but here each may have to wait for a slot.
-MOST_CHOICES = 64
+MAX_CHOICES = 64
 
 
 def _not_zero(count: int) -> int:
@@ -117,7 +117,7 @@ class Generation(Strict):
     xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=4096)] | None = None
     bad_words: Annotated[list[Word], Field(max_length=256)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stop: Stops | None = None

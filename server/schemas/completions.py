@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from server.schemas import policy
 from server.schemas.common import (
-    MOST_CHOICES,
+    MAX_CHOICES,
     AnsweredTier,
     FinishReason,
     Generation,
@@ -21,10 +21,10 @@ from server.schemas.common import (
     TimingsBody,
     UsageBody,
 )
-from server.schemas.content import MOST_TOKENS
+from server.schemas.content import MAX_TOKENS
 
-MOST_PROMPTS = 64
-LARGEST_ID = 2**31 - 1
+MAX_PROMPTS = 64
+MAX_TOKEN_ID = 2**31 - 1
 
 
 def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
@@ -34,8 +34,8 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
             return [value]
         case [] | [[], *_]:
             raise PydanticCustomError("invalid_value", "it must not be empty")
-        case [int(), *_] if len(value) > MOST_TOKENS:
-            raise PydanticCustomError("invalid_value", f"it may hold {MOST_TOKENS} tokens at most")
+        case [int(), *_] if len(value) > MAX_TOKENS:
+            raise PydanticCustomError("invalid_value", f"it may hold {MAX_TOKENS} tokens at most")
         case [int(), *_] if _ids(value):
             return [value]
         case list() if len(value) > most:
@@ -51,13 +51,13 @@ def read_prompts(value: Any, *, most: int) -> list[str | list[int]]:
 
 def _ids(value: list[Any]) -> bool:
     # Loops in C: a prompt may have half a million tokens.
-    return {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= LARGEST_ID
+    return {*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID
 
 
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(
-        functools.partial(read_prompts, most=MOST_PROMPTS),
+        functools.partial(read_prompts, most=MAX_PROMPTS),
         json_schema_input_type=str | list[str] | list[int] | list[list[int]],
     ),
 ]
@@ -70,7 +70,7 @@ class CompletionRequest(Generation):
 
     prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 

@@ -22,17 +22,17 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from server.schemas import policy
 from server.schemas.first_fault import fail_fast, field_names
 
-MOST_PARTS = 2048
+MAX_PARTS = 2048
 # Maximum members of an object with free names: a JSON schema, the arguments of a call.
-MOST_KEYS = 1024
+MAX_KEYS = 1024
 # Maximum tokens of a prompt, or of a text to decode.
-MOST_TOKENS = 2**18
+MAX_TOKENS = 2**18
 
-Object = Annotated[dict[str, Any], Field(max_length=MOST_KEYS)]
+Object = Annotated[dict[str, Any], Field(max_length=MAX_KEYS)]
 
 
 @dataclass(frozen=True, slots=True)
-class Unhonoured:
+class IgnoredFields:
     """Validation context in which unknown fields are removed instead of refused.
 
     left_out  (object of the body, name of the field), in the order of the body
@@ -65,7 +65,7 @@ class Strict(BaseModel):
             return body
         asked = policy.strip(body, cls.documented)
         unknown = [name for name in asked if name not in field_names(cls)]
-        if isinstance(info.context, Unhonoured):
+        if isinstance(info.context, IgnoredFields):
             info.context.left_out.extend((body, name) for name in unknown)
             refused = {*unknown}
         else:
@@ -111,7 +111,7 @@ class TextPart(Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(max_length=MAX_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 

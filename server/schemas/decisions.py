@@ -11,10 +11,10 @@ from typing_extensions import TypedDict
 from server.schemas.chat import CacheOptions
 from server.schemas.common import Label
 from server.schemas.content import Breakpoint, Object, Strict
-from server.schemas.response_input import MOST_ITEMS, kind_of
+from server.schemas.response_input import MAX_ITEMS, kind_of
 
 # OpenAI's limits.
-MOST_QUESTIONS, MOST_CHOICES = 400, 255
+MAX_QUESTIONS, MAX_CHOICES = 400, 255
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -39,7 +39,7 @@ class JsonPart(Strict):
     """Data, rendered as compact JSON."""
 
     type: Literal["input_json"]
-    data: Object | Annotated[list[Object], Field(max_length=MOST_ITEMS)]
+    data: Object | Annotated[list[Object], Field(max_length=MAX_ITEMS)]
 
 
 def _part(part: object) -> str:
@@ -64,7 +64,7 @@ def _shape(content: object) -> str:
 
 
 Text = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Part], Field(max_length=MOST_ITEMS), Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[Part], Field(max_length=MAX_ITEMS), Tag("parts")],
     Discriminator(_shape),
 ]
 
@@ -114,7 +114,7 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("string")]
-    | Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS), Tag("parts")],
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS), Tag("parts")],
     Discriminator(_shape),
 ]
 
@@ -147,7 +147,7 @@ class ChoiceQuestion(_QuestionFields):
     """A question with unordered options."""
 
     type: Literal["choice"]
-    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MOST_CHOICES), AfterValidator(_distinct)]
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MAX_CHOICES), AfterValidator(_distinct)]
 
 
 class ScoreLevel(Strict):
@@ -161,7 +161,7 @@ class ScoreQuestion(_QuestionFields):
     """A question with a scale of ordered levels."""
 
     type: Literal["score"]
-    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MOST_CHOICES)]
+    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=MAX_CHOICES)]
 
 
 Question = Annotated[Predicate | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
@@ -172,7 +172,7 @@ class DecisionRequest(Strict):
 
     model: str | None = None
     input: Input
-    questions: Annotated[list[Question], Field(min_length=1, max_length=MOST_QUESTIONS)]
+    questions: Annotated[list[Question], Field(min_length=1, max_length=MAX_QUESTIONS)]
     prompt_cache_key: Label | None = None
     prompt_cache_options: CacheOptions | None = None
     safety_identifier: Label | None = None

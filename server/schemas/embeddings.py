@@ -16,12 +16,12 @@ from server.schemas.completions import read_prompts
 from server.schemas.content import Strict
 
 # OpenAI's limit.
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 
 Inputs = Annotated[
     list[str | list[int]],
     PlainValidator(
-        functools.partial(read_prompts, most=MOST_INPUTS),
+        functools.partial(read_prompts, most=MAX_INPUTS),
         json_schema_input_type=str | list[str] | list[int] | list[list[int]],
     ),
 ]

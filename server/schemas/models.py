@@ -7,13 +7,13 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 
-class ModelMore(TypedDict):
+class EmbeddingModelMeta(TypedDict):
     """Embedding dimensions of an embedding model."""
 
     n_embd: NotRequired[int]
 
 
-class ModelMeta(ModelMore):
+class ModelMeta(EmbeddingModelMeta):
     """Properties of the model by llama.cpp's names. An embedding model has no slots."""
 
     n_params: int

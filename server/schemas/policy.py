@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-Idle = Mapping[str, tuple[object, ...]]
+NeutralValues = Mapping[str, tuple[object, ...]]
 
 # Accepted fields that no response depends on, with their purpose.
 NOTED: Mapping[str, str] = {
@@ -19,7 +19,7 @@ NOTED: Mapping[str, str] = {
 }
 
 # OpenAI's fields for chat, with their neutral values, in alphabetical order.
-CHAT: Idle = {
+CHAT: NeutralValues = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
@@ -31,7 +31,7 @@ CHAT: Idle = {
 }
 
 # The same for completions, including fields that are meaningful for chats only.
-COMPLETIONS: Idle = {
+COMPLETIONS: NeutralValues = {
     "chat_template_kwargs": ({},),
     "include_reasoning": (True, False),
     "parallel_tool_calls": (True, False),
@@ -54,7 +54,7 @@ _EXTENSIONS = (
     "samplers session_id spaces_between_special_tokens speculative structural_tag thinking truncation use_beam_search "
     "vllm_xargs"
 )
-EXTENSIONS: Idle = {
+EXTENSIONS: NeutralValues = {
     **dict.fromkeys(_EXTENSIONS.split(), ()),
     "reasoning_format": ("auto", "deepseek"),
     "spaces_between_special_tokens": (True,),
@@ -63,20 +63,20 @@ EXTENSIONS: Idle = {
 }
 
 # Fields of messages and calls that clients send back when a response is part of the history.
-MESSAGE: Idle = {
+MESSAGE: NeutralValues = {
     "annotations": ([],),
     "audio": (),
     "refusal": (),
 }
-FUNCTION_CALL: Idle = {
+FUNCTION_CALL: NeutralValues = {
     "custom": (),
 }
-CUSTOM_CALL: Idle = {
+CUSTOM_CALL: NeutralValues = {
     "function": (),
 }
 
 # The same for responses and the parts of their requests.
-RESPONSES: Idle = {
+RESPONSES: NeutralValues = {
     "access_programs": (),
     "context_management": ([],),
     "conversation": (),
@@ -86,47 +86,47 @@ RESPONSES: Idle = {
     "prompt": (),
     "prompt_cache_retention": ("in_memory",),
 }
-RESPONSE_CALL: Idle = {
+RESPONSE_CALL: NeutralValues = {
     "async": (False,),
     "caller": ({"type": "direct"},),
     "namespace": (),
 }
-RESPONSE_TOOL: Idle = {
+RESPONSE_TOOL: NeutralValues = {
     "allowed_callers": (["direct"],),
     "async": (False,),
     "defer_loading": (False,),
     "output_schema": (),
 }
-RESPONSE_CACHE: Idle = {
+RESPONSE_CACHE: NeutralValues = {
     "prewarm": (False,),
 }
-RESPONSE_REASONING: Idle = {
+RESPONSE_REASONING: NeutralValues = {
     "context": ("auto", "all_turns"),
     "mode": ("standard",),
 }
 
 # Fields of routes without generation.
-EMBEDDINGS: Idle = {
+EMBEDDINGS: NeutralValues = {
     "add_special_tokens": (True,),
     "embd_normalize": (2,),
     "normalize": (True,),
     "priority": (0,),
 }
-RERANK: Idle = {
+RERANK: NeutralValues = {
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
     "priority": (0,),
     "return_embeddings": (False,),
     "truncation": (),
 }
-TOKENIZE: Idle = {
+TOKENIZE: NeutralValues = {
     "chat_template": (),
     "mm_processor_kwargs": (),
     "parse_special": (True,),
 }
 
 # The same for Anthropic's messages.
-ANTHROPIC: Idle = {
+ANTHROPIC: NeutralValues = {
     "container": (),
     "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "diagnostics": (),
@@ -136,12 +136,12 @@ ANTHROPIC: Idle = {
     "user_profile_id": (),
     "workspace_id": (),
 }
-ANTHROPIC_BLOCK: Idle = {
+ANTHROPIC_BLOCK: NeutralValues = {
     "caller": ({"type": "direct"},),
     "citations": ([],),
     "toolset_name": (),
 }
-ANTHROPIC_TOOL: Idle = {
+ANTHROPIC_TOOL: NeutralValues = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "eager_input_streaming": (True, False),
@@ -149,7 +149,7 @@ ANTHROPIC_TOOL: Idle = {
 }
 
 # The same for Ollama's chat and generate, their messages and their options.
-OLLAMA: Idle = {
+OLLAMA: NeutralValues = {
     "context": ([],),
     "images": ([],),
     "logprobs": (False,),
@@ -159,10 +159,10 @@ OLLAMA: Idle = {
     "top_logprobs": (0,),
     "truncate": (True, False),
 }
-OLLAMA_MESSAGE: Idle = {
+OLLAMA_MESSAGE: NeutralValues = {
     "images": ([],),
 }
-OLLAMA_OPTIONS: Idle = {
+OLLAMA_OPTIONS: NeutralValues = {
     "mirostat": (0,),
     "mirostat_eta": (),
     "mirostat_tau": (),
@@ -198,15 +198,15 @@ DOCUMENTED = frozenset(
 )
 
 
-def strip(body: dict[str, object], documented: Idle) -> dict[str, object]:
+def strip(body: dict[str, object], documented: NeutralValues) -> dict[str, object]:
     """`body` without documented fields that have a neutral value; pydantic refuses the remaining extra fields."""
     return {
         name: value
         for name, value in body.items()
-        if name not in documented or not _asks_nothing(value, documented[name])
+        if name not in documented or not _is_neutral(value, documented[name])
     }
 
 
-def _asks_nothing(value: object, idle: tuple[object, ...]) -> bool:
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     # Compared with its type, because True equals 1.
-    return value is None or any(type(value) is type(known) and value == known for known in idle)
+    return value is None or any(type(value) is type(known) and value == known for known in neutral)

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from server.schemas import policy
 from server.schemas.common import Label
-from server.schemas.content import MOST_PARTS, Breakpoint, Object, Strict
+from server.schemas.content import MAX_PARTS, Breakpoint, Object, Strict
 
-MOST_ITEMS = 2048
+MAX_ITEMS = 2048
 # One per token.
-MOST_ENTRIES = 65536
+MAX_TOKEN_LOGPROBS = 65536
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -36,8 +36,8 @@ class OutputTextPart(Strict):
 
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[list[Object], Field(max_length=MOST_ENTRIES)] | None = None
-    logprobs: Annotated[list[Object], Field(max_length=MOST_ENTRIES)] | None = None
+    annotations: Annotated[list[Object], Field(max_length=MAX_TOKEN_LOGPROBS)] | None = None
+    logprobs: Annotated[list[Object], Field(max_length=MAX_TOKEN_LOGPROBS)] | None = None
 
 
 class RefusalPart(Strict):
@@ -69,7 +69,7 @@ def _shape(content: object) -> str:
 
 
 Parts = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[Part], Field(max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag("parts")],
     Discriminator(_shape),
 ]
 
@@ -155,8 +155,8 @@ class ReasoningInput(Strict):
 
     type: Literal["reasoning"]
     id: Label | None = None
-    summary: Annotated[list[SummaryText], Field(max_length=MOST_PARTS)] = []
-    content: Annotated[list[ReasoningTextInput], Field(max_length=MOST_PARTS)] | None = None
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS)] = []
+    content: Annotated[list[ReasoningTextInput], Field(max_length=MAX_PARTS)] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -209,7 +209,7 @@ def _named(item: Any) -> Any:
 Input = Annotated[
     Annotated[str, Tag("string")]
     | Annotated[
-        list[Annotated[InputItem, BeforeValidator(_named)]], Field(min_length=1, max_length=MOST_ITEMS), Tag("parts")
+        list[Annotated[InputItem, BeforeValidator(_named)]], Field(min_length=1, max_length=MAX_ITEMS), Tag("parts")
     ],
     Discriminator(_shape),
 ]

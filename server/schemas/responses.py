@@ -14,7 +14,7 @@ from server.schemas.common import Count, Label, MetadataKey, MetadataValue, Serv
 from server.schemas.content import Object, Strict
 from server.schemas.response_input import Input, kind_of
 from server.schemas.structure import FormatName
-from server.schemas.tools import MOST_TOOLS, Beside, FunctionName, GrammarDefinition, Schema, TextInput
+from server.schemas.tools import MAX_TOOLS, Beside, FunctionName, GrammarDefinition, Schema, TextInput
 from server.schemas.tools import kind_of as custom_or_function
 
 Include = Literal[
@@ -104,7 +104,7 @@ class AllowedFunctions(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 def _choice(value: object) -> str:
@@ -181,7 +181,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Prompted(Strict):
+class PromptFields(Strict):
     """Fields that determine the prompt. null is the same as absent."""
 
     documented: ClassVar[Mapping[str, tuple[object, ...]]] = policy.RESPONSES
@@ -190,7 +190,7 @@ class Prompted(Strict):
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: Label | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: FunctionChoices | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -199,7 +199,7 @@ class Prompted(Strict):
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
 
 
-class ResponseRequest(Prompted):
+class ResponseRequest(PromptFields):
     """A response request. The last fields are extensions, as in chat completions."""
 
     background: bool | None = None

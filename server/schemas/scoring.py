@@ -13,7 +13,7 @@ from server.schemas.common import Cut, Label
 from server.schemas.content import Strict
 
 # Jina's limit.
-MOST_DOCUMENTS = 2048
+MAX_DOCUMENTS = 2048
 
 Instruction = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -42,7 +42,7 @@ class RerankRequest(Strict):
 
     model: str | None = None
     query: str
-    documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+    documents: Annotated[list[AnyDocument], Field(min_length=1, max_length=MAX_DOCUMENTS)]
     top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
     instruction: Instruction | None = None
@@ -55,7 +55,7 @@ def _many(texts: object) -> str:
 
 
 Texts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[str], Field(min_length=1, max_length=MOST_DOCUMENTS), Tag("texts")],
+    Annotated[str, Tag("text")] | Annotated[list[str], Field(min_length=1, max_length=MAX_DOCUMENTS), Tag("texts")],
     Discriminator(_many),
 ]
 
@@ -80,7 +80,7 @@ class ScoringUsage(TypedDict):
     total_tokens: int
 
 
-class Ranked(TypedDict):
+class RankedDocument(TypedDict):
     """A document's index in the request, and its relevance."""
 
     index: int
@@ -93,7 +93,7 @@ class Ranking(TypedDict):
 
     id: str
     model: str
-    results: list[Ranked]
+    results: list[RankedDocument]
     usage: ScoringUsage
 
 

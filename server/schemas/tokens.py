@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 from server.schemas import policy
 from server.schemas.chat import ArgumentName, ArgumentValue, Message
 from server.schemas.common import TokenId
-from server.schemas.content import MOST_TOKENS, Strict
-from server.schemas.tools import MOST_TOOLS, ToolDefinition
+from server.schemas.content import MAX_TOKENS, Strict
+from server.schemas.tools import MAX_TOOLS, ToolDefinition
 
 
 class TokenizeRequest(Strict):
@@ -27,7 +27,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     content: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Annotated[dict[ArgumentName, ArgumentValue], Field(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -41,7 +41,7 @@ class DetokenizeRequest(Strict):
     """Tokens to decode."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
 class TokenPiece(TypedDict):

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from server.schemas import policy
-from server.schemas.content import MOST_KEYS, Object, Strict, one_of
+from server.schemas.content import MAX_KEYS, Object, Strict, one_of
 
 # OpenAI's characters and length, and dots, which MCP servers put between their name and the tool's.
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # A JSON schema; it is interpreted when the grammar is built.
-Schema = Annotated[dict[str, object], Field(max_length=MOST_KEYS)]
+Schema = Annotated[dict[str, object], Field(max_length=MAX_KEYS)]
 
 # Validated, but not part of the value: omitted in responses.
 Kind = TypeVar("Kind")
@@ -21,7 +21,7 @@ Beside = Annotated[Kind | None, Field(exclude=True)]
 
 FunctionKind = Annotated[Literal["function"], one_of("function", "custom")]
 
-MOST_TOOLS = 256
+MAX_TOOLS = 256
 
 
 class FunctionDefinition(Strict):
@@ -94,7 +94,7 @@ class LegacyFunction(Strict):
     parameters: Schema | None = None
 
 
-class Named(Strict):
+class ToolName(Strict):
     """A tool by name. Some clients send the complete definition; its other fields are ignored."""
 
     name: FunctionName
@@ -108,14 +108,14 @@ class NamedFunction(Strict):
     """This function must be called."""
 
     type: FunctionKind
-    function: Named
+    function: ToolName
 
 
 class NamedCustom(Strict):
     """This custom tool must be called."""
 
     type: Literal["custom"]
-    custom: Named
+    custom: ToolName
 
 
 NamedChoice = Annotated[
@@ -127,7 +127,7 @@ class AllowedTools(Strict):
     """The allowed tools, and whether one must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(Strict):
@@ -157,7 +157,7 @@ def _legacy_choice(value: object) -> str:
 
 
 LegacyChoice = Annotated[
-    Annotated[Literal["none", "auto"], Tag("mode")] | Annotated[Named, Tag("named")],
+    Annotated[Literal["none", "auto"], Tag("mode")] | Annotated[ToolName, Tag("named")],
     Discriminator(_legacy_choice),
 ]
 

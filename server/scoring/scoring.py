@@ -16,7 +16,7 @@ from engine.types.request import Request
 from server.generation.batch import PromptResult, run_all
 from server.http.errors import invalid_value, unsupported_parameter
 from server.metrics import Endpoint
-from server.schemas.scoring import Ranked, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
+from server.schemas.scoring import RankedDocument, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
 from server.scoring.labels import LabelScorer
 from server.scoring.questions import QuestionEncoder
 from server.scoring.similarity import Pairs, compare, uses_embedding_model
@@ -39,7 +39,7 @@ async def rerank(service: Service, body: RerankRequest, id: str) -> Ranking:
     pairs = [(body.query, text) for text in texts]
     model, scores, usage = await _scores(service, body, pairs, id, "rerank")
     order = sorted(range(len(texts)), key=lambda at: -scores[at])[: body.top_n]
-    results = [Ranked(index=at, relevance_score=scores[at]) for at in order]
+    results = [RankedDocument(index=at, relevance_score=scores[at]) for at in order]
     if body.return_documents is not False:
         for ranked in results:
             ranked["document"] = {"text": texts[ranked["index"]]}

@@ -27,7 +27,7 @@ from server.http.json_limits import MAX_DEPTH, MAX_NODES, MAX_VALUES, SCAN_WINDO
 from server.http.parsing import LARGE_BODY_BYTES, StrictRequest, loads
 from server.schemas.anthropic import MessagesRequest
 from server.schemas.chat import ChatRequest
-from server.schemas.content import MOST_KEYS, MOST_PARTS, MOST_TOKENS, Strict
+from server.schemas.content import MAX_KEYS, MAX_PARTS, MAX_TOKENS, Strict
 from server.schemas.responses import ResponseRequest
 from server.schemas.tokens import DetokenizeRequest
 from server.scoring.questions import MAX_QUESTION_TOKENS as MOST_PROMPT_TOKENS
@@ -40,7 +40,7 @@ PART, INPUT_PART = {"type": "text", "text": ""}, {"type": "input_text", "text": 
 MESSAGE = {"role": "user", "content": "a"}
 QUESTION = {"type": "predicate", "instructions": "a"}
 USE = {"type": "tool_use", "id": "1", "name": "f"}
-WIDE = {f"k{number}": 1 for number in range(MOST_KEYS + 1)}
+WIDE = {f"k{number}": 1 for number in range(MAX_KEYS + 1)}
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ def list_of(most: int) -> str:
     return f"List should have at most {most} items, not {most + 1}"
 
 
-OBJECT = f"Object should have at most {MOST_KEYS} items, not more"
+OBJECT = f"Object should have at most {MAX_KEYS} items, not more"
 # The path, the body, the parameter, and the words that name the cap.
 CAPPED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
-        {"messages": [{"role": "user", "content": [PART] * (MOST_PARTS + 1)}]},
+        {"messages": [{"role": "user", "content": [PART] * (MAX_PARTS + 1)}]},
         "messages[0].content",
         list_of(2048),
     ),
@@ -109,14 +109,14 @@ CAPPED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, chat(guided_json=WIDE), "guided_json", OBJECT),
     (CHAT, chat(tools=[{}] * 257), "tools[0].type", "Missing required parameter"),
     (CHAT, chat(stop=["a"] * 17), "stop", list_of(16)),
-    (TEXT, {"prompt": [1] * (MOST_TOKENS + 1)}, "prompt", f"it may hold {MOST_TOKENS} tokens at most"),
+    (TEXT, {"prompt": [1] * (MAX_TOKENS + 1)}, "prompt", f"it may hold {MAX_TOKENS} tokens at most"),
     (TEXT, {"prompt": ["a"] * 65}, "prompt", "it may hold 64 prompts at most"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "it may hold 2048 prompts at most"),
-    ("/detokenize", {"tokens": [1] * (MOST_TOKENS + 1)}, "tokens", list_of(MOST_TOKENS)),
+    ("/detokenize", {"tokens": [1] * (MAX_TOKENS + 1)}, "tokens", list_of(MAX_TOKENS)),
     ("/v1/responses", {"input": [MESSAGE] * 2049}, "input", list_of(2048)),
     (
         "/v1/responses",
-        {"input": [{"role": "user", "content": [INPUT_PART] * (MOST_PARTS + 1)}]},
+        {"input": [{"role": "user", "content": [INPUT_PART] * (MAX_PARTS + 1)}]},
         "input[0].content",
         list_of(2048),
     ),
