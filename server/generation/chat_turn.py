@@ -130,9 +130,9 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
     supported, prepared, render, rendered = await anyio.to_thread.run_sync(_rendered, service, body)
     chat_format = service.engine.tokenizer.chat_format
     prompt = truncated_prompt(service, body, rendered, _max_tokens(body))
-    constraint = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
+    compiled = await answer_grammar(service, body, chat_format, supported.tool_set, prompt.generation_prompt)
     single = await _request(service, body, prompt, supported.reasoning_budget, id)
-    requests = choice_requests(replace(single, grammar=constraint.grammar), body.n or 1)
+    requests = choice_requests(replace(single, grammar=compiled.grammar), body.n or 1)
     check_capacity(service, requests)
     return ChatTurn(
         id=id if body.request_id is None else f"chatcmpl-{body.request_id}",
@@ -146,7 +146,7 @@ async def prepare_chat(service: Service, body: ChatRequest, id: str) -> ChatTurn
         cache_bypassed=_with_cache_mode(body).cache_prompt is False,
         tool_set=supported.tool_set,
         generation_prompt=prompt.generation_prompt,
-        warnings=(*supported.warnings, *(error.message for error in supported.missing), *constraint.warnings),
+        warnings=(*supported.warnings, *(error.message for error in supported.missing), *compiled.warnings),
     )
 
 

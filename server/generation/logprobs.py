@@ -37,8 +37,8 @@ class LogprobFormat:
 
     def alternatives(self, token: TokenLogprob) -> list[Logprob]:
         """Top tokens and requested tokens, each once."""
-        found = {other.token: other for other in (*token.top[: self.top], *token.labels)}
-        return list(found.values())
+        entries = {other.token: other for other in (*token.top[: self.top], *token.labels)}
+        return list(entries.values())
 
 
 ALL_LOGPROBS = LogprobFormat(20)
@@ -77,11 +77,11 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], top: int) -> PromptL
 def with_offsets(tokens: Sequence[TokenLogprob], before: bytes) -> list[TokenLogprob]:
     """Tokens of a prompt with their offsets: characters before the one that a token begins or continues."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offset, found = len(decoder.decode(before)), []
+    offset, entries = len(decoder.decode(before)), []
     for token in tokens:
-        found.append(replace(token, text_offset=offset))
+        entries.append(replace(token, text_offset=offset))
         offset += len(decoder.decode(token.chosen.bytes))
-    return found
+    return entries
 
 
 def _prompt_entry(entry: TokenLogprob, top: int) -> dict[str, PromptLogprob]:

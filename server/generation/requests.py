@@ -102,7 +102,7 @@ def truncated_prompt(
         return prompt
     return RenderedPrompt(
         prompt.tokens[removed:],
-        checkpoints=tuple(mark - removed for mark in prompt.checkpoints if mark > removed),
+        checkpoints=tuple(checkpoint - removed for checkpoint in prompt.checkpoints if checkpoint > removed),
         protected=tuple(
             (max(start - removed, 0), stop - removed) for start, stop in prompt.protected if stop > removed
         ),
@@ -166,7 +166,7 @@ def _check(body: Generation, context: int, max_tokens: int | None, overflow: Ove
     keep = body.n_keep if body.keep is None else body.keep
     if keep is not None and keep > context // 2 and overflow == "shift":
         name = "n_keep" if body.keep is None else "keep"
-        raise invalid_value(name, f"a shift spares half of the context at most, {context // 2} tokens here")
+        raise invalid_value(name, f"a context shift keeps at most half of the context, {context // 2} tokens")
 
 
 def _optional_max(*counts: int | None) -> int | None:
@@ -185,9 +185,9 @@ async def _merge(streams: Sequence[ChoiceEvents]) -> AsyncGenerator[tuple[int, E
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 index = waiting.pop(task)
-                following = task.result()
-                if following is not None:
-                    yield following
+                event = task.result()
+                if event is not None:
+                    yield event
                     # After the event is consumed: deltas on the fast path of the same stream must not overtake it.
                     waiting[_next(streams[index])] = index
     finally:
@@ -200,10 +200,10 @@ def _set_sinks(streams: Sequence[ChoiceEvents], sink: DeltaSink) -> None:
 
 
 def _next(stream: ChoiceEvents) -> asyncio.Task[tuple[int, Event] | None]:
-    async def following() -> tuple[int, Event] | None:
+    async def next_event() -> tuple[int, Event] | None:
         return await anext(stream.iterator, None)
 
-    return asyncio.create_task(following())
+    return asyncio.create_task(next_event())
 
 
 async def _cancel(tasks: dict[asyncio.Task[tuple[int, Event] | None], int]) -> None:

@@ -24,7 +24,7 @@ async def sampling(service: Service, body: Generation) -> SamplingParams:
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
     check_token_ids("logit_bias", [token for token, _ in bias], vocabulary)
     check_token_ids("allowed_token_ids", body.allowed_token_ids or (), vocabulary)
-    dry, bad_words = await _read(service.engine.tokenizer.encode_prediction, body)
+    dry, bad_words = await _as_tokens(service.engine.tokenizer.encode_prediction, body)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_k=max(_or(body.top_k, 0), 0),
@@ -52,14 +52,14 @@ def check_token_ids(field: str, ids: Sequence[int], vocabulary: int) -> None:
         raise invalid_value(field, f"this model has {vocabulary} tokens, there is no id {worst}")
 
 
-async def _read(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
+async def _as_tokens(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
     """Parameters that are given as text and needed as tokens."""
     if not body.dry_multiplier and not body.bad_words:
         return None, ()
-    return await anyio.to_thread.run_sync(_encoded, encode, body)
+    return await anyio.to_thread.run_sync(_encode_texts, encode, body)
 
 
-def _encoded(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
+def _encode_texts(encode: Encode, body: Generation) -> tuple[Dry | None, tuple[tuple[int, ...], ...]]:
     words = [tuple(encode(form)) for word in body.bad_words or () for form in _forms(word)]
     return _dry(encode, body), tuple(dict.fromkeys(words))
 

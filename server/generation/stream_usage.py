@@ -62,12 +62,12 @@ class StreamUsage:
     def add_progress(self, chunk: UsageFields, index: int, event: PrefillProgress) -> None:
         chunk["prompt_progress"] = self._choices[index].progress(event)
 
-    def add_final(self, chunk: UsageFields) -> None:
+    def add_final_timings(self, chunk: UsageFields) -> None:
         """Timings in the last chunk of a choice, unless a separate usage chunk follows."""
         if not self._body.include_usage:
             self._add_timings(chunk)
 
-    def total(self, chunk: UsageFields) -> None:
+    def add_total(self, chunk: UsageFields) -> None:
         """Usage and timings of the complete stream."""
         finished = [self._finished[index] for index in range(len(self._choices))]
         chunk["usage"] = usage(self._groups(finished), self._reasoning_tokens)

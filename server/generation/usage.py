@@ -16,7 +16,7 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
     prompt = sum(choices[0].usage.prompt_tokens for choices in prompts)
     # The first choice of a prompt computes it, the others find it in the cache.
     cached = sum(min(event.usage.cached_tokens for event in choices) for choices in prompts)
-    completion = sum(cost.completion_tokens for cost in usages)
+    completion = sum(counts.completion_tokens for counts in usages)
     body = UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -24,14 +24,14 @@ def usage(prompts: Sequence[Sequence[Finished]], reasoning_tokens: int = 0) -> U
         prompt_tokens_details={"cached_tokens": cached, "cache_write_tokens": prompt - cached},
         completion_tokens_details={
             "reasoning_tokens": reasoning_tokens,
-            "accepted_prediction_tokens": sum(cost.accepted_tokens for cost in usages),
-            "rejected_prediction_tokens": sum(cost.rejected_tokens for cost in usages),
+            "accepted_prediction_tokens": sum(counts.accepted_tokens for counts in usages),
+            "rejected_prediction_tokens": sum(counts.rejected_tokens for counts in usages),
         },
     )
-    shifts = sum(cost.context_shifts for cost in usages)
+    shifts = sum(counts.context_shifts for counts in usages)
     if shifts > 0:
         body["context_shifts"] = shifts
-        body["shifted_tokens"] = sum(cost.shifted_tokens for cost in usages)
+        body["shifted_tokens"] = sum(counts.shifted_tokens for counts in usages)
     return body
 
 
@@ -42,21 +42,21 @@ def cache_write_tokens(finished: Finished) -> int:
 
 def timings(finished: Finished) -> TimingsBody:
     """Timings of one choice."""
-    cost, times = finished.usage, finished.timings
-    computed = cost.prompt_tokens - cost.cached_tokens
+    counts, times = finished.usage, finished.timings
+    computed = counts.prompt_tokens - counts.cached_tokens
     return TimingsBody(
         queue_ms=_milliseconds(times.queue_seconds),
-        cache_n=cost.cached_tokens,
+        cache_n=counts.cached_tokens,
         prompt_n=computed,
         prompt_ms=_milliseconds(times.prompt_seconds),
         prompt_per_token_ms=_milliseconds(_ratio(times.prompt_seconds, computed)),
         prompt_per_second=round(_ratio(computed, times.prompt_seconds), 3),
-        predicted_n=cost.completion_tokens,
+        predicted_n=counts.completion_tokens,
         predicted_ms=_milliseconds(times.generation_seconds),
-        predicted_per_token_ms=_milliseconds(_ratio(times.generation_seconds, cost.completion_tokens)),
-        predicted_per_second=round(_ratio(cost.completion_tokens, times.generation_seconds), 3),
-        draft_n=cost.accepted_tokens + cost.rejected_tokens,
-        draft_n_accepted=cost.accepted_tokens,
+        predicted_per_token_ms=_milliseconds(_ratio(times.generation_seconds, counts.completion_tokens)),
+        predicted_per_second=round(_ratio(counts.completion_tokens, times.generation_seconds), 3),
+        draft_n=counts.accepted_tokens + counts.rejected_tokens,
+        draft_n_accepted=counts.accepted_tokens,
     )
 
 

@@ -150,7 +150,7 @@ class ChatChunkEncoder:
         chunk["choices"][0]["stop_reason"] = end.finished.stop
         if self._body.return_token_ids:
             chunk["choices"][0]["token_ids"] = list(end.finished.tokens)
-        self._usage.add_final(chunk)
+        self._usage.add_final_timings(chunk)
         return chunk
 
     async def _diagnosed(self) -> ChatChunk:
@@ -161,7 +161,7 @@ class ChatChunkEncoder:
 
     def _usage_chunk(self) -> ChatChunk:
         chunk = self._new_chunk([])
-        self._usage.total(chunk)
+        self._usage.add_total(chunk)
         return chunk
 
     def _progress(self, index: int, event: PrefillProgress) -> ChatChunk:

@@ -121,12 +121,12 @@ class CompletionChunkEncoder:
         chunk["choices"][0]["stop_reason"] = event.stop
         if self._body.return_token_ids:
             chunk["choices"][0]["token_ids"] = list(event.tokens)
-        self._usage.add_final(chunk)
+        self._usage.add_final_timings(chunk)
         return chunk
 
     def _usage_chunk(self) -> Completion:
         chunk = self._new_chunk([])
-        self._usage.total(chunk)
+        self._usage.add_total(chunk)
         return chunk
 
     def _progress(self, index: int, event: PrefillProgress) -> Completion:

@@ -79,7 +79,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
     _check(body)
     returned = body.n or 1
     width = max(body.best_of or 1, returned)
-    constraint = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
+    compiled = await answer_grammar(service, body, PLAIN_TEXT_FORMAT, ToolSet(), "")
     requests: list[Request] = []
     prompts: list[CompletionPrompt] = []
     for at, prompt in enumerate(body.prompt):
@@ -90,7 +90,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
         if body.echo:
             prompts.append(await anyio.to_thread.run_sync(_prompt, service, prompt, rendering.tokens))
         single = await _request(service, body, rendering, f"{id}-{at}", ranked=width > returned)
-        requests.extend(_spread(replace(single, grammar=constraint.grammar), body, width))
+        requests.extend(_spread(replace(single, grammar=compiled.grammar), body, width))
     check_capacity(service, requests)
     return PreparedCompletion(
         id=id if body.request_id is None else f"cmpl-{body.request_id}",
@@ -102,7 +102,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, id: str)
         prompts=tuple(prompts),
         width=width,
         returned_choices=returned,
-        warnings=constraint.warnings,
+        warnings=compiled.warnings,
     )
 
 
