@@ -18,9 +18,8 @@ from engine.config import EngineConfig
 from engine.draft.depth import FixedDepth
 from engine.draft.speculation import Speculation
 from engine.grammar.matcher import GrammarMatcher
+from engine.load.cache import model_cache, offload_config
 from engine.load.load import LoadedModel
-from engine.load.memory import max_batch_tokens
-from engine.load.offload import offload_config
 from engine.schedule.encoder_inputs import EncoderInputs
 from engine.schedule.prefill_budget import Budget
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
@@ -30,7 +29,6 @@ from engine.schedule.step_cost import StepCost, Work
 from engine.types.events import Delta, Event, Failed, Finished, FinishReason, PrefillProgress, Started, TokenLogprob
 from engine.types.request import Request
 from engine.types.status import Stats
-from kvcache.cache import Cache
 from kvcache.encoder_files import EncoderFiles
 
 log = logging.getLogger("cellar.engine")
@@ -51,27 +49,17 @@ class Core:
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        info, offload = loaded.info, offload_config(config, loaded.identity)
         self.capacity = loaded.capacity
-        self.cache = Cache(
-            [plan.spec for plan in loaded.layers],
-            slots=info.slots,
-            capacity=self.capacity,
-            cells=loaded.memory.cells,
-            max_batch_tokens=max_batch_tokens(config, info.slots),
-            state_bytes=loaded.memory.available_bytes // 8 if loaded.recurrent else None,
-            offload=offload,
-            dtype=loaded.kv_dtype,
-            device=config.device,
-        )
+        self.cache = model_cache(config, loaded)
         self._loaded, self._config, self._clock = loaded, config, clock
         self._stepper = Stepper(loaded, self.cache)
         self._cost = speculation.cost if speculation else StepCost()
         self._speculation = speculation or self._no_speculation()
         budget = Budget(self._cost, most=config.chunk, target_seconds=config.itl_target_seconds)
-        scored = max(_SCORED_LOGITS_BYTES // (4 * info.vocabulary), _MIN_SCORED_TOKENS)
+        scored = max(_SCORED_LOGITS_BYTES // (4 * loaded.info.vocabulary), _MIN_SCORED_TOKENS)
         self._scheduler = Scheduler(self.cache, budget, max_scored=scored, on_start=self._on_slot_assigned)
-        self.encoder_inputs = EncoderInputs(loaded.encoder, EncoderFiles(offload, torch.device(config.device)))
+        encoder_files = EncoderFiles(offload_config(config, loaded.identity), torch.device(config.device))
+        self.encoder_inputs = EncoderInputs(loaded.encoder, encoder_files)
         self._sequences: dict[str, Sequence] = {}
         self._events: list[tuple[str, Event]] = []
         self._totals = dict.fromkeys(

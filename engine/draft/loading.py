@@ -19,11 +19,10 @@ from engine.draft.mtp import MtpDrafter, MtpHead, has_mtp, load_mtp
 from engine.draft.outputs import OutputStore
 from engine.draft.speculation import Speculation
 from engine.errors import DraftTooLarge, ModelError, ModelMissing, ModelUnsupported, PlanTooLarge
+from engine.load.cache import draft_cache, mtp_cache
 from engine.load.checkpoint import resolve
 from engine.load.load import LoadedModel, load, read_max_context
-from engine.load.memory import available_bytes, max_batch_tokens
-from engine.load.offload import offload_config
-from kvcache.cache import Cache
+from engine.load.memory import available_bytes
 from kvcache.spec import group_layers
 
 log = logging.getLogger("cellar.engine")
@@ -134,31 +133,12 @@ def make_speculation(
 
 
 def _mtp_drafter(config: EngineConfig, target: LoadedModel, head: MtpHead) -> MtpDrafter:
-    cache = Cache(
-        [plan.spec for plan in head.runner.layers],
-        slots=target.info.slots,
-        capacity=target.capacity,
-        cells=target.memory.cells,
-        max_batch_tokens=max_batch_tokens(config, target.info.slots),
-        offload=offload_config(config, f"{target.identity}-mtp"),
-        dtype=target.kv_dtype,
-        device=config.device,
-    )
+    cache = mtp_cache(config, target, head.runner.layers)
     return MtpDrafter(cache, head.runner, head.states, chunk=config.chunk)
 
 
 def _model_drafter(config: EngineConfig, target: LoadedModel, draft: LoadedModel) -> ModelDrafter:
-    cache = Cache(
-        [plan.spec for plan in draft.layers],
-        slots=draft.info.slots,
-        capacity=draft.capacity,
-        cells=draft.memory.cells,
-        max_batch_tokens=max_batch_tokens(config, draft.info.slots),
-        state_bytes=draft.memory.available_bytes // 16 if draft.recurrent else None,
-        offload=offload_config(config, draft.identity),
-        dtype=draft.kv_dtype,
-        device=config.device,
-    )
+    cache = draft_cache(config, draft)
     return ModelDrafter(
         cache,
         draft.runner,

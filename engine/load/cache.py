@@ -1,0 +1,66 @@
+"""The KV cache of a loaded model, with its disk cache, from the settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.load.load import LoadedModel
+from engine.load.memory import max_batch_tokens
+from engine.model.layers import CachedLayer
+from kvcache.cache import Cache
+from kvcache.offload import OffloadConfig
+
+log = logging.getLogger("cellar.engine")
+
+# Recurrent states in the prefix tree may take this part of the free memory; those of a draft model half as much.
+_STATE_SHARE, _DRAFT_STATE_SHARE = 1 / 8, 1 / 16
+
+
+def model_cache(config: EngineConfig, model: LoadedModel) -> Cache:
+    """The cache of the served model."""
+    return _make_cache(config, model, model.layers, model.identity, _STATE_SHARE)
+
+
+def draft_cache(config: EngineConfig, model: LoadedModel) -> Cache:
+    """The cache of a draft model."""
+    return _make_cache(config, model, model.layers, model.identity, _DRAFT_STATE_SHARE)
+
+
+def mtp_cache(config: EngineConfig, model: LoadedModel, layers: Sequence[CachedLayer]) -> Cache:
+    """The cache of the MTP layers of a model: as many slots and cells as the model's own."""
+    return _make_cache(config, model, layers, f"{model.identity}-mtp", 0.0)
+
+
+def offload_config(config: EngineConfig, identity: str) -> OffloadConfig:
+    """Host memory and disk for one model's evicted prefixes; `identity` is the model's digest.
+
+    Failed reads and writes are logged and fail no request.
+    """
+    return OffloadConfig(
+        memory_bytes=config.host_cache_bytes,
+        folder=None if config.disk_cache is None else Path(config.disk_cache).expanduser(),
+        disk_bytes=config.disk_cache_bytes,
+        identity=identity,
+        report=log.warning,
+    )
+
+
+def _make_cache(
+    config: EngineConfig, model: LoadedModel, layers: Sequence[CachedLayer], identity: str, state_share: float
+) -> Cache:
+    """A cache for `layers` with the slots and cells of a model; `state_share` 0: the layers are not recurrent."""
+    state_bytes = int(model.memory.available_bytes * state_share) if model.recurrent and state_share else None
+    return Cache(
+        [layer.spec for layer in layers],
+        slots=model.info.slots,
+        capacity=model.capacity,
+        cells=model.memory.cells,
+        max_batch_tokens=max_batch_tokens(config, model.info.slots),
+        state_bytes=state_bytes,
+        offload=offload_config(config, identity),
+        dtype=model.kv_dtype,
+        device=config.device,
+    )
