@@ -144,8 +144,8 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("kv_cache_usage_ratio", "Share of KV cells in use.", usage)
     yield _gauge("kv_cache_cells", "KV cells.", stats.cells_total)
     yield _gauge("kv_cache_cells_remembered", "KV cells of cached prefixes, evictable.", stats.cells_cached)
-    yield _gauge("shelf_memory_bytes", "Evicted prefixes in host memory.", stats.offload_memory_bytes)
-    yield _gauge("shelf_disk_bytes", "Cached prefixes in the disk cache.", stats.offload_disk_bytes)
+    yield _gauge("shelf_memory_bytes", "Evicted prefixes in host memory.", stats.host_cache_bytes)
+    yield _gauge("shelf_disk_bytes", "Cached prefixes in the disk cache.", stats.disk_cache_bytes)
     yield _gauge("embedding_texts_waiting", "Texts in the queue of the embedding model.", stats.embedding.waiting)
 
 

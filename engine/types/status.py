@@ -129,8 +129,8 @@ class Stats:
 
     cells_used            cells of running sequences
     cells_cached          cells of cached prefixes alone: evicted for running sequences
-    offload_memory_bytes  of evicted prefixes in host memory
-    offload_disk_bytes    of evicted prefixes on disk
+    host_cache_bytes      of evicted prefixes in host memory
+    disk_cache_bytes      of cached prefixes in files
     prefix_hits_total     finished requests with a cached prefix
     evicted_tokens_total, trimmed_tokens_total, loaded_tokens_total, written_tokens_total  see PrefixCounts (kvcache)
     """
@@ -141,8 +141,8 @@ class Stats:
     cells_used: int = 0
     cells_cached: int = 0
     cells_total: int = 0
-    offload_memory_bytes: int = 0
-    offload_disk_bytes: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
     batch_tokens_total: int = 0
