@@ -79,7 +79,7 @@ class _Option(NamedTuple):
         return self.tokens / self.seconds
 
     def loss(self, rate: float) -> float:
-        """Seconds of a step beyond those that its tokens take at a rate."""
+        """Seconds lost beside another option: `rate` tokens a second."""
         return max(self.seconds - self.tokens / rate, 0.0)
 
 
@@ -108,7 +108,7 @@ class _Plan:
 
 @dataclass(slots=True)
 class _BatchSize:
-    """Steps without prefill whose batch tokens have the same number of binary digits.
+    """Steps without prefill and with batch tokens between two powers of 2.
 
     seconds    of all steps, drafting included; `explored`: of them lost by exploration
     cooldowns  step at which the cooldown of a drafter ends
@@ -134,7 +134,7 @@ class _BatchSize:
         return calls[nearest] * depth / nearest
 
     def draft_seconds(self, depths: Mapping[str, int]) -> float:
-        """Seconds a step of the calls for drafts of these depths."""
+        """Seconds of drafting at these depths."""
         return sum([self.call_seconds(kind, depth) + self.catch_up[kind] for kind, depth in depths.items() if depth])
 
 
@@ -230,9 +230,7 @@ class DepthController:
                     size.catch_up[call.kind] += (1 - MEMORY) * max(longer, 0.0)
 
     def _rates(self, kind: str) -> _Acceptance:
-        if kind not in self._acceptance:
-            self._acceptance[kind] = _Acceptance(self._priors.get(kind, PRIOR_RATE))
-        return self._acceptance[kind]
+        return self._acceptance.setdefault(kind, _Acceptance(self._priors.get(kind, PRIOR_RATE)))
 
     def _plan(
         self, before: _Plan | None, candidates: Sequence[Candidate], batch_tokens: int, size: _BatchSize
@@ -253,7 +251,7 @@ class DepthController:
             size.explored += EXPLORATION_STEPS * tried.loss(best.rate)
             plan.cooldown = PLAN_STEPS if changed else min(2 * plan.cooldown, LONGEST_COOLDOWN)
             plan.explore = size.steps + plan.cooldown
-        elif not changed and size.steps >= plan.explore:
+        elif len(options) > 1 and not changed and size.steps >= plan.explore:
             self._explore(plan, [option for option in options if option is not best], best, size)
         if plan.explored is None:
             size.cooldowns.update({kind: plan.explore for kind, depth in plan.best.items() if not depth})
@@ -262,8 +260,6 @@ class DepthController:
     def _explore(self, plan: _Plan, others: Sequence[_Option], best: _Option, size: _BatchSize) -> None:
         """Explore the depths that were measured longest ago for what they cost, if the exploration budget has it."""
         plan.explore = size.steps + plan.cooldown
-        if not others:
-            return
         least = EXPLORATION_SHARE * best.seconds
         option = min(others, key=lambda one: (one.loss(best.rate) + least) / self._age(one))
         if size.explored + EXPLORATION_STEPS * option.loss(best.rate) <= EXPLORATION_SHARE * size.seconds:

@@ -56,7 +56,7 @@ class ModelDrafter:
         return [found.get(at, draft) for at, draft in enumerate(drafts)]
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
-        """Enter what was computed for a finished sequence into the prefix tree."""
+        """Enter the cached tokens of a finished sequence into the prefix tree."""
         self._slots.forget(sequence_id, output)
 
     def flush(self, budget_bytes: int) -> bool:

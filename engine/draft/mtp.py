@@ -200,7 +200,7 @@ class MtpDrafter:
         return drafts
 
     def forget(self, sequence_id: str, output: Sequence[int]) -> None:
-        """Enter what was computed for a finished sequence into the prefix tree."""
+        """Enter the cached tokens of a finished sequence into the prefix tree."""
         self._pending.pop(sequence_id, None)
         self._slots.forget(sequence_id, output)
 

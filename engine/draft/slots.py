@@ -70,7 +70,7 @@ class DraftSlots:
         self._cache.insert_prefix(slot.slot, slot.tokens[: slot.reusable], salt=slot.salt)
 
     def forget(self, sequence_id: str, output: Sequence[int] = ()) -> None:
-        """Release a finished sequence. Its cached tokens enter the prefix tree, of drafts those in the output."""
+        """Release a finished sequence. Its cached tokens enter the prefix tree, without refused draft tokens."""
         slot = self._slots.get(sequence_id)
         if slot is None:
             return
@@ -103,7 +103,7 @@ class DraftSlots:
         return slot
 
     def _common(self, slot: DraftSlot, request: DraftRequest) -> int:
-        """The common prefix of cached tokens and context; what was compared before is not compared again."""
+        """The common prefix of cached tokens and context; tokens compared before are skipped."""
         end = len(request.tokens) - 1
         at = min(slot.compared, len(slot.tokens)) if _dropped(request) == slot.dropped else 0
         return at + common_prefix_length(slot.tokens[at:end], list(request.tokens[at:end]))

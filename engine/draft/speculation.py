@@ -35,7 +35,7 @@ class _DraftCandidate(NamedTuple):
 
 
 class _Eligible(NamedTuple):
-    """Sequences that may have drafts of a kind; `fixed`: those among them with a depth of their own request."""
+    """Sequences that may have drafts of a kind; `fixed`: the ones with a depth in their request."""
 
     kind: str
     sequences: frozenset[Running]
@@ -72,7 +72,7 @@ class Speculation:
         self._sequences: list[Running] = []
         self._eligible: list[_Eligible] = []
         self._batch_tokens = self._idle_steps = 0
-        # Of this step; the seconds are those of choosing depths and of the slow drafter.
+        # Of this step; seconds of choosing depths and of the slow drafter.
         self._outcome, self._drafting_seconds = StepOutcome(), 0.0
         # Tokens of each text that the slow drafter has computed, and the time to release finished ones.
         self._computed: dict[str, int] = {}
@@ -131,7 +131,7 @@ class Speculation:
         return accepted
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """Measure a step of `rows` batch tokens, drafts among them, which took so long, drafting included."""
+        """Measure a step of `rows` batch tokens, drafts included; `seconds` includes drafting."""
         outcome = self._outcome
         outcome.draft_tokens = rows - outcome.batch_tokens
         outcome.seconds = seconds - self._drafting_seconds
@@ -229,7 +229,7 @@ class Speculation:
     def _drafts(
         self, candidates: Sequence[_DraftCandidate], depths: list[int], room: Callable[[int], int]
     ) -> dict[Running, Draft]:
-        """The drafts of candidates at these depths, or shorter where free cells are too few."""
+        """The drafts of candidates at these depths, or shorter ones for lack of free cells."""
         most = sum(depths)
         left = room(most) if most else 0
         if left < most:
@@ -244,7 +244,7 @@ class Speculation:
         return drafts | self._call(slow) if slow else drafts
 
     def _call(self, chosen: Sequence[tuple[Running, int]]) -> dict[Running, Draft]:
-        """Drafts of the slow drafter, whose time is measured."""
+        """Drafts of the slow drafter. Measures the call."""
         slow, began = self._slow, self._clock()
         assert slow is not None, "there is no slow drafter"
         catches_up = any(self._missing(sequence) > depth + 1 for sequence, depth in chosen)

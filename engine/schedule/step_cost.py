@@ -1,4 +1,4 @@
-"""Seconds of a step by what it computes, measured from the steps before.
+"""Step cost: seconds by batch tokens and attention, measured from the steps before.
 
     seconds = slowdown x (table(batch tokens) + cell seconds x cells + pair seconds x pairs)
 
@@ -36,7 +36,7 @@ _STALE = 100
 # Share of the measured variance of cells and pairs that still counts one step later, and the variance relative to the
 # square of their number below which their costs are not trusted.
 _MEMORY, _DOUBT = 0.995, 0.01
-# Measurements that are collected at most, and of those in a row that are alike, so many are one.
+# Measurements collected at most, and equal ones in a row that count as one.
 _COLLECTED, _GROUP = 32, 4
 
 
@@ -171,7 +171,7 @@ class _Table:
         return int(2 * self.ordered[-1].tokens) if self.ordered else 0
 
     def size(self, tokens: int) -> _Size | None:
-        """The measured size of so many batch tokens: exact up to 22, then within 4 %."""
+        """The measured size for a number of batch tokens: exact up to 22, then within 4 %."""
         return self._sizes.get(round(16 * log2(tokens)))
 
     def add(self, size: _Size) -> None:
@@ -298,7 +298,7 @@ class StepCost:
         return self._prefill if work.reads else self._decode
 
     def _measured(self, table: _Table) -> _Table:
-        """A table, or the other one as long as it is empty."""
+        """The table, or the other one while it is empty."""
         other = self._decode if table is self._prefill else self._prefill
         return table if table.ordered else other
 
