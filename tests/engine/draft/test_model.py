@@ -49,7 +49,7 @@ def drafter(
     draft_vocabulary: int | None = None,
 ) -> Watched:
     """A tiny model, by default one that runs natively."""
-    runner = native("llama").fastest if runner is None else runner
+    runner = native("llama").runner if runner is None else runner
     cache = Cache([plan.spec for plan in runner.layers], slots=4, capacity=CONTEXT, cells=cells)
     return Watched(cache, runner, vocabulary=VOCABULARY, chunk=chunk, draft_vocabulary=draft_vocabulary)
 
@@ -107,7 +107,7 @@ def stands(some: Watched) -> bool:
 @pytest.mark.parametrize("params", [GREEDY, WARM])
 def test_drafts_are_what_somebody_new_would_draft(family: str, params: SamplingParams) -> None:
     """Texts go on, with drafts that were right for a while: what is kept of a draft is as if it were read anew."""
-    runner, chance = native(family).fastest, random.Random(1)
+    runner, chance = native(family).runner, random.Random(1)
     kept, texts = drafter(runner, chunk=CONTEXT), [text(name, 20 + name) for name in range(4)]
     for _ in range(6):
         wants = [want(name, own, chance.randint(1, 6), params) for name, own in enumerate(texts)]
@@ -124,7 +124,7 @@ def test_one_native_call_or_many_say_the_same() -> None:
     """In one batch too, where some drafts can be made at once and others cannot."""
     wants = [want(name, text(name, 9 + 5 * name), name + 2, WARM) for name in range(4)]
     mixed = [slowly(one) if name % 2 else one for name, one in enumerate(wants)]
-    some = drafter(), drafter(), drafter(), drafter(native("llama").plain)
+    some = drafter(), drafter(), drafter(), drafter(native("llama").packed)
     drafts = [
         one.propose(asked) for one, asked in zip(some, (wants, list(map(slowly, wants)), mixed, wants), strict=True)
     ]

@@ -1,1 +1,1 @@
-"""Laws of attention over cells."""
+"""Tests of engine.kernels."""

@@ -1,4 +1,4 @@
-"""The attention kernel, as each set of instructions that this processor has."""
+"""The attention kernel in each variant that this processor runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ kernel computes what the reference computes in float64, in every variant that this processor can run."""
+"""The C++ attention kernel equals the float64 reference, in each variant that this processor runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Format(NamedTuple):
-    """What a pool stores, and whether the kernel may round to meet it."""
+    """The KV dtype of a pool, and whether the kernel may round to bfloat16."""
 
     stored: torch.dtype
     rounds: bool = False
@@ -57,7 +57,7 @@ FORMATS = (FLOATS, Format(torch.bfloat16), ROUNDS, Format(torch.int8))
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch and its pool; what no sequence owns in the pool is NaN."""
+    """A packed batch and its pool; cells of no sequence are NaN."""
 
     query: Tensor
     keys: KVBuffer
@@ -67,33 +67,33 @@ class Batch:
 
     @property
     def tolerance(self) -> float:
-        """How far a row may be off."""
+        """The maximum error of a row."""
         return ROUNDED if self.rounds else TOLERANCE
 
-    def attend(self, native: NativeAttention, reach: AttentionRange, **bend: object) -> Tensor:
-        """What the kernel says, from layer 1 of two."""
+    def attend(self, native: NativeAttention, attention_range: AttentionRange, **options: object) -> Tensor:
+        """The output of the kernel, from layer 1 of two."""
         scale = self.query.shape[-1] ** -0.5
         keys, values = LayerKV(self.keys, 1), LayerKV(self.values, 1)
         if self.rounds:
             assert isinstance(self.keys, FloatKVBuffer)
             assert isinstance(self.values, FloatKVBuffer)
             own = KernelBuffer(self.keys.rows[1]), KernelBuffer(self.values.rows[1])
-            bend = {"rounds_to_bfloat16": True, **bend}
-            return native.attend_float32(self.query, *own, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
-        return native.attend(self.query, keys, values, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
+            options = {"rounds_to_bfloat16": True, **options}
+            return native.attend_float32(self.query, *own, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
+        return native.attend(self.query, keys, values, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
 
-    def expected(self, reach: AttentionRange, **bend: object) -> Tensor:
-        """What the reference says in float64."""
+    def expected(self, attention_range: AttentionRange, **options: object) -> Tensor:
+        """The output of the reference in float64."""
         keys, values = LayerKV(self.keys, 1), LayerKV(self.values, 1)
-        bend = {name: own.double() if isinstance(own, Tensor) else own for name, own in bend.items()}
+        options = {name: own.double() if isinstance(own, Tensor) else own for name, own in options.items()}
         scale = self.query.shape[-1] ** -0.5
         query = self.query.double()
-        return reference.attend(query, keys, values, self.segments, reach, scale=scale, **bend)  # type: ignore[arg-type]
+        return reference.attend(query, keys, values, self.segments, attention_range, scale=scale, **options)  # type: ignore[arg-type]
 
 
 def batch(
     plan: tuple[tuple[int, int], ...],
-    reach: AttentionRange,
+    attention_range: AttentionRange,
     cells: Format,
     *,
     heads: int,
@@ -105,46 +105,47 @@ def batch(
 ) -> Batch:
     """Random content. The cells' layout: "runs", "permuted" all over the pool, or "shared", all of one stretch."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = [start + rows - reach.oldest_visible(start) for rows, start in plan]
+    lengths = [start + rows - attention_range.oldest_visible(start) for rows, start in plan]
     count = sum(lengths) + 9
     order = torch.randperm(count, generator=generator)
     segments, row, at = [], 0, 0
     for (rows, start), length in zip(plan, lengths, strict=True):
         begin = 0 if layout == "shared" else at
         own = slice(at, at + length) if layout == "runs" else order[begin : begin + length].contiguous()
-        segments.append(Segment(slice(row, row + rows), start, own, reach.oldest_visible(start)))
+        segments.append(Segment(slice(row, row + rows), start, own, attention_range.oldest_visible(start)))
         row, at = row + rows, at + length
-    spec = GroupSpec(key_heads, width, value_width, reach, (0, 1), (None, None))
+    spec = GroupSpec(key_heads, width, value_width, attention_range, (0, 1), (None, None))
     keys, values = allocate_kv_buffers(spec, count, cells.stored, torch.device("cpu"))
-    for plane in (keys, values):
-        spoil(plane)
+    for buffer in (keys, values):
+        fill_with_nan(buffer)
         for segment in segments:
             length = segment.start + segment.batch_slice.stop - segment.batch_slice.start - segment.oldest_visible
-            plane.write(1, segment.cells, torch.randn(key_heads, length, plane.width, generator=generator))
+            buffer.write(1, segment.cells, torch.randn(key_heads, length, buffer.width, generator=generator))
     query = torch.randn(row, heads, width, generator=generator).transpose(0, 1)
     # Rounded here, for what the reference says is of the same queries then.
     query = query.bfloat16().float() if cells.rounds else query
     return Batch(query, keys, values, tuple(segments), cells.rounds)
 
 
-def spoil(plane: KVBuffer) -> None:
-    """Fill all cells with what must never show."""
-    assert isinstance(plane, FloatKVBuffer | Int8KVBuffer)
-    (plane.scales if isinstance(plane, Int8KVBuffer) else plane.rows).fill_(torch.nan)
+def fill_with_nan(buffer: KVBuffer) -> None:
+    assert isinstance(buffer, FloatKVBuffer | Int8KVBuffer)
+    (buffer.scales if isinstance(buffer, Int8KVBuffer) else buffer.rows).fill_(torch.nan)
 
 
 @pytest.mark.parametrize("cells", FORMATS, ids=str)
-@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: f"{reach.kind}-{reach.size}")
-def test_the_kernel_is_the_reference(native: NativeAttention, reach: AttentionRange, cells: Format) -> None:
-    """Random shapes, tables, group sizes, softcaps and sinks: every row as in float64, whatever else the pool holds."""
-    chance = random.Random(f"{reach}{cells}")
+@pytest.mark.parametrize(
+    "attention_range", REACHES, ids=lambda attention_range: f"{attention_range.kind}-{attention_range.size}"
+)
+def test_kernel_equals_reference(native: NativeAttention, attention_range: AttentionRange, cells: Format) -> None:
+    """Random shapes, cell tables, group sizes, softcaps and sinks."""
+    chance = random.Random(f"{attention_range}{cells}")
     for seed, plan in enumerate(BATCHES * 2):
         key_heads, group = chance.choice((1, 2, 3)), chance.choice((1, 2, 3, 4, 5, 8))
         width, value_width = chance.choice(WIDTHS), chance.choice(WIDTHS)
         layout = chance.choice(("runs", "permuted", "shared"))
         work = batch(
             plan,
-            reach,
+            attention_range,
             cells,
             heads=key_heads * group,
             key_heads=key_heads,
@@ -156,29 +157,42 @@ def test_the_kernel_is_the_reference(native: NativeAttention, reach: AttentionRa
         sinks = torch.randn(key_heads * group) if chance.random() < 0.5 else None
         softcap = chance.choice((None, 0.5, 30.0))
 
-        result = work.attend(native, reach, softcap=softcap, sinks=sinks)
+        result = work.attend(native, attention_range, softcap=softcap, sinks=sinks)
 
-        expected = work.expected(reach, softcap=softcap, sinks=sinks)
+        expected = work.expected(attention_range, softcap=softcap, sinks=sinks)
         torch.testing.assert_close(result.double(), expected, rtol=0, atol=work.tolerance)
 
 
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
 @pytest.mark.parametrize("threads", [2, 5])
-@pytest.mark.parametrize("reach", [AttentionRange(), AttentionRange("window", 1500)], ids=lambda reach: reach.kind)
-def test_threads_change_no_bit(native: NativeAttention, reach: AttentionRange, threads: int, cells: Format) -> None:
-    """Few blocks are cut into parts for more threads, and come out as one thread computes them."""
+@pytest.mark.parametrize(
+    "attention_range",
+    [AttentionRange(), AttentionRange("window", 1500)],
+    ids=lambda attention_range: attention_range.kind,
+)
+def test_bits_do_not_depend_on_threads(
+    native: NativeAttention, attention_range: AttentionRange, threads: int, cells: Format
+) -> None:
+    """Few blocks are cut into parts for more threads."""
     work = batch(
-        ((1, 3000), (3, 1000)), reach, cells, heads=4, key_heads=1, width=64, value_width=64, layout="permuted"
+        ((1, 3000), (3, 1000)),
+        attention_range,
+        cells,
+        heads=4,
+        key_heads=1,
+        width=64,
+        value_width=64,
+        layout="permuted",
     )
-    alone = work.attend(native, reach)
+    alone = work.attend(native, attention_range)
     torch.set_num_threads(threads)
 
-    assert torch.equal(alone, work.attend(native, reach))
+    assert torch.equal(alone, work.attend(native, attention_range))
 
 
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
-def test_the_size_of_blocks_changes_no_bit(native: NativeAttention, cells: Format) -> None:
-    """More threads get smaller blocks of a prompt; its last rows alone are walked in another way than beside others."""
+def test_bits_do_not_depend_on_block_size(native: NativeAttention, cells: Format) -> None:
+    """Blocks of a prompt are smaller with more threads."""
     whole = batch(
         ((500, 40),), AttentionRange(), cells, heads=4, key_heads=1, width=72, value_width=40, layout="permuted"
     )
@@ -194,8 +208,8 @@ def test_the_size_of_blocks_changes_no_bit(native: NativeAttention, cells: Forma
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
-def test_scores_may_grow_slowly_or_at_once(native: NativeAttention, cells: Format, rows: int) -> None:
-    """A line's weights are told from the greatest score so far, which grows by little a tile, then by much."""
+def test_running_maximum_grows_slowly_or_at_once(native: NativeAttention, cells: Format, rows: int) -> None:
+    """The softmax state is scaled at each new maximum."""
     work = batch(
         ((rows, 1400),), AttentionRange(), cells, heads=2, key_heads=1, width=64, value_width=64, layout="runs"
     )
@@ -212,29 +226,33 @@ def test_scores_may_grow_slowly_or_at_once(native: NativeAttention, cells: Forma
 @pytest.mark.parametrize("width", [40, 64, 128])
 @pytest.mark.parametrize("cells", FORMATS, ids=str)
 @pytest.mark.parametrize(
-    "reach", [AttentionRange(), AttentionRange("window", 90), AttentionRange("chunk", 50)], ids=lambda reach: reach.kind
+    "attention_range",
+    [AttentionRange(), AttentionRange("window", 90), AttentionRange("chunk", 50)],
+    ids=lambda attention_range: attention_range.kind,
 )
-def test_neither_chunks_nor_neighbours_change_a_bit(
-    native: NativeAttention, reach: AttentionRange, cells: Format, width: int
+def test_bits_do_not_depend_on_chunks_or_batch(
+    native: NativeAttention, attention_range: AttentionRange, cells: Format, width: int
 ) -> None:
-    """A prompt's rows in one forward, in several, or beside other sequences: the same numbers to the last bit."""
+    """A prompt in one forward, in several, or beside other sequences."""
     length = 150
-    whole = batch(((length, 0),), reach, cells, heads=6, key_heads=2, width=width, value_width=width, layout="permuted")
-    expected = whole.attend(native, reach)
+    whole = batch(
+        ((length, 0),), attention_range, cells, heads=6, key_heads=2, width=width, value_width=width, layout="permuted"
+    )
+    expected = whole.attend(native, attention_range)
     (segment,) = whole.segments
     assert isinstance(segment.cells, Tensor)
     cut, cuts = [], (0, 1, 2, 10, 75, 76, 149, length)
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        first = reach.oldest_visible(start)
+        first = attention_range.oldest_visible(start)
         cut.append(Segment(slice(start, stop), start, segment.cells[first:stop].contiguous(), first))
     chunked = replace(whole, segments=tuple(reversed(cut)))
 
-    assert torch.equal(expected, chunked.attend(native, reach))
+    assert torch.equal(expected, chunked.attend(native, attention_range))
 
 
 @pytest.mark.parametrize("cells", FORMATS, ids=str)
-def test_a_row_alone_is_that_row_of_a_prompt(native: NativeAttention, cells: Format) -> None:
-    """Few queries are computed in another way than many, which adds up in the same order, beyond a part too."""
+def test_single_row_has_the_bits_of_its_prompt(native: NativeAttention, cells: Format) -> None:
+    """Few lines are computed by other code than many."""
     length = 1100
     whole = batch(
         ((length, 0),), AttentionRange(), cells, heads=3, key_heads=1, width=72, value_width=20, layout="runs"
@@ -247,11 +265,11 @@ def test_a_row_alone_is_that_row_of_a_prompt(native: NativeAttention, cells: For
 
 
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
-def test_numbers_may_be_too_small_to_be_normal(native: NativeAttention, cells: Format) -> None:
-    """What few queries take for zero, many do, so these give the same to the last bit."""
+def test_denormals_have_the_same_bits_for_few_and_many_lines(native: NativeAttention, cells: Format) -> None:
+    """bfloat16 pair products flush denormals to zero."""
     whole = batch(((60, 200),), AttentionRange(), cells, heads=3, key_heads=1, width=64, value_width=64, layout="runs")
-    for plane in (whole.keys, whole.values):
-        plane.write(1, slice(0, 260), 1e-20 * torch.logspace(0, -20, 260)[None, :, None] * torch.randn(1, 260, 64))
+    for buffer in (whole.keys, whole.values):
+        buffer.write(1, slice(0, 260), 1e-20 * torch.logspace(0, -20, 260)[None, :, None] * torch.randn(1, 260, 64))
     whole.query[:30] *= 1e-18
     expected = whole.attend(native, AttentionRange())
 
@@ -261,16 +279,16 @@ def test_numbers_may_be_too_small_to_be_normal(native: NativeAttention, cells: F
 
 
 @pytest.mark.parametrize("rows", [1, 30])
-def test_rounded_weights_come_to_one(native: NativeAttention, rows: int) -> None:
-    """They are rounded before they are added up: values that are all the same are what comes out."""
+def test_rounded_softmax_weights_add_up_to_one(native: NativeAttention, rows: int) -> None:
+    """They are rounded before they are summed: equal values are the output."""
     work = batch(((rows, 50),), AttentionRange(), ROUNDS, heads=2, key_heads=1, width=64, value_width=64, layout="runs")
     work.values.write(1, slice(0, rows + 50), torch.full((1, rows + 50, 64), 3.0))
 
     torch.testing.assert_close(work.attend(native, AttentionRange()), torch.full((rows, 2, 64), 3.0), rtol=0, atol=1e-5)
 
 
-def test_only_who_asks_in_bfloat16_is_rounded_for(native: NativeAttention) -> None:
-    """Queries in float32 over cells in bfloat16 get sums of unrounded weights."""
+def test_float32_queries_are_not_rounded(native: NativeAttention) -> None:
+    """Over bfloat16 cells too."""
     work = batch(((3, 400),), AttentionRange(), ROUNDS, heads=2, key_heads=1, width=64, value_width=64, layout="runs")
     exact = replace(work, rounds=False).attend(native, AttentionRange())
     half = replace(work, rounds=False, query=work.query.bfloat16()).attend(native, AttentionRange())
@@ -279,7 +297,7 @@ def test_only_who_asks_in_bfloat16_is_rounded_for(native: NativeAttention) -> No
     assert torch.equal(work.attend(native, AttentionRange()).bfloat16(), half)
 
 
-def test_no_rows_are_no_output(native: NativeAttention) -> None:
+def test_no_rows_give_no_output(native: NativeAttention) -> None:
     """A batch without segments, and a segment without rows."""
     work = batch(((1, 5),), AttentionRange(), FLOATS, heads=2, key_heads=1, width=8, value_width=16, layout="runs")
     empty = Batch(work.query[:, :0], work.keys, work.values, ())
@@ -289,8 +307,8 @@ def test_no_rows_are_no_output(native: NativeAttention) -> None:
     assert torch.equal(work.attend(native, AttentionRange()), idle.attend(native, AttentionRange()))
 
 
-def test_queries_keep_their_type(native: NativeAttention) -> None:
-    """A bfloat16 query gets a bfloat16 output; float64 is computed by the reference, in float64."""
+def test_output_has_the_dtype_of_queries(native: NativeAttention) -> None:
+    """float64 is computed by the reference."""
     work = batch(
         ((3, 5),), AttentionRange(), Format(torch.bfloat16), heads=2, key_heads=1, width=8, value_width=8, layout="runs"
     )
@@ -301,8 +319,7 @@ def test_queries_keep_their_type(native: NativeAttention) -> None:
     assert torch.equal(double.attend(native, AttentionRange()), work.expected(AttentionRange()))
 
 
-def test_a_bias_is_added(native: NativeAttention) -> None:
-    """The reference takes the calls that the kernel does not know."""
+def test_bias_is_computed_by_the_reference(native: NativeAttention) -> None:
     work = batch(((3, 5),), AttentionRange(), FLOATS, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
 
     def bias(rows: int, before: int) -> Tensor:
@@ -313,8 +330,7 @@ def test_a_bias_is_added(native: NativeAttention) -> None:
     torch.testing.assert_close(result.double(), work.expected(AttentionRange(), bias=bias), rtol=0, atol=TOLERANCE)
 
 
-def test_rows_that_see_each_other_are_the_references(native: NativeAttention) -> None:
-    """Tokens of an image see those behind them: the reference takes such a batch."""
+def test_bidirectional_ranges_are_computed_by_the_reference(native: NativeAttention) -> None:
     work = batch(((6, 5),), AttentionRange(), FLOATS, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
     (segment,) = work.segments
     mutual = Batch(work.query, work.keys, work.values, (replace(segment, bidirectional=((6, 10),)),))
@@ -326,8 +342,7 @@ def test_rows_that_see_each_other_are_the_references(native: NativeAttention) ->
 
 
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
-def test_a_row_that_is_not_finite_stays_alone(native: NativeAttention, cells: Format) -> None:
-    """A query of NaN spoils its own output and no other."""
+def test_nan_query_affects_its_row_only(native: NativeAttention, cells: Format) -> None:
     work = batch(((3, 5), (1, 9)), AttentionRange(), cells, heads=2, key_heads=1, width=8, value_width=8, layout="runs")
     clean = work.attend(native, AttentionRange())
     work.query[0, 1] = torch.nan
@@ -340,8 +355,8 @@ def test_a_row_that_is_not_finite_stays_alone(native: NativeAttention, cells: Fo
 
 
 @pytest.mark.parametrize("cell", [-1, 10_000])
-def test_a_table_outside_the_pool_is_refused(native: NativeAttention, cell: int) -> None:
-    """A hole, or a cell that does not exist, is an error and never an address."""
+def test_cell_outside_the_pool_is_refused(native: NativeAttention, cell: int) -> None:
+    """A hole, or a cell that does not exist."""
     work = batch(((1, 5),), AttentionRange(), FLOATS, heads=2, key_heads=1, width=8, value_width=8, layout="permuted")
     assert isinstance(work.segments[0].cells, Tensor)
     work.segments[0].cells[2] = cell
@@ -361,8 +376,8 @@ def test_a_table_outside_the_pool_is_refused(native: NativeAttention, cell: int)
         ({"segments": (Segment(slice(0, 1), 5, torch.zeros(6, dtype=torch.int32)),)}, "tables end with the rows"),
     ],
 )
-def test_what_does_not_fit_is_refused(native: NativeAttention, change: dict[str, object], message: str) -> None:
-    """The kernel sees addresses only, so Python looks at every shape first."""
+def test_shapes_that_do_not_fit_are_refused(native: NativeAttention, change: dict[str, object], message: str) -> None:
+    """The kernel gets addresses only, so Python checks the shapes."""
     work = batch(((1, 5),), AttentionRange(), FLOATS, heads=4, key_heads=2, width=8, value_width=8, layout="runs")
     wrong = Batch(**{"query": work.query, "keys": work.keys, "values": work.values, "segments": work.segments} | change)  # type: ignore[arg-type]
 
@@ -370,8 +385,7 @@ def test_what_does_not_fit_is_refused(native: NativeAttention, change: dict[str,
         wrong.attend(native, AttentionRange())
 
 
-def test_sinks_are_one_a_head(native: NativeAttention) -> None:
-    """As everything that the kernel reads by address."""
+def test_sinks_must_have_one_number_a_head(native: NativeAttention) -> None:
     work = batch(((1, 5),), AttentionRange(), FLOATS, heads=4, key_heads=2, width=8, value_width=8, layout="runs")
 
     with pytest.raises(ValueError, match="every head has a sink"):

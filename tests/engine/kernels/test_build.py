@@ -1,4 +1,4 @@
-"""A library is built once, kept under a name that changes with its source, and never loaded in part."""
+"""A library is built once, cached by a digest of its sources and compiler, and never loaded truncated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ printf 'a library' >"$2"
 """
 
 
-class Bench:
-    """A folder with a compiler of ours on its path, and a cache."""
+class Workbench:
+    """A folder with a fake compiler on its path, and a cache."""
 
     def __init__(self, folder: Path) -> None:
         self.cache, self.prebuilt, self.path, self.log = (folder / name for name in ("cache", "prebuilt", "bin", "log"))
@@ -32,36 +32,33 @@ class Bench:
         self.install()
 
     def install(self, version: str = "1", work: str = "") -> None:
-        """Put the compiler there."""
+        """Install the fake compiler."""
         compiler = self.path / "g++"
         compiler.write_text(COMPILER.format(version=version, log=self.log, work=work))
         compiler.chmod(0o755)
 
     def library(self) -> Path:
-        """What is asked for."""
+        """The requested library."""
         return build.library("attention", "generic", prebuilt=self.prebuilt, cache=self.cache, path=str(self.path))
 
     @property
     def builds(self) -> int:
-        """How often the compiler was at work."""
+        """How many times the compiler built a library."""
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    """A fresh one."""
-    return Bench(tmp_path)
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path)
 
 
-def test_a_library_is_built_once(bench: Bench) -> None:
-    """The second process finds what the first has built."""
+def test_library_is_built_once(bench: Workbench) -> None:
     assert bench.library() == bench.library()
     assert 1 == bench.builds
     assert bench.library().read_bytes().startswith(b"a library")
 
 
-def test_another_compiler_builds_anew(bench: Bench) -> None:
-    """The name holds the compiler's version, so an upgrade does not run old code."""
+def test_another_compiler_version_builds_again(bench: Workbench) -> None:
     first = bench.library()
     bench.install(version="2")
 
@@ -69,8 +66,7 @@ def test_another_compiler_builds_anew(bench: Bench) -> None:
     assert 2 == bench.builds
 
 
-def test_a_changed_source_builds_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The name holds the sources."""
+def test_changed_source_builds_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = bench.library()
     source = tmp_path / "source"
     source.mkdir()
@@ -81,8 +77,7 @@ def test_a_changed_source_builds_anew(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("content", [b"", b"a lib", b"a library and forty other bytes that are no digest"])
-def test_a_spoilt_file_is_built_anew(bench: Bench, content: bytes) -> None:
-    """A cached file that was cut short or changed is not what the digest at its end says."""
+def test_truncated_or_changed_file_is_built_again(bench: Workbench, content: bytes) -> None:
     whole = bench.library().read_bytes()
     bench.library().write_bytes(content)
 
@@ -90,8 +85,8 @@ def test_a_spoilt_file_is_built_anew(bench: Bench, content: bytes) -> None:
     assert 2 == bench.builds
 
 
-def test_only_the_last_builds_are_kept(bench: Bench) -> None:
-    """Compilers and versions come and go: what they built does not pile up, and the one in use is always there."""
+def test_only_the_latest_builds_are_kept(bench: Workbench) -> None:
+    """The build in use is always one of them."""
     last = None
     for version in range(9):
         bench.install(version=str(version))
@@ -102,8 +97,7 @@ def test_only_the_last_builds_are_kept(bench: Bench) -> None:
     assert last in kept
 
 
-def test_without_a_compiler_the_reason_says_so(bench: Bench) -> None:
-    """Nothing is built, and people learn what to install."""
+def test_missing_compiler_is_the_reason(bench: Workbench) -> None:
     (bench.path / "g++").unlink()
 
     with pytest.raises(
@@ -112,8 +106,8 @@ def test_without_a_compiler_the_reason_says_so(bench: Bench) -> None:
         bench.library()
 
 
-def test_a_compiler_that_fails_is_quoted(bench: Bench) -> None:
-    """Its last words are the reason, and nothing is left behind."""
+def test_compiler_error_is_quoted(bench: Workbench) -> None:
+    """No file is left."""
     bench.install(work="echo 'no such header: omp.h' >&2; exit 1")
 
     with pytest.raises(build.LibraryUnavailable, match="no such header: omp.h"):
@@ -121,8 +115,7 @@ def test_a_compiler_that_fails_is_quoted(bench: Bench) -> None:
     assert [] == list(bench.cache.iterdir())
 
 
-def test_a_wheels_library_comes_first(bench: Bench) -> None:
-    """What the wheel carries is used as it is, without a compiler."""
+def test_prebuilt_library_comes_first(bench: Workbench) -> None:
     built = bench.library()
     bench.prebuilt.mkdir()
     ready = bench.prebuilt / build._name("attention", "generic", "prebuilt", ())
@@ -133,8 +126,7 @@ def test_a_wheels_library_comes_first(bench: Bench) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
-def test_a_cache_that_others_write_is_refused(bench: Bench) -> None:
-    """What lies there is run."""
+def test_cache_writable_by_other_users_is_refused(bench: Workbench) -> None:
     bench.cache.mkdir()
     bench.cache.chmod(0o777)
 
@@ -142,16 +134,14 @@ def test_a_cache_that_others_write_is_refused(bench: Bench) -> None:
         bench.library()
 
 
-def test_a_cache_that_cannot_be_made_is_a_reason(bench: Bench) -> None:
-    """A read-only or strange home is no crash."""
+def test_cache_that_cannot_be_created_is_the_reason(bench: Workbench) -> None:
     bench.cache.write_text("a file")
 
     with pytest.raises(build.LibraryUnavailable, match="no folder for the library"):
         bench.library()
 
 
-def test_several_may_build_at_once(bench: Bench) -> None:
-    """Whoever comes while a build runs makes its own; each ends with a whole library, and only that stays."""
+def test_concurrent_builds_each_get_a_whole_library(bench: Workbench) -> None:
     bench.install(work="sleep 0.2")
     found: list[bytes] = []
     threads = [threading.Thread(target=lambda: found.append(bench.library().read_bytes())) for _ in range(3)]
@@ -165,8 +155,8 @@ def test_several_may_build_at_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "function"), [("attention", "cellar_attend"), ("linear", "cellar_multiply")])
-def test_the_real_source_compiles(kernel: str, function: str) -> None:
-    """With the system's compiler, if there is one, for every instruction set of this machine."""
+def test_sources_compile(kernel: str, function: str) -> None:
+    """With the system's compiler, for all variants of this machine."""
     if not any(shutil.which(name) for name in build.COMPILERS):
         pytest.skip("there is none")
 
@@ -174,8 +164,7 @@ def test_the_real_source_compiles(kernel: str, function: str) -> None:
         assert hasattr(ctypes.CDLL(str(build.library(kernel, variant))), function)
 
 
-def test_every_variant_can_be_prebuilt(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel's folder holds one library a kernel and variant, under the names that are looked for."""
+def test_all_variants_can_be_prebuilt(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
@@ -187,10 +176,7 @@ def test_every_variant_can_be_prebuilt(bench: Bench, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le", "riscv64"])
-def test_no_flag_of_x86_is_given_to_another_compiler(
-    machine: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiler for another architecture refuses -mavx2, and with it the whole image."""
+def test_other_architectures_get_no_x86_flags(machine: str, bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.install(work='case "$*" in *-mavx*|*-mfma*) echo "unrecognized command-line option" >&2; exit 1;; esac')
     monkeypatch.setenv("PATH", f"{bench.path}:{os.environ['PATH']}")
     monkeypatch.setattr(platform, "machine", lambda: machine)
@@ -205,8 +191,8 @@ def test_no_flag_of_x86_is_given_to_another_compiler(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["attention", "linear"])
-def test_the_real_source_compiles_for_arm(kernel: str, tmp_path: Path) -> None:
-    """With Debian's cross compiler (g++-aarch64-linux-gnu), if it is there."""
+def test_sources_compile_for_arm(kernel: str, tmp_path: Path) -> None:
+    """With Debian's cross compiler (g++-aarch64-linux-gnu), if it is installed."""
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:
         pytest.skip("there is no cross compiler")

@@ -1,4 +1,4 @@
-"""The cache folder of the user: where it is, how much it holds, and what a killed process leaves in it."""
+"""The user's cache folder: its place, its size limit, and files left by killed processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.quantize import store
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache that XDG_CACHE_HOME names."""
+    """An empty cache at XDG_CACHE_HOME."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "kvcellar"
 
 
 def written(root: Path, name: str, *, size: int, age_seconds: int) -> Path:
-    """A file of this size whose last use was so long ago."""
+    """A file with a size and an age of its last use."""
     file = root / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(bytes(size))
@@ -33,25 +33,20 @@ def written(root: Path, name: str, *, size: int, age_seconds: int) -> Path:
 
 
 @pytest.mark.parametrize(("named", "expected"), [("/elsewhere", "/elsewhere"), ("", "{home}"), ("relative", "{home}")])
-def test_the_folder_is_where_xdg_says(
-    named: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An absolute XDG_CACHE_HOME is obeyed; without one it is ~/.cache."""
+def test_folder_follows_xdg(named: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute paths only; the default is ~/.cache."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", named)
 
     assert Path(expected.format(home=tmp_path / ".cache"), "kvcellar", "x") == cache_folder.cache_folder("x")
 
 
-def test_kernels_and_weights_are_kept_there(root: Path) -> None:
-    """Both users of the cache take the same root."""
+def test_kernels_and_weights_share_the_root(root: Path) -> None:
     assert root / "kernels" == build._user_cache()
     assert root / "weights" == store.WeightStore("model", 8).file.parent
 
 
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user without a home folder, as in a container, is served all the same."""
-
+def test_nothing_is_cached_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -66,8 +61,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
         build._user_cache()
 
 
-def test_the_least_recently_used_go_first(root: Path) -> None:
-    """Files of all kinds share one bound."""
+def test_least_recently_used_files_are_removed_first(root: Path) -> None:
     files = [written(root, f"{kind}/{age}", size=100, age_seconds=age) for age, kind in ((3, "a"), (2, "b"), (1, "a"))]
 
     cache_folder.trim(max_bytes=250)
@@ -75,8 +69,7 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
     assert [False, True, True] == [file.exists() for file in files]
 
 
-def test_a_use_is_a_time(root: Path) -> None:
-    """A file that is used stays, though it was written first."""
+def test_use_updates_the_time_of_a_file(root: Path) -> None:
     old, new = (written(root, f"a/{age}", size=100, age_seconds=age) for age in (9, 1))
     cache_folder.mark_used(old)
 
@@ -85,8 +78,8 @@ def test_a_use_is_a_time(root: Path) -> None:
     assert (True, False) == (old.exists(), new.exists())
 
 
-def test_a_file_in_use_is_never_removed(root: Path) -> None:
-    """Neither one that this process uses, nor one of another process, as long as that lives."""
+def test_file_in_use_is_never_removed(root: Path) -> None:
+    """Of this process or of another."""
     own, others, free = (written(root, f"a/{name}", size=100, age_seconds=9) for name in ("own", "others", "free"))
     cache_folder.mark_used(own)
     code = (
@@ -105,8 +98,7 @@ def test_a_file_in_use_is_never_removed(root: Path) -> None:
     assert [True, False] == [file.exists() for file in (own, others)]
 
 
-def test_kept_weights_are_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing one model's weights removes those of the model that was used longest ago."""
+def test_weights_are_within_the_size_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MIN_BYTES", 0)
     monkeypatch.setattr(store, "trim", lambda: cache_folder.trim(max_bytes=1))
     old = written(root, "weights/int8-old.safetensors", size=100, age_seconds=9)
@@ -133,8 +125,7 @@ exec sleep 60
 """
 
 
-def test_a_kill_while_compiling_leaves_nothing_for_good(root: Path, tmp_path: Path) -> None:
-    """The next build removes what a killed one left: its scratch folder with the compiler's own files."""
+def test_files_of_a_killed_build_are_removed(root: Path, tmp_path: Path) -> None:
     cache, path, pid = root / "kernels", tmp_path / "bin", tmp_path / "pid"
     path.mkdir()
     (path / "g++").write_text(STUCK.format(pid=pid))
@@ -160,8 +151,7 @@ def test_a_kill_while_compiling_leaves_nothing_for_good(root: Path, tmp_path: Pa
     assert [library] == list(cache.iterdir())
 
 
-def test_a_scratch_folder_in_use_stays(root: Path) -> None:
-    """Several processes, or threads, may write at once."""
+def test_scratch_folder_in_use_stays(root: Path) -> None:
     root.mkdir(parents=True)
     with cache_folder.scratch_folder(root) as first, cache_folder.scratch_folder(root) as second:
         assert first.is_dir()

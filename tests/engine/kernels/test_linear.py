@@ -1,4 +1,4 @@
-"""The C++ kernel multiplies what the torch operations multiply, in every variant that this processor can run."""
+"""The C++ linear kernel equals the torch reference, in each variant that this processor runs."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def native(request: pytest.FixtureRequest) -> NativeLinear:
 
 
 def rows(count: int, columns: int, seed: int = 0) -> Tensor:
-    """Random rows, some of their columns far greater than the rest."""
+    """Random rows with some large columns."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(count, columns, generator=generator)
     return torch.where(torch.rand(columns, generator=generator) < 0.02, 50 * numbers, numbers)
 
 
 def matrix(outputs: int, columns: int, bits: Bits, seed: int = 0) -> PackedMatrix:
-    """A random one."""
+    """A random matrix."""
     return pack(torch.randn(outputs, columns, generator=torch.Generator().manual_seed(seed)), bits)
 
 
 def product(multiply: Multiply, numbers: Tensor, packed: PackedMatrix) -> Tensor:
-    """With one matrix."""
+    """The product with one matrix."""
     [result] = multiply(numbers, [packed])
     return result
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_those_of_the_reference(native: NativeLinear, shape: tuple[int, int], bits: Bits) -> None:
-    """For shapes with ends of all kinds and any number of rows, against float64."""
+def test_products_equal_the_reference(native: NativeLinear, shape: tuple[int, int], bits: Bits) -> None:
+    """Against float64, for sizes that are no multiples of blocks and groups."""
     packed = matrix(*shape, bits)
     for count in COUNTS:
         numbers = rows(count, shape[1], seed=count)
@@ -67,7 +67,6 @@ def test_products_are_those_of_the_reference(native: NativeLinear, shape: tuple[
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_random_shapes(native: NativeLinear, bits: Bits) -> None:
-    """Sixty more, of any sizes."""
     chance = random.Random(bits)
     for seed in range(60):
         outputs, columns, count = (chance.randint(1, most) for most in (90, 300, 20))
@@ -80,8 +79,7 @@ def test_random_shapes(native: NativeLinear, bits: Bits) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_does_not_depend_on_its_neighbours(native: NativeLinear, bits: Bits) -> None:
-    """Bit for bit the same alone, in any place among any number of rows, and whatever these are."""
+def test_bits_of_a_row_do_not_depend_on_the_batch(native: NativeLinear, bits: Bits) -> None:
     packed = matrix(75, 333, bits)
     numbers = rows(40, 333)
     alone = torch.cat([product(native.multiply, numbers[at : at + 1], packed) for at in range(40)])
@@ -97,8 +95,7 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeLinear, bits: Bit
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_that_fill_the_cache_are_met_some_at_a_time(native: NativeLinear, bits: Bits) -> None:
-    """So many columns that a processor's cache does not hold all rows: each is what it is alone."""
+def test_rows_larger_than_the_cache_keep_their_bits(native: NativeLinear, bits: Bits) -> None:
     packed, numbers = matrix(40, 32768, bits), rows(120, 32768)
     together = product(native.multiply, numbers, packed)
 
@@ -107,8 +104,8 @@ def test_rows_that_fill_the_cache_are_met_some_at_a_time(native: NativeLinear, b
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_siblings_get_what_each_gets_alone(native: NativeLinear, bits: Bits) -> None:
-    """One call for several matrices is several calls, bit for bit, though they have different widths and bits."""
+def test_several_matrices_in_one_call(native: NativeLinear, bits: Bits) -> None:
+    """Of different widths and bits, each with the bits of its own call."""
     some = [matrix(outputs, 96, own, seed=outputs) for outputs, own in ((64, bits), (7, 8), (40, 4), (16, bits))]
     for count in (1, 5, 17):
         numbers = rows(count, 96)
@@ -121,8 +118,7 @@ def test_siblings_get_what_each_gets_alone(native: NativeLinear, bits: Bits) -> 
 
 
 @pytest.mark.parametrize(("count", "columns"), [(1, 20), (1, 300), (5, 600), (19, 128), (200, 300)])
-def test_threads_do_not_show(native: NativeLinear, count: int, columns: int) -> None:
-    """Blocks are shared out among them whole; few rows are quantised piece by piece, many tile by tile."""
+def test_bits_do_not_depend_on_threads(native: NativeLinear, count: int, columns: int) -> None:
     packed, numbers = matrix(300, columns, 8), rows(count, columns)
     alone = product(native.multiply, numbers, packed)
     for threads in (2, 3, 8):
@@ -132,8 +128,8 @@ def test_threads_do_not_show(native: NativeLinear, count: int, columns: int) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_rows_of_other_types_and_layouts(native: NativeLinear, dtype: torch.dtype) -> None:
-    """They are brought to float32, and the products back to their type; rows may lie apart, or in columns."""
+def test_rows_of_other_dtypes_and_layouts(native: NativeLinear, dtype: torch.dtype) -> None:
+    """Products have the dtype of the rows."""
     packed, numbers = matrix(33, 40, 8), rows(6, 80).to(dtype)
     expected = product(native.multiply, numbers[:, :40].float().contiguous(), packed).to(dtype)
 
@@ -142,8 +138,7 @@ def test_rows_of_other_types_and_layouts(native: NativeLinear, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_stays_alone(native: NativeLinear, wrong: float) -> None:
-    """It has no product, and the others have theirs: nothing makes a number of it in silence."""
+def test_non_finite_row_affects_itself_only(native: NativeLinear, wrong: float) -> None:
     packed, numbers = matrix(20, 70, 8), rows(10, 70)
     clean = product(native.multiply, numbers, packed)
     numbers[3, 65] = wrong
@@ -156,8 +151,8 @@ def test_a_row_that_is_not_finite_stays_alone(native: NativeLinear, wrong: float
     assert torch.equal(clean[[0, 1, 2, 4, 5, 6, 7, 8, 9]], result[[0, 1, 2, 4, 5, 6, 7, 8, 9]])
 
 
-def test_numbers_near_the_ends_of_float32(native: NativeLinear) -> None:
-    """Tiny groups are zero, great ones are not lost."""
+def test_numbers_near_the_limits_of_float32(native: NativeLinear) -> None:
+    """Groups of denormals are zero, large numbers are kept."""
     packed = pack(torch.eye(32), 8)
     numbers = torch.tensor([1e-44, 1e-37, 1e-30, 0.0, 1e38])[:, None].expand(-1, 32).contiguous()
 
@@ -169,19 +164,17 @@ def test_numbers_near_the_ends_of_float32(native: NativeLinear) -> None:
     torch.testing.assert_close(result, product(linear.multiply, numbers, packed), rtol=1e-5, atol=0)
 
 
-def test_no_rows_have_no_products(native: NativeLinear) -> None:
-    """A step that wants no logits asks for none."""
+def test_no_rows_give_no_products(native: NativeLinear) -> None:
     assert (0, 33) == product(native.multiply, torch.empty(0, 40), matrix(33, 40, 8)).shape
 
 
-def test_rows_that_do_not_fit_are_refused(native: NativeLinear) -> None:
-    """The kernel sees addresses only, so Python looks at every width first."""
+def test_rows_of_another_width_are_refused(native: NativeLinear) -> None:
     with pytest.raises(ValueError, match="rows of 39 columns do not fit"):
         native.multiply(torch.zeros(2, 39), [matrix(33, 40, 8)])
 
 
-def test_rounded_rows_are_near_the_rows() -> None:
-    """Each number is off by at most half a step of its group of 32, not of its row: large columns spoil few others."""
+def test_rounding_error_of_rows() -> None:
+    """At most half a step of the group of 32."""
     numbers = torch.randn(4, 320, generator=torch.Generator().manual_seed(0))
     numbers[:, 7] = 1000
 
@@ -193,17 +186,17 @@ def test_rounded_rows_are_near_the_rows() -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nobody has chosen a kernel yet, and nobody will remember this choice."""
+    """Clear the cached choice of kernels."""
     dispatch.best_linear.cache_clear()
     yield
     dispatch.best_linear.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_torch_multiplies(
+def test_torch_multiplies_without_a_compiler(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line tells what that costs, however many ask."""
+    """With one warning in the log."""
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "KERNELS", {"linear": {"generic": ("-changed",)}})

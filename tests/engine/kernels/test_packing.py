@@ -1,4 +1,4 @@
-"""Codes and scales stand for the weights they were made from, as nearly as their bits allow, wherever they lie."""
+"""Quantised matrices: rounding error, storage and padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHAPES = ((16, 32), (1, 1), (5, 7), (17, 33), (48, 64), (100, 130), (1500, 200))
 
 
 def weights(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random ones, of very different sizes from row to row."""
+    """Random weights of different sizes by row."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-6, 3, (shape[0], 1), generator=generator)
     return torch.randn(*shape, generator=generator) * sizes
@@ -19,8 +19,8 @@ def weights(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_weight_is_off_by_part_of_its_groups_greatest(bits: Bits, shape: tuple[int, int]) -> None:
-    """Half a step of 127 with 8 bits, and what rounding the scale costs; with 4 a step of 8, for 8 is no code."""
+def test_error_is_bounded_by_the_largest_of_a_group(bits: Bits, shape: tuple[int, int]) -> None:
+    """Half a step of 127 with 8 bits, and the rounding of the scale; with 4 bits a step of 8."""
     weight = weights(*shape)
     unpacked = pack(weight, bits).unpack(torch.float32)
 
@@ -30,8 +30,8 @@ def test_a_weight_is_off_by_part_of_its_groups_greatest(bits: Bits, shape: tuple
     assert bool(((unpacked - weight).abs() <= greatest * (1.01 / 254 if bits == 8 else 1.02 / 8)).all())
 
 
-def test_four_bits_are_better_than_the_plain_rule() -> None:
-    """Of several scales the best is taken: less squared error than with the greatest weight at the code -8, or at 7."""
+def test_four_bit_scales_reduce_the_squared_error() -> None:
+    """Compared with the largest weight at code -8 or 7."""
     weight = weights(64, 512)
     error = (pack(weight, 4).unpack(torch.float32) - weight).square().sum()
     for code in (-8.0, 7.0):
@@ -43,8 +43,7 @@ def test_four_bits_are_better_than_the_plain_rule() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_blocks_are_unpacked_alone(bits: Bits) -> None:
-    """Any blocks of a matrix are those rows of it, the last block as short as it is."""
+def test_blocks_unpack_independently(bits: Bits) -> None:
     packed = pack(weights(70, 40), bits)
     whole = packed.unpack(torch.float64)
 
@@ -52,8 +51,8 @@ def test_blocks_are_unpacked_alone(bits: Bits) -> None:
     assert torch.equal(whole[4 * BLOCK :], packed.unpack(torch.float64, slice(4, 9)))
 
 
-def test_codes_lie_where_the_kernel_reads_them() -> None:
-    """The drawing of linear.h: a word holds 4 columns of all outputs, with 4 bits the next 4 in the upper halves."""
+def test_codes_have_the_layout_of_the_kernel() -> None:
+    """As drawn in linear.h."""
     weight = torch.zeros(32, 96)
     weight[19, 32 + 13] = 127.0
 
@@ -68,8 +67,7 @@ def test_codes_lie_where_the_kernel_reads_them() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_and_the_smallest_numbers_are_zero(bits: Bits) -> None:
-    """No division by nothing."""
+def test_zeros_and_denormals_are_zero(bits: Bits) -> None:
     weight = torch.full((3, 64), 1e-42)
     weight[1] = 0
 
@@ -78,8 +76,7 @@ def test_zeros_and_the_smallest_numbers_are_zero(bits: Bits) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-def test_what_is_no_number_is_refused(bits: Bits, wrong: float) -> None:
-    """A broken checkpoint is not made into one that looks sound."""
+def test_nan_and_infinity_are_refused(bits: Bits, wrong: float) -> None:
     weight = weights(20, 40)
     weight[17, 3] = wrong
 
@@ -89,8 +86,7 @@ def test_what_is_no_number_is_refused(bits: Bits, wrong: float) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_types_and_layouts_are_packed_as_well(bits: Bits, dtype: torch.dtype) -> None:
-    """A transposed matrix of any floating type is packed as its copy in float32 is."""
+def test_other_dtypes_and_layouts(bits: Bits, dtype: torch.dtype) -> None:
     weight = (torch.randn(40, 24, generator=torch.Generator().manual_seed(1)) / 8).to(dtype)
     expected = pack(weight.T.float().contiguous(), bits)
 
@@ -99,14 +95,14 @@ def test_other_types_and_layouts_are_packed_as_well(bits: Bits, dtype: torch.dty
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_a_weight_takes(bits: Bits) -> None:
-    """Half a bit beside its code, where nothing is padded."""
+def test_size_in_bytes(bits: Bits) -> None:
+    """Half a bit more than its code, without padding."""
     assert (bits + 0.5) / 8 * 256 * 512 == pack(torch.zeros(256, 512), bits).size_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_matrices_lie_side_by_side(bits: Bits) -> None:
-    """In one room each keeps what it was given, and all begin where the kernel can load 64 bytes at a time."""
+def test_matrices_share_a_storage(bits: Bits) -> None:
+    """Aligned to 64 bytes, each with its own content."""
     some = [weights(*shape) for shape in SHAPES]
     room = PackedStorage([(one.shape[0], one.shape[1]) for one in some], bits)
 

@@ -1,4 +1,4 @@
-"""Attention over scattered, shared and shifted cells equals attention written down as a sum, in float64."""
+"""Attention over cells equals the definition in float64, for scattered, shared and shifted cells."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENDS = [{}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}]
 
 
 class Words:
-    """Random queries, keys and values of tokens, keys turned to positions by the rotation itself."""
+    """Random queries, keys and values of tokens; keys are rotated to positions."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -38,14 +38,14 @@ class Words:
         self.sinks = torch.randn(HEADS, generator=generator, dtype=torch.float64)
 
     def rows(self, tokens: list[int], start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [heads, rows, width] of tokens that stand from `start` on."""
+        """Queries, keys and values [heads, rows, width] of tokens from position `start` on."""
         q = torch.stack([rotate(self.q[token], start + at, ROTATION) for at, token in enumerate(tokens)], 1)
         k = torch.stack([rotate(self.k[token], start + at, ROTATION) for at, token in enumerate(tokens)], 1)
         return q, k, self.v[tokens].transpose(0, 1).contiguous()
 
 
-def one_by_one(words: Words, tokens: list[int], at: int, reach: AttentionRange, bend: dict[str, object]) -> Tensor:
-    """The output [heads, value_width] of the query at a position, as the definition says it."""
+def by_definition(words: Words, tokens: list[int], at: int, reach: AttentionRange, bend: dict[str, object]) -> Tensor:
+    """The output [heads, value_width] of the query at a position."""
     first = {"full": 0, "window": max(at - reach.size + 1, 0), "chunk": at - at % max(reach.size, 1)}[reach.kind]
     q, k, v = words.rows(tokens[: at + 1], 0)
     result = []
@@ -93,8 +93,8 @@ def attended(
 
 @pytest.mark.parametrize("bend", BENDS, ids=lambda bend: "+".join(bend) or "plain")
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: f"{reach.kind}-{reach.size}")
-def test_attention_over_cells_is_the_sum_over_visible_tokens(reach: AttentionRange, bend: dict[str, object]) -> None:
-    """Prompt chunks and single rows of three slots, copies and shifts between them: every row as by definition."""
+def test_attention_over_cells_equals_the_definition(reach: AttentionRange, bend: dict[str, object]) -> None:
+    """Prompt chunks and single rows of three slots, with copies and shifts between them."""
     words, chance = Words(), random.Random(1)
     spec = LayerSpec(KEY_HEADS, WIDTH, VALUE_WIDTH, reach, ROTATION)
     cache = Cache([spec], slots=3, capacity=40, cells=90, dtype=torch.float64)
@@ -112,5 +112,7 @@ def test_attention_over_cells_is_the_sum_over_visible_tokens(reach: AttentionRan
         for slot, tokens in plan:
             held[slot] += tokens
             length = len(held[slot])
-            expected += [one_by_one(words, held[slot], at, reach, bend) for at in range(length - len(tokens), length)]
+            expected += [
+                by_definition(words, held[slot], at, reach, bend) for at in range(length - len(tokens), length)
+            ]
         torch.testing.assert_close(output, torch.stack(expected), rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Sequences that begin with the same cells get, to the last bit, what each of them gets alone."""
+"""Sequences with a shared prefix of cells have the bits that each has alone."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SHAPES = (Shape(4, 2, 128, 128), Shape(9, 3, 64, 64), Shape(3, 3, 20, 36), Shape
 
 
 def sharing(plan: Plan, shape: Shape, cells: Format, reach: AttentionRange) -> Batch:
-    """A batch of sequences; their cells are tables, or runs where they lie side by side."""
+    """A batch of sequences; their cells are tables, or slices where contiguous."""
     lengths = [taken + own for _, taken, own, _ in plan]
     stretches = {name: max(taken for other, taken, _, _ in plan if other == name) for name, *_ in plan}
     count = sum(stretches.values()) + sum(lengths)
-    pool = batch(((count, 0),), AttentionRange(), cells, layout="runs", **vars_of(shape))
+    pool = batch(((count, 0),), AttentionRange(), cells, layout="runs", **batch_arguments(shape))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     starts, at = {}, 0
     for name, length in stretches.items():
@@ -63,8 +63,8 @@ def sharing(plan: Plan, shape: Shape, cells: Format, reach: AttentionRange) -> B
     return replace(pool, query=query.bfloat16().float() if cells.rounds else query, segments=tuple(segments))
 
 
-def vars_of(shape: Shape) -> dict[str, int]:
-    """What `batch` calls them."""
+def batch_arguments(shape: Shape) -> dict[str, int]:
+    """The arguments of `batch`."""
     return {name: getattr(shape, name) for name in ("heads", "key_heads", "width", "value_width")}
 
 
@@ -76,8 +76,8 @@ def alone(work: Batch, native: NativeAttention, reach: AttentionRange, **bend: o
 
 @pytest.mark.parametrize("cells", FORMATS, ids=str)
 @pytest.mark.parametrize("plan", PLANS)
-def test_who_shares_changes_no_bit(native: NativeAttention, plan: str, cells: Format) -> None:
-    """Whatever they share and in whatever order they come; and it is what the reference says."""
+def test_shared_prefixes_change_no_bit(native: NativeAttention, plan: str, cells: Format) -> None:
+    """In any order; and the output is that of the reference."""
     chance = random.Random(plan)
     for shape in SHAPES:
         work = sharing(PLANS[plan], shape, cells, AttentionRange())
@@ -93,8 +93,8 @@ def test_who_shares_changes_no_bit(native: NativeAttention, plan: str, cells: Fo
 @pytest.mark.parametrize(
     "reach", [AttentionRange("window", 90), AttentionRange("chunk", 64)], ids=lambda reach: reach.kind
 )
-def test_windows_are_walked_alone(native: NativeAttention, reach: AttentionRange) -> None:
-    """Their sequences see different positions of what they share."""
+def test_windows_share_nothing(native: NativeAttention, reach: AttentionRange) -> None:
+    """Their sequences see different positions."""
     work = sharing(PLANS["all of one"], SHAPES[0], FLOATS, reach)
 
     assert torch.equal(alone(work, native, reach), work.attend(native, reach))
@@ -103,8 +103,8 @@ def test_windows_are_walked_alone(native: NativeAttention, reach: AttentionRange
 @pytest.mark.parametrize("cells", [FLOATS, ROUNDS], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 7])
 @pytest.mark.parametrize("plan", ["beyond a part", "two stacks in turns", "more than a block"])
-def test_threads_change_no_bit(native: NativeAttention, plan: str, threads: int, cells: Format) -> None:
-    """They decide how large stacks are, and may gather a sequence's own positions in parts."""
+def test_bits_do_not_depend_on_threads(native: NativeAttention, plan: str, threads: int, cells: Format) -> None:
+    """Threads change the size of stacks."""
     work = sharing(PLANS[plan], SHAPES[1], cells, AttentionRange())
     expected = work.attend(native, AttentionRange())
     torch.set_num_threads(threads)
@@ -112,8 +112,7 @@ def test_threads_change_no_bit(native: NativeAttention, plan: str, threads: int,
     assert torch.equal(expected, work.attend(native, AttentionRange()))
 
 
-def test_runs_and_tables_of_the_same_cells_are_the_same(native: NativeAttention) -> None:
-    """A sequence whose cells lie side by side shares with one that has them in a table."""
+def test_slices_and_tables_of_the_same_cells_are_shared(native: NativeAttention) -> None:
     work = sharing((("a", 300, 1, 1), ("a", 300, 1, 1)), SHAPES[0], FLOATS, AttentionRange())
     table = torch.cat((torch.arange(300), torch.tensor([330])))
     segments = (Segment(slice(0, 1), 300, slice(0, 301)), Segment(slice(1, 2), 300, table))
@@ -122,8 +121,7 @@ def test_runs_and_tables_of_the_same_cells_are_the_same(native: NativeAttention)
     assert torch.equal(alone(mixed, native, AttentionRange()), mixed.attend(native, AttentionRange()))
 
 
-def test_a_row_that_is_not_finite_stays_alone(native: NativeAttention) -> None:
-    """Beside others over the same cells too."""
+def test_nan_query_affects_its_row_only(native: NativeAttention) -> None:
     work = sharing(PLANS["all of one"], SHAPES[0], FLOATS, AttentionRange())
     expected = work.attend(native, AttentionRange())
     work.query[0, 1] = torch.nan

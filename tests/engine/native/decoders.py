@@ -1,4 +1,4 @@
-"""Tiny decoders whose every number counts, and both ways to run them."""
+"""Tiny decoders with random weights, and their packed and native runners."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ Steps = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Both:
-    """A model as transformers' modules compute it over cells, and what `fastest` takes in their stead."""
+class TinyModel:
+    """A model, its packed runner, and the selected runner."""
 
     model: Any
-    plain: PackedRunner
-    fastest: ModelRunner
+    packed: PackedRunner
+    runner: ModelRunner
     recurrent: bool = False
 
     def cache(self, runner: ModelRunner, stored: torch.dtype = torch.float32) -> Cache:
-        """An empty one with room for all steps."""
+        """An empty cache with capacity for all steps."""
         specs, state_bytes = [plan.spec for plan in runner.layers], 2**30 if self.recurrent else None
         return Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=stored, state_bytes=state_bytes)
 
     def states(self, runner: ModelRunner, steps: Steps, stored: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Logits and states of every row, by slot and position, however the steps cut them."""
-        some = self.cache(runner, stored)
-        told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Logits and hidden states of every row, by slot and position."""
+        cache = self.cache(runner, stored)
+        by_position: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for step in steps:
-            spans = [Span(slot, some.cached_length(slot), rows) for slot, rows in step]
+            spans = [Span(slot, cache.cached_length(slot), rows) for slot, rows in step]
             places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
             rows = list(range(len(places)))
-            with some.forward(spans) as forward:
+            with cache.forward(spans) as forward:
                 made = runner.run_with_hidden_states(forward, [token(*place) for place in places], rows, rows)
-            told |= dict(zip(places, zip(*made, strict=True), strict=True))
-        logits, states = zip(*(told[place] for place in sorted(told)), strict=True)
+            by_position |= dict(zip(places, zip(*made, strict=True), strict=True))
+        logits, states = zip(*(by_position[place] for place in sorted(by_position)), strict=True)
         return torch.stack(logits), torch.stack(states)
 
 
 def token(slot: int, position: int) -> int:
-    """Some token; slots say different things."""
+    """A token for a position of a slot."""
     return (31 * slot + 7 * position + position * position) % VOCABULARY
 
 
 @cache
-def both(family: str, weights: Weights = 32) -> Both:
+def tiny_model(family: str, weights: Weights = 32) -> TinyModel:
     """The tiny model of a family; its norms and biases are random too."""
-    return of_config(AutoConfig.for_model(family, **settings(family)), weights)
+    return model_of_config(AutoConfig.for_model(family, **settings(family)), weights)
 
 
-def of_config(config: Any, weights: Weights = 32) -> Both:
-    """The same of other settings."""
+def model_of_config(config: Any, weights: Weights = 32) -> TinyModel:
+    """A tiny model with a configuration."""
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if weights == 16 else torch.float32
     torch.manual_seed(0)
@@ -85,19 +85,19 @@ def of_config(config: Any, weights: Weights = 32) -> Both:
             parameter += 0.3 * torch.randn_like(parameter)
     hooks.install_latent(model)
     recurrent = recurrence.install(model)
-    facts = ModelTraits(vocabulary=config.get_text_config().vocab_size, recurrent=recurrent, dtype=dtype)
+    traits = ModelTraits(vocabulary=config.get_text_config().vocab_size, recurrent=recurrent, dtype=dtype)
     survey = LayerSurvey(model)
-    plain = find_runner(family, model, facts)
-    choice = survey.close()
-    assert isinstance(plain, PackedRunner)
+    packed = find_runner(family, model, traits)
+    plan = survey.close()
+    assert isinstance(packed, PackedRunner)
     if weights == 8 or weights == 4:
-        quantize(model, choice, WeightStore(family, weights), linear.prepare)
-    runner = choosing.select(model, plain, facts, context=CONTEXT).runner
-    return Both(model, plain, runner, recurrent)
+        quantize(model, plan, WeightStore(family, weights), linear.prepare)
+    runner = choosing.select(model, packed, traits, context=CONTEXT).runner
+    return TinyModel(model, packed, runner, recurrent)
 
 
-def native(family: str, weights: Weights = 32) -> Both:
-    """The same, where the native step knows the family."""
-    made = both(family, weights)
-    assert isinstance(made.fastest, NativeRunner)
+def native(family: str, weights: Weights = 32) -> TinyModel:
+    """The tiny model of a family that the native step supports."""
+    made = tiny_model(family, weights)
+    assert isinstance(made.runner, NativeRunner)
     return made

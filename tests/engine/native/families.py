@@ -1,6 +1,6 @@
-"""Which of the families of docs/models.md the native step runs, as tiny models, and why it does not run the others.
+"""The families of docs/models.md in the native step: tiny models, and the reasons of unsupported ones.
 
-`python -W ignore -m tests.engine.native.families [NAME ...]` tells of all of them (a minute), or of some.
+`python -W ignore -m tests.engine.native.families [NAME ...]` prints all of them (a minute), or some.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NATIVE = frozenset(_NAMES.split())
 
 
 def reason(name: str) -> str | None:
-    """Why a family's tiny model has no shape that the native step knows; None: it has one."""
+    """Why the native step does not support a family; None: it does."""
     family = build(name)
     for parameter in family.model.parameters():
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What the parts of a decoder are is found by computing them anew: norms, turns, activations, and who has no shape."""
+"""Decoder architectures are found by recomputing a trace."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from engine.native.decoder import UnsupportedArchitecture
 from engine.native.detection import find_decoder
 from engine.native.norm import find_norm, normalise
 from engine.native.trace import TracedNorm
-from tests.engine.native.decoders import CONTEXT, both, of_config
+from tests.engine.native.decoders import CONTEXT, model_of_config, tiny_model
 from tests.engine.tiny import VOCABULARY, settings
 
 
 class Doubled(LlamaRMSNorm):  # type: ignore[misc]
-    """No norm that is known."""
+    """An unsupported norm."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Twice as large."""
         made: Tensor = 2 * super().forward(rows)
         return made
 
 
-def seen(norm: nn.Module) -> TracedNorm:
-    """A norm whose weights are random, called with some rows of different sizes."""
+def traced(norm: nn.Module) -> TracedNorm:
+    """A call of a norm with random weights and rows of different sizes."""
     torch.manual_seed(0)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
@@ -39,10 +38,10 @@ def seen(norm: nn.Module) -> TracedNorm:
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
-def test_norms_are_known_by_what_they_compute(kind: type[nn.Module], epsilon: float) -> None:
-    """Weights around 0 and around 1, with and without a mean; rows near zero show epsilon."""
+def test_norms_are_found_by_their_output(kind: type[nn.Module], epsilon: float) -> None:
+    """Weights around 0 and 1, with and without a mean; small rows depend on epsilon."""
     module = kind(24, eps=epsilon)
-    event = seen(module)
+    event = traced(module)
     small = 1e-3 * event.input
 
     assert epsilon == event.norm.epsilon
@@ -50,16 +49,14 @@ def test_norms_are_known_by_what_they_compute(kind: type[nn.Module], epsilon: fl
         torch.testing.assert_close(normalise(event.norm, small), module(small))
 
 
-def test_another_norm_is_none() -> None:
-    """What computes something else has no place in a native step."""
+def test_unsupported_norm_is_refused() -> None:
     with pytest.raises(UnsupportedArchitecture, match="Doubled"):
-        seen(Doubled(24))
+        traced(Doubled(24))
 
 
-def test_a_decoder_is_described_by_its_parts() -> None:
-    """Heads, turned columns, activations and the order of both halves, as the family's own code has them."""
+def test_layouts_of_heads_and_mlps_are_found() -> None:
     neox, glm, phi3 = (
-        find_decoder(both(name).model, both(name).plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        find_decoder(tiny_model(name).model, tiny_model(name).packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
         for name in ("gpt_neox", "glm", "phi3")
     )
     attention, mlp = neox.layers[0]
@@ -74,19 +71,18 @@ def test_a_decoder_is_described_by_its_parts() -> None:
     ("family", "reason"),
     [("nanochat", "down matrix"), ("gpt2", "Conv1D"), ("apertus", "XIELU"), ("beam", "output projection")],
 )
-def test_the_reason_is_said(family: str, reason: str) -> None:
-    """Start-up may say why a model runs as transformers wrote it."""
-    model = both(family)
+def test_unsupported_models_have_a_reason(family: str, reason: str) -> None:
+    model = tiny_model(family)
 
     with pytest.raises(UnsupportedArchitecture, match=reason):
-        find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
 
 
-def test_what_a_model_multiplies_by_is_found() -> None:
-    """Embeddings, what both halves add, scores and logits, each by its own number."""
+def test_multipliers_are_found() -> None:
+    """Of embeddings, residuals, scores and logits."""
     own = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 5.0}
-    model = of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
-    decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+    model = model_of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
+    decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
     attention, mlp = decoder.layers[1]
 
     assert pytest.approx((3.0, 0.3, 0.3, 0.2)) == (
@@ -98,18 +94,20 @@ def test_what_a_model_multiplies_by_is_found() -> None:
     assert 0.4 == attention.mixer.scale
 
 
-def test_what_bounds_scores_and_logits_is_found() -> None:
-    """However small logits are: bounds show when the output layer speaks louder."""
-    decoder = find_decoder(both("gemma2").model, both("gemma2").plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+def test_softcaps_are_found() -> None:
+    """Also for small logits, which are amplified in the trace."""
+    decoder = find_decoder(
+        tiny_model("gemma2").model, tiny_model("gemma2").packed.layers, vocabulary=VOCABULARY, context=CONTEXT
+    )
 
     assert (50.0, 30.0) == (decoder.layers[0][0].mixer.softcap, decoder.output_head.softcap)
 
 
-def test_how_experts_are_chosen_is_found() -> None:
-    """Corrections count where experts are chosen alone, weights have a sum, and a factor."""
+def test_router_parameters_are_found() -> None:
+    """Score correction, normalisation and scaling factor."""
     own = {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
-    model = of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
-    decoder = find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+    model = model_of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
+    decoder = find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
     before, experts = decoder.layers[0][1].experts, decoder.layers[1][1].experts
 
     assert before is None
@@ -118,20 +116,20 @@ def test_how_experts_are_chosen_is_found() -> None:
     assert pytest.approx(2.5) == experts.router.scaling_factor
 
 
-def test_experts_in_groups_have_no_shape() -> None:
-    """A router is asked with many rows: what it does with few of them shows."""
+def test_experts_in_groups_are_unsupported() -> None:
+    """Many rows are routed, because few of them may not show the groups."""
     own = {"n_group": 2, "topk_group": 1}
-    model = of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
+    model = model_of_config(AutoConfig.for_model("glm4_moe", **{**settings("glm4_moe"), **own}))
 
     with pytest.raises(UnsupportedArchitecture, match="experts are chosen"):
-        find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
 
 
-def test_layers_that_change_their_states_have_no_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of the model that the shape does not have shows in what the next part takes."""
-    model = both("llama")
+def test_extra_operation_in_a_layer_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes the input of the next module."""
+    model = tiny_model("llama")
     layer = model.model.model.layers[1]
     monkeypatch.setattr(layer, "forward", lambda *args, **named: type(layer).forward(layer, *args, **named).square())
 
     with pytest.raises(UnsupportedArchitecture, match="is not the output"):
-        find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)

@@ -1,4 +1,4 @@
-"""A chain of native steps says what single steps and the engine's own rule say, token after token."""
+"""A draft loop samples the tokens of single steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.sample.sampler import SamplingContext, sample_tokens
 from engine.types.request import Dry, SamplingParams, Xtc
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.native.decoders import CONTEXT, Both, native, of_config, token
+from tests.engine.native.decoders import CONTEXT, TinyModel, model_of_config, native, token
 from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
 
@@ -28,101 +28,99 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.7)
-# The tokens that each sequence reads first, and how many it says then.
+# For each sequence, the tokens to compute and to sample.
 SHAPES = ((9, 4), (1, 6), (30, 0), (3, 1), (17, 6))
 
 
-def draw(params: SamplingParams, slot: int = 0, position: int = 0) -> SamplingContext:
-    """How a slot's next token is drawn."""
+def context(params: SamplingParams, slot: int = 0, position: int = 0) -> SamplingContext:
+    """The sampling context of a slot."""
     return SamplingContext(params, 2**63 + 5 * slot, position, PenaltyHistory(params, (), VOCABULARY))
 
 
 @dataclass
-class Talk:
-    """A model, its cells, and what each slot holds."""
+class Session:
+    """A model, its cache, and the tokens of each slot."""
 
     runner: NativeRunner
     stored: torch.dtype = torch.float32
-    references: dict[int, list[int]] = field(default_factory=dict)
+    tokens_by_slot: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         specs = [plan.spec for plan in self.runner.layers]
         self.cache = Cache(specs, slots=8, capacity=CONTEXT, cells=8 * CONTEXT, dtype=self.stored)
 
-    def links(self, shapes: Sequence[tuple[int, int]], params: Sequence[SamplingParams]) -> list[DraftLoopInput]:
-        """A link for each slot: it reads so many tokens and says so many."""
+    def inputs(self, shapes: Sequence[tuple[int, int]], params: Sequence[SamplingParams]) -> list[DraftLoopInput]:
+        """An input for each slot: tokens to compute and to sample."""
         made = []
         for slot, (length, count) in enumerate(shapes):
-            start = len(self.references.get(slot, ()))
+            start = len(self.tokens_by_slot.get(slot, ()))
             tokens = [token(slot, at) for at in range(start, start + length)]
-            made.append(DraftLoopInput(tokens, count, draw(params[slot % len(params)], slot, start + length)))
+            made.append(DraftLoopInput(tokens, count, context(params[slot % len(params)], slot, start + length)))
         return made
 
-    def chained(self, links: Sequence[DraftLoopInput], choices: int = VOCABULARY) -> list[list[int]]:
-        """What a chain says; all its rows are kept."""
-        spans = [Span(slot, self.cache.cached_length(slot), link.batch_tokens) for slot, link in enumerate(links)]
+    def run_draft_loop(self, inputs: Sequence[DraftLoopInput], choices: int = VOCABULARY) -> list[list[int]]:
+        """The tokens of a draft loop; all of its cells are kept."""
+        spans = [Span(slot, self.cache.cached_length(slot), own.batch_tokens) for slot, own in enumerate(inputs)]
         forward = self.cache.forward(spans)
-        # Asked before it is open: the cells of another cache were read last.
+        # Called before the forward is open, after a forward of another cache.
         assert self.runner.supports_draft_loop(forward)
         with forward:
-            said = self.runner.run_draft_loop(forward, links, choices)
-        for slot, (link, own) in enumerate(zip(links, said, strict=True)):
-            self.references.setdefault(slot, []).extend([*link.tokens, *own[: max(link.count - 1, 0)]])
-        return said
+            sampled = self.runner.run_draft_loop(forward, inputs, choices)
+        for slot, (own, tokens) in enumerate(zip(inputs, sampled, strict=True)):
+            self.tokens_by_slot.setdefault(slot, []).extend([*own.tokens, *tokens[: max(own.count - 1, 0)]])
+        return sampled
 
-    def stepped(self, links: Sequence[DraftLoopInput]) -> list[list[int]]:
-        """What single steps say, a sequence at a time."""
-        return [self._alone(slot, link) for slot, link in enumerate(links)]
+    def run_steps(self, inputs: Sequence[DraftLoopInput]) -> list[list[int]]:
+        """The tokens of single steps, one sequence at a time."""
+        return [self._alone(slot, own) for slot, own in enumerate(inputs)]
 
-    def _alone(self, slot: int, link: DraftLoopInput) -> list[int]:
-        said: list[int] = []
-        rows = list(link.tokens)
+    def _alone(self, slot: int, own: DraftLoopInput) -> list[int]:
+        sampled: list[int] = []
+        rows = list(own.tokens)
         while rows:
             with self.cache.forward([Span(slot, self.cache.cached_length(slot), len(rows))]) as forward:
                 logits = self.runner.run(forward, rows, [len(rows) - 1])
-            self.references.setdefault(slot, []).extend(rows)
-            if len(said) < link.count:
-                said += [one for one in sample_tokens(logits, [link.context.after(said)]) if one is not None]
-            rows = said[-1:] if len(said) < link.count else []
-        return said
+            self.tokens_by_slot.setdefault(slot, []).extend(rows)
+            if len(sampled) < own.count:
+                sampled += [one for one in sample_tokens(logits, [own.context.after(sampled)]) if one is not None]
+            rows = sampled[-1:] if len(sampled) < own.count else []
+        return sampled
 
 
-def runner_of(model: Both) -> NativeRunner:
-    """The native one of a model that has one."""
-    assert isinstance(model.fastest, NativeRunner)
-    return model.fastest
+def runner_of(model: TinyModel) -> NativeRunner:
+    """The native runner of a model."""
+    assert isinstance(model.runner, NativeRunner)
+    return model.runner
 
 
-def same(runner: NativeRunner, params: Sequence[SamplingParams], stored: torch.dtype = torch.float32) -> int:
-    """How many tokens two chains say, the second where the first left off, all as single steps say them."""
-    talks, count = (Talk(runner, stored), Talk(runner, stored)), 0
+def compare(runner: NativeRunner, params: Sequence[SamplingParams], stored: torch.dtype = torch.float32) -> int:
+    """The number of tokens of two draft loops, after comparing them with single steps."""
+    sessions, count = (Session(runner, stored), Session(runner, stored)), 0
     for _ in range(2):
-        expected = talks[0].stepped(talks[0].links(SHAPES, params))
-        assert talks[1].chained(talks[1].links(SHAPES, params)) == expected
-        assert talks[0].references == talks[1].references
+        expected = sessions[0].run_steps(sessions[0].inputs(SHAPES, params))
+        assert sessions[1].run_draft_loop(sessions[1].inputs(SHAPES, params)) == expected
+        assert sessions[0].tokens_by_slot == sessions[1].tokens_by_slot
         count += sum(map(len, expected))
     return count
 
 
 @pytest.mark.parametrize("weights", [32, 16, 8])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_neox", "mixtral"])
-def test_a_chain_says_what_steps_say(family: str, weights: Any) -> None:
-    """Sequences of all lengths at once, over windows, capped logits and experts, whatever weights are stored in."""
-    assert same(runner_of(native(family, weights)), [GREEDY, WARM]) == 2 * sum(count for _, count in SHAPES)
+def test_draft_loop_equals_single_steps(family: str, weights: Any) -> None:
+    """Sequences of different lengths, windows, softcaps and experts, in all weight formats."""
+    assert compare(runner_of(native(family, weights)), [GREEDY, WARM]) == 2 * sum(count for _, count in SHAPES)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_cells_may_be_stored_in_16_bits(stored: torch.dtype) -> None:
-    """As for single steps."""
-    assert same(runner_of(native("llama")), [WARM], stored) > 0
+def test_bfloat16_cells(stored: torch.dtype) -> None:
+    assert compare(runner_of(native("llama")), [WARM], stored) > 0
 
 
-def test_logits_and_embeddings_may_be_scaled() -> None:
-    """The scale of logits is part of the temperature."""
+def test_scaled_logits_and_embeddings() -> None:
     own = {"embedding_multiplier": 3.0, "logits_scaling": 5.0}
-    model = of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
+    model = model_of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
 
-    assert same(runner_of(model), [WARM, GREEDY]) > 0
+    assert compare(runner_of(model), [WARM, GREEDY]) > 0
 
 
 @pytest.mark.parametrize(
@@ -138,15 +136,18 @@ def test_logits_and_embeddings_may_be_scaled() -> None:
         SamplingParams(temperature=0.0, typical_p=0.1, top_n_sigma=0.5, xtc=Xtc(0.5, 0.1)),
     ],
 )
-def test_filters_keep_the_same_tokens(params: SamplingParams) -> None:
-    """Those that a chain knows; none of them is asked for in vain."""
+def test_native_filters_equal_the_sampler(params: SamplingParams) -> None:
+    """Each filter changes some token."""
     runner = runner_of(native("llama"))
     loose = SamplingParams(temperature=params.temperature)
-    some = Talk(runner), Talk(runner)
-    filtered, free = (talk.chained(talk.links(SHAPES, [own])) for talk, own in zip(some, (params, loose), strict=True))
+    some = Session(runner), Session(runner)
+    filtered, free = (
+        session.run_draft_loop(session.inputs(SHAPES, [own]))
+        for session, own in zip(some, (params, loose), strict=True)
+    )
 
-    assert is_native(draw(params))
-    assert same(runner, [params]) > 0
+    assert is_native(context(params))
+    assert compare(runner, [params]) > 0
     assert (filtered == free) == (params == loose or params.temperature == 0.0)
 
 
@@ -162,39 +163,37 @@ def test_filters_keep_the_same_tokens(params: SamplingParams) -> None:
         SamplingParams(temperature=0.0, logit_bias=((3, 1.0),)),
     ],
 )
-def test_what_a_chain_cannot_draw_is_not_left_to_it(params: SamplingParams) -> None:
-    """Other filters, and whatever changes logits."""
-    assert not is_native(draw(params))
+def test_other_sampling_contexts_are_not_native(params: SamplingParams) -> None:
+    """Other filters, and modified logits."""
+    assert not is_native(context(params))
 
 
-def test_tokens_are_chosen_among_the_first_ones() -> None:
-    """As many as there are said to be."""
-    said = Talk(runner_of(native("llama")))
+def test_only_the_vocabulary_is_sampled() -> None:
+    sampled = Session(runner_of(native("llama")))
 
-    assert {one < 7 for own in said.chained(said.links(SHAPES, [WARM]), 7) for one in own} == {True}
+    assert {one < 7 for own in sampled.run_draft_loop(sampled.inputs(SHAPES, [WARM]), 7) for one in own} == {True}
 
 
-def test_a_sequence_without_finite_logits_ends_alone() -> None:
-    """Its neighbours go on, and it says what it said before."""
-    model = of_config(AutoConfig.for_model("llama", **settings("llama")))
+def test_non_finite_logits_end_their_sequence_only() -> None:
+    model = model_of_config(AutoConfig.for_model("llama", **settings("llama")))
     runner = runner_of(model)
-    talk = Talk(runner)
-    whole = talk.stepped(talk.links(SHAPES, [GREEDY]))
-    # The second token that the last sequence says, and that nobody else reads.
+    session = Session(runner)
+    whole = session.run_steps(session.inputs(SHAPES, [GREEDY]))
+    # The second sampled token of the last sequence, which no other sequence has.
     broken = whole[4][1]
-    assert broken not in {one for slot, own in talk.references.items() for one in own[: None if slot < 4 else -4]}
+    others = {one for slot, own in session.tokens_by_slot.items() for one in own[: None if slot < 4 else -4]}
+    assert broken not in others
     model.model.get_input_embeddings().weight[broken] = torch.nan
-    said = Talk(runner)
+    sampled = Session(runner)
 
-    assert said.chained(said.links(SHAPES, [GREEDY])) == [*whole[:4], whole[4][:2]]
+    assert sampled.run_draft_loop(sampled.inputs(SHAPES, [GREEDY])) == [*whole[:4], whole[4][:2]]
 
 
-def test_threads_change_no_token() -> None:
-    """The same with one thread, two and three."""
+def test_tokens_do_not_depend_on_threads() -> None:
     runner = runner_of(native("llama", 16))
-    talk = Talk(runner)
-    expected = talk.chained(talk.links(SHAPES, [WARM]))
+    session = Session(runner)
+    expected = session.run_draft_loop(session.inputs(SHAPES, [WARM]))
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        again = Talk(runner)
-        assert again.chained(again.links(SHAPES, [WARM])) == expected
+        again = Session(runner)
+        assert again.run_draft_loop(again.inputs(SHAPES, [WARM])) == expected

@@ -1,4 +1,4 @@
-"""The families that the native step runs are those that are written down: none is lost unseen."""
+"""The families that the native step supports are those of tests/engine/native/families.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,5 @@ def families() -> list[object]:
 @pytest.mark.filterwarnings("ignore")  # transformers warns of settings that only tiny models have
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", families())
-def test_a_family_has_a_shape_or_not(name: str) -> None:
-    """As it is written down."""
+def test_family_is_supported_or_not(name: str) -> None:
     assert (name in NATIVE) == (reason(name) is None)

@@ -1,4 +1,4 @@
-"""What an engine says whose model runs natively: what transformers says, and the same in any company."""
+"""Text of an engine with the native step equals transformers', and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CASES = (
 
 
 @pytest.fixture
-def natively(folder: Folder) -> Callable[..., LoadedModel]:
-    """A family's tiny model in float32, quantised if need be, and known to run natively."""
+def load_native(folder: Folder) -> Callable[..., LoadedModel]:
+    """Loads a family's tiny model, which must run load_native."""
 
     @cache
     def load(family: str, dtype: str = "float32", quantize: str = "none") -> LoadedModel:
@@ -44,18 +44,16 @@ def natively(folder: Folder) -> Callable[..., LoadedModel]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "qwen3_next", "olmo_hybrid", "lfm2", "bamba"])
-def test_any_mix_says_what_generate_says_alone(
-    natively: Callable[..., LoadedModel], folder: Folder, family: str
-) -> None:
-    """Chunks, copies of prefixes and single rows of many sequences: tokens differ from transformers' at ties only."""
+def test_mixed_batches_equal_generate(load_native: Callable[..., LoadedModel], folder: Folder, family: str) -> None:
+    """Chunks, prefix copies and single rows of many sequences: tokens differ at ties only."""
     references = cache(lambda name, dtype: Reference(folder(name), getattr(torch, dtype)))
 
-    assert 40 < run(natively, references, family, range(4000, 4003), "float32")
+    assert 40 < run(load_native, references, family, range(4000, 4003), "float32")
 
 
 @pytest.fixture
-def halves(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint in bfloat16, which counts as a large one, on a processor that multiplies it."""
+def bfloat16_checkpoint(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bfloat16 checkpoint, loaded like a large one, on a processor with bfloat16 products."""
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this processor does not multiply bfloat16: float32 is what it computes in")
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
@@ -65,10 +63,10 @@ def halves(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_takes_no_more(halves: Path, quantize: str) -> None:
-    """What is not quantised stays as it is stored, and so do cells; what is told of it says both."""
-    loaded = load_model(halves, "auto", quantize=quantize, threads=1)
-    plain = load_model(halves, "bfloat16", quantize=quantize, threads=1)
+def test_bfloat16_checkpoint_keeps_its_memory(bfloat16_checkpoint: Path, quantize: str) -> None:
+    """It is computed in float32; weights and cells stay bfloat16."""
+    loaded = load_model(bfloat16_checkpoint, "auto", quantize=quantize, threads=1)
+    plain = load_model(bfloat16_checkpoint, "bfloat16", quantize=quantize, threads=1)
     weights = "bfloat16" if quantize == "none" else quantize
 
     assert isinstance(loaded.runner, NativeRunner)
@@ -79,23 +77,24 @@ def test_a_checkpoint_of_16_bits_is_computed_in_float32_and_takes_no_more(halves
     assert plain.info.dtype.startswith("bfloat16")
 
 
-def test_weights_of_16_bits_say_what_widened_ones_say(halves: Path) -> None:
-    """Greedy text is that of the same weights in float32, but where two tokens are all but equal."""
-    references = cache(lambda name, dtype: Reference(halves, torch.float32))
-    loaded = load_model(halves, "auto", kv_dtype="float32", threads=1)
+def test_bfloat16_weights_equal_float32_copies(bfloat16_checkpoint: Path) -> None:
+    """Greedy text, but for ties."""
+    references = cache(lambda name, dtype: Reference(bfloat16_checkpoint, torch.float32))
+    loaded = load_model(bfloat16_checkpoint, "auto", kv_dtype="float32", threads=1)
     unrounded = dataclasses.replace(loaded, runner=exact(loaded.runner))
 
     assert 40 < run(lambda family, dtype: unrounded, references, "llama", range(4000, 4003), "float32")
 
 
 def exact(runner: object) -> NativeRunner:
-    """The same, with no row rounded to meet a weight."""
+    """A native runner that rounds no row to bfloat16."""
     assert isinstance(runner, NativeRunner)
     return NativeRunner(runner.fallback, runner._decoder, runner._library, rounds_to_bfloat16=False)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_and_company_change_no_token(natively: Callable[..., LoadedModel], case: Case, quantize: str) -> None:
-    """Drawn in any way, in float32 and quantised: there are no ties to excuse, for rows are the same bit for bit."""
-    assert [] == differences(case, lambda family: natively(family, "float32", quantize))
+def test_text_does_not_depend_on_drafts_or_batch(
+    load_native: Callable[..., LoadedModel], case: Case, quantize: str
+) -> None:
+    assert [] == differences(case, lambda family: load_native(family, "float32", quantize))

@@ -1,4 +1,4 @@
-"""The native step stores keys and values as kvcache/kv_buffer.py does, in int8 too, and each row alone."""
+"""The native step stores keys and values as kvcache/kv_buffer.py does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache.cache import Cache
 from kvcache.kv_buffer import Int8KVBuffer
 from kvcache.spec import Span
 from tests.engine.models import load_model
-from tests.engine.native.decoders import Both, Steps, Weights, native, of_config, token
+from tests.engine.native.decoders import Steps, TinyModel, Weights, model_of_config, native, token
 from tests.engine.native.test_step import MIXED, SOME, decoder_of
 from tests.engine.tiny import settings
 from tests.libraries import built
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 INT8 = torch.int8
 
 
-def errors(model: Both) -> Tensor:
-    """How far each row's logits are from those of the modules with int8 cells, in parts of the largest."""
-    expected, actual = (model.states(runner, MIXED, INT8)[0] for runner in (model.plain, model.fastest))
+def errors(model: TinyModel) -> Tensor:
+    """The error of each row against the modules with int8 cells, relative to the largest logit."""
+    expected, actual = (model.states(runner, MIXED, INT8)[0] for runner in (model.packed, model.runner))
     return (expected - actual).abs().amax(1) / expected.abs().max()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "lfm2"])
-def test_int8_cells_are_read_as_the_modules_read_them(family: str) -> None:
-    """Rows differ by rounding; where a code falls the other way, by a small part of what int8 costs."""
+def test_int8_cells_equal_the_modules(family: str) -> None:
+    """Within rounding; few codes round the other way."""
     wrong = errors(native(family))
 
     assert float(wrong.quantile(0.75)) < 1e-5
@@ -46,33 +46,33 @@ def test_int8_cells_are_read_as_the_modules_read_them(family: str) -> None:
 
 @pytest.mark.parametrize("width", [6, 10, 12, 20])
 def test_int8_heads_of_any_width(width: int) -> None:
-    """A width that is no power of two is transformed in blocks of the largest one that divides it."""
-    model = of_config(AutoConfig.for_model("llama", **{**settings("llama"), "head_dim": width}))
+    """The Hadamard block is the largest power of two that divides the width."""
+    model = model_of_config(AutoConfig.for_model("llama", **{**settings("llama"), "head_dim": width}))
 
-    assert isinstance(model.fastest, NativeRunner)
+    assert isinstance(model.runner, NativeRunner)
     assert float(errors(model).quantile(0.75)) < 1e-5
 
 
 @pytest.mark.parametrize("weights", [32, 8, 4])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
-def test_int8_cells_do_not_show_the_batch(family: str, weights: Weights) -> None:
-    """One row at a time alone, beside seven others, in chunks, with threads: the same bits."""
+def test_int8_bits_do_not_depend_on_the_batch(family: str, weights: Weights) -> None:
+    """Nor on chunks and threads."""
     model, length = native(family, weights), 21
     alone: Steps = [((slot, 1),) for slot in range(8) for _ in range(length)]
     batch: Steps = [[(slot, 1) for slot in range(8)] for _ in range(length)]
     chunks: Steps = [((slot, rows),) for slot in range(8) for rows in (7, 1, 13)]
-    expected, _ = model.states(model.fastest, alone, INT8)
+    expected, _ = model.states(model.runner, alone, INT8)
 
-    assert torch.equal(expected, model.states(model.fastest, batch, INT8)[0])
+    assert torch.equal(expected, model.states(model.runner, batch, INT8)[0])
     torch.set_num_threads(3)
-    assert torch.equal(expected, model.states(model.fastest, chunks, INT8)[0])
+    assert torch.equal(expected, model.states(model.runner, chunks, INT8)[0])
 
 
-def stored(model: Both, library: StepLibrary) -> list[Int8KVBuffer]:
-    """The keys and values of a model's first layers after a prompt, by its modules and by the native step."""
+def stored_buffers(model: TinyModel, library: StepLibrary) -> list[Int8KVBuffer]:
+    """The KV buffers of the first layer after a prompt, by the modules and by the native step."""
     found: list[Int8KVBuffer] = []
-    for runner in (model.plain, NativeRunner(model.plain, decoder_of(model), library)):
-        some = Cache([plan.spec for plan in model.plain.layers], slots=1, capacity=32, cells=32, dtype=INT8)
+    for runner in (model.packed, NativeRunner(model.packed, decoder_of(model), library)):
+        some = Cache([plan.spec for plan in model.packed.layers], slots=1, capacity=32, cells=32, dtype=INT8)
         with some.forward([Span(0, 0, 32)]) as forward:
             runner.run(forward, [token(0, at) for at in range(32)], [31])
             for one in forward.layer_kv(0):
@@ -82,9 +82,9 @@ def stored(model: Both, library: StepLibrary) -> list[Int8KVBuffer]:
 
 
 @pytest.mark.parametrize("variant", SOME)
-def test_int8_codes_are_those_of_the_modules(variant: str) -> None:
-    """Of the first layer, whose keys differ by rounding alone: scales agree, and hardly a code falls the other way."""
-    keys, values, own_keys, own_values = stored(native("qwen3"), StepLibrary(build.library("step", variant)))
+def test_int8_codes_equal_the_modules(variant: str) -> None:
+    """Of the first layer, where keys differ by rounding only."""
+    keys, values, own_keys, own_values = stored_buffers(native("qwen3"), StepLibrary(build.library("step", variant)))
 
     for expected, actual in ((keys, own_keys), (values, own_values)):
         torch.testing.assert_close(actual.scales[0], expected.scales[0], rtol=1e-5, atol=0)
@@ -94,15 +94,14 @@ def test_int8_codes_are_those_of_the_modules(variant: str) -> None:
         assert 127 == int(actual.codes[0].abs().max())
 
 
-def test_an_int8_row_that_is_not_finite_stays_alone() -> None:
-    """A broken token spoils the sequence that has it, and no other."""
+def test_nan_row_in_int8_affects_its_sequence_only() -> None:
     model, steps = native("llama"), (((0, 5), (1, 5)), ((0, 1), (1, 1)))
-    expected, _ = model.states(model.fastest, steps, INT8)
+    expected, _ = model.states(model.runner, steps, INT8)
     weight = model.model.get_input_embeddings().weight
     before = weight[token(1, 0)].clone()
     weight[token(1, 0)] = torch.nan
     try:
-        actual, _ = model.states(model.fastest, steps, INT8)
+        actual, _ = model.states(model.runner, steps, INT8)
     finally:
         weight[token(1, 0)] = before
 
@@ -113,7 +112,6 @@ def test_an_int8_row_that_is_not_finite_stays_alone() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_kv_dtype_int8_runs_natively(family: str, quantize: str, folder: Callable[[str], Path]) -> None:
-    """--kv-dtype int8 keeps a model on the native step."""
     loaded = load_model(folder(family), "float32", kv_dtype="int8", quantize=quantize)
     some = Cache([plan.spec for plan in loaded.layers], slots=1, capacity=8, cells=8, dtype=loaded.kv_dtype)
 
@@ -123,8 +121,7 @@ def test_kv_dtype_int8_runs_natively(family: str, quantize: str, folder: Callabl
         loaded.runner.run(forward, [5, 6, 7], [2])
 
 
-def test_another_kv_dtype_is_named_in_the_log(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
-    """float16 cells are read by the modules alone: one line at the start says that."""
+def test_unsupported_kv_dtype_is_logged(folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cellar.engine"):
         loaded = load_model(folder("llama"), "float32", kv_dtype="float16")
 

@@ -1,4 +1,4 @@
-"""The activation of a layer is found beside outliers, where several are the same to a tolerance."""
+"""The activation of an MLP is found beside outliers, for which several are within tolerance."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from engine.native.trace import TracedLinear
 
 @pytest.mark.parametrize("outlier", [1.0, 1e3, 1e5])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_activation_is_the_one_with_the_smallest_error(name: str, outlier: float) -> None:
-    """One column may be 100,000 times as large as the others."""
+def test_activation_has_the_smallest_error(name: str, outlier: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, gates, ups = (torch.randn(6, 64, generator=generator) for _ in range(3))
     # Where both kinds of gelu are the same.

@@ -1,4 +1,4 @@
-"""A native step is taken only where it says what the model says, also where quantised rows may round the other way."""
+"""A native step with other logits than the modules is refused at load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from engine.load import selection as choosing
 from engine.native.decoder import DecoderSpec
-from tests.engine.native.decoders import Weights, of_config
+from tests.engine.native.decoders import Weights, model_of_config
 from tests.engine.tiny import settings
 from tests.libraries import built
 
@@ -31,13 +31,13 @@ Wrong = Callable[[DecoderSpec], DecoderSpec]
     ],
     ids=["layers in another order", "a layer twice", "embeddings too large"],
 )
-def test_a_step_with_a_part_in_the_wrong_place_is_not_taken(
+def test_misplaced_layer_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: Wrong, weights: Weights
 ) -> None:
-    """Every part was found and is right by itself; the log says by how much logits differ."""
+    """With quantised weights too; the log has the difference of the logits."""
     find = choosing.find_decoder
     monkeypatch.setattr(choosing, "find_decoder", lambda *given, **more: wrong(find(*given, **more)))
-    made = of_config(AutoConfig.for_model("qwen3", **settings("qwen3")), weights)
+    made = model_of_config(AutoConfig.for_model("qwen3", **settings("qwen3")), weights)
 
-    assert made.fastest is made.plain
+    assert made.runner is made.packed
     assert "the native step changes logits by" in caplog.text

@@ -1,4 +1,4 @@
-"""Sequences that share cells get from the native step, to the last bit, what each of them gets alone."""
+"""Sequences that share cells have the bits in the native step that each has alone."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch import Tensor
 
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.native.decoders import CONTEXT, Both, native, token
+from tests.engine.native.decoders import CONTEXT, TinyModel, native, token
 from tests.libraries import built
 
 built("step")
 
 PREFIX = 200
 # Of each slot how much of the first one's prefix it has, and the rows that it gets then.
-TAKEN = ((PREFIX, 1), (PREFIX, 1), (150, 3), (PREFIX, 2), (20, 1), (190, 1))
+SLOTS = ((PREFIX, 1), (PREFIX, 1), (150, 3), (PREFIX, 2), (20, 1), (190, 1))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def told(model: Both, steps: Sequence[Sequence[int]], stored: torch.dtype) -> Tensor:
-    """Logits of all slots' rows, by slot; steps name the slots that get theirs together."""
-    specs = [plan.spec for plan in model.fastest.layers]
-    cache = Cache(specs, slots=len(TAKEN), capacity=CONTEXT, cells=len(TAKEN) * CONTEXT, dtype=stored)
+def logits_of(model: TinyModel, steps: Sequence[Sequence[int]], stored: torch.dtype) -> Tensor:
+    """Logits of all slots' rows, by slot; steps list the slots of each forward."""
+    specs = [plan.spec for plan in model.runner.layers]
+    cache = Cache(specs, slots=len(SLOTS), capacity=CONTEXT, cells=len(SLOTS) * CONTEXT, dtype=stored)
     with cache.forward([Span(0, 0, PREFIX)]) as forward:
-        model.fastest.run(forward, [token(0, at) for at in range(PREFIX)], [PREFIX - 1])
-    for slot, (taken, _) in enumerate(TAKEN[1:], 1):
-        assert taken == cache.copy_prefix(0, slot, taken)
+        model.runner.run(forward, [token(0, at) for at in range(PREFIX)], [PREFIX - 1])
+    for slot, (shared, _) in enumerate(SLOTS[1:], 1):
+        assert shared == cache.copy_prefix(0, slot, shared)
     logits: dict[int, Tensor] = {}
     for slots in steps:
-        spans = [Span(slot, *TAKEN[slot]) for slot in slots]
+        spans = [Span(slot, *SLOTS[slot]) for slot in slots]
         places = [(span.slot, at) for span in spans for at in range(span.start, span.stop)]
         with cache.forward(spans) as forward:
-            made = model.fastest.run(forward, [token(*place) for place in places], range(len(places)))
+            made = model.runner.run(forward, [token(*place) for place in places], range(len(places)))
         owners = torch.tensor([slot for slot, _ in places])
         logits |= {slot: made[owners == slot] for slot in slots}
     return torch.cat([logits[slot] for slot in sorted(logits)])
@@ -44,11 +44,11 @@ def told(model: Both, steps: Sequence[Sequence[int]], stored: torch.dtype) -> Te
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_who_shares_changes_no_bit(family: str, stored: torch.dtype) -> None:
-    """All at once or one after the other, with one thread or three."""
-    model, everyone = native(family), range(len(TAKEN))
-    expected = told(model, [[slot] for slot in everyone], stored)
+def test_shared_cells_change_no_bit(family: str, stored: torch.dtype) -> None:
+    """With one thread or three."""
+    model, everyone = native(family), range(len(SLOTS))
+    expected = logits_of(model, [[slot] for slot in everyone], stored)
 
-    assert torch.equal(expected, told(model, [everyone], stored))
+    assert torch.equal(expected, logits_of(model, [everyone], stored))
     torch.set_num_threads(3)
-    assert torch.equal(expected, told(model, [everyone], stored))
+    assert torch.equal(expected, logits_of(model, [everyone], stored))

@@ -1,4 +1,4 @@
-"""The native step says what transformers' modules say, and of each row the same bit for bit whoever is beside it."""
+"""The native step equals transformers' modules, and its bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.native.runner import NativeRunner
 from engine.native.step_library import StepLibrary
 from kvcache.cache import Cache
 from kvcache.spec import Span
-from tests.engine.native.decoders import CONTEXT, Both, Steps, Weights, both, native, of_config, token
+from tests.engine.native.decoders import CONTEXT, Steps, TinyModel, Weights, model_of_config, native, tiny_model, token
 from tests.engine.tiny import VOCABULARY, settings
 from tests.libraries import built
 
@@ -42,62 +42,61 @@ MIXED: Steps = (((0, 9), (1, 30)), ((2, 17), (0, 1), (1, 3)), ((0, 1), (1, 1), (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def apart(expected: Tensor, actual: Tensor) -> float:
-    """The greatest difference, in parts of the largest number."""
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
     return float((expected - actual).abs().max() / expected.abs().max())
 
 
-def decoder_of(model: Both) -> DecoderSpec:
-    """A model's parts."""
+def decoder_of(model: TinyModel) -> DecoderSpec:
+    """The decoder of a model."""
     with Float32Mode(model.model):
-        return find_decoder(model.model, model.plain.layers, vocabulary=VOCABULARY, context=CONTEXT)
+        return find_decoder(model.model, model.packed.layers, vocabulary=VOCABULARY, context=CONTEXT)
 
 
-def unrounded(model: Both) -> NativeRunner:
-    """What runs it with no row rounded, whatever the processor would like."""
+def unrounded(model: TinyModel) -> NativeRunner:
+    """A native runner that rounds no row to bfloat16."""
     library = StepLibrary(build.library("step", build.variants("step")[0]))
-    return NativeRunner(model.plain, decoder_of(model), library, rounds_to_bfloat16=False)
+    return NativeRunner(model.packed, decoder_of(model), library, rounds_to_bfloat16=False)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
-def test_the_step_says_what_the_modules_say(family: str) -> None:
-    """Logits and states of chunks and single rows, within rounding of float32."""
+def test_step_equals_the_modules(family: str) -> None:
+    """Logits and hidden states of chunks and single rows."""
     model = native(family)
-    expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
 
-    assert apart(expected[0], actual[0]) < 2e-5
-    assert apart(expected[1], actual[1]) < 2e-5
+    assert relative_error(expected[0], actual[0]) < 2e-5
+    assert relative_error(expected[1], actual[1]) < 2e-5
 
 
-def test_what_halves_add_is_multiplied() -> None:
-    """Embeddings, what both halves add, scores and logits, each by its own number."""
+def test_multipliers() -> None:
+    """Of embeddings, residuals, scores and logits."""
     own = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4, "logits_scaling": 5.0}
-    model = of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
-    expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+    model = model_of_config(AutoConfig.for_model("granite", **{**settings("granite"), **own}))
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
 
-    assert isinstance(model.fastest, NativeRunner)
-    assert apart(expected[0], actual[0]) < 1e-5
+    assert isinstance(model.runner, NativeRunner)
+    assert relative_error(expected[0], actual[0]) < 1e-5
 
 
 @pytest.mark.parametrize(("limit", "slope"), [(0.3, 1.3), (7.0, 1.702)])
-def test_gates_of_experts_are_bounded(limit: float, slope: float) -> None:
-    """What bounds gates, and what they are multiplied by before the sigmoid, are the model's own numbers."""
+def test_limit_and_slope_of_expert_gates(limit: float, slope: float) -> None:
     own = {"swiglu_limit": limit, "swiglu_alpha": slope}
-    model = of_config(AutoConfig.for_model("gpt_oss", **{**settings("gpt_oss"), **own}))
-    expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+    model = model_of_config(AutoConfig.for_model("gpt_oss", **{**settings("gpt_oss"), **own}))
+    expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
     [gate] = {mlp.experts.activation for _, mlp in decoder_of(model).layers if mlp.experts is not None}
 
-    assert isinstance(model.fastest, NativeRunner)
+    assert isinstance(model.runner, NativeRunner)
     assert (limit, slope, 1.0, True) == (gate.limit, gate.slope, gate.shift, gate.interleaved)
-    assert apart(expected[0], actual[0]) < 2e-5
+    assert relative_error(expected[0], actual[0]) < 2e-5
 
 
 @pytest.mark.parametrize("weights", [8, 4])
 @pytest.mark.parametrize("family", ["gpt_oss", "cohere2_moe"])
-def test_quantised_experts_are_the_modules(family: str, weights: Weights) -> None:
-    """Most rows say the same within rounding; in some a code falls the other way, or a router has another choice."""
+def test_quantised_experts_equal_the_modules(family: str, weights: Weights) -> None:
+    """In some rows a code or the choice of an expert differs by rounding."""
     model = native(family, weights)
-    expected, actual = (model.states(runner, MIXED)[0] for runner in (model.plain, model.fastest))
+    expected, actual = (model.states(runner, MIXED)[0] for runner in (model.packed, model.runner))
     sizes = (expected - actual).abs().amax(1) / expected.abs().max()
 
     assert all(isinstance(mlp.experts.inner.weight, tuple) for _, mlp in decoder_of(model).layers if mlp.experts)
@@ -108,17 +107,16 @@ def test_quantised_experts_are_the_modules(family: str, weights: Weights) -> Non
 @pytest.mark.parametrize(
     ("family", "weights"), [("llama", 32), ("llama", 16), ("llama", 8), ("gpt_oss", 32), ("gpt_oss", 8), ("gpt_oss", 4)]
 )
-def test_odd_sizes_are_computed_to_the_end(family: str, weights: Weights) -> None:
-    """No size is a multiple of what the processor takes at a time."""
+def test_sizes_that_are_no_multiples_of_vectors(family: str, weights: Weights) -> None:
     # torch's product of experts wants rows of whole 16 bytes.
     width = 101 if family == "llama" else 100
     odd = {"hidden_size": 68, "intermediate_size": width, "head_dim": 10, "vocab_size": VOCABULARY + 3}
-    model = of_config(AutoConfig.for_model(family, **{**settings(family), **odd}), weights)
+    model = model_of_config(AutoConfig.for_model(family, **{**settings(family), **odd}), weights)
     with Float32Mode(model.model):
-        expected, actual = (model.states(runner, MIXED) for runner in (model.plain, model.fastest))
+        expected, actual = (model.states(runner, MIXED) for runner in (model.packed, model.runner))
 
-    assert isinstance(model.fastest, NativeRunner)
-    assert apart(expected[0], actual[0]) < (1e-5 if weights == 32 else 5e-2)
+    assert isinstance(model.runner, NativeRunner)
+    assert relative_error(expected[0], actual[0]) < (1e-5 if weights == 32 else 5e-2)
 
 
 @pytest.mark.parametrize("weights", [32, 16, 8, 4])
@@ -126,37 +124,37 @@ def test_odd_sizes_are_computed_to_the_end(family: str, weights: Weights) -> Non
     "family",
     ["llama", "gpt_neox", "mistral", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba"],
 )
-def test_neither_neighbours_nor_chunks_change_a_bit(family: str, weights: Weights) -> None:
-    """One row at a time alone, beside seven others, or in chunks of any size: the same numbers to the last bit."""
+def test_bits_do_not_depend_on_batch_or_chunks(family: str, weights: Weights) -> None:
     model, length = native(family, weights), 21
     alone = [((slot, 1),) for slot in range(8) for _ in range(length)]
     batch = [[(slot, 1) for slot in range(8)] for _ in range(length)]
     chunks = [((slot, rows),) for slot in range(8) for rows in (7, 1, 13)]
-    expected, _ = model.states(model.fastest, alone)
+    expected, _ = model.states(model.runner, alone)
 
-    assert torch.equal(expected, model.states(model.fastest, batch)[0])
-    assert torch.equal(expected, model.states(model.fastest, chunks)[0])
+    assert torch.equal(expected, model.states(model.runner, batch)[0])
+    assert torch.equal(expected, model.states(model.runner, chunks)[0])
 
 
 @pytest.mark.parametrize("weights", [32, 16])
-def test_no_number_of_rows_changes_a_bit(weights: Weights) -> None:
-    """Few rows meet weights in another order than many, which come in tiles: every row is what it is alone."""
+def test_bits_do_not_depend_on_the_number_of_rows(weights: Weights) -> None:
+    """Few rows are computed by other code than tiles of many."""
     odd = {"hidden_size": 68, "intermediate_size": 101, "head_dim": 10, "vocab_size": VOCABULARY + 3}
-    model = of_config(AutoConfig.for_model("llama", **{**settings("llama"), **odd}), weights)
+    model = model_of_config(AutoConfig.for_model("llama", **{**settings("llama"), **odd}), weights)
     counts = range(1, 15)
-    alone, _ = model.states(model.fastest, [((0, 1),)] * sum(counts))
+    alone, _ = model.states(model.runner, [((0, 1),)] * sum(counts))
 
-    assert torch.equal(alone, model.states(model.fastest, [((0, count),) for count in counts])[0])
+    assert torch.equal(alone, model.states(model.runner, [((0, count),) for count in counts])[0])
 
 
 @pytest.mark.parametrize("weights", [32, 16, 8, 4])
-def test_rows_that_fill_the_cache_are_what_they_are_alone(weights: Weights) -> None:
-    """Layers so wide that a processor's cache does not hold all rows: no bit tells how many are met at a time."""
-    model = of_config(AutoConfig.for_model("llama", **(settings("llama") | {"intermediate_size": 32768})), weights)
-    together, _ = model.states(model.fastest, (((0, 120),),))
+def test_rows_larger_than_the_cache_keep_their_bits(weights: Weights) -> None:
+    model = model_of_config(
+        AutoConfig.for_model("llama", **(settings("llama") | {"intermediate_size": 32768})), weights
+    )
+    together, _ = model.states(model.runner, (((0, 120),),))
 
-    assert isinstance(model.fastest, NativeRunner)
-    assert torch.equal(together, model.states(model.fastest, (((0, 41),), ((0, 1),), ((0, 2),), ((0, 76),)))[0])
+    assert isinstance(model.runner, NativeRunner)
+    assert torch.equal(together, model.states(model.runner, (((0, 41),), ((0, 1),), ((0, 2),), ((0, 76),)))[0])
 
 
 @pytest.mark.parametrize(
@@ -172,41 +170,38 @@ def test_rows_that_fill_the_cache_are_what_they_are_alone(weights: Weights) -> N
         ("bamba", 16),
     ],
 )
-def test_threads_change_no_bit(family: str, weights: Weights) -> None:
-    """The same with one thread, two and three, of rows beside others and of a row alone."""
+def test_bits_do_not_depend_on_threads(family: str, weights: Weights) -> None:
     model, steps = native(family, weights), (*MIXED, ((0, 1),), ((1, 1),))
-    expected, _ = model.states(model.fastest, steps)
+    expected, _ = model.states(model.runner, steps)
 
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(expected, model.states(model.fastest, steps)[0])
+        assert torch.equal(expected, model.states(model.runner, steps)[0])
 
 
 @pytest.mark.parametrize("weights", [8, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_5_text"])
-def test_quantised_matrices_are_the_modules(family: str, weights: Weights) -> None:
-    """Rows are rounded as the modules round them, so logits are those of the output layer but for its sums."""
+def test_quantised_matrices_equal_the_modules(family: str, weights: Weights) -> None:
     model = native(family, weights)
-    expected, _ = model.states(model.plain, MIXED)
-    logits, states = model.states(model.fastest, MIXED)
+    expected, _ = model.states(model.packed, MIXED)
+    logits, states = model.states(model.runner, MIXED)
     head: nn.Module = model.model.get_output_embeddings()
 
-    assert apart(head(states), logits) < 1e-6
+    assert relative_error(head(states), logits) < 1e-6
     # A code in a thousand falls the other way.
-    assert apart(expected, logits) < 3e-2
+    assert relative_error(expected, logits) < 3e-2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral", "qwen3_next", "bamba"])
-def test_weights_of_16_bits_are_computed_in_float32(family: str) -> None:
-    """All but the weights is float32: what the modules say when their weights are widened, within rounding of that."""
+def test_bfloat16_weights_are_computed_in_float32(family: str) -> None:
     model = native(family, 16)
     with Float32Mode(model.model):
-        expected, _ = model.states(model.plain, MIXED)
+        expected, _ = model.states(model.packed, MIXED)
     logits, _ = model.states(unrounded(model), MIXED)
 
     assert torch.float32 == logits.dtype
     # Two orders of summation differ by up to 4.3e-5, as the processor is; 16 bits would differ a hundred times as much.
-    assert apart(expected, logits) < 1e-4
+    assert relative_error(expected, logits) < 1e-4
 
 
 # The others take long to build, and are built by who has such a processor.
@@ -214,62 +209,60 @@ SOME = [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name 
 
 
 @pytest.mark.parametrize("variant", SOME)
-def test_rows_are_rounded_to_meet_weights_of_16_bits_in_pairs(variant: str) -> None:
-    """Where the processor multiplies such pairs, and only there; sums are float32 then too."""
+def test_rows_are_rounded_for_bfloat16_products(variant: str) -> None:
+    """Only where the processor multiplies bfloat16 pairs; sums are float32."""
     model = native("llama", 16)
-    runner = NativeRunner(model.plain, decoder_of(model), StepLibrary(build.library("step", variant)))
+    runner = NativeRunner(model.packed, decoder_of(model), StepLibrary(build.library("step", variant)))
     logits, states = model.states(runner, MIXED)
     rows = states.bfloat16().float() if variant == "bfloat16" else states
     expected = rows @ model.model.get_output_embeddings().weight.float().T
 
-    assert apart(expected, logits) < 1e-6
+    assert relative_error(expected, logits) < 1e-6
 
 
-def test_weights_stay_where_the_modules_find_them() -> None:
-    """The matrices are moved, not copied: tied ones stay tied, and both runners read the same memory."""
+def test_weights_are_moved_not_copied() -> None:
+    """Tied weights stay tied."""
     model = native("gemma", 16).model
 
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert {0} == {own.data_ptr() % 64 for own in model.parameters() if own.dim() > 1}
 
 
-def test_cells_of_16_bits_hold_what_torch_would_store() -> None:
-    """Keys and values are rounded to the nearest: both runners store the same but for what rounding decides."""
+def test_bfloat16_cells_equal_torch() -> None:
+    """But for rounding."""
     model = native("qwen3")
-    specs = [plan.spec for plan in model.plain.layers]
-    planes = []
-    for runner in (model.plain, model.fastest):
+    specs = [plan.spec for plan in model.packed.layers]
+    buffers = []
+    for runner in (model.packed, model.runner):
         some = Cache(specs, slots=1, capacity=32, cells=32, dtype=torch.bfloat16)
         with some.forward([Span(0, 0, 32)]) as forward:
             runner.run(forward, [token(0, at) for at in range(32)], [31])
             cells = forward.segments(0)[0].cells
-            planes.append([stored.read(cells, torch.float32) for stored in forward.layer_kv(0)])
+            buffers.append([stored.read(cells, torch.float32) for stored in forward.layer_kv(0)])
 
-    for expected, actual in zip(*planes, strict=True):
+    for expected, actual in zip(*buffers, strict=True):
         assert (expected != actual).float().mean() < 0.01
         torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6)
 
 
-def test_long_contexts_are_cut_among_threads() -> None:
-    """Attention beyond one part of the cells, with several threads, is that of one."""
+def test_long_contexts_with_several_threads() -> None:
     model = native("llama")
     steps = (((0, CONTEXT - 3),), ((0, 1),), ((0, 2),))
-    expected = model.states(model.fastest, steps)[0]
+    expected = model.states(model.runner, steps)[0]
     torch.set_num_threads(4)
 
-    assert torch.equal(expected, model.states(model.fastest, steps)[0])
+    assert torch.equal(expected, model.states(model.runner, steps)[0])
 
 
 @pytest.mark.parametrize(("family", "weights"), [("llama", 32), ("gpt_oss", 32), ("gpt_oss", 4)])
-def test_a_row_that_is_not_finite_stays_alone(family: str, weights: Weights) -> None:
-    """A token whose embedding is broken spoils the sequence that has it, and no other."""
+def test_nan_embedding_affects_its_sequence_only(family: str, weights: Weights) -> None:
     model, steps = native(family, weights), (((0, 5), (1, 5)), ((0, 1), (1, 1)))
-    expected, _ = model.states(model.fastest, steps)
+    expected, _ = model.states(model.runner, steps)
     weight = model.model.get_input_embeddings().weight
     before = weight[token(1, 0)].clone()
     weight[token(1, 0)] = torch.nan
     try:
-        actual, _ = model.states(model.fastest, steps)
+        actual, _ = model.states(model.runner, steps)
     finally:
         weight[token(1, 0)] = before
 
@@ -277,30 +270,28 @@ def test_a_row_that_is_not_finite_stays_alone(family: str, weights: Weights) -> 
     assert actual[6:].isnan().all()
 
 
-def test_rows_that_see_each_other_are_left_to_the_modules() -> None:
-    """The native step knows no ranges of tokens that see those behind them."""
-    model, told = native("llama"), []
-    for runner in (model.plain, model.fastest):
+def test_bidirectional_ranges_run_in_the_modules() -> None:
+    model, logits = native("llama"), []
+    for runner in (model.packed, model.runner):
         some = Cache([plan.spec for plan in runner.layers], slots=1, capacity=16, cells=16, dtype=torch.float32)
         with some.forward([Span(0, 0, 9, bidirectional=((2, 6),))]) as forward:
-            told.append(runner.run(forward, list(range(9)), list(range(9))))
+            logits.append(runner.run(forward, list(range(9)), list(range(9))))
 
-    assert torch.equal(*told)
+    assert torch.equal(*logits)
 
 
-def test_who_listens_to_the_modules_hears_them() -> None:
-    """A hook on the decoder, such as a draft head's, gets its states: then the modules run."""
-    model, heard = native("llama"), []
-    handle = model.model.get_decoder().register_forward_hook(lambda module, taken, made: heard.append(made))
+def test_hooked_modules_run_instead_of_the_step() -> None:
+    """A forward hook on the decoder, as of an MTP head."""
+    model, outputs = native("llama"), []
+    handle = model.model.get_decoder().register_forward_hook(lambda module, taken, made: outputs.append(made))
     try:
-        model.states(model.fastest, (((0, 3),),))
+        model.states(model.runner, (((0, 3),),))
     finally:
         handle.remove()
 
-    assert 1 == len(heard)
+    assert 1 == len(outputs)
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_shapes_run_as_they_are(family: str) -> None:
-    """What is not of the common shape is not forced into it."""
-    assert not isinstance(both(family).fastest, NativeRunner)
+def test_unsupported_models_run_in_the_modules(family: str) -> None:
+    assert not isinstance(tiny_model(family).runner, NativeRunner)
