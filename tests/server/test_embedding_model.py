@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
-from server.banner import banner
 
 from engine.errors import Overloaded
 from engine.types.events import Embedded, Event, Failed
 from engine.types.request import EmbeddingJob
 from engine.types.status import DraftingInfo, EmbeddingModelInfo
 from server.app import create_app
+from server.lifecycle import banner
 from server.schemas.capabilities import Capabilities
 from server.schemas.embeddings import EmbeddingList
 from server.schemas.models import ModelList
@@ -314,7 +314,7 @@ def test_the_settings_name_it() -> None:
         == Settings(embedding_model=NAME).engine_config().embedding_model
     )
     with pytest.raises(ValueError, match="--served-model-name"):
-        Settings(model=NAME, embedding_model=NAME)
+        Settings(model=NAME, embedding_model=NAME).check()
     assert ("chat",) == Settings(model=NAME, embedding_model=NAME, served_names=("chat",)).model_names
 
 

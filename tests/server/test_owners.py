@@ -87,7 +87,7 @@ def test_the_name_of_an_organisation_opens_nothing(key: str) -> None:
 def test_a_key_belongs_to_one_organisation() -> None:
     """Settings that leave it open whose a key is are refused."""
     with pytest.raises(ValueError, match="a key of beers and wines twice"):
-        Settings(keys=("wines:a", "beers:a"))
+        Settings(keys=("wines:a", "beers:a")).check()
 
 
 def test_no_owner_fills_the_background_for_the_others() -> None:

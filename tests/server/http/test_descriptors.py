@@ -89,7 +89,7 @@ def test_without_descriptors_the_server_waits_and_says_so(tmp_path: Path) -> Non
 
         lines = log.read_text().splitlines()
         assert [200] * 20 == served
-        assert {"no connection can be taken, next try in a second: Too many open files"} == {*lines}
+        assert {"no connection can be accepted, next attempt in a second: Too many open files"} == {*lines}
         # The first at once, and another behind each second.
         assert len(lines) <= 3 + seconds + 2
 

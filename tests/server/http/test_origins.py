@@ -104,7 +104,7 @@ def test_no_page_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
 def test_an_origin_is_named_whole(origin: str) -> None:
     """What no browser would ever send is refused at the start, and so is every page at once."""
     with pytest.raises(ValueError, match="is no origin"):
-        Settings(allowed_hosts=(origin,))
+        Settings(allowed_hosts=(origin,)).check()
 
 
 def test_origins_are_no_hosts() -> None:
