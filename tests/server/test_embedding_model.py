@@ -169,7 +169,7 @@ def test_it_cannot_be_talked_to(path: str, body: dict[str, Any]) -> None:
         answer.status,
         *map(answer.json["error"].get, ("code", "param")),
     )
-    assert "cannot do this" in answer.json["error"]["message"]
+    assert "does not support this endpoint" in answer.json["error"]["message"]
     assert "'fake'" in answer.json["error"]["message"]
 
 
