@@ -34,7 +34,7 @@ def told(app: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "shape"), [(CHAT, ChatRequest), (TEXT, CompletionRequest)])
-def test_every_field_and_every_refusal_is_told(told: dict[str, Any], path: str, shape: Any) -> None:
+def test_every_field_has_its_support(told: dict[str, Any], path: str, shape: Any) -> None:
     """What a body may hold and what it may not, and nothing else."""
     parameters = told["endpoints"][path]["parameters"]
 
@@ -45,7 +45,7 @@ def test_every_field_and_every_refusal_is_told(told: dict[str, Any], path: str, 
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_what_is_said_to_be_refused_is_refused(app: Any, told: dict[str, Any], path: str) -> None:
+def test_refused_parameters_are_refused(app: Any, told: dict[str, Any], path: str) -> None:
     """And the values that are said to ask for nothing are accepted."""
     for name, one in told["endpoints"][path]["parameters"].items():
         if one["support"] != "refused" or "reason" in one:
@@ -60,14 +60,14 @@ def test_what_is_said_to_be_refused_is_refused(app: Any, told: dict[str, Any], p
             assert 200 == ask(app, "POST", path, json_body={**BODIES[path], name: value}).status
 
 
-def test_every_endpoint_with_a_body_is_there(told: dict[str, Any], app: Any) -> None:
+def test_every_endpoint_with_a_body_is_listed(told: dict[str, Any], app: Any) -> None:
     """Those of the OpenAPI document that take one."""
     document = ask(app, "GET", "/openapi.json").json
 
     assert {CHAT, TEXT} <= told["endpoints"].keys() <= document["paths"].keys()
 
 
-def test_the_model_decides_too() -> None:
+def test_support_depends_on_the_model() -> None:
     """A model that calls, thinks and reads efforts is told as one, and its parameters as honoured."""
     engine = FakeEngine(tokenizer=FakeTokenizer(HERMES), drafting=DraftingInfo(("lookup",)))
     app = create_app(engine, settings(lenient=True))  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_the_model_decides_too() -> None:
         assert "honoured" == parameters[name]["support"]
 
 
-def test_a_model_that_is_not_ready_tells_nothing() -> None:
+def test_capabilities_need_a_loaded_model() -> None:
     """What it can do is known when it is loaded."""
     app = create_app(FakeEngine(phase="loading"), settings())  # type: ignore[arg-type]
 

@@ -181,7 +181,7 @@ def test_older_names_of_options_are_valid(parsed: Any) -> None:
         ("CELLAR_", "CELLAR_"),
     ],
 )
-def test_a_variable_that_no_option_has_is_refused(
+def test_an_unknown_variable_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str, nearest: str
 ) -> None:
     """With exit code 2 and the nearest name: a setting that is ignored looks like one that holds."""
@@ -210,7 +210,7 @@ def test_variables_of_others_are_left_alone(parsed: Any) -> None:
 
 
 @pytest.mark.parametrize(("mode", "told"), [(0o644, True), (0o604, True), (0o640, False), (0o600, False)])
-def test_a_key_file_that_all_can_read_is_told(
+def test_a_world_readable_key_file_is_a_warning(
     parsed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int, told: bool
 ) -> None:
     """With the command that mends it; the key works all the same."""
@@ -224,7 +224,7 @@ def test_a_key_file_that_all_can_read_is_told(
     assert "secret" not in shown
 
 
-def test_garbage_is_collected_again_once_the_engine_is_imported() -> None:
+def test_garbage_collection_resumes_after_the_import() -> None:
     """Collections pause for the imports alone: what a load leaves must not stay for good."""
     cli._engine(Settings())
     frozen = gc.get_freeze_count()
@@ -291,7 +291,7 @@ def test_the_settings_reach_the_engine() -> None:
         (["--drafter", "lookup", "--draft-model", "small"], "--drafter lookup does not use the draft model small"),
     ],
 )
-def test_settings_that_cannot_work_are_one_line_and_code_2(
+def test_invalid_settings_are_one_line_and_code_2(
     argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line names what to change; nothing is loaded."""
@@ -327,7 +327,7 @@ def test_the_server_never_imports_torch() -> None:
     assert "[]\n" == ran.stdout
 
 
-def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
+def test_the_start_up_screen() -> None:
     """Model, context, queue, memory plan, keys, addresses, and a line to copy."""
     text = banner(INFO, MEMORY, DraftingInfo(), Settings(served_names=("fake",), keys=("k",)), "http://127.0.0.1:8000")
 
@@ -352,7 +352,7 @@ def test_the_first_screen_says_what_runs_and_how_to_use_it() -> None:
     )
 
 
-def test_the_first_screen_says_what_other_requests_change() -> None:
+def test_the_start_up_screen_shows_batch_invariance() -> None:
     """Where logits depend on the batch by rounding, it says so."""
     rounding = replace(INFO, batch_invariant=False)
 
@@ -361,7 +361,7 @@ def test_the_first_screen_says_what_other_requests_change() -> None:
     )
 
 
-def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> None:
+def test_the_start_up_screen_shows_steps_and_quantisation() -> None:
     """Natively or why not, and for each format what is left of the weights to read."""
     offer = QuantizationEstimate((("int8", 0.53), ("int4", 0.28)), "int8")
     native = replace(INFO, quantization_estimate=offer)
@@ -378,7 +378,7 @@ def test_the_first_screen_says_how_steps_run_and_what_quantising_brings() -> Non
     assert "steps      one native call\n" in banner(INFO, MEMORY, DraftingInfo(), Settings(), url)
 
 
-def test_the_first_screen_says_which_pages_may_call() -> None:
+def test_the_start_up_screen_shows_origins() -> None:
     """None, unless an origin is allowed."""
     url, open_ = "http://127.0.0.1:8000", Settings(allowed_hosts=("x", "https://chat.example.org"))
 
@@ -386,7 +386,7 @@ def test_the_first_screen_says_which_pages_may_call() -> None:
     assert "of https://chat.example.org may call" in banner(INFO, MEMORY, DraftingInfo(), open_, url)
 
 
-def test_the_first_screen_says_who_drafts() -> None:
+def test_the_start_up_screen_shows_drafters() -> None:
     """The kinds, how far they go, and what the model among them takes."""
     url, small = "http://127.0.0.1:8000", DraftingInfo(("lookup", "model"), INFO, MEMORY)
 
@@ -400,7 +400,9 @@ def test_the_first_screen_says_who_drafts() -> None:
 @pytest.mark.parametrize(
     ("given", "rounds"), [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "5"}, "5")]
 )
-def test_waiting_threads_sleep_soon(given: dict[str, str], rounds: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_of_threads_is_limited(
+    given: dict[str, str], rounds: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What bounds their spinning is set before the engine is loaded, and the user's own word stays."""
     seen = []
 

@@ -61,7 +61,7 @@ APP = serve(IDLE)
 
 
 @pytest.mark.parametrize("name", [None, NAME, "fake", "text-embedding-3-small"])
-def test_whatever_the_name_the_embedding_model_makes_the_vectors(name: str | None) -> None:
+def test_every_name_selects_the_embedding_model(name: str | None) -> None:
     """As in servers for embeddings alone: clients have names of their own. The answer says who made them."""
     engine = FakeEngine(embedding=MODEL)
     answer = post(EMBEDDINGS, engine, input=["aab", "b"], **({} if name is None else {"model": name})).json
@@ -90,7 +90,7 @@ def test_texts_get_special_tokens_and_tokens_stay_as_they_are(given: object, rea
     assert [read] == [[each.tokens for each in job.inputs] for job in engine.jobs]
 
 
-def test_a_purpose_is_a_prompt() -> None:
+def test_the_purpose_selects_the_prompt() -> None:
     """It is read with the text, and counted."""
     engine = FakeEngine(embedding=MODEL)
     plain, asked = (post(EMBEDDINGS, engine, input="ab", input_type=purpose).json for purpose in ("document", "query"))
@@ -100,7 +100,7 @@ def test_a_purpose_is_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(6, 6), (-1, 16), (99, 16)])
-def test_a_long_text_is_cut_where_it_is_wished(most: int, tokens: int) -> None:
+def test_long_texts_are_truncated_on_request(most: int, tokens: int) -> None:
     """Special tokens stay; -1 is as many as the model takes."""
     engine = FakeEngine(embedding=MODEL)
     text = "a" * (14 if most == 99 else 50)
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], code: str, param: str, w
 
 
 @pytest.mark.parametrize("fields", [{"input_type": "query"}, {"input_type": "document"}])
-def test_what_needs_an_embedding_model_is_refused_without_one(fields: dict[str, Any]) -> None:
+def test_some_options_need_an_embedding_model(fields: dict[str, Any]) -> None:
     """By name, and /v1/capabilities says so too."""
     served = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
     (name,) = fields
@@ -161,7 +161,7 @@ def test_what_needs_an_embedding_model_is_refused_without_one(fields: dict[str, 
         ("/v1/responses", {"input": "hi"}),
     ],
 )
-def test_it_cannot_be_talked_to(path: str, body: dict[str, Any]) -> None:
+def test_the_embedding_model_does_not_generate(path: str, body: dict[str, Any]) -> None:
     """Its name is no model that makes text, and the answer says which one does."""
     answer = ask(APP, "POST", path, json_body={"model": NAME, **body})
 
@@ -173,7 +173,7 @@ def test_it_cannot_be_talked_to(path: str, body: dict[str, Any]) -> None:
     assert "'fake'" in answer.json["error"]["message"]
 
 
-def test_both_are_listed_and_healthy() -> None:
+def test_both_models_are_listed() -> None:
     """/v1/models, /v1/models/{id}, /health and /v1/capabilities know of both."""
     listed = ask(APP, "GET", "/v1/models").json
     TypeAdapter(ModelList).validate_python(listed, strict=True, extra="forbid")
@@ -198,7 +198,7 @@ def test_both_are_listed_and_healthy() -> None:
     assert ("honoured", "refused") == (support["input_type"], support["pooling"])
 
 
-def test_ollama_knows_it_too() -> None:
+def test_ollama_lists_the_embedding_model() -> None:
     """Its vectors, cut unless that is forbidden; its entry and its card."""
     made = ask(APP, "POST", "/api/embed", json_body={"model": f"{NAME}:latest", "input": ["aab", "b" * 50]}).json
     one = ask(APP, "POST", "/api/embeddings", json_body={"model": "fake", "prompt": "b"}).json
@@ -225,7 +225,7 @@ def test_ollama_knows_it_too() -> None:
         ("manhattan", [-1.0, -4.0]),
     ],
 )
-def test_by_its_name_it_compares_vectors(similarity: Any, scores: list[float]) -> None:
+def test_its_name_selects_vector_similarity(similarity: Any, scores: list[float]) -> None:
     """As its files say; each text is read once, queries with their prompt."""
     engine = FakeEngine(embedding=replace(MODEL, similarity=similarity))
     # The query is (1, 0, 1), the documents (2, 0, 1) and (0, 2, 0).
@@ -236,7 +236,7 @@ def test_by_its_name_it_compares_vectors(similarity: Any, scores: list[float]) -
     assert (NAME, 14) == (answer["model"], answer["usage"]["total_tokens"])
 
 
-def test_without_its_name_the_model_is_asked() -> None:
+def test_other_names_select_the_generating_model() -> None:
     """Vectors that are near are not what answers a question: whoever wants them says so."""
     engine = FakeEngine(embedding=MODEL, info_value=replace(INFO, context=65536))
     post(RERANK, engine, query="a", documents=["b"])
@@ -246,7 +246,7 @@ def test_without_its_name_the_model_is_asked() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"model": NAME}])
-def test_a_ranker_ranks_unless_the_model_is_named(fields: dict[str, Any]) -> None:
+def test_a_reranker_is_the_default_for_ranking(fields: dict[str, Any]) -> None:
     """It was made for pairs; vectors come from the model then."""
     engine = FakeEngine(embedding=RANKER, embeds=like, info_value=replace(INFO, context=65536))
     ranked = post(RERANK, engine, query="q", documents=["x", "bb", "b"], **fields).json
@@ -262,7 +262,7 @@ def test_a_ranker_ranks_unless_the_model_is_named(fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("model", [MODEL, RANKER])
-def test_what_is_compared_can_be_cut(model: EmbeddingModelInfo) -> None:
+def test_compared_texts_can_be_truncated(model: EmbeddingModelInfo) -> None:
     """Else it is a 400 that names its side of the pair; the model itself is asked about all of a text."""
     engine = FakeEngine(embedding=model, embeds=count_letters if model is MODEL else like)
     pair = {"model": NAME, "text_1": "a", "text_2": "b" * 40}
@@ -298,7 +298,7 @@ def broken(job: EmbeddingJob) -> Iterator[Event]:
         (FakeEngine(embedding=MODEL, phase="draining"), 503, "server_draining"),
     ],
 )
-def test_what_goes_wrong_is_told_as_everywhere(engine: FakeEngine, status: int, code: str) -> None:
+def test_errors_have_the_common_format(engine: FakeEngine, status: int, code: str) -> None:
     """Its own failures, and those of the engine."""
     answer = post(EMBEDDINGS, engine, input="a")
 
@@ -318,7 +318,7 @@ def test_the_settings_name_it() -> None:
     assert ("chat",) == Settings(model=NAME, embedding_model=NAME, served_names=("chat",)).model_names
 
 
-def test_the_first_screen_says_what_it_takes() -> None:
+def test_the_start_up_screen_shows_the_embedding_model() -> None:
     """What it makes, how long texts may be, and its memory."""
     text = banner(INFO, MEMORY, DraftingInfo(), Settings(), "http://127.0.0.1:8000", MODEL)
 

@@ -105,7 +105,7 @@ def test_a_second_signal_shortens_the_drain(flag: Path) -> None:
     assert b"[DONE]" not in rest
 
 
-def test_a_reader_that_stands_still_does_not_block_the_exit(flag: Path) -> None:
+def test_a_blocked_send_does_not_delay_the_exit(flag: Path) -> None:
     """Its answer can never be delivered; the process ends all the same."""
     with process("flood", flag) as (server, port), connected(port) as frozen:
         frozen.sendall(post(CHAT, STREAM))
@@ -136,7 +136,7 @@ def test_a_server_that_is_loading_ends_in_order(flag: Path) -> None:
         assert 0 == server.wait(PATIENCE_SECONDS)
 
 
-def test_a_model_that_cannot_be_served_ends_with_78_and_one_line(flag: Path) -> None:
+def test_an_invalid_model_ends_with_78_and_one_line(flag: Path) -> None:
     """EX_CONFIG, and the reason in words instead of a traceback."""
     with process("gone", flag) as (server, _):
         assert server.stdout is not None
@@ -187,7 +187,7 @@ def test_the_exit_codes_differ() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_what_first_requests_need_is_prepared_in_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_tables_are_built_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars are, when nobody has asked for anything for a while."""
     monkeypatch.setattr("server.lifecycle.IDLE_CHECK_SECONDS", 0)
     looks = iter([1, 0, 0, 0, 1, 1, *[0] * 1000])
@@ -201,7 +201,7 @@ def test_what_first_requests_need_is_prepared_in_a_quiet_moment(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [OSError("no process"), InvalidRequest("grammar", "no end")])
-def test_what_cannot_be_prepared_is_a_line_in_the_log(
+def test_a_failed_preparation_is_logged(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server goes on: who needs a grammar learns why there is none."""

@@ -79,7 +79,7 @@ def test_no_parameters_are_solved_for_a_body(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_waiting_for_the_client_to_leave_takes_one_task(monkeypatch: pytest.MonkeyPatch, app: Any, path: str) -> None:
+def test_disconnect_detection_takes_one_task(monkeypatch: pytest.MonkeyPatch, app: Any, path: str) -> None:
     """The work itself runs in the task of the request."""
     body = next(body for name, body, _ in REQUESTS if name == path)
 

@@ -109,7 +109,7 @@ def test_drafts_are_counted_by_drafter_and_position() -> None:
         )
 
 
-def test_requests_are_counted_by_how_they_ended() -> None:
+def test_requests_are_counted_by_finish_reason() -> None:
     """stop, length, error: one each; and their times are observed."""
     ends = iter(["stop", "length", None])
 

@@ -77,7 +77,7 @@ def test_another_name_is_a_404() -> None:
         ("ready", False, 503, 503, "engine_dead"),
     ],
 )
-def test_health_is_life_and_ready_is_service(
+def test_health_and_ready_differ_while_loading(
     phase: str, alive: bool, health: int, ready: int, code: str | None
 ) -> None:
     """/health fails only when a restart would help; /ready says why it is not."""
@@ -91,7 +91,7 @@ def test_health_is_life_and_ready_is_service(
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_models_are_not_listed_before_they_are_known() -> None:
+def test_models_are_not_listed_before_loading() -> None:
     """503 while the model loads, as every other route that needs it."""
     assert "model_loading" == ask(app(phase="weights"), "GET", "/v1/models").json["error"]["code"]
 

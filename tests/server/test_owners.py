@@ -36,7 +36,7 @@ def salts(path: str, keys: tuple[str, ...]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_route_keeps_owners_apart(path: str) -> None:
+def test_every_route_separates_owners(path: str) -> None:
     """Keys of one organisation have one salt, another key has another; none is empty."""
     one, same, other = salts(path, KEYS)
 
@@ -57,7 +57,7 @@ def test_one_organisation_has_one_salt(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_ids_of_owners_are_apart(path: str) -> None:
+def test_ids_of_owners_do_not_collide(path: str) -> None:
     """The ids of an owner's requests cannot be those of another owner's."""
     engine = FakeEngine()
     app = create_app(engine, settings(keys=("a", "b")))  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_ids_of_owners_are_apart(path: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["wines:a", "a"])
-def test_an_entry_with_a_colon_opens_as_a_whole_too(key: str) -> None:
+def test_a_whole_entry_with_a_colon_is_a_key(key: str) -> None:
     """A key that has a colon in it keeps its meaning."""
     app = create_app(FakeEngine(), settings(keys=KEYS))  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ def test_an_entry_with_a_colon_opens_as_a_whole_too(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["wines", "wines:", ":a", "wines:c"])
-def test_the_name_of_an_organisation_opens_nothing(key: str) -> None:
+def test_the_name_of_an_organisation_is_no_key(key: str) -> None:
     """Neither alone nor with a key that is not its own."""
     app = create_app(FakeEngine(), settings(keys=KEYS))  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def test_a_key_belongs_to_one_organisation() -> None:
         Settings(keys=("wines:a", "beers:a")).check()
 
 
-def test_no_owner_fills_the_background_for_the_others() -> None:
+def test_the_background_is_shared_evenly_by_owners() -> None:
     """Where one has all the responses in the background that there may be, another gets its share all the same."""
     gate = Gate()
     app = create_app(FakeEngine(lambda request: [gate]), settings(keys=("a", "b"), max_waiting=8))  # type: ignore[arg-type]

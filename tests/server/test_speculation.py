@@ -61,7 +61,7 @@ def test_every_prompt_has_the_prediction() -> None:
 
 
 @both
-def test_who_drafts_and_how_far_reaches_the_engine(path: str) -> None:
+def test_drafter_and_depth_reach_the_engine(path: str) -> None:
     """Each field alone, both, neither."""
     assert SpeculationParams("auto", None) == sent(path).speculation == sent(path, speculation={}).speculation
     assert SpeculationParams("none", None) == sent(path, speculation={"drafter": "none"}).speculation
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], param: str, c
 
 
 @both
-def test_what_the_engine_refuses_is_named(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_errors_name_the_field(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that is not there, and a prediction that is too long."""
     absent = FakeEngine(refusal=InvalidRequest("speculation.drafter", "this server has no drafter 'model'"))
     error = post(path, absent, speculation={"drafter": "model"}).json["error"]

@@ -32,7 +32,7 @@ def test_the_bundled_template_keeps_tool_loops() -> None:
         (CALLS + "{% if message.role == 'tool' %}{{ raise_exception('no results') }}{% endif %}", ["one"]),
     ],
 )
-def test_what_breaks_a_loop_is_found(calls: str, found: list[str]) -> None:
+def test_broken_tool_loops_are_found(calls: str, found: list[str]) -> None:
     """A template that writes no calls, other ones, or takes no results."""
     names = [name for name, _ in faults(CHAT.replace("CALLS", calls))]
 

@@ -63,13 +63,13 @@ def test_every_route_but_two_needs_a_key(app: Any) -> None:
         "/v1/models?/health",
     ],
 )
-def test_paths_that_only_look_open_are_closed(app: Any, path: str) -> None:
+def test_variants_of_open_paths_need_a_key(app: Any, path: str) -> None:
     """The exemption is by the exact path of the scope."""
     assert 401 == ask(app, "GET", path).status
 
 
 @pytest.mark.parametrize("host", ["x/health", "x?", "x#", "a@b", "x\\y", "x y", "localhost/health", "", "éx"])
-def test_no_host_header_opens_a_path(app: Any, host: str) -> None:
+def test_the_host_header_cannot_bypass_authentication(app: Any, host: str) -> None:
     """Nothing is decided on a URL that is put together from the Host header (CVE-2026-48710)."""
     assert 401 == ask(app, "GET", "/v1/models", headers={"host": host}).status
 
@@ -83,7 +83,7 @@ def test_no_host_header_opens_a_path(app: Any, host: str) -> None:
         {"Authorization": "Bearer  first-key "},
     ],
 )
-def test_any_key_opens_by_either_header(app: Any, headers: dict[str, str]) -> None:
+def test_every_key_is_valid_in_either_header(app: Any, headers: dict[str, str]) -> None:
     """OpenAI's clients send Authorization, Anthropic's x-api-key."""
     assert 200 == ask(app, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
 
@@ -106,12 +106,12 @@ def test_any_key_opens_by_either_header(app: Any, headers: dict[str, str]) -> No
     ],
     ids=str,
 )
-def test_anything_else_is_refused(app: Any, headers: dict[str, str]) -> None:
+def test_other_credentials_are_rejected(app: Any, headers: dict[str, str]) -> None:
     """A wrong key, a wrong scheme, or two credentials at once."""
     assert 401 == ask(app, "POST", "/v1/chat/completions", json_body=BODY, headers=headers).status
 
 
-def test_the_refusal_is_openais(app: Any) -> None:
+def test_the_401_has_the_format_of_openai(app: Any) -> None:
     """The envelope, the code, and the scheme to use."""
     answer = ask(app, "GET", "/v1/models", headers={"Authorization": "Bearer wrong"})
 
@@ -128,7 +128,7 @@ def test_the_refusal_is_openais(app: Any) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("first-key",), KEYS])
-def test_the_route_is_in_log_and_metrics_whatever_the_keys(
+def test_the_route_is_in_log_and_metrics_with_and_without_keys(
     keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The outermost layer reads the route, and so the layers inside hand on the scope itself."""

@@ -269,7 +269,7 @@ def test_a_bad_field_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize(("path", "fields", "expected"), UNIONS, ids=lambda value: str(value)[:40])
-def test_of_a_union_the_fault_of_what_was_meant_is_told(
+def test_the_most_specific_error_of_a_union_is_reported(
     app: Any, path: str, fields: dict[str, Any], expected: str
 ) -> None:
     """Not that of a member that nobody meant; where the value is of no member's kind, all kinds are named."""
@@ -352,7 +352,7 @@ def test_a_documented_field_of_completions_is_never_ignored(app: Any, name: str)
         assert 200 == ask(app, "POST", TEXT, json_body={**GOOD[TEXT], name: value}).status
 
 
-def test_true_is_not_one(app: Any) -> None:
+def test_a_boolean_is_no_number(app: Any) -> None:
     """n=true is no way to write n=1."""
     assert 400 == ask(app, "POST", CHAT, json_body={**GOOD[CHAT], "n": True}).status
 

@@ -54,7 +54,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_health_is_answered_however_many_connections_stand_open(tmp_path: Path) -> None:
+def test_health_is_answered_at_the_connection_limit(tmp_path: Path) -> None:
     """More idle connections than there are descriptors: the longest idle go, and nothing is logged."""
     log = tmp_path / "log"
     with process("talk", tmp_path / "flag", log) as port, ExitStack() as open_ones:
@@ -68,7 +68,7 @@ def test_health_is_answered_however_many_connections_stand_open(tmp_path: Path) 
     assert "" == log.read_text()
 
 
-def test_without_descriptors_the_server_waits_and_says_so(tmp_path: Path) -> None:
+def test_exhausted_descriptors_are_logged_and_survived(tmp_path: Path) -> None:
     """A line a second and no traceback; with descriptors again those that waited are served."""
     flag, log = tmp_path / "flag", tmp_path / "log"
     with process("eat", flag, log) as port:
@@ -95,7 +95,7 @@ def test_without_descriptors_the_server_waits_and_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(256, 256), (64, 64), (300, 100_000)])
-def test_connections_leave_descriptors_for_the_rest(soft: int, hard: int) -> None:
+def test_connections_leave_a_reserve_of_descriptors(soft: int, hard: int) -> None:
     """Of few descriptors a reserve or half is left; where more may be had, all connections are affordable."""
     code = (
         "import resource as r; from server.http.descriptors import connection_limit;"

@@ -51,7 +51,7 @@ def test_codes_are_unique() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_every_error_of_the_engine_means_something(error: engine_errors.EngineError) -> None:
+def test_every_engine_error_has_an_api_error(error: engine_errors.EngineError) -> None:
     """None that a request can meet is an unexplained 500, and what can be tried again says when."""
     answer = errors.from_engine_error(error, "/v1/chat/completions")
 
@@ -63,7 +63,7 @@ def test_every_error_of_the_engine_means_something(error: engine_errors.EngineEr
 @pytest.mark.parametrize(
     ("tokens", "longest", "named"), [(10, 0, False), (10, 5, False), (10, 10, False), (10, 11, True), (5, 32768, True)]
 )
-def test_a_prompt_that_another_context_holds_names_the_option(tokens: int, longest: int, named: bool) -> None:
+def test_a_prompt_for_a_larger_context_names_the_option(tokens: int, longest: int, named: bool) -> None:
     """Where the model or the memory holds no more there is nothing to set."""
     error = engine_errors.ContextTooLong(tokens, 5, max_context=longest)
     message = errors.from_engine_error(error, "/v1/chat/completions").message
@@ -79,7 +79,7 @@ def test_no_deterministic_failure_is_a_5xx() -> None:
     assert {"internal_error", "generation_failed", *passing} == {kind.code for kind in KINDS if kind.status >= 500}
 
 
-def test_only_one_file_knows_status_codes() -> None:
+def test_only_one_file_has_status_codes() -> None:
     """No other file of server/ holds a number that could be one."""
     found = [
         (path.name, node.value)
@@ -94,7 +94,7 @@ def test_only_one_file_knows_status_codes() -> None:
     assert [] == found
 
 
-def test_the_module_lists_its_kinds_in_order() -> None:
+def test_error_kinds_are_sorted_by_status() -> None:
     """The table reads from 400 to 503."""
     statuses = [kind.status for kind in KINDS]
 

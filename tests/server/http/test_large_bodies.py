@@ -73,7 +73,7 @@ def containers(schema: Any, model: type[BaseModel], around: str = "") -> Iterato
 
 
 @pytest.mark.parametrize("model", sorted({*models()}, key=repr), ids=lambda model: model.__name__)
-def test_every_list_and_object_of_a_request_has_a_cap(model: type[BaseModel]) -> None:
+def test_every_list_and_object_of_a_request_has_a_limit(model: type[BaseModel]) -> None:
     """And ends at its first fault: a list fails fast, the size of an object is checked before its values."""
     for schema, around in containers(model.__pydantic_core_schema__, model):
         assert schema.get("max_length") is not None, schema
@@ -141,7 +141,9 @@ CAPPED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "reason"), CAPPED, ids=lambda value: str(value)[:32])
-def test_a_cap_is_named_with_its_parameter(app: Any, path: str, body: dict[str, Any], param: str, reason: str) -> None:
+def test_an_exceeded_limit_names_its_parameter(
+    app: Any, path: str, body: dict[str, Any], param: str, reason: str
+) -> None:
     """In the envelope of each API."""
     answer = ask(app, "POST", path, json_body=body)
     told = answer.json["error"]
@@ -168,7 +170,7 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "body"), WRONG, ids=lambda value: str(value)[:40])
-def test_one_fault_is_collected_whatever_the_size(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_one_validation_error_is_collected_for_any_size(model: type[BaseModel], body: dict[str, Any]) -> None:
     """Not one for each value: 600 KB of them took 8 s. An object of a list has one for each of its fields."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
@@ -188,7 +190,7 @@ def test_values_of_a_body_are_counted_before_it_is_parsed(app: Any) -> None:
     assert "more than 524288 values." in ask(app, "POST", TEXT, body=values).json["error"]["message"]
 
 
-def test_the_scan_stops_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scan_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is bounded by the cap, not by the body."""
     plain, calls = json_limits._next_structural, []
     monkeypatch.setattr(json_limits, "_next_structural", lambda *at: calls.append(at) or plain(*at))
@@ -197,7 +199,7 @@ def test_the_scan_stops_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) <= 2 * MAX_NODES
 
 
-def test_the_caps_are_exact() -> None:
+def test_the_limits_are_exact() -> None:
     """The last value that is allowed passes."""
     assert exceeded_limit("[" + ",".join(["[]"] * (MAX_NODES - 1)) + "]") is None
     assert exceeded_limit("[" + ",".join(["[]"] * MAX_NODES) + "]") is not None
@@ -209,7 +211,7 @@ def test_the_caps_are_exact() -> None:
 
 @pytest.mark.parametrize("text", [",", "[", '"', "\\", '\\"', "a\\", "{[,"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
-def test_text_is_no_structure(text: str, shift: int) -> None:
+def test_brackets_in_text_do_not_count(text: str, shift: int) -> None:
     """However long a string is, wherever its escapes fall in a window of the scan, and whatever stands behind it."""
     value = {"a": "x" * shift + text * (8 * SCAN_WINDOW), "b": [[]] * 80}
 
@@ -271,7 +273,7 @@ def test_a_long_list_in_slices_is_the_same_text(length: int) -> None:
     assert dumps(value) == dumps_sliced(value)
 
 
-def test_arguments_of_all_calls_together_have_a_cap(app: Any) -> None:
+def test_the_arguments_of_all_calls_share_a_limit(app: Any) -> None:
     """They are JSON inside of strings, where the caps of the body see nothing; what is beyond it stays text."""
     engine = FakeEngine()
     arguments = json.dumps({"a": [[]] * 10_000})
@@ -284,7 +286,7 @@ def test_arguments_of_all_calls_together_have_a_cap(app: Any) -> None:
     assert [dict] * 10 + [str] * 10 == [*map(type, kept)]
 
 
-def test_pieces_are_told_up_to_a_cap(app: Any) -> None:
+def test_token_pieces_are_limited(app: Any) -> None:
     """Each is an object of its own."""
     answer = ask(app, "POST", "/tokenize", json_body={"prompt": "x" * (2**17 + 1), "with_pieces": True})
 
@@ -311,7 +313,7 @@ class CountingTokenizer(FakeTokenizer):
         return super().render_chat(messages, **options)
 
 
-def test_a_question_that_is_too_long_ends_the_reading_of_all() -> None:
+def test_a_question_above_the_context_stops_tokenization() -> None:
     """2,048 documents with one query of megabytes would each be cut into tokens."""
     tokenizer = CountingTokenizer()
     asker = QuestionEncoder(tokenizer, 64, "documents")  # type: ignore[arg-type]
@@ -321,7 +323,7 @@ def test_a_question_that_is_too_long_ends_the_reading_of_all() -> None:
     assert 1 == tokenizer.calls
 
 
-def test_questions_have_a_cap_on_all_their_tokens() -> None:
+def test_all_tokens_of_questions_share_a_limit() -> None:
     """Memory is bounded by it, whatever they have in common."""
     length = MOST_PROMPT_TOKENS // 8
     asker = QuestionEncoder(FakeTokenizer(), 2 * length, "documents")  # type: ignore[arg-type]

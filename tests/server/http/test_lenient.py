@@ -25,7 +25,7 @@ def post(app: Any, path: str, **fields: Any) -> Answer:
 
 
 @both
-def test_what_nobody_honours_is_told(lenient: Any, path: str) -> None:
+def test_unsupported_fields_become_warnings(lenient: Any, path: str) -> None:
     """Documented fields and unknown ones, in the answer and in the first chunk of a stream."""
     asked = {"mirostat": 2, "frobnicate": 1}
     expected = ["This server does not support 'mirostat' yet.", "Unknown parameter: 'frobnicate'."]
@@ -39,13 +39,13 @@ def test_what_nobody_honours_is_told(lenient: Any, path: str) -> None:
 
 
 @both
-def test_no_warning_is_no_list(lenient: Any, path: str) -> None:
+def test_without_warnings_there_is_no_list(lenient: Any, path: str) -> None:
     """An answer to a body that is honoured has none."""
     assert "warnings" not in post(lenient, path, temperature=0).json
     assert "warnings" not in post(lenient, path, stream=True).events[0]
 
 
-def test_fields_inside_are_left_out_too(lenient: Any) -> None:
+def test_nested_fields_are_left_out_too(lenient: Any) -> None:
     """By their path, wherever they stand."""
     parts = [{"type": "text", "text": "a", "color": "red"}]
     answer = post(lenient, CHAT, messages=[*MESSAGES, {"role": "user", "content": parts}], stream_options=None)
@@ -56,7 +56,7 @@ def test_fields_inside_are_left_out_too(lenient: Any) -> None:
     ] == answer.json["warnings"]
 
 
-def test_what_the_model_cannot_do_is_told(lenient: Any) -> None:
+def test_unsupported_abilities_become_warnings(lenient: Any) -> None:
     """Tools, efforts and budgets that a strict server refuses for this model."""
     tool = {"type": "function", "function": {"name": "f"}}
     asked = {"tools": [tool], "reasoning_effort": "low", "verbosity": "low", "thinking_token_budget": 5}

@@ -33,7 +33,7 @@ def envelope(answer: Answer, status: int, code: str) -> str:
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "[::1]", "cellar.example:80"]
 )
-def test_our_hosts_are_answered(app: Any, host: str) -> None:
+def test_allowed_hosts_are_served(app: Any, host: str) -> None:
     """localhost, the loopback addresses, the bound host and what was allowed; ports do not matter."""
     assert 200 == ask(app, "GET", "/health", headers={"host": host}).status
 
@@ -51,13 +51,13 @@ def test_our_hosts_are_answered(app: Any, host: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/nope"])
-def test_other_hosts_are_not(app: Any, host: str, path: str) -> None:
+def test_other_hosts_are_rejected(app: Any, host: str, path: str) -> None:
     """A page that rebinds its name to this machine gets 421 and nothing else."""
     envelope(ask(app, "GET", path, headers={"host": host}), 421, "host_not_allowed")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
-def test_probes_may_name_any_host(app: Any, path: str) -> None:
+def test_probes_may_have_any_host(app: Any, path: str) -> None:
     """Kubernetes and Prometheus send the address of the pod as Host; a path that only looks like one does not pass."""
     assert 200 == ask(app, "GET", path, headers={"host": "10.1.2.3:8000"}).status
     envelope(ask(app, "GET", f"{path}/x", headers={"host": "10.1.2.3:8000"}), 421, "host_not_allowed")
@@ -95,7 +95,7 @@ def test_json_may_name_its_charset(app: Any, kind: str) -> None:
     ],
 )
 @pytest.mark.parametrize("headers", [{"content-type": "multipart/form-data; boundary=x"}, {"content-encoding": "gzip"}])
-def test_what_is_not_there_is_said_first(
+def test_an_unknown_url_precedes_other_errors(
     app: Any, method: str, path: str, status: int, code: str, headers: dict[str, str]
 ) -> None:
     """The type of a body matters only where a route takes the request."""
@@ -192,7 +192,7 @@ def test_other_urls_and_methods_have_the_envelope_too(app: Any, method: str, pat
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_refusal_of_the_engine_is_a_real_status_with_retry_after(
+def test_a_refusal_has_an_error_status_and_retry_after(
     refusal: Any, status: int, code: str, type: str, retry: str, stream: bool
 ) -> None:
     """Also for a stream: no 200 is sent before the engine has admitted the request."""
@@ -216,7 +216,7 @@ def test_a_loading_server_answers_before_it_renders_anything() -> None:
     assert [] == engine.tokenizer.rendered
 
 
-def test_a_bug_is_a_500_with_an_id_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     """The client learns the id, not the traceback; the log has both."""
     engine = FakeEngine()
     app = create_app(engine, settings())  # type: ignore[arg-type]

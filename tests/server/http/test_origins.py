@@ -27,7 +27,7 @@ def asks(origin: str, method: str = "POST") -> dict[str, str]:
     return {"origin": origin, "access-control-request-method": method, "access-control-request-headers": wanted}
 
 
-def test_an_allowed_page_may_send_a_key_and_json(app: Any) -> None:
+def test_an_allowed_origin_may_send_a_key_and_json(app: Any) -> None:
     """A browser asks before, without the key, and from a page of the Internet also for machines near by."""
     answer = ask(app, "OPTIONS", CHAT, headers={**asks(PAGE), "access-control-request-private-network": "true"})
 
@@ -50,7 +50,7 @@ def test_an_allowed_page_may_send_a_key_and_json(app: Any) -> None:
         ({"headers": {"host": "evil.example"}}, 421),
     ],
 )
-def test_an_allowed_page_reads_every_answer(app: Any, changes: dict[str, Any], status: int, stream: bool) -> None:
+def test_an_allowed_origin_reads_every_response(app: Any, changes: dict[str, Any], status: int, stream: bool) -> None:
     """Errors too, with the headers that clients look at."""
     sent = {"json_body": BODY, "headers": {"authorization": "Bearer secret"}, **changes}
 
@@ -78,7 +78,7 @@ def test_an_allowed_page_reads_every_answer(app: Any, changes: dict[str, Any], s
         (PAGE, "PUT"),
     ],
 )
-def test_other_pages_are_told_no(app: Any, origin: str, method: str) -> None:
+def test_other_origins_are_rejected(app: Any, origin: str, method: str) -> None:
     """In the envelope; what they send without asking is answered, and no browser lets them read it."""
     refused = ask(app, "OPTIONS", CHAT, headers=asks(origin, method))
     answer = ask(app, "GET", "/health", headers={"origin": origin})
@@ -89,7 +89,7 @@ def test_other_pages_are_told_no(app: Any, origin: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", [(), ("cellar.example",), ("*",)])
-def test_no_page_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
+def test_no_origin_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
     """Nor by a host that is: a page that anybody wrote must not read what a server at home says."""
     app = create_app(FakeEngine(), settings(allowed_hosts=hosts))  # type: ignore[arg-type]
 
@@ -101,13 +101,13 @@ def test_no_page_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "origin", ["https://*", "*://x", "https://x/", "https://x/chat", "://x", "https://", "a b://x"]
 )
-def test_an_origin_is_named_whole(origin: str) -> None:
+def test_an_origin_needs_scheme_and_host(origin: str) -> None:
     """What no browser would ever send is refused at the start, and so is every page at once."""
     with pytest.raises(ValueError, match="is no origin"):
         Settings(allowed_hosts=(origin,)).check()
 
 
-def test_origins_are_no_hosts() -> None:
+def test_an_origin_is_not_an_allowed_host() -> None:
     """Each is told from the other by its scheme."""
     both = Settings(allowed_hosts=("x.example", "http://localhost:3000", "chrome-extension://abc"))
 

@@ -27,7 +27,7 @@ values = st.recursive(
 # The first text that hypothesis makes in a process costs seconds.
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), values, max_size=5))
-def test_good_json_is_read_as_python_reads_it(value: dict[str, object]) -> None:
+def test_valid_json_is_parsed_as_by_python(value: dict[str, object]) -> None:
     """Any object that JSON can say comes back equal."""
     assert value == loads(json.dumps(value).encode())
     assert value == loads(json.dumps(value, ensure_ascii=False).encode())
@@ -40,7 +40,7 @@ def test_any_bytes_are_an_object_or_an_api_error(body: bytes) -> None:
         assert isinstance(loads(body), dict)
 
 
-def test_brackets_in_strings_are_no_depth() -> None:
+def test_brackets_in_strings_add_no_depth() -> None:
     """Depth counts structure only, also behind escaped quotes."""
     text = '\\"' + "[" * 100
 
@@ -48,14 +48,14 @@ def test_brackets_in_strings_are_no_depth() -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 63, 64])
-def test_depth_is_allowed_up_to_the_cap(levels: int) -> None:
+def test_depth_is_allowed_up_to_the_limit(levels: int) -> None:
     """64 levels with the outermost pass."""
     inner = "[" * (levels - 1) + "]" * (levels - 1)
 
     assert 1 == len(loads(f'{{"a": {inner or 1}}}'.encode()))
 
 
-def test_whole_surrogate_pairs_are_characters() -> None:
+def test_surrogate_pairs_are_characters() -> None:
     """An escaped pair is one character and fine."""
     assert {"a": "\U0001f600"} == loads(rb'{"a": "\ud83d\ude00"}')
 

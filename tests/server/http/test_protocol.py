@@ -72,7 +72,7 @@ def assert_refused(answer: bytes, expected: int, code: str) -> None:
     ],
     ids=lambda data: repr(data[:90]),
 )
-def test_a_doubtful_head_is_a_400_and_the_end(port: int, data: bytes) -> None:
+def test_an_ambiguous_head_is_a_400_and_closes(port: int, data: bytes) -> None:
     """Two parsers might read it differently, so nobody reads what is behind it."""
     assert_refused(exchange(port, data), 400, "invalid_http")
 
@@ -80,7 +80,7 @@ def test_a_doubtful_head_is_a_400_and_the_end(port: int, data: bytes) -> None:
 @pytest.mark.parametrize(
     "chunks", [b"2\r\n{}XX\r\n0\r\n\r\n", b"-2\r\n{}\r\n0\r\n\r\n", b"zz\r\n{}\r\n0\r\n\r\n", b"2\n{}\n0\n\n" + b"\r\n"]
 )
-def test_a_broken_chunk_is_a_400_and_the_end(port: int, chunks: bytes) -> None:
+def test_a_broken_chunk_is_a_400_and_closes(port: int, chunks: bytes) -> None:
     """The rest of the connection cannot be understood any more."""
     assert_refused(exchange(port, head("Transfer-Encoding: chunked") + chunks + SMUGGLED), 400, "invalid_http")
 
@@ -98,7 +98,7 @@ def test_a_broken_chunk_is_a_400_and_the_end(port: int, chunks: bytes) -> None:
     ],
     ids=["101 headers", "3000 headers", "16 KiB", "long url", "5 MB", "no line end", "chunk extension"],
 )
-def test_a_head_beyond_the_caps_is_a_431(port: int, data: bytes) -> None:
+def test_a_head_above_the_limits_is_a_431(port: int, data: bytes) -> None:
     """Where the client still sends when we close, the answer may be lost in the reset, but nothing else comes."""
     answer = exchange(port, data)
 
@@ -106,7 +106,7 @@ def test_a_head_beyond_the_caps_is_a_431(port: int, data: bytes) -> None:
         assert_refused(answer, 431, "headers_too_large")
 
 
-def test_a_head_at_the_caps_is_served(port: int) -> None:
+def test_a_head_at_the_limits_is_served(port: int) -> None:
     """100 headers are fine, and so are nearly 16 KiB."""
     for data in (
         get("/health", "Connection: close", *(f"X-{number}: y" for number in range(98))),
@@ -127,7 +127,7 @@ def test_a_head_at_the_caps_is_served(port: int) -> None:
     ],
     ids=["nothing", "half a head", "half a body", "half a chunk", "endless chunk", "silent after 100"],
 )
-def test_a_request_that_never_ends_is_cut_at_its_deadline(port: int, data: bytes, expected: int | None) -> None:
+def test_an_incomplete_request_ends_at_its_deadline(port: int, data: bytes, expected: int | None) -> None:
     """A client that says nothing is just closed; one that began is told."""
     answer = exchange(port, data).removeprefix(b"HTTP/1.1 100 \r\n\r\n").removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -137,7 +137,7 @@ def test_a_request_that_never_ends_is_cut_at_its_deadline(port: int, data: bytes
         assert_refused(answer, expected, "request_timeout")
 
 
-def test_one_byte_at_a_time_does_not_reset_the_clock(port: int) -> None:
+def test_single_bytes_do_not_reset_the_deadline(port: int) -> None:
     """The deadline is for the whole head: bytes that trickle in do not extend it."""
     with connected(port) as client:
         client.settimeout(0.05)
@@ -190,7 +190,7 @@ def test_a_large_chunked_body_is_refused_while_it_comes(port: int) -> None:
         (["Transfer-Encoding: chunked"], 415),
     ],
 )
-def test_what_has_no_body_needs_no_type(port: int, lines: list[str], expected: int) -> None:
+def test_no_body_needs_no_content_type(port: int, lines: list[str], expected: int) -> None:
     """openai-node cancels a response with neither; what is a body, or says so, must be JSON."""
     request = "\r\n".join(["POST /v1/responses/resp_1/cancel HTTP/1.1", "Host: localhost", "Connection: close", *lines])
 
@@ -220,7 +220,7 @@ def test_a_target_may_be_the_whole_url(port: int, target: str, expected: int) ->
     assert expected == status(exchange(port, "\r\n".join(lines).encode() + b"\r\n\r\n"))
 
 
-def test_half_closing_is_leaving() -> None:
+def test_a_half_close_is_a_disconnect() -> None:
     """A client that shuts its sending side down has disconnected, as far as this server is concerned."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate])
@@ -232,7 +232,7 @@ def test_half_closing_is_leaving() -> None:
         assert engine.left.wait(20)
 
 
-def test_idle_connections_keep_nobody_out(port: int) -> None:
+def test_idle_connections_do_not_block_others(port: int) -> None:
     """Fifty sockets that say nothing do not make /health fail, as uvicorn's own limit would."""
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
     try:
@@ -242,7 +242,7 @@ def test_idle_connections_keep_nobody_out(port: int) -> None:
             client.close()
 
 
-def test_a_probe_may_ask_for_the_head_only(port: int) -> None:
+def test_a_probe_may_send_head(port: int) -> None:
     """HEAD is answered with the status and no body."""
     answer = exchange(port, get("/ready", "Connection: close").replace(b"GET", b"HEAD"))
 
@@ -250,14 +250,14 @@ def test_a_probe_may_ask_for_the_head_only(port: int) -> None:
     assert answer.endswith(b"\r\n\r\n")
 
 
-def test_an_upgrade_is_not_taken(port: int) -> None:
+def test_an_upgrade_to_another_protocol_is_ignored(port: int) -> None:
     """A WebSocket handshake gets the answer of a plain GET."""
     upgrade = get("/health", "Connection: upgrade, close", "Upgrade: websocket", "Sec-WebSocket-Key: x")
 
     assert 200 == status(exchange(port, upgrade))
 
 
-def test_too_many_connections_are_closed_at_the_door() -> None:
+def test_connections_above_the_limit_are_closed() -> None:
     """Where all of the cap have a request that runs, one more is closed, and the others go on."""
     gates = [Gate(), Gate()]
     left = iter(gates)
@@ -276,7 +276,7 @@ def test_too_many_connections_are_closed_at_the_door() -> None:
         assert b"data: " in read_all(first)
 
 
-def test_of_too_many_connections_the_longest_idle_goes() -> None:
+def test_the_longest_idle_connection_is_evicted() -> None:
     """A probe is answered however many connections stand open, and requests that run are none of those that go."""
     gate = Gate()
     with (

@@ -89,7 +89,7 @@ def test_no_text_can_break_the_framing() -> None:
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_all_chunks_of_text_are_written_alike(path: str) -> None:
+def test_all_text_chunks_have_one_encoding(path: str) -> None:
     """What is written once for all chunks is what each would be by itself: asking for nothing more changes nothing."""
 
     def script(request: Request) -> list[Event]:
@@ -109,7 +109,7 @@ def test_all_chunks_of_text_are_written_alike(path: str) -> None:
     assert kept[1] == kept[0]
 
 
-def test_silence_is_filled_with_comments() -> None:
+def test_silent_streams_get_comments() -> None:
     """While a request waits for a slot or its prompt is computed, comments go out by the clock, after the headers."""
     gate = Gate()
 
@@ -134,7 +134,7 @@ def test_silence_is_filled_with_comments() -> None:
     ("phase", "alive", "code"),
     [("ready", True, "generation_failed"), ("draining", True, "server_draining"), ("dead: x", False, "engine_dead")],
 )
-def test_a_fault_after_the_first_byte_is_an_event_without_done(phase: str, alive: bool, code: str) -> None:
+def test_an_error_after_the_first_byte_is_an_event(phase: str, alive: bool, code: str) -> None:
     """The status is out already: the error is the last event, and no [DONE] pretends that all went well."""
     engine = FakeEngine()
 
@@ -152,7 +152,7 @@ def test_a_fault_after_the_first_byte_is_an_event_without_done(phase: str, alive
     assert ["", "Hel"] == [event["choices"][0]["delta"]["content"] for event in answer.events[:-1]]
 
 
-def test_a_bug_after_the_first_byte_is_an_event_too() -> None:
+def test_an_exception_after_the_first_byte_is_an_event() -> None:
     """The client is told in the envelope, without details."""
 
     def script(request: Request) -> Any:
@@ -166,7 +166,7 @@ def test_a_bug_after_the_first_byte_is_an_event_too() -> None:
 
 
 @pytest.mark.parametrize(("path", "begin"), [(CHAT, 2), (TEXT, 1)], ids=["chat", "text"])
-def test_a_bug_where_text_is_delivered_ends_its_own_stream_only(path: str, begin: int) -> None:
+def test_an_exception_in_delivery_ends_its_stream_alone(path: str, begin: int) -> None:
     """The short way from the engine to the socket hands a fault to the reader, who tells it."""
 
     def script(request: Request) -> Any:
@@ -187,7 +187,7 @@ def test_a_bug_where_text_is_delivered_ends_its_own_stream_only(path: str, begin
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_every_version_of_http_gets_the_same_events(version: str) -> None:
+def test_events_are_the_same_for_http_1_0_and_1_1(version: str) -> None:
     """Chunked where that is known, else up to the end of the connection; with the short way and without it."""
     with serve_in_thread(FakeEngine()) as port, connected(port) as client:
         asked = post(TEXT, {"prompt": "a", "stream": True}, "Connection: close")
@@ -201,7 +201,7 @@ def test_every_version_of_http_gets_the_same_events(version: str) -> None:
     assert text.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_slow_reader_misses_nothing() -> None:
+def test_a_slow_client_gets_all_text() -> None:
     """Where the way to the client is full, text waits and goes on in order."""
     texts = [f"{number:05d}" * 20_000 for number in range(60)]
 
@@ -219,7 +219,7 @@ def test_a_slow_reader_misses_nothing() -> None:
 
 
 @pytest.mark.parametrize("body", [STREAM, MESSAGES], ids=["stream", "in one piece"])
-def test_a_client_that_leaves_cancels_its_request(body: dict[str, Any]) -> None:
+def test_a_disconnect_cancels_the_request(body: dict[str, Any]) -> None:
     """The engine is told as soon as the socket closes; for an answer in one piece too."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Delta("x", (1,)), gate])
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_cancels_its_request(body: dict[str, Any]) -> None:
         assert set() == engine.running
 
 
-def test_a_client_that_leaves_cancels_all_its_prompts() -> None:
+def test_a_disconnect_cancels_all_prompts() -> None:
     """Also those whose generation has not begun to speak."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate])
@@ -249,7 +249,7 @@ def test_a_client_that_leaves_cancels_all_its_prompts() -> None:
 
 
 @pytest.mark.parametrize("body", [STREAM, {**MESSAGES, "logprobs": True}], ids=["stream", "in one piece"])
-def test_a_reader_that_stands_still_is_cut(body: dict[str, Any]) -> None:
+def test_a_blocked_send_closes_the_connection(body: dict[str, Any]) -> None:
     """It gets a while, then its connection is reset and its request cancelled; others are served meanwhile."""
 
     def script(request: Request) -> Any:

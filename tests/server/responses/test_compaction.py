@@ -46,7 +46,7 @@ def talk(engine: FakeEngine) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in engine.tokenizer.rendered[-1]["messages"]]
 
 
-def test_the_summary_stands_for_the_conversation() -> None:
+def test_the_summary_replaces_the_conversation() -> None:
     """System messages stay; the rest is one item, which becomes the question for the summary and its answer."""
     engine = says("<think>\nhm\n</think>\n\nThe word: slate.", "slate")
     app = create_app(engine, settings())  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_the_summary_stands_for_the_conversation() -> None:
     assert expected == talk(engine)
 
 
-def test_the_summary_takes_a_part_of_the_context_and_no_chance() -> None:
+def test_the_summary_is_greedy_and_limited() -> None:
     """A quarter of the context at most, at temperature 0."""
     engine = says("short")
     post(create_app(engine, settings()), "/compact", model="fake", input="hi")  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_the_summary_takes_a_part_of_the_context_and_no_chance() -> None:
     assert (1024, 0.0) == (request.max_tokens, request.sampling.temperature)
 
 
-def test_a_stored_conversation_is_compacted_by_its_name() -> None:
+def test_a_stored_conversation_is_compacted_by_its_id() -> None:
     """With what it began from; nothing of the compaction is stored."""
     engine = says("four", "two and two are four", "yes")
     app = create_app(engine, settings())  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_a_stored_conversation_is_compacted_by_its_name() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_compacted_is_named(body: dict[str, Any], param: str) -> None:
+def test_compaction_errors_name_the_field(body: dict[str, Any], param: str) -> None:
     """An error of the usual shape, before anything runs."""
     engine = says()
     answer = post(create_app(engine, settings()), "/compact", **body)  # type: ignore[arg-type]

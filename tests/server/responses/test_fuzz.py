@@ -80,7 +80,7 @@ def test_no_items_are_a_5xx(app: Any, items: list[Any]) -> None:
 
 @quick
 @given(st.lists(fields(ResponseRequest, policy.RESPONSES) | values, min_size=1, max_size=4))
-def test_no_message_over_a_websocket_is_left_without_an_answer(port: int, messages: list[Any]) -> None:
+def test_every_websocket_message_is_answered(port: int, messages: list[Any]) -> None:
     """Each gets a terminal event or an error event, in turn."""
     with connect(f"ws://127.0.0.1:{port}/v1/responses", compression=None) as socket:
         for message in messages:

@@ -115,7 +115,7 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
     assert b"[DONE]" not in answer.body
 
 
-def test_what_is_sent_fits_the_published_types() -> None:
+def test_responses_match_the_published_types() -> None:
     """Responses, events, pages and counts validate against the shapes in /openapi.json, with nothing left over."""
     app = make(says(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
     asked = {"input": "q", "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
@@ -160,7 +160,7 @@ def test_input_items_become_a_conversation() -> None:
     assert {"name": "add", "arguments": {"a": 1}} == said["tool_calls"][0]["function"]
 
 
-def test_a_conversation_goes_on_from_a_response() -> None:
+def test_a_conversation_continues_a_response() -> None:
     """With its reasoning, its call and the answer to it; instructions are not handed on."""
     engine = says(f"<think>\nhm\n</think>\n\n{CALL}", "two")
     app = make(engine)
@@ -181,7 +181,7 @@ def test_a_conversation_goes_on_from_a_response() -> None:
     ]
 
 
-def test_stateless_clients_send_reasoning_back_sealed() -> None:
+def test_stateless_clients_send_encrypted_reasoning_back() -> None:
     """What was asked for as encrypted content is read from it."""
     engine = says("<think>\nhm\n</think>\n\nyes", "ok")
     app = make(engine)
@@ -194,7 +194,7 @@ def test_stateless_clients_send_reasoning_back_sealed() -> None:
     assert (400, "input") == (foreign.status, foreign.json["error"]["param"])
 
 
-def test_items_can_be_named() -> None:
+def test_items_can_be_referenced_by_id() -> None:
     """An item that is kept needs only its id; one that is not is refused."""
     engine = says("yes", "ok")
     app = make(engine)
@@ -209,7 +209,7 @@ def test_items_can_be_named() -> None:
     assert (400, "input") == (unknown.status, unknown.json["error"]["param"])
 
 
-def test_wishes_reach_the_model() -> None:
+def test_settings_reach_the_engine_request() -> None:
     """The same as in chats, under the names of responses."""
     engine = says("{}")
     text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
@@ -274,7 +274,7 @@ def test_wishes_reach_the_model() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: str, stream: bool) -> None:
+def test_errors_name_the_unsupported_field(body: dict[str, Any], code: str, param: str, stream: bool) -> None:
     """By the name that responses have for it, with a status of its own for streams too."""
     if stream and "stream_options" in body:
         return
@@ -295,7 +295,7 @@ def test_what_cannot_be_served_is_named(body: dict[str, Any], code: str, param: 
         ("seed", "seed"),
     ],
 )
-def test_errors_of_the_chat_are_told_in_other_words(chat: str, response: str) -> None:
+def test_chat_errors_have_the_field_names_of_responses(chat: str, response: str) -> None:
     """In the field and in the sentence."""
     error = renamed_error(ApiError(INVALID_VALUE, f"Invalid value for '{chat}': no.", param=chat))
 
@@ -333,7 +333,7 @@ def test_a_response_outlives_its_server(tmp_path: Path) -> None:
     assert [("user", "hi"), ("assistant", "Hello"), ("user", "x")] == rendered(engine)
 
 
-def test_a_response_belongs_to_the_key_that_made_it() -> None:
+def test_a_response_belongs_to_its_key() -> None:
     """With several keys, the holder of another one finds nothing: not to read, stream, go on from, name or delete."""
     app = make(says("a", "b", "c"), keys=("one", "two"))
 
@@ -361,7 +361,7 @@ def test_a_response_belongs_to_the_key_that_made_it() -> None:
     assert 200 == sent("one", "DELETE", f"/{id}").status
 
 
-def test_a_store_that_breaks_takes_no_answer_with_it(tmp_path: Path) -> None:
+def test_a_broken_store_does_not_fail_the_response(tmp_path: Path) -> None:
     """Who waits for an answer gets it; what only the store could give is an error, and no work goes on for it."""
     place = tmp_path / "responses.sqlite"
     engine = says("a", "b", "c")
@@ -377,7 +377,7 @@ def test_a_store_that_breaks_takes_no_answer_with_it(tmp_path: Path) -> None:
     assert set() == engine.running
 
 
-def test_what_is_not_to_be_stored_is_not() -> None:
+def test_store_false_stores_nothing() -> None:
     """Neither read nor gone on from."""
     app = make(says("a"))
     id = post(app, input="hi", store=False).json["id"]
@@ -386,7 +386,7 @@ def test_what_is_not_to_be_stored_is_not() -> None:
     assert 400 == post(app, input="b", previous_response_id=id).status
 
 
-def test_a_server_without_a_store_answers_all_the_same() -> None:
+def test_a_server_without_a_store_answers() -> None:
     """And says that it keeps nothing, where somebody relies on it."""
     app = make(says("a", "b"), store="none")
     answer = post(app, input="hi").json
@@ -422,7 +422,7 @@ def test_input_items_come_in_pages() -> None:
         assert (400, param) == (refused.status, refused.json["error"]["param"])
 
 
-def test_the_use_of_the_cache_is_explained() -> None:
+def test_cache_diagnostics_compare_with_an_earlier_response() -> None:
     """Beside an earlier response: a hit where the prompt goes on from it, else what parts them, and where."""
     cost = Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=2)
     engine = FakeEngine(
@@ -458,7 +458,7 @@ def test_tokens_are_counted() -> None:
     assert len("be\nhi\nabc\nx\n") == both["input_tokens"]
 
 
-def test_too_long_a_conversation_loses_its_beginning_if_it_may() -> None:
+def test_truncation_auto_drops_the_oldest_turns() -> None:
     """Cut before a question; the instructions stay. What is too long by itself is refused even so."""
     engine = says("ok")
     app = make(engine)
@@ -479,7 +479,7 @@ def test_too_long_a_conversation_loses_its_beginning_if_it_may() -> None:
     )
 
 
-def test_a_length_leaves_it_incomplete() -> None:
+def test_a_length_limit_leaves_the_response_incomplete() -> None:
     """With the reason, in the response and its last item."""
     engine = FakeEngine(lambda request: [Delta("Hel", (1,)), finished(request, reason="length")])
     body = post(make(engine), input="hi").json
@@ -488,7 +488,7 @@ def test_a_length_leaves_it_incomplete() -> None:
     assert "incomplete" == body["output"][0]["status"]
 
 
-def test_a_generation_that_breaks() -> None:
+def test_a_failed_generation() -> None:
     """In one piece it is an error with a status, in a stream the last two events; neither is kept as a success."""
     engine = FakeEngine(lambda request: [Delta("Hel", (1,)), Failed("broken")])
     app = make(engine)
@@ -500,7 +500,7 @@ def test_a_generation_that_breaks() -> None:
     assert "failed" == get(app, stream[0]["response"]["id"]).json["status"]
 
 
-def test_a_bug_of_ours_is_told_without_details() -> None:
+def test_an_unexpected_exception_has_no_details() -> None:
     """Whatever raises."""
 
     def script(request: Request) -> Iterator[Event]:
@@ -513,7 +513,7 @@ def test_a_bug_of_ours_is_told_without_details() -> None:
     assert b"secret" not in answer.body
 
 
-def test_a_background_response_is_made_without_a_client() -> None:
+def test_a_background_response_needs_no_client() -> None:
     """Queued, in progress, completed; its events are told from any place on, also while it is made."""
     gate, begun = Gate(), Gate()
     engine = FakeEngine(lambda request: [begun, Started(1, 0, 1), Delta("Hel", (1,)), gate, finished(request)])
@@ -585,7 +585,7 @@ def test_a_response_in_the_foreground_cannot_be_cancelled() -> None:
     assert 400 == post(app, f"/{id}/cancel").status
 
 
-def test_the_background_is_bounded() -> None:
+def test_background_responses_are_limited() -> None:
     """It takes half of the queue; one more is told to come again, and whoever waits in front is served."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate, finished(request)])
@@ -608,7 +608,7 @@ def test_the_background_is_bounded() -> None:
     asyncio.run(work())
 
 
-def test_a_client_that_leaves_takes_its_response_with_it() -> None:
+def test_a_disconnect_aborts_the_response() -> None:
     """In one piece or streamed, the engine is told at once and nothing is kept; the background stays."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 1), Delta("x", (1,)), gate, finished(request)])
@@ -633,7 +633,7 @@ def test_a_client_that_leaves_takes_its_response_with_it() -> None:
         assert engine.left.wait(20)
 
 
-def test_work_of_a_server_that_died_has_failed() -> None:
+def test_a_response_of_a_dead_server_has_failed() -> None:
     """When its lease is over, and not before."""
     now = [1000.0]
     store = ResponseStore(clock=lambda: now[0])

@@ -85,7 +85,7 @@ def keyed() -> Iterator[int]:
         yield port
 
 
-def test_a_turn_is_the_stream_of_the_same_request(served: tuple[FakeEngine, int]) -> None:
+def test_websocket_events_equal_the_stream(served: tuple[FakeEngine, int]) -> None:
     """The events of server-sent events, one message each and nothing behind the terminal one."""
     _, port = served
     with connected(port) as socket:
@@ -99,7 +99,7 @@ def test_a_turn_is_the_stream_of_the_same_request(served: tuple[FakeEngine, int]
     assert "".join(WORDS) == events[-1]["response"]["output"][0]["content"][0]["text"]
 
 
-def test_a_connection_goes_on_from_its_latest_response(served: tuple[FakeEngine, int]) -> None:
+def test_a_connection_continues_its_latest_response(served: tuple[FakeEngine, int]) -> None:
     """Without a store: the history of a chain is on the connection, and nowhere else."""
     engine, port = served
     with connected(port) as socket:
@@ -117,7 +117,7 @@ def test_a_connection_goes_on_from_its_latest_response(served: tuple[FakeEngine,
         assert "response.completed" == turn(socket, input="anew")[-1]["type"]
 
 
-def test_what_is_stored_is_found_by_every_connection(served: tuple[FakeEngine, int]) -> None:
+def test_stored_responses_are_found_by_every_connection(served: tuple[FakeEngine, int]) -> None:
     """With store=true a chain goes on anywhere."""
     _, port = served
     with connected(port) as socket:
@@ -129,7 +129,7 @@ def test_what_is_stored_is_found_by_every_connection(served: tuple[FakeEngine, i
     assert 200 == status(raw(port, get(f"/v1/responses/{kept['id']}", "Connection: close")))
 
 
-def test_a_chain_whose_continuation_failed_begins_anew(served: tuple[FakeEngine, int]) -> None:
+def test_a_failed_continuation_starts_a_new_conversation(served: tuple[FakeEngine, int]) -> None:
     """A request that is refused, or breaks, leaves nothing to go on from; another response's does no harm."""
     _, port = served
     orphan = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
@@ -145,7 +145,7 @@ def test_a_chain_whose_continuation_failed_begins_anew(served: tuple[FakeEngine,
     assert "previous_response_not_found" == again[1]
 
 
-def test_a_generation_that_breaks_ends_its_chain() -> None:
+def test_a_failed_generation_ends_its_conversation() -> None:
     """The events tell of it, and the connection takes the next request."""
     scripts = iter([[finished], [Failed("broken")], [finished]])
 
@@ -164,7 +164,7 @@ def test_a_generation_that_breaks_ends_its_chain() -> None:
     assert "error" == broken[-1]["type"]
 
 
-def test_a_fault_of_ours_ends_the_connection_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_ends_the_connection_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """With the id of the connection, as for any request."""
 
     class Broken(FakeTokenizer):
@@ -179,7 +179,7 @@ def test_a_fault_of_ours_ends_the_connection_and_is_logged(caplog: pytest.LogCap
     assert any("request mine failed" in line for line in caplog.messages)
 
 
-def test_requests_of_a_connection_wait_for_each_other() -> None:
+def test_requests_of_a_connection_are_sequential() -> None:
     """Their events never mix; one connection's do not wait for another's."""
     gate = Gate()
 
@@ -203,7 +203,7 @@ def test_requests_of_a_connection_wait_for_each_other() -> None:
     assert 0 == second[0]["sequence_number"]
 
 
-def test_a_client_that_leaves_cancels_what_runs() -> None:
+def test_a_disconnect_cancels_the_current_request() -> None:
     """As with a stream over HTTP."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_cancels_what_runs() -> None:
         assert engine.left.wait(PATIENCE_SECONDS)
 
 
-def test_a_client_that_takes_nothing_is_cut() -> None:
+def test_a_blocked_websocket_send_closes_the_connection() -> None:
     """What it asked for ends, and so does the connection, full as it is."""
     much = [Delta("x" * 2**20, (1,)) for _ in range(64)]
     engine = FakeEngine(lambda request: [Started(1, 0, 7), *much, finished(request)])
@@ -259,7 +259,7 @@ def test_a_client_that_takes_nothing_is_cut() -> None:
         ('{"type": "response.create", "input": "hi", "temperature": 9}', "invalid_value", "temperature"),
     ],
 )
-def test_what_is_no_request_is_answered_and_the_connection_lives(
+def test_an_invalid_message_gets_an_error_event(
     served: tuple[FakeEngine, int], text: str, code: str, param: str | None
 ) -> None:
     """An error event with status, code and field."""
@@ -272,7 +272,7 @@ def test_what_is_no_request_is_answered_and_the_connection_lives(
         assert "response.completed" == turn(socket, input="hi")[-1]["type"]
 
 
-def test_messages_that_are_no_text_or_too_many_or_too_large_end_the_connection() -> None:
+def test_binary_excess_and_large_messages_close_the_socket() -> None:
     """1008 and 1009; what runs is cancelled."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
@@ -290,7 +290,7 @@ def test_messages_that_are_no_text_or_too_many_or_too_large_end_the_connection()
             assert code == closed.value.rcvd.code
 
 
-def test_a_connection_that_waits_is_kept() -> None:
+def test_an_idle_connection_stays_open() -> None:
     """The deadlines for heads and bodies of HTTP end with the handshake."""
     caps = {"body_seconds": 0.1, "head_seconds": 0.1}
     with serve_in_thread(FakeEngine(), settings(limits=caps)) as port, connected(port) as socket:
@@ -300,7 +300,7 @@ def test_a_connection_that_waits_is_kept() -> None:
         assert "response.completed" == turn(socket, input="hi")[-1]["type"]
 
 
-def test_a_connection_lasts_only_so_long(served: tuple[FakeEngine, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_has_a_time_limit(served: tuple[FakeEngine, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is told, so that clients connect anew."""
     monkeypatch.setattr(websocket, "SESSION_SECONDS", 0.05)
     with connected(served[1]) as socket:
@@ -324,7 +324,7 @@ def test_a_connection_lasts_only_so_long(served: tuple[FakeEngine, int], monkeyp
         ({"Authorization": "Bearer one", "Host": "evil.example"}, 421),
     ],
 )
-def test_a_handshake_needs_what_a_request_needs(keyed: int, headers: dict[str, str], expected: int) -> None:
+def test_a_handshake_is_checked_like_a_request(keyed: int, headers: dict[str, str], expected: int) -> None:
     """A key and our host; and no page of another site, for browsers let any page connect."""
     if expected == 101:
         with connected(keyed, **headers) as socket:
@@ -337,7 +337,7 @@ def test_a_handshake_needs_what_a_request_needs(keyed: int, headers: dict[str, s
     assert "error" in json.loads(refused.value.response.body or b"")
 
 
-def test_keys_do_not_share_what_is_stored(keyed: int) -> None:
+def test_keys_do_not_share_stored_responses(keyed: int) -> None:
     """A response belongs to the key of its connection."""
     with connected(keyed, Authorization="Bearer one") as socket:
         kept = turn(socket, input="hi", store=True)[-1]["response"]["id"]
@@ -346,7 +346,7 @@ def test_keys_do_not_share_what_is_stored(keyed: int) -> None:
         assert "previous_response_not_found" == refusal(socket, input="x", previous_response_id=kept)[1]
 
 
-def test_without_a_store_a_chain_lives_on_its_connection() -> None:
+def test_without_a_store_history_is_on_the_connection() -> None:
     """`--store none` takes no more than the default store does with store=false."""
     with serve_in_thread(FakeEngine(), settings(store="none")) as port, connected(port) as socket:
         first = turn(socket, input="one")[-1]["response"]["id"]

@@ -97,7 +97,7 @@ def accumulate(events: Sequence[Any]) -> Any:
     return state._completed_response
 
 
-def test_the_whole_life_of_every_item() -> None:
+def test_the_complete_sequence_of_every_item() -> None:
     """Reasoning, text and calls: added, told in parts, done; and the response around them."""
     events = tell([*THINKING, *ENDING], writer())
 
@@ -128,7 +128,7 @@ def test_the_whole_life_of_every_item() -> None:
     assert list(range(len(events))) == [event["sequence_number"] for event in events]
 
 
-def test_the_accumulator_sees_the_same_answer() -> None:
+def test_the_accumulator_of_openai_gets_the_same_response() -> None:
     """What the deltas add up to is what the last event holds."""
     events = tell([*THINKING, *ENDING], writer())
 
@@ -153,9 +153,7 @@ def test_the_accumulator_sees_the_same_answer() -> None:
     st.booleans(),
 )
 @settings(max_examples=50)
-def test_whatever_is_said_makes_a_stream_that_clients_read(
-    pieces: list[AnswerDelta], status: str, sealed: bool
-) -> None:
+def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, sealed: bool) -> None:
     """Every event has the shape of openai's type of it, none comes out of order, and nothing is lost."""
     events = tell(pieces, writer(sealed=sealed), status)
 
@@ -170,7 +168,7 @@ def test_whatever_is_said_makes_a_stream_that_clients_read(
     assert all("{}" == item["arguments"] for item in output[:-1] if item["type"] == "function_call")
 
 
-def test_an_answer_that_is_cut_leaves_its_last_item_incomplete() -> None:
+def test_a_truncated_answer_has_an_incomplete_item() -> None:
     """What was whole before stays complete."""
     events = tell(THINKING, writer(), "incomplete")
 
@@ -181,7 +179,7 @@ def test_an_answer_that_is_cut_leaves_its_last_item_incomplete() -> None:
     assert '{"a"' == last["response"]["output"][2]["arguments"]
 
 
-def test_nothing_said_is_an_empty_message() -> None:
+def test_no_text_is_an_empty_message() -> None:
     """So that there is always something to read."""
     response = accumulate(tell([], writer()))
 
@@ -189,7 +187,7 @@ def test_nothing_said_is_an_empty_message() -> None:
     assert ["message"] == [item.type for item in response.output]
 
 
-def test_a_fault_is_told_twice_and_ends_the_stream() -> None:
+def test_an_error_is_two_events_and_ends_the_stream() -> None:
     """As an error, flat and nested, and as the response that failed."""
     one = writer()
     events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("Hel")])])
@@ -208,7 +206,7 @@ def test_a_fault_is_told_twice_and_ends_the_stream() -> None:
         EVENT.validate_python(event)
 
 
-def test_a_response_in_the_background_waits_first() -> None:
+def test_a_background_response_is_queued_first() -> None:
     """Created and queued, then in progress; cancelled, it ends as incomplete with that status."""
     one = writer(status="queued", background=True)
     events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("a")]), *one.cancel()])
@@ -219,7 +217,7 @@ def test_a_response_in_the_background_waits_first() -> None:
     accumulate(events)
 
 
-def test_the_response_can_be_read_while_it_grows() -> None:
+def test_the_response_can_be_read_during_the_generation() -> None:
     """With what was said so far."""
     one = writer()
     told([*one.created(), *one.in_progress(), *one.add([ReasoningDelta("Hm"), TextDelta("Hel")])])
@@ -231,7 +229,7 @@ def test_the_response_can_be_read_while_it_grows() -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_sealed_reasoning_is_there_where_it_is_wanted(sealed: bool) -> None:
+def test_encrypted_reasoning_is_optional(sealed: bool) -> None:
     """And says the same as the plain one."""
     item = tell([ReasoningDelta("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
 
@@ -251,7 +249,7 @@ def test_logprobs_go_with_the_text() -> None:
     assert [entry] == events[-1]["response"]["output"][1]["content"][0]["logprobs"]
 
 
-def test_logprobs_wait_for_text_that_is_held_back() -> None:
+def test_logprobs_are_held_back_with_their_text() -> None:
     """A token may be read as text only when the next one has come."""
     first, second = ({"token": token, "logprob": -0.5, "bytes": [60], "top_logprobs": []} for token in "<b")
     one = writer()

@@ -78,7 +78,7 @@ async def get(app: Any, id: str) -> Answer:
     return await call(app, "GET", f"{PATH}/{id}")
 
 
-def test_an_answer_that_is_not_kept_says_so(disk: Disk) -> None:
+def test_a_response_that_is_not_stored_has_a_warning(disk: Disk) -> None:
     """It is whole, with a warning, and what it says of `store` is true; with room again all is as before."""
 
     async def story() -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def test_an_answer_that_is_not_kept_says_so(disk: Disk) -> None:
     assert "warnings" not in last
 
 
-def test_a_stream_that_is_not_kept_says_so_at_its_end(disk: Disk) -> None:
+def test_a_stream_that_is_not_stored_ends_with_a_warning(disk: Disk) -> None:
     """Its last event, which has the number that it always has, holds the warning."""
 
     async def story() -> tuple[list[Any], list[Any]]:
@@ -126,7 +126,7 @@ def events(answer: Answer) -> list[Any]:
     return Answer(200, {}, b"\n\n".join(line for line in lines if line.startswith(b"data: "))).events
 
 
-def test_a_response_in_the_background_that_cannot_be_kept_is_refused(disk: Disk) -> None:
+def test_a_background_response_needs_a_working_store(disk: Disk) -> None:
     """Nobody could ever read it: 503 before it is made, and nothing runs."""
 
     async def story() -> tuple[Answer, set[str]]:
@@ -144,7 +144,7 @@ def test_a_response_in_the_background_that_cannot_be_kept_is_refused(disk: Disk)
     assert set() == running
 
 
-def test_a_response_in_the_background_that_was_not_kept_has_failed(disk: Disk) -> None:
+def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
     """It was promised, and its end found no room: whoever reads it is told, at once."""
 
     async def story() -> Any:
@@ -166,7 +166,7 @@ def test_a_response_in_the_background_that_was_not_kept_has_failed(disk: Disk) -
     assert (200, "failed", NOT_STORED) == (answer.status, answer.json["status"], answer.json["error"]["message"])
 
 
-def test_what_was_kept_can_be_read_from_a_disk_that_takes_nothing(disk: Disk) -> None:
+def test_a_full_disk_can_still_be_read(disk: Disk) -> None:
     """Reading notes when that was, where it can: a response and a conversation are there all the same."""
 
     async def story() -> tuple[Any, Any, Answer]:

@@ -81,7 +81,7 @@ def using(store: ResponseStore, work: Callable[[ResponseStore], Awaitable[Result
     return asyncio.run(worked())
 
 
-def test_what_is_put_can_be_got(place: str) -> None:
+def test_a_record_is_read_as_stored(place: str) -> None:
     """All bytes, with what it goes on from and its events; what is not there is None."""
 
     async def work(store: ResponseStore) -> None:
@@ -103,7 +103,7 @@ def test_what_is_put_can_be_got(place: str) -> None:
     using(ResponseStore(place), work)
 
 
-def test_what_is_settled_stays(place: str) -> None:
+def test_a_final_record_is_not_replaced(place: str) -> None:
     """One that is being made is replaced, a settled one never; who cancels first wins."""
 
     async def work(store: ResponseStore) -> list[bytes]:
@@ -117,7 +117,7 @@ def test_what_is_settled_stays(place: str) -> None:
     assert [b"1", b"2", b"3", b"3", b"3"] == using(ResponseStore(place), work)
 
 
-def test_a_chain_is_read_from_its_beginning(place: str) -> None:
+def test_the_history_is_read_oldest_first(place: str) -> None:
     """A missing ancestor ends it, and can be seen: the first one goes on from somebody."""
 
     async def work(store: ResponseStore) -> None:
@@ -131,7 +131,7 @@ def test_a_chain_is_read_from_its_beginning(place: str) -> None:
     using(ResponseStore(place), work)
 
 
-def test_a_chain_that_bites_its_tail_ends(place: str) -> None:
+def test_a_cyclic_history_ends(place: str) -> None:
     """No client can make one, but a broken database must not hang the server."""
 
     async def work(store: ResponseStore) -> int:
@@ -157,7 +157,7 @@ def test_records_are_found_by_their_items(place: str) -> None:
     using(ResponseStore(place), work)
 
 
-def test_what_was_not_read_for_longest_goes_first(place: str) -> None:
+def test_the_least_recently_read_record_is_evicted(place: str) -> None:
     """By count: reading keeps a record, and a chain keeps its ancestors."""
     clock = Clock()
 
@@ -245,7 +245,7 @@ def test_two_servers_share_a_store(place: str) -> None:
     asyncio.run(work())
 
 
-def test_a_file_survives_its_server_and_is_nobody_elses(tmp_path: Path) -> None:
+def test_a_file_survives_its_server_and_is_private(tmp_path: Path) -> None:
     """Read by the next store; only the user may look into it."""
     place = tmp_path / "deep" / "folder" / "store.sqlite"
     using(ResponseStore(str(place)), lambda store: store.put(record("a"), b"event"))
@@ -273,14 +273,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_location_is_an_error(tmp_path: Path) -> None:
     """A folder in place of the file, or a database that nobody serves."""
     for place in (str(tmp_path), "postgresql://nobody@127.0.0.1:1/none"):
         with pytest.raises(StoreError):
             using(ResponseStore(place), lambda store: store.open())
 
 
-def test_a_server_does_not_start_without_the_store_that_it_was_told(tmp_path: Path) -> None:
+def test_a_server_does_not_start_without_its_store(tmp_path: Path) -> None:
     """What was named is looked for at the start; what was not is left alone."""
     check_store(str(tmp_path / "new" / "store.sqlite"))
     assert (tmp_path / "new" / "store.sqlite").exists()
@@ -319,7 +319,7 @@ def test_a_record_belongs_to_its_owner(place: str) -> None:
     assert [False, True] == deleted
 
 
-def test_a_store_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+def test_a_store_of_an_earlier_version_is_migrated(tmp_path: Path) -> None:
     """Its records had no owners, and are everybody's."""
     place = tmp_path / "old.sqlite"
     using(ResponseStore(str(place)), lambda store: store.put(record("old")))
@@ -331,7 +331,7 @@ def test_a_store_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     assert "" == found.owner
 
 
-def test_the_setting_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_selects_the_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing by default but a file in the folder that the system has for it; memory where that cannot be."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     found = [open_store(setting) for setting in (None, "memory", "~/x.sqlite", "postgresql://h/d")]
