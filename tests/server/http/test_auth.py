@@ -1,4 +1,4 @@
-"""Who may come in: every route but two needs a key, whatever the request looks like."""
+"""Authentication: every route but two needs a key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def routes(app: Any) -> list[tuple[str, str]]:
 
 
 def test_every_route_but_two_needs_a_key(app: Any) -> None:
-    """The list is read from the app: a new route is closed until somebody decides otherwise here."""
+    """The list is read from the app, so a new route is closed by default."""
     refused = {path for method, path in routes(app) if ask(app, method, path, json_body=BODY).status == 401}
     known = {path for _, path in routes(app)}
 
@@ -70,7 +70,7 @@ def test_variants_of_open_paths_need_a_key(app: Any, path: str) -> None:
 
 @pytest.mark.parametrize("host", ["x/health", "x?", "x#", "a@b", "x\\y", "x y", "localhost/health", "", "éx"])
 def test_the_host_header_cannot_bypass_authentication(app: Any, host: str) -> None:
-    """Nothing is decided on a URL that is put together from the Host header (CVE-2026-48710)."""
+    """No decision uses a URL built from the Host header (CVE-2026-48710)."""
     assert 401 == ask(app, "GET", "/v1/models", headers={"host": host}).status
 
 
@@ -131,7 +131,7 @@ def test_the_401_has_the_format_of_openai(app: Any) -> None:
 def test_the_route_is_in_log_and_metrics_with_and_without_keys(
     keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The outermost layer reads the route, and so the layers inside hand on the scope itself."""
+    """Inner layers pass on the scope itself, from which the outermost layer reads the route."""
     served = create_app(FakeEngine(), settings(keys=keys))  # type: ignore[arg-type]
     headers = {"Authorization": "Bearer first-key"}
 
@@ -144,14 +144,13 @@ def test_the_route_is_in_log_and_metrics_with_and_without_keys(
 
 
 def test_without_keys_everything_is_open() -> None:
-    """No key configured, none asked for."""
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
     assert 200 == ask(app, "GET", "/v1/models").status
 
 
 def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request compares digests of one length, as often as there are keys, also after a match."""
+    """Each request compares digests of equal length with all keys, also after a match."""
     compared: list[tuple[int, int]] = []
 
     def compare(left: bytes, right: bytes) -> bool:
@@ -175,7 +174,7 @@ def test_keys_are_split_at_commas_and_lines(tmp_path: Path) -> None:
 
 
 def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
-    """A secret that was mounted but never filled must not open the server."""
+    """An empty mounted secret must not open the server."""
     path = tmp_path / "keys"
     path.write_text("\n")
 
@@ -185,7 +184,7 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "127.0.0.1.example.org"])
 def test_a_reachable_address_needs_a_key(host: str) -> None:
-    """Others can reach it: a key, or the flag that says so."""
+    """A key, or the option for an open server."""
     with pytest.raises(ValueError, match="--api-key"):
         Settings(host=host).check()
 
@@ -195,6 +194,5 @@ def test_a_reachable_address_needs_a_key(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_none(host: str) -> None:
-    """Only this machine can reach it."""
     assert is_loopback(host)
     Settings(host=host).check()

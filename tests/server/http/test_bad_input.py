@@ -1,4 +1,4 @@
-"""The table of bad input: every row has its exact error, and after it a good request is answered."""
+"""Bad input: every row has its exact error, and after it a valid request is answered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"temperature": "0.5"}, number("temperature", "a valid number")),
     (CHAT, {"temperature": True}, number("temperature", "a valid number")),
     (CHAT, {"temperature": [1]}, number("temperature", "a valid number")),
-    # No name of a class of ours.
+    # Without the name of a Python class.
     (
         CHAT,
         {"messages": [{"role": "user", "content": [1, 1]}]},
@@ -237,7 +237,7 @@ def app() -> Any:
     return create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
 
-# A union has a fault for each of its members.
+# pydantic reports an error for each member of a union.
 UNIONS: list[tuple[str, dict[str, Any], str]] = [
     ("/api/embed", {"model": "m", "input": 5}, "'input': Input should be a valid string or a valid list."),
     ("/api/embed", {"model": "m", "input": []}, "'input': List should have at least 1 item, not 0."),
@@ -261,7 +261,7 @@ def assert_still_answers(app: Any) -> None:
 def test_a_bad_field_is_a_400_that_names_it(
     app: Any, path: str, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """The body of the answer is exactly this, the input is not in it, and the server goes on."""
+    """The exact body, without the input; the server still works."""
     answer = ask(app, "POST", path, json_body={**GOOD[path], **fields})
 
     assert (400, expected) == (answer.status, answer.json)
@@ -272,7 +272,7 @@ def test_a_bad_field_is_a_400_that_names_it(
 def test_the_most_specific_error_of_a_union_is_reported(
     app: Any, path: str, fields: dict[str, Any], expected: str
 ) -> None:
-    """Not that of a member that nobody meant; where the value is of no member's kind, all kinds are named."""
+    """A value of another type than all members names all types."""
     good = {"model": "fake", "max_tokens": 1, "messages": MESSAGES} if path == "/v1/messages" else {}
     answer = ask(app, "POST", path, json_body={**good, **fields})
 
@@ -282,7 +282,7 @@ def test_the_most_specific_error_of_a_union_is_reported(
 
 @pytest.mark.parametrize(("body", "expected"), RAW, ids=lambda value: str(value)[:40])
 def test_a_body_that_is_no_strict_json_is_a_400(app: Any, body: bytes, expected: dict[str, Any]) -> None:
-    """Numbers without end, equal keys, other encodings and depth are refused before pydantic sees them."""
+    """Infinite numbers, duplicate keys, other encodings and depth are rejected before pydantic."""
     answer = ask(app, "POST", CHAT, body=body)
 
     assert (400, expected) == (answer.status, answer.json)
@@ -300,7 +300,7 @@ def test_the_first_field_that_is_missing_is_named(app: Any, path: str) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_an_unknown_model_is_a_404_that_lists_the_names(app: Any, path: str) -> None:
-    """The names that are served are in the message."""
+    """The message has the served names."""
     answer = ask(app, "POST", path, json_body={**GOOD[path], "model": "gpt-9"})
 
     message = "The model 'gpt-9' does not exist here. This server serves 'fake', 'org/alias'."
@@ -312,7 +312,7 @@ def test_an_unknown_model_is_a_404_that_lists_the_names(app: Any, path: str) -> 
 def test_a_prompt_that_is_too_long_is_a_real_400_with_both_numbers(
     app: Any, path: str, param: str, stream: bool
 ) -> None:
-    """Also for a stream the status is 400, and both wordings that agents look for are in the message."""
+    """Also for a stream the status is 400, with both wordings that agents search for."""
     long = {CHAT: {"messages": [{"role": "user", "content": "x" * 63}]}, TEXT: {"prompt": "x" * 64}}[path]
 
     answer = ask(app, "POST", path, json_body={**long, "stream": stream})
@@ -329,7 +329,7 @@ def test_a_prompt_that_is_too_long_is_a_real_400_with_both_numbers(
 
 @pytest.mark.parametrize("name", sorted({*policy.CHAT, *policy.EXTENSIONS}))
 def test_a_documented_field_is_never_ignored(app: Any, name: str) -> None:
-    """A value that asks for something is 400 unsupported_parameter; null and the idle values are accepted."""
+    """A value with an effect is 400 unsupported_parameter; null and values without effect are accepted."""
     idle = {**policy.EXTENSIONS, **policy.CHAT}[name]
     asking = ask(app, "POST", CHAT, json_body={**GOOD[CHAT], name: {"something": "else"}})
     null = ask(app, "POST", CHAT, json_body={**GOOD[CHAT], name: None})
@@ -343,7 +343,6 @@ def test_a_documented_field_is_never_ignored(app: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(policy.COMPLETIONS))
 def test_a_documented_field_of_completions_is_never_ignored(app: Any, name: str) -> None:
-    """The same for the other API."""
     answer = ask(app, "POST", TEXT, json_body={**GOOD[TEXT], name: 9})
 
     expected = error(f"This server does not support '{name}' yet.", name, "unsupported_parameter")
@@ -353,12 +352,12 @@ def test_a_documented_field_of_completions_is_never_ignored(app: Any, name: str)
 
 
 def test_a_boolean_is_no_number(app: Any) -> None:
-    """n=true is no way to write n=1."""
+    """n=true is not n=1."""
     assert 400 == ask(app, "POST", CHAT, json_body={**GOOD[CHAT], "n": True}).status
 
 
 def test_an_error_never_echoes_the_input(app: Any) -> None:
-    """Whatever a rejected field holds, the answer stays short and without it."""
+    """The error is short and does not contain the rejected value."""
     for value in ("SECRET" * 1000, ["SECRET"] * 1000, {"SECRET": "SECRET"}):
         for field in ("temperature", "messages", "stop_token_ids", "overflow", "prompt_cache_key"):
             answer = ask(app, "POST", CHAT, json_body={**GOOD[CHAT], field: value})
@@ -369,14 +368,14 @@ def test_an_error_never_echoes_the_input(app: Any) -> None:
 
 
 def test_a_long_unknown_name_is_cut(app: Any) -> None:
-    """A field's name is input too: 64 characters of it are enough to find it."""
+    """To 64 characters."""
     answer = ask(app, "POST", CHAT, body=json.dumps({**GOOD[CHAT], "x" * 10_000: 1}).encode())
 
     assert ("unknown_parameter", "x" * 64) == (answer.json["error"]["code"], answer.json["error"]["param"])
 
 
 def test_large_bodies_are_parsed_the_same(app: Any) -> None:
-    """A body beyond the size that is parsed in a worker thread meets the same rules."""
+    """Bodies parsed in a worker thread follow the same rules."""
     padding = json.dumps({"user": "x" * 100_000})
 
     answer = ask(app, "POST", CHAT, body=padding.encode()[:-1] + b', "seed": NaN}')

@@ -1,4 +1,4 @@
-"""A server that runs out of file descriptors: by connections, which it bounds, or by what else the process opens."""
+"""Exhaustion of file descriptors: by connections, which are limited, and by other parts of the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 30
 
 @contextmanager
 def process(play: str, flag: Path, log: Path) -> Iterator[int]:
-    """A server process that may open few files, and its port."""
+    """A server process with a low limit of descriptors, and its port."""
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -55,7 +55,7 @@ def wait_for(path: Path) -> None:
 
 
 def test_health_is_answered_at_the_connection_limit(tmp_path: Path) -> None:
-    """More idle connections than there are descriptors: the longest idle go, and nothing is logged."""
+    """With more idle connections than descriptors the longest idle ones are closed, and nothing is logged."""
     log = tmp_path / "log"
     with process("talk", tmp_path / "flag", log) as port, ExitStack() as open_ones:
         found = [answers(port)]
@@ -69,7 +69,7 @@ def test_health_is_answered_at_the_connection_limit(tmp_path: Path) -> None:
 
 
 def test_exhausted_descriptors_are_logged_and_survived(tmp_path: Path) -> None:
-    """A line a second and no traceback; with descriptors again those that waited are served."""
+    """One line a second without a traceback; with free descriptors the queued connections are served."""
     flag, log = tmp_path / "flag", tmp_path / "log"
     with process("eat", flag, log) as port:
         assert 200 == answers(port)
@@ -90,13 +90,13 @@ def test_exhausted_descriptors_are_logged_and_survived(tmp_path: Path) -> None:
         lines = log.read_text().splitlines()
         assert [200] * 20 == served
         assert {"no connection can be accepted, next attempt in a second: Too many open files"} == {*lines}
-        # The first at once, and another behind each second.
+        # The first line at once, one more after each second.
         assert len(lines) <= 3 + seconds + 2
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(256, 256), (64, 64), (300, 100_000)])
 def test_connections_leave_a_reserve_of_descriptors(soft: int, hard: int) -> None:
-    """Of few descriptors a reserve or half is left; where more may be had, all connections are affordable."""
+    """A reserve, or half of few descriptors; a higher hard limit allows all connections."""
     code = (
         "import resource as r; from server.http.descriptors import connection_limit;"
         f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, min({hard}, r.getrlimit(r.RLIMIT_NOFILE)[1])));"

@@ -1,4 +1,4 @@
-"""The error table: every code is documented, and nothing but server/http/errors.py knows a status."""
+"""The error table: every code is documented, and only server/http/errors.py has status codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_code_is_a_row_of_the_page(kind: ErrorKind) -> None:
 
 
 def test_the_page_has_no_other_rows() -> None:
-    """A code that is gone is gone from the page too."""
+    """Removed codes are removed from the page."""
     page = (ROOT / "docs" / "errors.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
 
@@ -34,7 +34,6 @@ def test_the_page_has_no_other_rows() -> None:
 
 
 def test_codes_are_unique() -> None:
-    """A client can tell every case by its code."""
     assert len(KINDS) == len({kind.code for kind in KINDS})
 
 
@@ -52,7 +51,7 @@ def test_codes_are_unique() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_every_engine_error_has_an_api_error(error: engine_errors.EngineError) -> None:
-    """None that a request can meet is an unexplained 500, and what can be tried again says when."""
+    """No engine error is an unexplained 500, and retryable ones have Retry-After."""
     answer = errors.from_engine_error(error, "/v1/chat/completions")
 
     assert isinstance(answer, ApiError)
@@ -64,7 +63,7 @@ def test_every_engine_error_has_an_api_error(error: engine_errors.EngineError) -
     ("tokens", "longest", "named"), [(10, 0, False), (10, 5, False), (10, 10, False), (10, 11, True), (5, 32768, True)]
 )
 def test_a_prompt_for_a_larger_context_names_the_option(tokens: int, longest: int, named: bool) -> None:
-    """Where the model or the memory holds no more there is nothing to set."""
+    """Not if the model or the memory allows no larger context."""
     error = engine_errors.ContextTooLong(tokens, 5, max_context=longest)
     message = errors.from_engine_error(error, "/v1/chat/completions").message
 
@@ -73,14 +72,14 @@ def test_a_prompt_for_a_larger_context_names_the_option(tokens: int, longest: in
 
 
 def test_no_deterministic_failure_is_a_5xx() -> None:
-    """Clients repeat every 5xx: only what may go away, or a fault of ours, is one."""
+    """Clients retry every 5xx, so only temporary or unexpected errors have one."""
     passing = {"model_loading", "server_draining", "engine_dead", "store_unavailable"}
 
     assert {"internal_error", "generation_failed", *passing} == {kind.code for kind in KINDS if kind.status >= 500}
 
 
 def test_only_one_file_has_status_codes() -> None:
-    """No other file of server/ holds a number that could be one."""
+    """No other file of server/ contains such a number."""
     found = [
         (path.name, node.value)
         for path in (ROOT / "server").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Bodies of megabytes: one fault, caps that errors name, and no work on the event loop."""
+"""Bodies of megabytes: one validation error, named limits, and no work on the event loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def app() -> Any:
 
 
 def models(base: type[BaseModel] = Strict) -> Iterator[type[BaseModel]]:
-    """Every model of a request."""
+    """All nested models of a request."""
     for module in pkgutil.iter_modules(server.schemas.__path__):
         importlib.import_module(f"server.schemas.{module.name}")
     for model in base.__subclasses__():
@@ -58,7 +58,7 @@ def models(base: type[BaseModel] = Strict) -> Iterator[type[BaseModel]]:
 
 
 def containers(schema: Any, model: type[BaseModel], around: str = "") -> Iterator[tuple[dict[str, Any], str]]:
-    """The lists and objects that a model validates, each with the type of what it stands in."""
+    """The lists and objects of a model with the type of their parent."""
     if isinstance(schema, dict):
         if schema.get("type") == "model" and schema.get("cls") is not model:
             return
@@ -74,7 +74,7 @@ def containers(schema: Any, model: type[BaseModel], around: str = "") -> Iterato
 
 @pytest.mark.parametrize("model", sorted({*models()}, key=repr), ids=lambda model: model.__name__)
 def test_every_list_and_object_of_a_request_has_a_limit(model: type[BaseModel]) -> None:
-    """And ends at its first fault: a list fails fast, the size of an object is checked before its values."""
+    """Validation ends at the first error: lists fail fast, an object's size is checked before its values."""
     for schema, around in containers(model.__pydantic_core_schema__, model):
         assert schema.get("max_length") is not None, schema
         assert schema.get("fail_fast") if schema["type"] == "list" else around == "function-before"
@@ -89,7 +89,7 @@ def list_of(most: int) -> str:
 
 
 OBJECT = f"Object should have at most {MAX_KEYS} items, not more"
-# The path, the body, the parameter, and the words that name the cap.
+# Path, body, parameter, and the words for the limit.
 CAPPED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
@@ -144,7 +144,7 @@ CAPPED: list[tuple[str, dict[str, Any], str, str]] = [
 def test_an_exceeded_limit_names_its_parameter(
     app: Any, path: str, body: dict[str, Any], param: str, reason: str
 ) -> None:
-    """In the envelope of each API."""
+    """In the error format of each API."""
     answer = ask(app, "POST", path, json_body=body)
     told = answer.json["error"]
     message = told if isinstance(told, str) else told["message"]
@@ -171,7 +171,7 @@ WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "body"), WRONG, ids=lambda value: str(value)[:40])
 def test_one_validation_error_is_collected_for_any_size(model: type[BaseModel], body: dict[str, Any]) -> None:
-    """Not one for each value: 600 KB of them took 8 s. An object of a list has one for each of its fields."""
+    """Not one for each value (8 s for 600 KB). An object of a list has one for each field."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
 
@@ -180,7 +180,7 @@ def test_one_validation_error_is_collected_for_any_size(model: type[BaseModel], 
 
 
 def test_values_of_a_body_are_counted_before_it_is_parsed(app: Any) -> None:
-    """Both caps are in the error, and numbers have one of their own, for prompts of token ids."""
+    """The error names both limits; numbers have a higher one, for prompts of token ids."""
     nodes = b'{"prompt":[' + b",".join([b"[]"] * MAX_NODES) + b"]}"
     values = b'{"prompt":[' + b",".join([b"1"] * (MAX_VALUES + 1)) + b"]}"
 
@@ -191,7 +191,7 @@ def test_values_of_a_body_are_counted_before_it_is_parsed(app: Any) -> None:
 
 
 def test_the_scan_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work is bounded by the cap, not by the body."""
+    """Its work is bounded by the limit, not by the body."""
     plain, calls = json_limits._next_structural, []
     monkeypatch.setattr(json_limits, "_next_structural", lambda *at: calls.append(at) or plain(*at))
 
@@ -200,7 +200,7 @@ def test_the_scan_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_limits_are_exact() -> None:
-    """The last value that is allowed passes."""
+    """The last allowed value passes."""
     assert exceeded_limit("[" + ",".join(["[]"] * (MAX_NODES - 1)) + "]") is None
     assert exceeded_limit("[" + ",".join(["[]"] * MAX_NODES) + "]") is not None
     assert exceeded_limit("[" + ",".join(["1"] * MAX_VALUES) + "]") is None
@@ -212,7 +212,7 @@ def test_the_limits_are_exact() -> None:
 @pytest.mark.parametrize("text", [",", "[", '"', "\\", '\\"', "a\\", "{[,"])
 @pytest.mark.parametrize("shift", [0, 1, 2])
 def test_brackets_in_text_do_not_count(text: str, shift: int) -> None:
-    """However long a string is, wherever its escapes fall in a window of the scan, and whatever stands behind it."""
+    """For any length and any position of escapes in a window of the scan."""
     value = {"a": "x" * shift + text * (8 * SCAN_WINDOW), "b": [[]] * 80}
 
     assert exceeded_limit(json.dumps(value)) is None
@@ -221,12 +221,12 @@ def test_brackets_in_text_do_not_count(text: str, shift: int) -> None:
 
 @given(st.text(alphabet='[]{}",:\\a1 \n', max_size=60))
 def test_any_text_is_scanned_to_its_end(text: str) -> None:
-    """Also what is no JSON: a string that never ends, a lone escape."""
+    """Also invalid JSON: an unterminated string, a lone escape."""
     exceeded_limit("[" * 60 + text + "[]" * 40)
 
 
 def test_large_bodies_are_read_off_the_loop_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones are read where they come, without a detour through a thread."""
+    """Small ones are parsed on the event loop."""
     threads: list[int] = []
     plain = StrictRequest.parse_body
     monkeypatch.setattr(
@@ -261,20 +261,19 @@ def test_a_conversation_is_translated_and_rendered_off_the_loop(monkeypatch: pyt
     )
 )
 def test_an_answer_in_slices_is_the_same_text(value: object) -> None:
-    """Whatever is in it."""
     assert dumps(value) == dumps_sliced(value)
 
 
 @pytest.mark.parametrize("length", [0, 1, SCALAR_SLICE, SCALAR_SLICE + 1, 3 * SCALAR_SLICE])
 def test_a_long_list_in_slices_is_the_same_text(length: int) -> None:
-    """At the borders of slices too."""
+    """Also at the boundaries of slices."""
     value = {"data": [*range(length)], "rows": [[1.5] * 3] * length}
 
     assert dumps(value) == dumps_sliced(value)
 
 
 def test_the_arguments_of_all_calls_share_a_limit(app: Any) -> None:
-    """They are JSON inside of strings, where the caps of the body see nothing; what is beyond it stays text."""
+    """They are JSON inside strings, outside the limits of the body; above the limit they stay text."""
     engine = FakeEngine()
     arguments = json.dumps({"a": [[]] * 10_000})
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}] * 20
@@ -287,7 +286,6 @@ def test_the_arguments_of_all_calls_share_a_limit(app: Any) -> None:
 
 
 def test_token_pieces_are_limited(app: Any) -> None:
-    """Each is an object of its own."""
     answer = ask(app, "POST", "/tokenize", json_body={"prompt": "x" * (2**17 + 1), "with_pieces": True})
 
     assert (400, "with_pieces") == (answer.status, answer.json["error"]["param"])
@@ -295,7 +293,7 @@ def test_token_pieces_are_limited(app: Any) -> None:
 
 
 class StrictTokenizer(FakeTokenizer):
-    """Refuses text that no context holds, as a real one does."""
+    """Rejects text above the context, like a real tokenizer."""
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         if len(text) > 2**18:
@@ -314,7 +312,7 @@ class CountingTokenizer(FakeTokenizer):
 
 
 def test_a_question_above_the_context_stops_tokenization() -> None:
-    """2,048 documents with one query of megabytes would each be cut into tokens."""
+    """Otherwise 2,048 documents with a query of megabytes would all be tokenized."""
     tokenizer = CountingTokenizer()
     asker = QuestionEncoder(tokenizer, 64, "documents")  # type: ignore[arg-type]
     with pytest.raises(ContextTooLong):
@@ -324,7 +322,7 @@ def test_a_question_above_the_context_stops_tokenization() -> None:
 
 
 def test_all_tokens_of_questions_share_a_limit() -> None:
-    """Memory is bounded by it, whatever they have in common."""
+    """It bounds the memory, also for a common prefix."""
     length = MOST_PROMPT_TOKENS // 8
     asker = QuestionEncoder(FakeTokenizer(), 2 * length, "documents")  # type: ignore[arg-type]
     with pytest.raises(ApiError) as caught:
@@ -339,7 +337,7 @@ LARGEST = ClientLimits().body_bytes
 
 @pytest.mark.slow
 def test_a_body_takes_at_most_eight_times_the_largest() -> None:
-    """Its text, its values and its models together, at their most."""
+    """Peak of its text, values and models together."""
     app = create_app(FakeEngine(tokenizer=StrictTokenizer()), settings())  # type: ignore[arg-type]
     taken: dict[str, float] = {}
     for body in known(LARGEST):

@@ -1,4 +1,4 @@
-"""--lenient: what is refused by name without it is left out with it, and told in the answer."""
+"""--lenient: unsupported fields are left out with a warning instead of an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post(app: Any, path: str, **fields: Any) -> Answer:
 
 @both
 def test_unsupported_fields_become_warnings(lenient: Any, path: str) -> None:
-    """Documented fields and unknown ones, in the answer and in the first chunk of a stream."""
+    """Documented and unknown fields, in the response and in the first chunk of a stream."""
     asked = {"mirostat": 2, "frobnicate": 1}
     expected = ["This server does not support 'mirostat' yet.", "Unknown parameter: 'frobnicate'."]
 
@@ -40,13 +40,12 @@ def test_unsupported_fields_become_warnings(lenient: Any, path: str) -> None:
 
 @both
 def test_without_warnings_there_is_no_list(lenient: Any, path: str) -> None:
-    """An answer to a body that is honoured has none."""
     assert "warnings" not in post(lenient, path, temperature=0).json
     assert "warnings" not in post(lenient, path, stream=True).events[0]
 
 
 def test_nested_fields_are_left_out_too(lenient: Any) -> None:
-    """By their path, wherever they stand."""
+    """By their path."""
     parts = [{"type": "text", "text": "a", "color": "red"}]
     answer = post(lenient, CHAT, messages=[*MESSAGES, {"role": "user", "content": parts}], stream_options=None)
 
@@ -57,7 +56,7 @@ def test_nested_fields_are_left_out_too(lenient: Any) -> None:
 
 
 def test_unsupported_abilities_become_warnings(lenient: Any) -> None:
-    """Tools, efforts and budgets that a strict server refuses for this model."""
+    """Tools, efforts and budgets that this model does not support."""
     tool = {"type": "function", "function": {"name": "f"}}
     asked = {"tools": [tool], "reasoning_effort": "low", "verbosity": "low", "thinking_token_budget": 5}
 
@@ -72,7 +71,7 @@ def test_unsupported_abilities_become_warnings(lenient: Any) -> None:
 
 @both
 def test_wrong_values_stay_errors(lenient: Any, path: str) -> None:
-    """Only what is not honoured is forgiven, never what is wrong, not even beside it."""
+    """Also beside an unsupported field."""
     for fields in ({"temperature": 9}, {"temperature": 9, "mirostat": 2}, {"mirostat": 2, "max_tokens": 65}):
         answer = post(lenient, path, **fields)
 
@@ -83,7 +82,6 @@ def test_wrong_values_stay_errors(lenient: Any, path: str) -> None:
 
 @both
 def test_warnings_are_bounded(lenient: Any, path: str) -> None:
-    """Thousands of unknown fields make no answer of thousands of lines."""
     answer = post(lenient, path, **{f"x{number}": 1 for number in range(5000)})
 
     assert (200, 32) == (answer.status, len(answer.json["warnings"]))

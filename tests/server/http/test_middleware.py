@@ -1,4 +1,4 @@
-"""What a request must be before anything reads it: host, type, size, and an id on every answer."""
+"""Host, content type, size of the body, and a request id in every response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def app() -> Any:
 
 
 def envelope(answer: Answer, status: int, code: str) -> str:
-    """Check the error of an answer; gives its message."""
+    """The message of a checked error envelope."""
     assert (status, code, None) == (answer.status, answer.json["error"]["code"], answer.json["error"]["param"])
     assert {"message", "type", "param", "code"} <= answer.json["error"].keys()
     return str(answer.json["error"]["message"])
@@ -34,7 +34,7 @@ def envelope(answer: Answer, status: int, code: str) -> str:
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:9", "[::1]:8000", "[::1]", "cellar.example:80"]
 )
 def test_allowed_hosts_are_served(app: Any, host: str) -> None:
-    """localhost, the loopback addresses, the bound host and what was allowed; ports do not matter."""
+    """localhost, the loopback addresses, the bound host and the allowed ones, with any port."""
     assert 200 == ask(app, "GET", "/health", headers={"host": host}).status
 
 
@@ -52,19 +52,19 @@ def test_allowed_hosts_are_served(app: Any, host: str) -> None:
 )
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/nope"])
 def test_other_hosts_are_rejected(app: Any, host: str, path: str) -> None:
-    """A page that rebinds its name to this machine gets 421 and nothing else."""
+    """A page that rebinds its name to this machine (DNS rebinding) gets 421."""
     envelope(ask(app, "GET", path, headers={"host": host}), 421, "host_not_allowed")
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
 def test_probes_may_have_any_host(app: Any, path: str) -> None:
-    """Kubernetes and Prometheus send the address of the pod as Host; a path that only looks like one does not pass."""
+    """Kubernetes and Prometheus send the pod's address as Host; similar paths are rejected."""
     assert 200 == ask(app, "GET", path, headers={"host": "10.1.2.3:8000"}).status
     envelope(ask(app, "GET", f"{path}/x", headers={"host": "10.1.2.3:8000"}), 421, "host_not_allowed")
 
 
 def test_a_star_allows_every_host() -> None:
-    """For servers behind a proxy that has checked."""
+    """For servers behind a proxy with its own check."""
     app = create_app(FakeEngine(), settings(allowed_hosts=("*",)))  # type: ignore[arg-type]
 
     assert 200 == ask(app, "GET", "/health", headers={"host": "any.example"}).status
@@ -74,7 +74,7 @@ def test_a_star_allows_every_host() -> None:
     "kind", ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/json"]
 )
 def test_a_body_must_be_json(app: Any, kind: str) -> None:
-    """What a browser can send to another site without asking is 415."""
+    """Types that a browser sends to other origins without a preflight request are 415."""
     envelope(ask(app, "POST", CHAT, json_body=BODY, headers={"content-type": kind}), 415, "unsupported_media_type")
 
 
@@ -98,12 +98,12 @@ def test_json_may_name_its_charset(app: Any, kind: str) -> None:
 def test_an_unknown_url_precedes_other_errors(
     app: Any, method: str, path: str, status: int, code: str, headers: dict[str, str]
 ) -> None:
-    """The type of a body matters only where a route takes the request."""
+    """The content type matters only for an existing route."""
     envelope(ask(app, method, path, body=b"--x--", headers=headers), status, code)
 
 
 def test_the_prefix_of_openai_paths_may_be_left_out(app: Any) -> None:
-    """Every path under /v1 answers alike without it, errors too; what is served as it is keeps its meaning."""
+    """Every path under /v1 has the same response without it, errors included; existing routes keep their meaning."""
     asked: list[tuple[str, str, object]] = [
         ("GET", "/models", None),
         ("GET", "/models/none", None),
@@ -126,7 +126,7 @@ def test_the_prefix_of_openai_paths_may_be_left_out(app: Any) -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "identity"])
 def test_encoded_bodies_are_refused(app: Any, encoding: str) -> None:
-    """No decompression, so no bomb."""
+    """No decompression, so no decompression bomb."""
     answer = ask(app, "POST", CHAT, body=b"\x1f\x8b", headers={"content-encoding": encoding})
 
     envelope(answer, 415, "unsupported_media_type")
@@ -135,7 +135,7 @@ def test_encoded_bodies_are_refused(app: Any, encoding: str) -> None:
 @pytest.mark.parametrize("announce", [True, False])
 @pytest.mark.parametrize(("size", "status"), [(999, 200), (1000, 200), (1001, 413)])
 def test_the_size_of_a_body_is_counted(app: Any, announce: bool, size: int, status: int) -> None:
-    """At the cap it passes, one byte more is 413, whether or not the length was announced."""
+    """One byte above the limit is 413, with or without Content-Length."""
     head, tail = b'{"messages": [{"role": "user", "content": "', b'"}]}'
     padding = b" " * (size - len(head) - len(tail) - 1)
     body = head + b"x" + tail + padding
@@ -150,7 +150,7 @@ def test_the_size_of_a_body_is_counted(app: Any, announce: bool, size: int, stat
 
 
 def test_every_answer_has_a_request_id(app: Any) -> None:
-    """Ours, or the client's own where it is fit to be logged."""
+    """A new one, or the client's if it is safe to log."""
     for method, path in (("GET", "/health"), ("GET", "/nope"), ("POST", CHAT), ("GET", CHAT)):
         assert re.fullmatch(r"req_[0-9a-f]{32}", ask(app, method, path).headers["x-request-id"])
     for given, kept in (("abc-1", True), ("a b", False), ("x" * 128, True), ("x" * 129, False), ("a\x1bb", False)):
@@ -172,7 +172,7 @@ def test_every_answer_has_a_request_id(app: Any) -> None:
     ],
 )
 def test_other_urls_and_methods_have_the_envelope_too(app: Any, method: str, path: str, status: int, code: str) -> None:
-    """Not FastAPI's {"detail": ...}; a 405 says what would be right."""
+    """Not FastAPI's {"detail": ...}; a 405 names the allowed methods."""
     answer = ask(app, method, path)
 
     assert (status, code) == (answer.status, answer.json["error"]["code"])
@@ -195,7 +195,7 @@ def test_other_urls_and_methods_have_the_envelope_too(app: Any, method: str, pat
 def test_a_refusal_has_an_error_status_and_retry_after(
     refusal: Any, status: int, code: str, type: str, retry: str, stream: bool
 ) -> None:
-    """Also for a stream: no 200 is sent before the engine has admitted the request."""
+    """Also for a stream: no 200 is sent before the engine accepts the request."""
     app = create_app(FakeEngine(refusal=refusal), settings())  # type: ignore[arg-type]
 
     answer = ask(app, "POST", CHAT, json_body={**BODY, "stream": stream})
@@ -205,7 +205,7 @@ def test_a_refusal_has_an_error_status_and_retry_after(
 
 
 def test_a_loading_server_answers_before_it_renders_anything() -> None:
-    """503 with the phase, though there is no tokenizer yet."""
+    """503 with the phase, without a tokenizer."""
     engine = FakeEngine(phase="weights")
     app = create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -217,7 +217,7 @@ def test_a_loading_server_answers_before_it_renders_anything() -> None:
 
 
 def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
-    """The client learns the id, not the traceback; the log has both."""
+    """The response has the request id; only the log has the traceback."""
     engine = FakeEngine()
     app = create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -235,7 +235,7 @@ def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCapt
 
 
 def test_a_request_is_one_line_in_the_log_without_its_content(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither path nor prompt nor key of a client gets into the log, at any level."""
+    """No path, prompt or key of a client is logged at any level."""
     app = create_app(FakeEngine(), settings(keys=("CANARY",)))  # type: ignore[arg-type]
     key = {"Authorization": "Bearer CANARY"}
 

@@ -1,4 +1,4 @@
-"""Pages of other sites: none may call the server from a browser but those of the origins that were allowed."""
+"""CORS: only pages of allowed origins may call the server from a browser."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def app() -> Any:
 
 
 def asks(origin: str, method: str = "POST") -> dict[str, str]:
-    """The headers by which a browser asks whether a page may send what needs asking."""
+    """The headers of a preflight request."""
     wanted = "authorization,content-type,x-stainless-os"
     return {"origin": origin, "access-control-request-method": method, "access-control-request-headers": wanted}
 
 
 def test_an_allowed_origin_may_send_a_key_and_json(app: Any) -> None:
-    """A browser asks before, without the key, and from a page of the Internet also for machines near by."""
+    """A preflight request has no key; from a public page it also asks for private networks."""
     answer = ask(app, "OPTIONS", CHAT, headers={**asks(PAGE), "access-control-request-private-network": "true"})
 
     assert 200 == answer.status
@@ -51,7 +51,7 @@ def test_an_allowed_origin_may_send_a_key_and_json(app: Any) -> None:
     ],
 )
 def test_an_allowed_origin_reads_every_response(app: Any, changes: dict[str, Any], status: int, stream: bool) -> None:
-    """Errors too, with the headers that clients look at."""
+    """Errors included, with the exposed headers."""
     sent = {"json_body": BODY, "headers": {"authorization": "Bearer secret"}, **changes}
 
     answer = ask(
@@ -79,7 +79,7 @@ def test_an_allowed_origin_reads_every_response(app: Any, changes: dict[str, Any
     ],
 )
 def test_other_origins_are_rejected(app: Any, origin: str, method: str) -> None:
-    """In the envelope; what they send without asking is answered, and no browser lets them read it."""
+    """Simple requests are answered, but no browser lets the page read the response."""
     refused = ask(app, "OPTIONS", CHAT, headers=asks(origin, method))
     answer = ask(app, "GET", "/health", headers={"origin": origin})
 
@@ -90,7 +90,7 @@ def test_other_origins_are_rejected(app: Any, origin: str, method: str) -> None:
 
 @pytest.mark.parametrize("hosts", [(), ("cellar.example",), ("*",)])
 def test_no_origin_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
-    """Nor by a host that is: a page that anybody wrote must not read what a server at home says."""
+    """An allowed host is no allowed origin."""
     app = create_app(FakeEngine(), settings(allowed_hosts=hosts))  # type: ignore[arg-type]
 
     assert 405 == ask(app, "OPTIONS", CHAT, headers=asks(PAGE)).status
@@ -102,13 +102,13 @@ def test_no_origin_is_allowed_by_default(hosts: tuple[str, ...]) -> None:
     "origin", ["https://*", "*://x", "https://x/", "https://x/chat", "://x", "https://", "a b://x"]
 )
 def test_an_origin_needs_scheme_and_host(origin: str) -> None:
-    """What no browser would ever send is refused at the start, and so is every page at once."""
+    """Values that no browser sends are rejected at the start, and so is *."""
     with pytest.raises(ValueError, match="is no origin"):
         Settings(allowed_hosts=(origin,)).check()
 
 
 def test_an_origin_is_not_an_allowed_host() -> None:
-    """Each is told from the other by its scheme."""
+    """The scheme distinguishes them."""
     both = Settings(allowed_hosts=("x.example", "http://localhost:3000", "chrome-extension://abc"))
 
     assert ("localhost", "127.0.0.1", "[::1]", "127.0.0.1", "x.example") == both.hosts

@@ -1,4 +1,4 @@
-"""Strict JSON takes what json.loads takes, but for its holes, and takes linear time."""
+"""The strict JSON parser: equal to json.loads for strict JSON, in linear time."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ values = st.recursive(
 )
 
 
-# The first text that hypothesis makes in a process costs seconds.
+# The first text of hypothesis in a process takes seconds.
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), values, max_size=5))
 def test_valid_json_is_parsed_as_by_python(value: dict[str, object]) -> None:
-    """Any object that JSON can say comes back equal."""
+    """Any JSON object is parsed unchanged."""
     assert value == loads(json.dumps(value).encode())
     assert value == loads(json.dumps(value, ensure_ascii=False).encode())
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_object_or_an_api_error(body: bytes) -> None:
-    """No bytes make it raise anything else."""
     with contextlib.suppress(ApiError):
         assert isinstance(loads(body), dict)
 
 
 def test_brackets_in_strings_add_no_depth() -> None:
-    """Depth counts structure only, also behind escaped quotes."""
+    """Also behind escaped quotes."""
     text = '\\"' + "[" * 100
 
     assert {"a": text} == loads(json.dumps({"a": text}).encode())
@@ -49,14 +48,13 @@ def test_brackets_in_strings_add_no_depth() -> None:
 
 @pytest.mark.parametrize("levels", [1, 63, 64])
 def test_depth_is_allowed_up_to_the_limit(levels: int) -> None:
-    """64 levels with the outermost pass."""
+    """64 levels, the outermost included."""
     inner = "[" * (levels - 1) + "]" * (levels - 1)
 
     assert 1 == len(loads(f'{{"a": {inner or 1}}}'.encode()))
 
 
 def test_surrogate_pairs_are_characters() -> None:
-    """An escaped pair is one character and fine."""
     assert {"a": "\U0001f600"} == loads(rb'{"a": "\ud83d\ude00"}')
 
 
@@ -73,7 +71,7 @@ def test_surrogate_pairs_are_characters() -> None:
     ids=["quotes", "backslashes", "brackets", "late twin", "digits", "escapes"],
 )
 def test_hostile_megabytes_take_linear_time(body: bytes) -> None:
-    """A megabyte that would make a backtracking or quadratic reader hang is over at once."""
+    """A megabyte that is slow for a backtracking or quadratic parser."""
     begin = time.process_time()
     with contextlib.suppress(ApiError):
         loads(body)

@@ -1,4 +1,4 @@
-"""Raw HTTP: every doubtful form of a request is answered once and the connection is closed (reliability, table B)."""
+"""Raw HTTP: every ambiguous request gets one error response and a closed connection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def head(*lines: str, request: str = f"POST {CHAT} HTTP/1.1") -> bytes:
 
 
 def assert_refused(answer: bytes, expected: int, code: str) -> None:
-    """One answer in the envelope, and nothing of what was behind the fault."""
+    """One error envelope, and no response to the bytes behind it."""
     top, _, body = answer.partition(b"\r\n\r\n")
     assert expected == status(answer)
     assert code == json.loads(body)["error"]["code"]
@@ -73,7 +73,7 @@ def assert_refused(answer: bytes, expected: int, code: str) -> None:
     ids=lambda data: repr(data[:90]),
 )
 def test_an_ambiguous_head_is_a_400_and_closes(port: int, data: bytes) -> None:
-    """Two parsers might read it differently, so nobody reads what is behind it."""
+    """Two parsers may read it differently, so the following bytes are not parsed."""
     assert_refused(exchange(port, data), 400, "invalid_http")
 
 
@@ -81,7 +81,7 @@ def test_an_ambiguous_head_is_a_400_and_closes(port: int, data: bytes) -> None:
     "chunks", [b"2\r\n{}XX\r\n0\r\n\r\n", b"-2\r\n{}\r\n0\r\n\r\n", b"zz\r\n{}\r\n0\r\n\r\n", b"2\n{}\n0\n\n" + b"\r\n"]
 )
 def test_a_broken_chunk_is_a_400_and_closes(port: int, chunks: bytes) -> None:
-    """The rest of the connection cannot be understood any more."""
+    """The following bytes cannot be parsed."""
     assert_refused(exchange(port, head("Transfer-Encoding: chunked") + chunks + SMUGGLED), 400, "invalid_http")
 
 
@@ -99,7 +99,7 @@ def test_a_broken_chunk_is_a_400_and_closes(port: int, chunks: bytes) -> None:
     ids=["101 headers", "3000 headers", "16 KiB", "long url", "5 MB", "no line end", "chunk extension"],
 )
 def test_a_head_above_the_limits_is_a_431(port: int, data: bytes) -> None:
-    """Where the client still sends when we close, the answer may be lost in the reset, but nothing else comes."""
+    """While the client still sends, a TCP reset may lose the response."""
     answer = exchange(port, data)
 
     if answer:
@@ -107,7 +107,7 @@ def test_a_head_above_the_limits_is_a_431(port: int, data: bytes) -> None:
 
 
 def test_a_head_at_the_limits_is_served(port: int) -> None:
-    """100 headers are fine, and so are nearly 16 KiB."""
+    """100 headers, or nearly 16 KiB."""
     for data in (
         get("/health", "Connection: close", *(f"X-{number}: y" for number in range(98))),
         get("/health", "Connection: close", "X-Large: " + "y" * 16_000),
@@ -128,7 +128,7 @@ def test_a_head_at_the_limits_is_served(port: int) -> None:
     ids=["nothing", "half a head", "half a body", "half a chunk", "endless chunk", "silent after 100"],
 )
 def test_an_incomplete_request_ends_at_its_deadline(port: int, data: bytes, expected: int | None) -> None:
-    """A client that says nothing is just closed; one that began is told."""
+    """A connection without a byte is closed; an incomplete request gets a 408."""
     answer = exchange(port, data).removeprefix(b"HTTP/1.1 100 \r\n\r\n").removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     if expected is None:
@@ -138,7 +138,7 @@ def test_an_incomplete_request_ends_at_its_deadline(port: int, data: bytes, expe
 
 
 def test_single_bytes_do_not_reset_the_deadline(port: int) -> None:
-    """The deadline is for the whole head: bytes that trickle in do not extend it."""
+    """The deadline is for the whole head."""
     with connected(port) as client:
         client.settimeout(0.05)
         answer = b""
@@ -157,7 +157,7 @@ def test_single_bytes_do_not_reset_the_deadline(port: int) -> None:
 
 
 def test_two_requests_on_one_connection(port: int) -> None:
-    """Pipelined or one after the other, each is answered, and the deadline of the first is over."""
+    """Pipelined or sequential; the deadline of the first has been stopped."""
     with connected(port) as client:
         client.sendall(get("/health") + post(CHAT, BODY) + get("/ready", "Connection: close"))
         answers = read_all(client)
@@ -166,12 +166,12 @@ def test_two_requests_on_one_connection(port: int) -> None:
 
 
 def test_a_large_announced_body_is_refused_at_once(port: int) -> None:
-    """413 before a byte of the body came, and the connection closes."""
+    """413 before the first byte of the body, and the connection closes."""
     assert_refused(exchange(port, head("Content-Length: 50000000")), 413, "body_too_large")
 
 
 def test_a_large_chunked_body_is_refused_while_it_comes(port: int) -> None:
-    """413 at the cap, without an announced length."""
+    """413 at the limit, without Content-Length."""
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
 
     answer = exchange(port, head("Transfer-Encoding: chunked") + chunk * 65)
@@ -191,7 +191,7 @@ def test_a_large_chunked_body_is_refused_while_it_comes(port: int) -> None:
     ],
 )
 def test_no_body_needs_no_content_type(port: int, lines: list[str], expected: int) -> None:
-    """openai-node cancels a response with neither; what is a body, or says so, must be JSON."""
+    """openai-node cancels a response without body and type; an announced body must be JSON."""
     request = "\r\n".join(["POST /v1/responses/resp_1/cancel HTTP/1.1", "Host: localhost", "Connection: close", *lines])
 
     assert expected == status(exchange(port, request.encode() + b"\r\n\r\n"))
@@ -204,7 +204,7 @@ def test_no_body_needs_no_content_type(port: int, lines: list[str], expected: in
         ("HTTP://localhost/v1/models?x=1", 200),
         ("http://localhost/nope", 404),
         ("http://localhost/v1/chat/completions", 405),
-        # For another host than the one in the header: two readers might take it for either.
+        # Its host differs from the Host header.
         ("http://evil.example/health", 404),
         ("http://localhost@evil.example/health", 404),
         ("ftp://localhost/health", 404),
@@ -214,14 +214,13 @@ def test_no_body_needs_no_content_type(port: int, lines: list[str], expected: in
     ],
 )
 def test_a_target_may_be_the_whole_url(port: int, target: str, expected: int) -> None:
-    """As clients of a proxy write it, and RFC 9112 wants it read; it says no other host than the Host header."""
+    """As clients of a proxy send it (RFC 9112), with the same host as the Host header."""
     lines = [f"GET {target} HTTP/1.1", "Host: localhost", "Connection: close"]
 
     assert expected == status(exchange(port, "\r\n".join(lines).encode() + b"\r\n\r\n"))
 
 
 def test_a_half_close_is_a_disconnect() -> None:
-    """A client that shuts its sending side down has disconnected, as far as this server is concerned."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate])
     with serve_in_thread(engine) as port, connected(port) as client:
@@ -233,7 +232,7 @@ def test_a_half_close_is_a_disconnect() -> None:
 
 
 def test_idle_connections_do_not_block_others(port: int) -> None:
-    """Fifty sockets that say nothing do not make /health fail, as uvicorn's own limit would."""
+    """Fifty idle sockets do not block /health, unlike with uvicorn's own limit."""
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
     try:
         assert 200 == status(exchange(port, get("/health", "Connection: close")))
@@ -243,7 +242,6 @@ def test_idle_connections_do_not_block_others(port: int) -> None:
 
 
 def test_a_probe_may_send_head(port: int) -> None:
-    """HEAD is answered with the status and no body."""
     answer = exchange(port, get("/ready", "Connection: close").replace(b"GET", b"HEAD"))
 
     assert 200 == status(answer)
@@ -251,14 +249,14 @@ def test_a_probe_may_send_head(port: int) -> None:
 
 
 def test_an_upgrade_to_another_protocol_is_ignored(port: int) -> None:
-    """A WebSocket handshake gets the answer of a plain GET."""
+    """The request is answered as a plain GET."""
     upgrade = get("/health", "Connection: upgrade, close", "Upgrade: websocket", "Sec-WebSocket-Key: x")
 
     assert 200 == status(exchange(port, upgrade))
 
 
 def test_connections_above_the_limit_are_closed() -> None:
-    """Where all of the cap have a request that runs, one more is closed, and the others go on."""
+    """If all connections have a running request, one more is closed."""
     gates = [Gate(), Gate()]
     left = iter(gates)
     with (
@@ -277,7 +275,7 @@ def test_connections_above_the_limit_are_closed() -> None:
 
 
 def test_the_longest_idle_connection_is_evicted() -> None:
-    """A probe is answered however many connections stand open, and requests that run are none of those that go."""
+    """A probe is answered, and connections with a running request stay open."""
     gate = Gate()
     with (
         serve_in_thread(FakeEngine(lambda request: [gate]), settings(limits={"connections": 3})) as port,
@@ -300,7 +298,7 @@ def test_the_longest_idle_connection_is_evicted() -> None:
 
 
 def test_the_server_is_still_there(port: int) -> None:
-    """After all of this a plain chat is answered."""
+    """After all requests above."""
     answer = exchange(port, post(CHAT, BODY, "Connection: close"))
 
     assert "".join(WORDS) == json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"]
@@ -312,7 +310,7 @@ def test_the_server_is_still_there(port: int) -> None:
     ids=["chunked", "HTTP/1.0", "known length"],
 )
 def test_a_body_is_written_as_h11_writes_it(version: bytes, headers: list[tuple[str, str]]) -> None:
-    """Its shortcut leaves the same bytes, the same state behind it, and nothing to be said after the end."""
+    """The skipped state machine leads to the same bytes and the same state."""
     written = []
     for connection in (StrictConnection(settings().limits), h11.Connection(h11.SERVER)):
         connection.receive_data(b"GET / HTTP/%b\r\nHost: a\r\n\r\n" % version)

@@ -1,4 +1,4 @@
-"""Streams on the wire: framing to the byte, silence, faults after the first byte, and clients that leave or freeze."""
+"""Streams on the wire: exact framing, keep-alive comments, errors after the first byte, disconnects, blocked sends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT = "/v1/completions"
 
 
 def chunks(body: bytes) -> bytes:
-    """A chunked HTTP body, put together."""
+    """The body of a chunked response."""
     data, rest = b"", body
     while rest:
         size, _, rest = rest.partition(b"\r\n")
@@ -40,7 +40,7 @@ def chunks(body: bytes) -> bytes:
 
 
 def test_the_framing_is_exact() -> None:
-    """`data: `, compact ASCII JSON, two line feeds; [DONE]; nothing else."""
+    """`data: `, compact ASCII JSON, two line feeds; [DONE] at the end."""
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
     body = ask(app, "POST", TEXT, json_body={"prompt": "a", "stream": True}).body
@@ -59,7 +59,7 @@ def test_the_framing_is_exact() -> None:
 
 
 def test_the_headers_of_a_stream() -> None:
-    """No cache, no buffering in a proxy, UTF-8 said."""
+    """No cache, no proxy buffering, UTF-8."""
     app = create_app(FakeEngine(), settings())  # type: ignore[arg-type]
 
     headers = ask(app, "POST", CHAT, json_body=STREAM).headers
@@ -73,7 +73,7 @@ def test_the_headers_of_a_stream() -> None:
 
 
 def test_no_text_can_break_the_framing() -> None:
-    """Line ends of every kind, in text, travel escaped: a client may cut lines as it likes."""
+    """Line ends of every kind are escaped in JSON."""
     nasty = 'a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x00i\U0001f600"\\'
 
     def script(request: Request) -> list[Event]:
@@ -90,7 +90,7 @@ def test_no_text_can_break_the_framing() -> None:
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_all_text_chunks_have_one_encoding(path: str) -> None:
-    """What is written once for all chunks is what each would be by itself: asking for nothing more changes nothing."""
+    """The template of a stream's chunks equals their separate encoding."""
 
     def script(request: Request) -> list[Event]:
         return [Delta(text, (1,)) for text in ("<think>", "why ", "not</think>", "a", " b\n", "c")] + [
@@ -110,7 +110,7 @@ def test_all_text_chunks_have_one_encoding(path: str) -> None:
 
 
 def test_silent_streams_get_comments() -> None:
-    """While a request waits for a slot or its prompt is computed, comments go out by the clock, after the headers."""
+    """In the queue and during prefill, by the clock, after the headers."""
     gate = Gate()
 
     def script(request: Request) -> list[Event | Gate]:
@@ -135,7 +135,7 @@ def test_silent_streams_get_comments() -> None:
     [("ready", True, "generation_failed"), ("draining", True, "server_draining"), ("dead: x", False, "engine_dead")],
 )
 def test_an_error_after_the_first_byte_is_an_event(phase: str, alive: bool, code: str) -> None:
-    """The status is out already: the error is the last event, and no [DONE] pretends that all went well."""
+    """The error is the last event, without [DONE]."""
     engine = FakeEngine()
 
     def script(request: Request) -> Any:
@@ -153,7 +153,7 @@ def test_an_error_after_the_first_byte_is_an_event(phase: str, alive: bool, code
 
 
 def test_an_exception_after_the_first_byte_is_an_event() -> None:
-    """The client is told in the envelope, without details."""
+    """In the error envelope, without details."""
 
     def script(request: Request) -> Any:
         yield Delta("Hel", (1,))
@@ -167,7 +167,7 @@ def test_an_exception_after_the_first_byte_is_an_event() -> None:
 
 @pytest.mark.parametrize(("path", "begin"), [(CHAT, 2), (TEXT, 1)], ids=["chat", "text"])
 def test_an_exception_in_delivery_ends_its_stream_alone(path: str, begin: int) -> None:
-    """The short way from the engine to the socket hands a fault to the reader, who tells it."""
+    """DirectWriter passes the exception to the request's task."""
 
     def script(request: Request) -> Any:
         yield Started(1, 0, 0)
@@ -188,7 +188,7 @@ def test_an_exception_in_delivery_ends_its_stream_alone(path: str, begin: int) -
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_events_are_the_same_for_http_1_0_and_1_1(version: str) -> None:
-    """Chunked where that is known, else up to the end of the connection; with the short way and without it."""
+    """Chunked, or up to the end of the connection; with and without direct writes."""
     with serve_in_thread(FakeEngine()) as port, connected(port) as client:
         asked = post(TEXT, {"prompt": "a", "stream": True}, "Connection: close")
         client.sendall(asked.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
@@ -202,7 +202,7 @@ def test_events_are_the_same_for_http_1_0_and_1_1(version: str) -> None:
 
 
 def test_a_slow_client_gets_all_text() -> None:
-    """Where the way to the client is full, text waits and goes on in order."""
+    """While the send buffer is full, text is queued in order."""
     texts = [f"{number:05d}" * 20_000 for number in range(60)]
 
     def script(request: Request) -> Any:
@@ -220,7 +220,7 @@ def test_a_slow_client_gets_all_text() -> None:
 
 @pytest.mark.parametrize("body", [STREAM, MESSAGES], ids=["stream", "in one piece"])
 def test_a_disconnect_cancels_the_request(body: dict[str, Any]) -> None:
-    """The engine is told as soon as the socket closes; for an answer in one piece too."""
+    """As soon as the socket closes, with and without streaming."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Delta("x", (1,)), gate])
     with serve_in_thread(engine) as port:
@@ -234,7 +234,7 @@ def test_a_disconnect_cancels_the_request(body: dict[str, Any]) -> None:
 
 
 def test_a_disconnect_cancels_all_prompts() -> None:
-    """Also those whose generation has not begun to speak."""
+    """Also requests without a first token."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate])
     with serve_in_thread(engine) as port:
@@ -250,7 +250,7 @@ def test_a_disconnect_cancels_all_prompts() -> None:
 
 @pytest.mark.parametrize("body", [STREAM, {**MESSAGES, "logprobs": True}], ids=["stream", "in one piece"])
 def test_a_blocked_send_closes_the_connection(body: dict[str, Any]) -> None:
-    """It gets a while, then its connection is reset and its request cancelled; others are served meanwhile."""
+    """After the deadline the connection is reset and its request cancelled; others are served meanwhile."""
 
     def script(request: Request) -> Any:
         for _ in range(400):
@@ -273,7 +273,7 @@ def test_a_blocked_send_closes_the_connection(body: dict[str, Any]) -> None:
 
 
 def test_hundreds_of_streams_come_and_go() -> None:
-    """Whoever leaves when, nothing of it stays behind in the engine."""
+    """Disconnects at any time leave no request in the engine."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Delta("x", (1,)), gate])
     with serve_in_thread(engine) as port:

@@ -1,4 +1,4 @@
-"""POST /v1/responses/compact: a conversation as its summary, and what that becomes when it comes back."""
+"""POST /v1/responses/compact: the summary of a conversation, and requests that continue from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TALK = [
 
 
 def says(*texts: str, context: int = 4096) -> FakeEngine:
-    """An engine whose model says these texts, one a request."""
+    """An engine that generates these texts, one for each request."""
     left = iter(texts)
 
     def script(request: Request) -> list[Event]:
@@ -42,12 +42,12 @@ def post(app: Any, path: str = "", **body: Any) -> Answer:
 
 
 def talk(engine: FakeEngine) -> list[tuple[str, str]]:
-    """The last prompt, roles and texts."""
+    """Roles and texts of the last prompt."""
     return [(message["role"], message["content"]) for message in engine.tokenizer.rendered[-1]["messages"]]
 
 
 def test_the_summary_replaces_the_conversation() -> None:
-    """System messages stay; the rest is one item, which becomes the question for the summary and its answer."""
+    """System messages stay; the other items become the request for the summary and its answer."""
     engine = says("<think>\nhm\n</think>\n\nThe word: slate.", "slate")
     app = create_app(engine, settings())  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ def test_the_summary_replaces_the_conversation() -> None:
     post(app, input=[*answer["output"], {"role": "user", "content": "Which word?"}])
 
     assert ["message", "compaction"] == [item["type"] for item in answer["output"]]
-    # openai types the output as that of a model alone.
+    # openai's type allows only items of the model here.
     summary = CompactedResponse.model_validate({**answer, "output": answer["output"][1:]})
     assert "response.compaction" == summary.object
     TypeAdapter(Compaction).validate_python(answer, strict=True, extra="forbid")
@@ -81,7 +81,7 @@ def test_the_summary_is_greedy_and_limited() -> None:
 
 
 def test_a_stored_conversation_is_compacted_by_its_id() -> None:
-    """With what it began from; nothing of the compaction is stored."""
+    """With its history; nothing of the compaction is stored."""
     engine = says("four", "two and two are four", "yes")
     app = create_app(engine, settings())  # type: ignore[arg-type]
     kept = post(app, input="2 + 2?").json["id"]
@@ -127,7 +127,7 @@ def test_an_empty_summary_is_an_error() -> None:
 
 
 def test_outputs_answer_calls_of_their_conversation() -> None:
-    """As at OpenAI: behind an earlier response, the output of a call that nothing made is refused."""
+    """As at OpenAI: after an earlier response, an output without its tool call is rejected."""
     app = create_app(says("a", "b"), settings())  # type: ignore[arg-type]
     kept = post(app, input="hi").json["id"]
     output = {"type": "function_call_output", "call_id": "call_1", "output": "3"}

@@ -1,4 +1,4 @@
-"""Any JSON for /v1/responses and /v1/messages: the answer is what was asked for or a 4xx in the envelope."""
+"""Random JSON for /v1/responses and /v1/messages: a valid response or a 4xx with an error envelope."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def check(app: Any, path: str, body: dict[str, Any]) -> None:
 @quick
 @given(fields(ResponseRequest, policy.RESPONSES))
 def test_no_response_is_a_5xx(app: Any, body: dict[str, Any]) -> None:
-    """Whatever the fields hold, beside an input that is fine."""
+    """Random fields beside a valid input."""
     check(app, "/v1/responses", {"input": "hi", **body})
 
 
 @quick
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), values, max_size=6) | values, max_size=3))
 def test_no_items_are_a_5xx(app: Any, items: list[Any]) -> None:
-    """Whatever the items are."""
+    """Random items."""
     check(app, "/v1/responses", {"input": items})
     check(app, "/v1/responses/input_tokens", {"input": items})
     check(app, "/v1/responses/compact", {"input": items, "model": "fake"})
@@ -81,7 +81,7 @@ def test_no_items_are_a_5xx(app: Any, items: list[Any]) -> None:
 @quick
 @given(st.lists(fields(ResponseRequest, policy.RESPONSES) | values, min_size=1, max_size=4))
 def test_every_websocket_message_is_answered(port: int, messages: list[Any]) -> None:
-    """Each gets a terminal event or an error event, in turn."""
+    """Each gets a terminal event or an error event, in order."""
     with connect(f"ws://127.0.0.1:{port}/v1/responses", compression=None) as socket:
         for message in messages:
             body = {"type": "response.create", "input": "hi", **message} if isinstance(message, dict) else message
@@ -94,7 +94,7 @@ def test_every_websocket_message_is_answered(port: int, messages: list[Any]) -> 
 @quick
 @given(fields(MessagesRequest, policy.ANTHROPIC))
 def test_no_message_is_a_5xx(app: Any, body: dict[str, Any]) -> None:
-    """Whatever the fields hold, beside a conversation that is fine."""
+    """Random fields beside a valid conversation."""
     check(
         app, "/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}], **body}
     )
@@ -103,7 +103,7 @@ def test_no_message_is_a_5xx(app: Any, body: dict[str, Any]) -> None:
 @quick
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), values, max_size=6) | values, max_size=3))
 def test_no_blocks_are_a_5xx(app: Any, blocks: list[Any]) -> None:
-    """Whatever the blocks of a message are."""
+    """Random content blocks."""
     messages = [{"role": "user", "content": blocks}, {"role": "assistant", "content": blocks}]
     check(app, "/v1/messages", {"model": "fake", "max_tokens": 3, "messages": messages, "system": blocks})
 
@@ -111,7 +111,7 @@ def test_no_blocks_are_a_5xx(app: Any, blocks: list[Any]) -> None:
 @quick
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12))
 def test_no_name_of_a_response_is_a_5xx(app: Any, name: str) -> None:
-    """Whatever stands in the path and the query."""
+    """Random paths and queries."""
     for path, method in ((name, "GET"), (name, "DELETE"), (f"{name}/cancel", "POST"), (f"{name}/input_items", "GET")):
         answer = ask(app, method, f"/v1/responses/{path}", query=f"limit={name}&after={name}", json_body=None)
 

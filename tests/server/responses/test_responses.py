@@ -1,4 +1,4 @@
-"""/v1/responses: what a request becomes, what is answered, what is kept and can be read again."""
+"""/v1/responses: translation of requests, responses, streams and the store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BACKGROUND = {"input": "hi", "background": True}
 
 
 def says(*texts: str) -> FakeEngine:
-    """An engine whose model says these texts, one a request, letter by letter."""
+    """An engine that generates these texts letter by letter, one for each request."""
     left = iter(texts)
 
     def script(request: Request) -> Iterator[Event]:
@@ -57,7 +57,7 @@ def says(*texts: str) -> FakeEngine:
 
 
 def make(engine: FakeEngine, **changes: Any) -> Any:
-    """An app over it; its context is long enough for conversations."""
+    """An app of this engine with a context for conversations."""
     return create_app(engine, settings(**changes))  # type: ignore[arg-type]
 
 
@@ -73,7 +73,7 @@ def get(app: Any, path: str) -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """The events of a stream; each names its type twice."""
+    """The events of a stream; event name and type are equal."""
     found = []
     for block in answer.body.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -84,12 +84,12 @@ def events(answer: Answer) -> list[Any]:
 
 
 def rendered(engine: FakeEngine) -> list[Any]:
-    """The conversation that the last request made, roles and texts."""
+    """Roles and texts of the last prompt."""
     return [(message["role"], message["content"]) for message in engine.tokenizer.rendered[-1]["messages"]]
 
 
 def test_an_answer_has_the_shape_of_openais() -> None:
-    """Every field; the text, the numbers, and what the client set."""
+    """Every field: text, usage and the request's settings."""
     body = post(make(says("Hello")), input="hi", metadata={"a": "b"}, top_p=0.5, model="fake").json
 
     response = Response.model_validate(body)
@@ -103,7 +103,7 @@ def test_an_answer_has_the_shape_of_openais() -> None:
 
 
 def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
-    """Numbers from 0 on, no [DONE], and the same text."""
+    """Sequence numbers from 0, no [DONE], and the same text."""
     answer = post(make(says("Hello")), input="hi", stream=True)
 
     told = events(answer)
@@ -116,7 +116,7 @@ def test_a_stream_ends_in_the_answer_in_one_piece() -> None:
 
 
 def test_responses_match_the_published_types() -> None:
-    """Responses, events, pages and counts validate against the shapes in /openapi.json, with nothing left over."""
+    """Responses, events, pages and counts validate against /openapi.json without extra fields."""
     app = make(says(f"<think>\nhm\n</think>\n\nyes{CALL}", "a"))
     asked = {"input": "q", "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
     streamed = events(post(app, **asked, stream=True))
@@ -134,7 +134,7 @@ def test_responses_match_the_published_types() -> None:
 
 
 def test_input_items_become_a_conversation() -> None:
-    """Instructions first; what the model said at a time is one message, with its reasoning and calls."""
+    """Instructions first; consecutive reasoning, text and tool calls are one message."""
     engine = says("ok")
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -161,7 +161,7 @@ def test_input_items_become_a_conversation() -> None:
 
 
 def test_a_conversation_continues_a_response() -> None:
-    """With its reasoning, its call and the answer to it; instructions are not handed on."""
+    """With its reasoning, its tool call and the output; instructions are not inherited."""
     engine = says(f"<think>\nhm\n</think>\n\n{CALL}", "two")
     app = make(engine)
     first = post(app, input="1+1", instructions="be", tools=[TOOL]).json
@@ -182,7 +182,7 @@ def test_a_conversation_continues_a_response() -> None:
 
 
 def test_stateless_clients_send_encrypted_reasoning_back() -> None:
-    """What was asked for as encrypted content is read from it."""
+    """Reasoning is decoded from `encrypted_content`."""
     engine = says("<think>\nhm\n</think>\n\nyes", "ok")
     app = make(engine)
     include = ["reasoning.encrypted_content"]
@@ -195,7 +195,7 @@ def test_stateless_clients_send_encrypted_reasoning_back() -> None:
 
 
 def test_items_can_be_referenced_by_id() -> None:
-    """An item that is kept needs only its id; one that is not is refused."""
+    """A stored item needs only its id; an unknown id is rejected."""
     engine = says("yes", "ok")
     app = make(engine)
     first = post(app, input="q").json
@@ -210,7 +210,7 @@ def test_items_can_be_referenced_by_id() -> None:
 
 
 def test_settings_reach_the_engine_request() -> None:
-    """The same as in chats, under the names of responses."""
+    """As in chats, under the names of this API."""
     engine = says("{}")
     text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
     answer = post(
@@ -275,7 +275,7 @@ def test_settings_reach_the_engine_request() -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_name_the_unsupported_field(body: dict[str, Any], code: str, param: str, stream: bool) -> None:
-    """By the name that responses have for it, with a status of its own for streams too."""
+    """By the field names of this API, with an error status for streams too."""
     if stream and "stream_options" in body:
         return
     answer = post(make(says("x")), **body, stream=stream)
@@ -296,14 +296,14 @@ def test_errors_name_the_unsupported_field(body: dict[str, Any], code: str, para
     ],
 )
 def test_chat_errors_have_the_field_names_of_responses(chat: str, response: str) -> None:
-    """In the field and in the sentence."""
+    """In `param` and in the message."""
     error = renamed_error(ApiError(INVALID_VALUE, f"Invalid value for '{chat}': no.", param=chat))
 
     assert (response, f"Invalid value for '{response}': no.") == (error.param, error.message)
 
 
 def test_a_response_is_read_streamed_and_deleted() -> None:
-    """As it was answered; its events from any place on; and then no more."""
+    """The stored response equals the first one; its events can be streamed from any number on."""
     app = make(says("Hello"))
     streamed = events(post(app, input="hi", stream=True))
     id = streamed[0]["response"]["id"]
@@ -320,7 +320,7 @@ def test_a_response_is_read_streamed_and_deleted() -> None:
 
 
 def test_a_response_outlives_its_server(tmp_path: Path) -> None:
-    """The next one on the same file reads it, goes on from it and tells its events."""
+    """Another server with the same file reads it, continues it and streams its events."""
     store = str(tmp_path / "responses.sqlite")
     streamed = events(post(make(says("Hello"), store=store), input="hi", stream=True))
     first = streamed[-1]["response"]
@@ -334,7 +334,7 @@ def test_a_response_outlives_its_server(tmp_path: Path) -> None:
 
 
 def test_a_response_belongs_to_its_key() -> None:
-    """With several keys, the holder of another one finds nothing: not to read, stream, go on from, name or delete."""
+    """With another key it cannot be read, streamed, continued, referenced or deleted."""
     app = make(says("a", "b", "c"), keys=("one", "two"))
 
     def sent(key: str, method: str, path: str = "", **body: Any) -> Answer:
@@ -362,7 +362,7 @@ def test_a_response_belongs_to_its_key() -> None:
 
 
 def test_a_broken_store_does_not_fail_the_response(tmp_path: Path) -> None:
-    """Who waits for an answer gets it; what only the store could give is an error, and no work goes on for it."""
+    """A response is complete without the store; requests that need the store are errors and compute nothing."""
     place = tmp_path / "responses.sqlite"
     engine = says("a", "b", "c")
     app = make(engine, store=str(place))
@@ -378,7 +378,7 @@ def test_a_broken_store_does_not_fail_the_response(tmp_path: Path) -> None:
 
 
 def test_store_false_stores_nothing() -> None:
-    """Neither read nor gone on from."""
+    """It can be neither read nor continued."""
     app = make(says("a"))
     id = post(app, input="hi", store=False).json["id"]
 
@@ -387,7 +387,7 @@ def test_store_false_stores_nothing() -> None:
 
 
 def test_a_server_without_a_store_answers() -> None:
-    """And says that it keeps nothing, where somebody relies on it."""
+    """Requests that need a store are errors."""
     app = make(says("a", "b"), store="none")
     answer = post(app, input="hi").json
 
@@ -403,7 +403,7 @@ def test_a_server_without_a_store_answers() -> None:
 
 
 def test_input_items_come_in_pages() -> None:
-    """Latest first, or in order; from behind any item."""
+    """In either order, after any item."""
     app = make(says("a"))
     id = post(app, input=[{"role": "user", "content": text} for text in "vwxyz"]).json["id"]
 
@@ -423,7 +423,7 @@ def test_input_items_come_in_pages() -> None:
 
 
 def test_cache_diagnostics_compare_with_an_earlier_response() -> None:
-    """Beside an earlier response: a hit where the prompt goes on from it, else what parts them, and where."""
+    """A hit if the prompt continues the earlier one, else the reason and the position of the first difference."""
     cost = Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=2)
     engine = FakeEngine(
         lambda request: [Delta("a", (1,)), finished(request, usage=cost)], tokenizer=FakeTokenizer(HERMES)
@@ -449,7 +449,7 @@ def test_cache_diagnostics_compare_with_an_earlier_response() -> None:
 
 
 def test_tokens_are_counted() -> None:
-    """Those that the same request would have, with all that goes before."""
+    """As many as in the prompt of the same request, history included."""
     app = make(says("abc"))
     first = post(app, input="hi").json
 
@@ -459,7 +459,7 @@ def test_tokens_are_counted() -> None:
 
 
 def test_truncation_auto_drops_the_oldest_turns() -> None:
-    """Cut before a question; the instructions stay. What is too long by itself is refused even so."""
+    """Instructions stay. A message above the context is still an error."""
     engine = says("ok")
     app = make(engine)
     items = [{"role": role, "content": f"{role[0]}{at}" * 3} for at in range(9) for role in ("user", "assistant")]
@@ -480,7 +480,7 @@ def test_truncation_auto_drops_the_oldest_turns() -> None:
 
 
 def test_a_length_limit_leaves_the_response_incomplete() -> None:
-    """With the reason, in the response and its last item."""
+    """The response and its last item have the reason."""
     engine = FakeEngine(lambda request: [Delta("Hel", (1,)), finished(request, reason="length")])
     body = post(make(engine), input="hi").json
 
@@ -489,7 +489,7 @@ def test_a_length_limit_leaves_the_response_incomplete() -> None:
 
 
 def test_a_failed_generation() -> None:
-    """In one piece it is an error with a status, in a stream the last two events; neither is kept as a success."""
+    """An error status, or the last two events of a stream; it is not stored as a success."""
     engine = FakeEngine(lambda request: [Delta("Hel", (1,)), Failed("broken")])
     app = make(engine)
     whole, stream = post(app, input="hi"), events(post(app, input="hi", stream=True))
@@ -501,8 +501,6 @@ def test_a_failed_generation() -> None:
 
 
 def test_an_unexpected_exception_has_no_details() -> None:
-    """Whatever raises."""
-
     def script(request: Request) -> Iterator[Event]:
         yield Delta("Hel", (1,))
         raise RuntimeError("/home/secret")
@@ -514,7 +512,7 @@ def test_an_unexpected_exception_has_no_details() -> None:
 
 
 def test_a_background_response_needs_no_client() -> None:
-    """Queued, in progress, completed; its events are told from any place on, also while it is made."""
+    """Queued, in progress, completed; its events can be streamed from any number on during the generation."""
     gate, begun = Gate(), Gate()
     engine = FakeEngine(lambda request: [begun, Started(1, 0, 1), Delta("Hel", (1,)), gate, finished(request)])
     app = make(engine)
@@ -552,7 +550,7 @@ def test_a_background_response_needs_no_client() -> None:
 
 
 def test_a_background_response_can_be_cancelled() -> None:
-    """Its work stops, what was said stays, and it is cancelled for good; others can go on from it."""
+    """The generation stops, its text so far stays, and other responses can continue it."""
     gate = Gate()
 
     def script(request: Request) -> list[Event | Gate]:
@@ -578,7 +576,7 @@ def test_a_background_response_can_be_cancelled() -> None:
 
 
 def test_a_response_in_the_foreground_cannot_be_cancelled() -> None:
-    """Its client leaves, if it does not want it."""
+    """A disconnect cancels it."""
     app = make(says("a"))
     id = post(app, input="x").json["id"]
 
@@ -586,7 +584,7 @@ def test_a_response_in_the_foreground_cannot_be_cancelled() -> None:
 
 
 def test_background_responses_are_limited() -> None:
-    """It takes half of the queue; one more is told to come again, and whoever waits in front is served."""
+    """To half of the queue; one more is a 429, and foreground requests are served."""
     gate = Gate()
     engine = FakeEngine(lambda request: [gate, finished(request)])
     app = make(engine, max_waiting=4)
@@ -609,7 +607,7 @@ def test_background_responses_are_limited() -> None:
 
 
 def test_a_disconnect_aborts_the_response() -> None:
-    """In one piece or streamed, the engine is told at once and nothing is kept; the background stays."""
+    """Streamed or not, its generation stops and nothing is stored; background responses continue."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 1), Delta("x", (1,)), gate, finished(request)])
     with serve_in_thread(engine) as port:
@@ -634,7 +632,7 @@ def test_a_disconnect_aborts_the_response() -> None:
 
 
 def test_a_response_of_a_dead_server_has_failed() -> None:
-    """When its lease is over, and not before."""
+    """After the end of its lease, not before."""
     now = [1000.0]
     store = ResponseStore(clock=lambda: now[0])
     body: Any = {"id": "resp_x", "status": "in_progress", "output": [], "error": None}

@@ -1,4 +1,4 @@
-"""WebSocket mode of /v1/responses: who may connect, how requests follow each other, what a connection remembers."""
+"""WebSocket mode of /v1/responses: handshakes, the order of requests, the state of a connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TERMINAL = ("response.completed", "response.failed", "response.incomplete", "err
 
 @contextmanager
 def connected(port: int, path: str = "/v1/responses", **headers: str) -> Iterator[ClientConnection]:
-    """A WebSocket to the server; header names have hyphens where the arguments have underscores."""
+    """A WebSocket to the server; underscores in argument names stand for hyphens in header names."""
     host = headers.pop("Host", "127.0.0.1")
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     line = create_connection(("127.0.0.1", port))
@@ -36,7 +36,7 @@ def connected(port: int, path: str = "/v1/responses", **headers: str) -> Iterato
 
 
 def create(socket: ClientConnection, **body: Any) -> None:
-    """Ask for a response that is not kept, unless the body says so."""
+    """Request a response, by default without store."""
     socket.send(json.dumps({"type": "response.create", "store": False, **body}))
 
 
@@ -47,7 +47,7 @@ def turn(socket: ClientConnection, **body: Any) -> list[Any]:
 
 
 def heard(socket: ClientConnection) -> list[Any]:
-    """The events up to a terminal one."""
+    """The events up to a terminal event."""
     events: list[Any] = []
     while not events or events[-1]["type"] not in TERMINAL:
         events.append(json.loads(socket.recv(PATIENCE_SECONDS)))
@@ -61,7 +61,7 @@ def drain(socket: ClientConnection) -> None:
 
 
 def refusal(socket: ClientConnection, **body: Any) -> tuple[int, str, str | None]:
-    """Status, code and field of the only event."""
+    """Status, code and parameter of the only event."""
     [event] = turn(socket, **body)
     return event["status"], event["error"]["code"], event["error"]["param"]
 
@@ -86,7 +86,7 @@ def keyed() -> Iterator[int]:
 
 
 def test_websocket_events_equal_the_stream(served: tuple[FakeEngine, int]) -> None:
-    """The events of server-sent events, one message each and nothing behind the terminal one."""
+    """One message for each server-sent event, none after the terminal event."""
     _, port = served
     with connected(port) as socket:
         events = turn(socket, input="hi", stream=True)
@@ -100,7 +100,7 @@ def test_websocket_events_equal_the_stream(served: tuple[FakeEngine, int]) -> No
 
 
 def test_a_connection_continues_its_latest_response(served: tuple[FakeEngine, int]) -> None:
-    """Without a store: the history of a chain is on the connection, and nowhere else."""
+    """Without a store the history is on the connection only."""
     engine, port = served
     with connected(port) as socket:
         first = turn(socket, input="one")[-1]["response"]
@@ -118,7 +118,7 @@ def test_a_connection_continues_its_latest_response(served: tuple[FakeEngine, in
 
 
 def test_stored_responses_are_found_by_every_connection(served: tuple[FakeEngine, int]) -> None:
-    """With store=true a chain goes on anywhere."""
+    """With store=true a conversation continues on any connection."""
     _, port = served
     with connected(port) as socket:
         kept = turn(socket, input="one", store=True)[-1]["response"]
@@ -130,7 +130,7 @@ def test_stored_responses_are_found_by_every_connection(served: tuple[FakeEngine
 
 
 def test_a_failed_continuation_starts_a_new_conversation(served: tuple[FakeEngine, int]) -> None:
-    """A request that is refused, or breaks, leaves nothing to go on from; another response's does no harm."""
+    """After a rejected or failed request its conversation cannot be continued; other conversations can."""
     _, port = served
     orphan = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
     with connected(port) as socket:
@@ -146,7 +146,7 @@ def test_a_failed_continuation_starts_a_new_conversation(served: tuple[FakeEngin
 
 
 def test_a_failed_generation_ends_its_conversation() -> None:
-    """The events tell of it, and the connection takes the next request."""
+    """The connection accepts the next request."""
     scripts = iter([[finished], [Failed("broken")], [finished]])
 
     def script(request: Request) -> Iterator[Event]:
@@ -180,7 +180,7 @@ def test_an_exception_ends_the_connection_and_is_logged(caplog: pytest.LogCaptur
 
 
 def test_requests_of_a_connection_are_sequential() -> None:
-    """Their events never mix; one connection's do not wait for another's."""
+    """Their events never mix; connections are independent."""
     gate = Gate()
 
     def script(request: Request) -> Iterator[Event | Gate]:
@@ -217,7 +217,7 @@ def test_a_disconnect_cancels_the_current_request() -> None:
 
 
 def test_a_blocked_websocket_send_closes_the_connection() -> None:
-    """What it asked for ends, and so does the connection, full as it is."""
+    """Its request is cancelled."""
     much = [Delta("x" * 2**20, (1,)) for _ in range(64)]
     engine = FakeEngine(lambda request: [Started(1, 0, 7), *much, finished(request)])
     with serve_in_thread(engine, settings(limits={"write_seconds": 0.3})) as port:
@@ -273,7 +273,7 @@ def test_an_invalid_message_gets_an_error_event(
 
 
 def test_binary_excess_and_large_messages_close_the_socket() -> None:
-    """1008 and 1009; what runs is cancelled."""
+    """Close codes 1008 and 1009; the current request is cancelled."""
     gate = Gate()
     engine = FakeEngine(lambda request: [Started(1, 0, 7), gate, finished(request)])
     with serve_in_thread(engine, settings(limits={"body_bytes": 1000})) as port:
@@ -301,7 +301,7 @@ def test_an_idle_connection_stays_open() -> None:
 
 
 def test_a_connection_has_a_time_limit(served: tuple[FakeEngine, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end is told, so that clients connect anew."""
+    """The last event tells clients to reconnect."""
     monkeypatch.setattr(websocket, "SESSION_SECONDS", 0.05)
     with connected(served[1]) as socket:
         [event] = heard(socket)
@@ -325,7 +325,7 @@ def test_a_connection_has_a_time_limit(served: tuple[FakeEngine, int], monkeypat
     ],
 )
 def test_a_handshake_is_checked_like_a_request(keyed: int, headers: dict[str, str], expected: int) -> None:
-    """A key and our host; and no page of another site, for browsers let any page connect."""
+    """A key and an allowed host; no other origin, since browsers let any page connect."""
     if expected == 101:
         with connected(keyed, **headers) as socket:
             assert "response.completed" == turn(socket, input="hi")[-1]["type"]
@@ -347,7 +347,7 @@ def test_keys_do_not_share_stored_responses(keyed: int) -> None:
 
 
 def test_without_a_store_history_is_on_the_connection() -> None:
-    """`--store none` takes no more than the default store does with store=false."""
+    """`--store none` behaves like the default store with store=false."""
     with serve_in_thread(FakeEngine(), settings(store="none")) as port, connected(port) as socket:
         first = turn(socket, input="one")[-1]["response"]["id"]
         assert "response.completed" == turn(socket, input="two", previous_response_id=first)[-1]["type"]
@@ -355,7 +355,7 @@ def test_without_a_store_history_is_on_the_connection() -> None:
 
 
 def test_a_connection_is_one_line_in_the_log(served: tuple[FakeEngine, int], caplog: pytest.LogCaptureFixture) -> None:
-    """With its route and 101, when it is over; without /v1 in the URL too."""
+    """With its route and 101, after its end; also for a URL without /v1."""
     with caplog.at_level(logging.INFO, "cellar.http"):
         with connected(served[1], "/responses") as socket:
             turn(socket, input="hi")

@@ -1,4 +1,4 @@
-"""The events of a response, as openai's own types and accumulator read them."""
+"""The events of a response, checked by openai's types and accumulator."""
 
 from __future__ import annotations
 
@@ -73,24 +73,24 @@ ENDING = [ToolCallDelta(0, ":1}"), ToolCallStart(1, "g"), ToolCallDelta(1, "{}")
 
 
 def writer(**changes: Any) -> ResponseWriter:
-    """Of a response that has not begun."""
+    """The writer of a response before its first event."""
     sealed = changes.pop("sealed", False)
     body: ResponseBody = {**BODY, **changes}  # type: ignore[typeddict-item]
     return ResponseWriter(body, encrypted=sealed)
 
 
 def told(events: Iterable[Any]) -> list[Any]:
-    """The events as they leave."""
+    """The events after a JSON round trip."""
     return [json.loads(json.dumps(event)) for event in events]
 
 
 def tell(pieces: Sequence[AnswerDelta], writer: ResponseWriter, status: Any = "completed") -> list[Any]:
-    """A whole stream."""
+    """The events of a whole response."""
     return told([*writer.created(), *writer.in_progress(), *writer.add(pieces), *writer.finish(status, USAGE)])
 
 
 def accumulate(events: Sequence[Any]) -> Any:
-    """What openai's client makes of a stream; it raises at events that cannot be."""
+    """The response that openai's accumulator builds; it raises for an invalid sequence."""
     state: Any = ResponseStreamState(input_tools=omit, text_format=omit)
     for event in events:
         state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
@@ -98,7 +98,7 @@ def accumulate(events: Sequence[Any]) -> Any:
 
 
 def test_the_complete_sequence_of_every_item() -> None:
-    """Reasoning, text and calls: added, told in parts, done; and the response around them."""
+    """Reasoning, text and calls: added, deltas, done; between the events of the response."""
     events = tell([*THINKING, *ENDING], writer())
 
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -129,7 +129,7 @@ def test_the_complete_sequence_of_every_item() -> None:
 
 
 def test_the_accumulator_of_openai_gets_the_same_response() -> None:
-    """What the deltas add up to is what the last event holds."""
+    """The sum of the deltas equals the last event."""
     events = tell([*THINKING, *ENDING], writer())
 
     response = accumulate(events)
@@ -154,7 +154,7 @@ def test_the_accumulator_of_openai_gets_the_same_response() -> None:
 )
 @settings(max_examples=50)
 def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, sealed: bool) -> None:
-    """Every event has the shape of openai's type of it, none comes out of order, and nothing is lost."""
+    """Every event has openai's type, in order, without loss."""
     events = tell(pieces, writer(sealed=sealed), status)
 
     for event in events:
@@ -169,7 +169,7 @@ def test_any_pieces_make_a_valid_stream(pieces: list[AnswerDelta], status: str, 
 
 
 def test_a_truncated_answer_has_an_incomplete_item() -> None:
-    """What was whole before stays complete."""
+    """Earlier items are complete."""
     events = tell(THINKING, writer(), "incomplete")
 
     last = events[-1]
@@ -180,7 +180,6 @@ def test_a_truncated_answer_has_an_incomplete_item() -> None:
 
 
 def test_no_text_is_an_empty_message() -> None:
-    """So that there is always something to read."""
     response = accumulate(tell([], writer()))
 
     assert "" == response.output_text
@@ -188,7 +187,7 @@ def test_no_text_is_an_empty_message() -> None:
 
 
 def test_an_error_is_two_events_and_ends_the_stream() -> None:
-    """As an error, flat and nested, and as the response that failed."""
+    """An error event, flat and nested, and the failed response."""
     one = writer()
     events = told([*one.created(), *one.in_progress(), *one.add([TextDelta("Hel")])])
     error = {"message": "broken", "type": "server_error", "param": None, "code": "generation_failed"}
@@ -218,7 +217,7 @@ def test_a_background_response_is_queued_first() -> None:
 
 
 def test_the_response_can_be_read_during_the_generation() -> None:
-    """With what was said so far."""
+    """With the text so far."""
     one = writer()
     told([*one.created(), *one.in_progress(), *one.add([ReasoningDelta("Hm"), TextDelta("Hel")])])
 
@@ -230,7 +229,7 @@ def test_the_response_can_be_read_during_the_generation() -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_encrypted_reasoning_is_optional(sealed: bool) -> None:
-    """And says the same as the plain one."""
+    """It equals the plain reasoning."""
     item = tell([ReasoningDelta("I see.")], writer(sealed=sealed))[-1]["response"]["output"][0]
 
     assert sealed == ("encrypted_content" in item)
@@ -238,7 +237,7 @@ def test_encrypted_reasoning_is_optional(sealed: bool) -> None:
 
 
 def test_logprobs_go_with_the_text() -> None:
-    """In the delta and in the whole; never with reasoning."""
+    """In deltas and in the item; never with reasoning."""
     entry: Any = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
     one = writer()
     spoken = [*one.add([ReasoningDelta("Hm")], [{**entry, "token": "Hm"}]), *one.add([TextDelta("Hel")], [entry])]
@@ -250,7 +249,7 @@ def test_logprobs_go_with_the_text() -> None:
 
 
 def test_logprobs_are_held_back_with_their_text() -> None:
-    """A token may be read as text only when the next one has come."""
+    """The next token decides whether held-back text is shown."""
     first, second = ({"token": token, "logprob": -0.5, "bytes": [60], "top_logprobs": []} for token in "<b")
     one = writer()
     events = told([*one.created(), *one.in_progress(), *one.add([], [first]), *one.add([TextDelta("<b")], [second])])  # type: ignore[list-item]
@@ -259,5 +258,5 @@ def test_logprobs_are_held_back_with_their_text() -> None:
 
 
 def test_the_first_event_is_a_response_of_openais_type() -> None:
-    """Strictly, with every field that it needs."""
+    """Validated strictly, with every required field."""
     assert Response.model_validate(told(writer().created())[0]["response"])

@@ -1,4 +1,4 @@
-"""A store that takes nothing more: what is not kept is said, what was kept can be read, and room is used again."""
+"""A full or locked disk: responses carry a warning, stored ones can be read, and freed space is used again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from server.store.database import Database, connect
 from tests.server.fakes import Answer, FakeEngine, Gate, call, finished, settings
 
 PATH = "/v1/responses"
-# Compressed it fills pages of its own.
+# Incompressible, so it fills pages of its own.
 LONG = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=30_000))
 
 
 class Disk:
-    """The database of one app, whose file can be kept from growing, or from being written to at all."""
+    """The database of one app; its file can be limited in size or made read-only."""
 
     def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place, self._opened = place, list[Database]()
@@ -35,16 +35,16 @@ class Disk:
         return self._opened[-1]
 
     def fill(self) -> None:
-        """No page more."""
+        """Allow no further page."""
         ((pages,),) = self._opened[-1].run("PRAGMA page_count")
         self._opened[-1].run(f"PRAGMA max_page_count = {pages}")
 
     def drain(self) -> None:
-        """As many pages as before."""
+        """Remove the limit of pages."""
         self._opened[-1].run("PRAGMA max_page_count = 1000000")
 
     def lock(self) -> None:
-        """Nothing is written."""
+        """Make the database read-only."""
         self._opened[-1].run("PRAGMA query_only = ON")
 
 
@@ -54,7 +54,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def speaking(text: str, gate: Gate | None = None) -> FakeEngine:
-    """An engine whose model says a text, behind a gate."""
+    """An engine that generates a text behind a gate."""
 
     def script(request: Request) -> Iterator[Event | Gate]:
         yield Started(len(request.prompt), 0, 7)
@@ -79,7 +79,7 @@ async def get(app: Any, id: str) -> Answer:
 
 
 def test_a_response_that_is_not_stored_has_a_warning(disk: Disk) -> None:
-    """It is whole, with a warning, and what it says of `store` is true; with room again all is as before."""
+    """It is complete, with a warning and `store: false`; with free space again responses are stored."""
 
     async def story() -> tuple[Any, ...]:
         app = app_on(disk, speaking(LONG))
@@ -105,7 +105,7 @@ def test_a_response_that_is_not_stored_has_a_warning(disk: Disk) -> None:
 
 
 def test_a_stream_that_is_not_stored_ends_with_a_warning(disk: Disk) -> None:
-    """Its last event, which has the number that it always has, holds the warning."""
+    """The last event keeps its number and has the warning."""
 
     async def story() -> tuple[list[Any], list[Any]]:
         app = app_on(disk, speaking(LONG))
@@ -121,13 +121,13 @@ def test_a_stream_that_is_not_stored_ends_with_a_warning(disk: Disk) -> None:
 
 
 def events(answer: Answer) -> list[Any]:
-    """The events of a stream, whose lines begin with their names."""
+    """The events of a stream with event names."""
     lines = answer.body.split(b"\n")
     return Answer(200, {}, b"\n\n".join(line for line in lines if line.startswith(b"data: "))).events
 
 
 def test_a_background_response_needs_a_working_store(disk: Disk) -> None:
-    """Nobody could ever read it: 503 before it is made, and nothing runs."""
+    """It could not be read later: 503 before the generation starts."""
 
     async def story() -> tuple[Answer, set[str]]:
         engine = speaking("hi")
@@ -145,7 +145,7 @@ def test_a_background_response_needs_a_working_store(disk: Disk) -> None:
 
 
 def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
-    """It was promised, and its end found no room: whoever reads it is told, at once."""
+    """Its start was stored, its end was not: reading it returns a failed response at once."""
 
     async def story() -> Any:
         gate = Gate()
@@ -155,7 +155,7 @@ def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
         disk.fill()
         gate.open()
         for _ in range(1000):
-            # Whole for a moment, until it is known that it cannot be kept.
+            # It is complete until the store rejects it.
             if (answer := await get(app, id)).json["status"] == "failed":
                 break
             await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ def test_a_background_response_not_stored_has_failed(disk: Disk) -> None:
 
 
 def test_a_full_disk_can_still_be_read(disk: Disk) -> None:
-    """Reading notes when that was, where it can: a response and a conversation are there all the same."""
+    """Without the update of the time of last use, responses and conversations are still read."""
 
     async def story() -> tuple[Any, Any, Answer]:
         app = app_on(disk, speaking("hi"))

@@ -1,4 +1,4 @@
-"""What is kept: read as it was written, bounded in every way, the same in SQLite and PostgreSQL."""
+"""The store of responses: round trips and limits, the same in SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """A time that the test moves."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -40,7 +40,7 @@ class Clock:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A database of PostgreSQL."""
+    """The URL of a PostgreSQL database."""
     if not postgres.installed():
         pytest.skip("there is no PostgreSQL here")
     pytest.importorskip("psycopg")
@@ -50,7 +50,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(params=["memory", "file", "postgres"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Every place that records can be kept in, empty."""
+    """Every kind of database, empty."""
     if request.param == "memory":
         return MEMORY
     if request.param == "file":
@@ -64,13 +64,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def record(id: str, previous: str | None = None, **changes: object) -> Record:
-    """A settled one that holds its own name."""
+    """A final record with its id as its body."""
     made = {"final": True, "body": id.encode(), "input": b"[]", **changes}
     return Record(id, previous, **made)  # type: ignore[arg-type]
 
 
 def using(store: ResponseStore, work: Callable[[ResponseStore], Awaitable[Result]]) -> Result:
-    """Do `work` in a loop, and close the store."""
+    """Run `work` in an event loop and close the store."""
 
     async def worked() -> Result:
         try:
@@ -82,7 +82,7 @@ def using(store: ResponseStore, work: Callable[[ResponseStore], Awaitable[Result
 
 
 def test_a_record_is_read_as_stored(place: str) -> None:
-    """All bytes, with what it goes on from and its events; what is not there is None."""
+    """All bytes, the previous id and the events; a missing record is None."""
 
     async def work(store: ResponseStore) -> None:
         one = record("b", "a", body=bytes(range(256)) * 20, input="[\u2028]".encode(), items=("i", "j"))
@@ -104,7 +104,7 @@ def test_a_record_is_read_as_stored(place: str) -> None:
 
 
 def test_a_final_record_is_not_replaced(place: str) -> None:
-    """One that is being made is replaced, a settled one never; who cancels first wins."""
+    """A record in progress is replaced, a final one is not; the first cancellation counts."""
 
     async def work(store: ResponseStore) -> list[bytes]:
         found = []
@@ -118,7 +118,7 @@ def test_a_final_record_is_not_replaced(place: str) -> None:
 
 
 def test_the_history_is_read_oldest_first(place: str) -> None:
-    """A missing ancestor ends it, and can be seen: the first one goes on from somebody."""
+    """A missing ancestor ends it: the first record has a previous id."""
 
     async def work(store: ResponseStore) -> None:
         for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("x", "gone")):
@@ -132,7 +132,7 @@ def test_the_history_is_read_oldest_first(place: str) -> None:
 
 
 def test_a_cyclic_history_ends(place: str) -> None:
-    """No client can make one, but a broken database must not hang the server."""
+    """A broken database must not cause an endless loop."""
 
     async def work(store: ResponseStore) -> int:
         await store.put(record("a", "b"))
@@ -143,7 +143,7 @@ def test_a_cyclic_history_ends(place: str) -> None:
 
 
 def test_records_are_found_by_their_items(place: str) -> None:
-    """And not after they are gone."""
+    """Deleted records are not found."""
 
     async def work(store: ResponseStore) -> None:
         await store.put(record("a", items=("i", "shared")))
@@ -158,7 +158,7 @@ def test_records_are_found_by_their_items(place: str) -> None:
 
 
 def test_the_least_recently_read_record_is_evicted(place: str) -> None:
-    """By count: reading keeps a record, and a chain keeps its ancestors."""
+    """By number of records; reading a record or its successors counts as use."""
     clock = Clock()
 
     async def work(store: ResponseStore) -> list[str]:
@@ -175,9 +175,9 @@ def test_the_least_recently_read_record_is_evicted(place: str) -> None:
 
 
 def test_bytes_are_bounded(place: str) -> None:
-    """Old ones make room for new ones, however large; the newest is always kept."""
+    """Old records are evicted for new ones of any size; the newest one always stays."""
     clock = Clock()
-    # Nothing that zlib could make smaller.
+    # Incompressible.
     noise = [random.Random(number).randbytes(1000) for number in range(8)]
 
     async def work(store: ResponseStore) -> None:
@@ -194,7 +194,7 @@ def test_bytes_are_bounded(place: str) -> None:
 
 
 def test_age_is_bounded(place: str) -> None:
-    """From when it was made, however often it was read."""
+    """Since the creation, with or without reads."""
     clock = Clock()
 
     async def work(store: ResponseStore) -> list[str]:
@@ -210,7 +210,7 @@ def test_age_is_bounded(place: str) -> None:
 
 
 def test_a_lease_runs_out(place: str) -> None:
-    """Who does not renew it is taken for gone; what is settled needs none."""
+    """Without renewal the server counts as dead; final records need no lease."""
     clock = Clock()
 
     async def work(store: ResponseStore) -> None:
@@ -228,7 +228,7 @@ def test_a_lease_runs_out(place: str) -> None:
 
 
 def test_two_servers_share_a_store(place: str) -> None:
-    """What one writes the other reads, also while both write."""
+    """Each reads records of the other, also while both write."""
     if place == MEMORY:
         pytest.skip("memory is nobody else's")
     one, other = ResponseStore(place), ResponseStore(place)
@@ -246,7 +246,7 @@ def test_two_servers_share_a_store(place: str) -> None:
 
 
 def test_a_file_survives_its_server_and_is_private(tmp_path: Path) -> None:
-    """Read by the next store; only the user may look into it."""
+    """The next store reads it; only its user may read the file."""
     place = tmp_path / "deep" / "folder" / "store.sqlite"
     using(ResponseStore(str(place)), lambda store: store.put(record("a"), b"event"))
 
@@ -257,7 +257,6 @@ def test_a_file_survives_its_server_and_is_private(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """A transaction keeps all or nothing."""
     database = connect(str(tmp_path / "store.sqlite"))
     database.run("CREATE TABLE things (id TEXT PRIMARY KEY)")
 
@@ -274,14 +273,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_impossible_location_is_an_error(tmp_path: Path) -> None:
-    """A folder in place of the file, or a database that nobody serves."""
+    """A folder in place of the file, or a database without a server."""
     for place in (str(tmp_path), "postgresql://nobody@127.0.0.1:1/none"):
         with pytest.raises(StoreError):
             using(ResponseStore(place), lambda store: store.open())
 
 
 def test_a_server_does_not_start_without_its_store(tmp_path: Path) -> None:
-    """What was named is looked for at the start; what was not is left alone."""
+    """A location of the option is opened at the start, the default one is not."""
     check_store(str(tmp_path / "new" / "store.sqlite"))
     assert (tmp_path / "new" / "store.sqlite").exists()
     for setting in (None, "none", "memory"):
@@ -292,7 +291,6 @@ def test_a_server_does_not_start_without_its_store(tmp_path: Path) -> None:
 
 
 def test_the_banner_shows_no_password() -> None:
-    """Where things are kept, and no more."""
     places = ("none", "memory", "/a/b.sqlite", "postgresql://user:secret@host/db")
 
     assert ["not kept", "in memory", "in /a/b.sqlite", "in PostgreSQL"] == [
@@ -301,7 +299,7 @@ def test_the_banner_shows_no_password() -> None:
 
 
 def test_a_record_belongs_to_its_owner(place: str) -> None:
-    """Nobody else reads, follows, finds or deletes it; what has no owner is everybody's."""
+    """Other owners cannot read, continue, find or delete it; records without an owner are visible to all."""
 
     async def work(store: ResponseStore) -> list[object]:
         await store.put(record("shared", items=("i0",)))
@@ -320,7 +318,7 @@ def test_a_record_belongs_to_its_owner(place: str) -> None:
 
 
 def test_a_store_of_an_earlier_version_is_migrated(tmp_path: Path) -> None:
-    """Its records had no owners, and are everybody's."""
+    """Its records have no owner and are visible to all."""
     place = tmp_path / "old.sqlite"
     using(ResponseStore(str(place)), lambda store: store.put(record("old")))
     with closing(sqlite3.connect(place)) as other:
@@ -332,7 +330,7 @@ def test_a_store_of_an_earlier_version_is_migrated(tmp_path: Path) -> None:
 
 
 def test_the_option_selects_the_location(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing by default but a file in the folder that the system has for it; memory where that cannot be."""
+    """The default is a file in the system's data folder, or memory if it cannot be written."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     found = [open_store(setting) for setting in (None, "memory", "~/x.sqlite", "postgresql://h/d")]
 
@@ -345,7 +343,7 @@ def test_the_option_selects_the_location(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_relative_data_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the XDG base directory specification has it: the file would depend on where the server was started."""
+    """As the XDG base directory specification says: the file would depend on the working directory."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", "data")
 
