@@ -1,9 +1,9 @@
-"""Tokenizers of large vocabularies, kept in the user's cache folder in a form that is read in a third of the time.
+"""Tokenizers of large vocabularies in the user's cache folder, in a form that loads in a third of the time.
 
-transformers parses tokenizer.json up to three times. Here a tokenizer is its Python state, and its backend the
-arguments of tokenizers' constructors. An entry is named by the digest of all files that a tokenizer is read from and
-by the versions of the libraries; it is written only if its backend, read again, serialises to the same text. An entry
-that cannot be read is replaced.
+transformers parses tokenizer.json up to three times. A cache entry holds the tokenizer's Python state, with its backend
+as the arguments of tokenizers' constructors. Its name is a digest of the tokenizer's files and of the versions of the
+libraries; it is written only if the rebuilt backend serialises to the same text. An entry that cannot be read is
+replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.kernels.cache_folder import cache_folder, mark_used, scratch_folder,
 
 log = logging.getLogger("cellar.engine")
 
-# Bytes of files from which reading a tokenizer takes longer than reading its entry.
+# Bytes of tokenizer files from which an entry loads faster than the files.
 _LARGE_BYTES = 4 * 2**20
 _SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 _FORMAT = 1
@@ -37,10 +37,10 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int = _LARGE_BYTES) -> Any:
-    """The tokenizer of a model's folder, from its entry if there is one. Raises what transformers raises.
+    """The tokenizer of a model's folder, from its cache entry if there is one. Raises the errors of transformers.
 
-    cache        the folder of the entries, the user's unless it is given
-    large_bytes  of the tokenizer's files, below which there is no entry
+    cache        folder of the entries, by default the user's
+    large_bytes  smallest size of the tokenizer's files with an entry
     """
     files = sorted(_files(folder))
     if sum(file.stat().st_size for file in files) < large_bytes:
@@ -57,7 +57,7 @@ def read_tokenizer(folder: Path, cache: Path | None = None, *, large_bytes: int 
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file that may decide what the tokenizer is."""
+    """Every file that the tokenizer may depend on."""
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix in _SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
             yield file
@@ -76,7 +76,7 @@ def _digest(folder: Path, files: list[Path]) -> str:
 
 
 def _read(entry: Path) -> Any:
-    """The tokenizer of an entry; None where there is none that can be read."""
+    """The tokenizer of an entry; None if there is none that can be read."""
     try:
         content = entry.read_bytes()
         mark_used(entry)
@@ -84,60 +84,60 @@ def _read(entry: Path) -> Any:
     except FileNotFoundError:
         return None
     except Exception as error:
-        # What broken bytes raise depends on where they break.
+        # The type of the error depends on the damaged bytes.
         log.warning("%s is not read, and the tokenizer is built from its own files (%s)", entry.name, error)
         return None
 
 
 def _write(entry: Path, tokenizer: Any) -> None:
-    """Keep a tokenizer for the next start; a failure is a line in the log."""
+    """Store a tokenizer for the next start; a failure is logged."""
     try:
         content = _encoded(tokenizer)
         if not _same(_decoded(content), tokenizer):
             raise ValueError("its backend cannot be rebuilt")
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with scratch_folder(entry.parent) as folder:
-            made = folder / entry.name
-            made.write_bytes(content)
-            os.replace(made, entry)
+            scratch = folder / entry.name
+            scratch.write_bytes(content)
+            os.replace(scratch, entry)
     except Exception as error:
-        # Tokenizers of all kinds of classes come here, and none may end a start.
+        # Tokenizers have many classes, and none of them may fail a start.
         log.info("the tokenizer is built from its own files at the next start, too: %s", error)
         return
     trim()
 
 
 def _same(read: Any, tokenizer: Any) -> bool:
-    kept, own = read.backend_tokenizer, tokenizer.backend_tokenizer
-    return bool(type(read) is type(tokenizer) and kept.to_str() == own.to_str())
+    cached, own = read.backend_tokenizer, tokenizer.backend_tokenizer
+    return bool(type(read) is type(tokenizer) and cached.to_str() == own.to_str())
 
 
 def _encoded(tokenizer: Any) -> bytes:
-    """A tokenizer as bytes, behind their digest. Raises whatever pickling raises."""
+    """A tokenizer as bytes, after their digest. Raises the errors of pickling."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TypeError("it has no backend of the tokenizers library")
-    written = io.BytesIO()
-    _Pickler(written, protocol=5).dump(tokenizer)
-    content = written.getvalue()
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(tokenizer)
+    content = buffer.getvalue()
     return hashlib.sha256(content).digest() + content
 
 
 def _decoded(content: bytes) -> Any:
     digest, pickled = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(pickled).digest() != digest:
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match")
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Backends as the arguments of `_backend`."""
+        """Replace backends by the arguments of `_backend`."""
         return (_backend, _parts(value)) if isinstance(value, tokenizers.Tokenizer) else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Tokenizers of transformers, added tokens, and `_backend`; nothing else may be called."""
+        """Allow tokenizers of transformers, added tokens and `_backend` only."""
         if (module, name) == (__name__, "_backend"):
             return _backend
         if (module, name) == ("tokenizers", "AddedToken"):
@@ -149,11 +149,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _parts(backend: tokenizers.Tokenizer) -> tuple[Any, ...]:
-    """The arguments that `_backend` builds the tokenizer from again."""
+    """The arguments of `_backend` for a backend."""
     content = json.loads(backend.to_str())
     model, vocabulary, merges = content["model"], None, None
     if model["type"] == "BPE":
-        # Equal pieces are one object, so that each is written once.
+        # Equal pieces are one object, so each is pickled once.
         vocabulary = model.pop("vocab")
         pieces = {piece: piece for piece in vocabulary}
         merges = [(pieces[left], pieces[right]) for left, right in model.pop("merges")]
@@ -163,7 +163,7 @@ def _parts(backend: tokenizers.Tokenizer) -> tuple[Any, ...]:
 def _backend(
     content: str, vocabulary: dict[str, int] | None, merges: list[tuple[str, str]] | None, encode_special: bool
 ) -> tokenizers.Tokenizer:
-    """A tokenizer of the Rust library; that of BPE is not parsed, but constructed."""
+    """A backend of the tokenizers library; BPE models are constructed instead of parsed."""
     if vocabulary is None or merges is None:
         backend = tokenizers.Tokenizer.from_str(content)
     else:
@@ -180,7 +180,7 @@ def _byte_pair_backend(
     backend = tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "model": empty}))
     options = {name: value for name, value in options.items() if name != "type" and value is not None}
     backend.model = models.BPE(vocabulary, merges, **options)
-    # One call for neighbours of a kind: each call builds the table of all added tokens again.
+    # One call for consecutive tokens of a kind: each call rebuilds the table of all added tokens.
     for special, tokens in itertools.groupby(added, key=lambda token: token["special"]):
         add = backend.add_special_tokens if special else backend.add_tokens
         add([AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in tokens])

@@ -1,4 +1,4 @@
-"""Runs the model over the spans of one forward, every layer attending to its own sequence's cells."""
+"""Runs the model over the spans of a forward; every layer attends to the cells of its own sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvcache.forward import Forward
 
 
 class PackedRunner(ModelRunner):
-    """A model whose attention reads and writes the shared cache. Belongs to the engine thread.
+    """Runs packed batches of a transformers model over the shared cache. Belongs to the engine thread.
 
     model  transformers' model, with the hooks of engine/model/hooks.py
     """
@@ -39,25 +39,22 @@ class PackedRunner(ModelRunner):
         switch: RopeSwitch | None = None,
         extended_layers: Sequence[CachedLayer] | None = None,
     ) -> None:
-        """`attend` computes attention over cells, but for latent and for cross attention."""
+        """`attend` computes attention over cells, except latent and cross attention."""
         self.model = model
         self.layers, self.switch = tuple(layers), switch
         self.sampler: Sampler = TorchSampler()
         self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
         self._device = next(model.parameters()).device
         self._cache_layers = {
-            layer: index for index, plan in enumerate(layers) for layer in (plan.index, *plan.sharing_layers)
+            layer: index for index, cached in enumerate(layers) for layer in (cached.index, *cached.sharing_layers)
         }
-        self._sharing_layers = frozenset(layer for plan in layers for layer in plan.sharing_layers)
+        self._sharing_layers = frozenset(layer for cached in layers for layer in cached.sharing_layers)
         self._mla, self._attend = mla, attend
         self._invariant: RowInvariant | None = None
         self.has_hidden_states = False
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
-        """From now on compute each row alike whatever is beside it, where torch computes: see invariant.py.
-
-        All latents are absorbed, and recurrences take rows one by one: other forms would depend on the chunk.
-        """
+        """See ModelRunner. Absorbs all latents and runs recurrences token by token: other forms depend on the chunk."""
         self._invariant = RowInvariant(product)
         self._mla = "absorb" if self._mla == "auto" else self._mla
         if self._attend is reference.attend:
@@ -70,7 +67,7 @@ class PackedRunner(ModelRunner):
 
     @property
     def attend(self) -> AttentionFunction:
-        """Computes attention over KV cells, but for latent attention and cross-attention."""
+        """The attention kernel over cells, except for latent and cross attention."""
         return self._attend
 
     def supports(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None] = ()) -> bool:
@@ -95,19 +92,19 @@ class PackedRunner(ModelRunner):
         hidden_rows: Sequence[int],
         encoder_masks: Sequence[EncoderMask | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As `run`, and the states [pooled, width] of rows as they enter the output layer; both ascending."""
-        with hooks.capture_hidden_states(self.model, self._tensor(logit_rows), self._tensor(hidden_rows)) as tap:
-            logits = self._run(forward, tokens, tap.output_rows, encoder_masks)
-        return logits, tap.hidden_states
+        """See ModelRunner."""
+        with hooks.capture_hidden_states(self.model, self._tensor(logit_rows), self._tensor(hidden_rows)) as capture:
+            logits = self._run(forward, tokens, capture.output_rows, encoder_masks)
+        return logits, capture.hidden_states
 
     def _run(
         self, forward: Forward, tokens: Sequence[int], logit_rows: Tensor, encoder_masks: Sequence[EncoderMask | None]
     ) -> Tensor:
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
         rows = (self._tensor(tokens), self._tensor(positions), logit_rows)
-        arithmetic = self._invariant or nullcontext()
+        invariant = self._invariant or nullcontext()
         extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
-        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), extended, arithmetic:
+        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), extended, invariant:
             return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
     def _backend(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> _CacheBackend:
@@ -117,13 +114,14 @@ class PackedRunner(ModelRunner):
         )
 
     def _cross_mask(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> Tensor | None:
-        """Which rows look at an encoder entry; None where no sequence of the batch has one."""
+        """Which tokens attend to an encoder entry; None if no sequence of the batch has one."""
         if not any(encoder_masks):
             return None
-        pairs = zip(forward.spans, encoder_masks, strict=True)
-        blind = torch.zeros(forward.batch_tokens, dtype=torch.bool)
+        spans = zip(forward.spans, encoder_masks, strict=True)
+        no_attention = torch.zeros(forward.batch_tokens, dtype=torch.bool)
         parts = [
-            blind[: span.length] if sight is None else sight.attending(span.start, span.stop) for span, sight in pairs
+            no_attention[: span.length] if mask is None else mask.attending(span.start, span.stop)
+            for span, mask in spans
         ]
         return torch.cat(parts).to(self._device)
 
@@ -132,7 +130,9 @@ class PackedRunner(ModelRunner):
 
 
 class _CacheBackend:
-    """A listener (hooks.Listener) for one forward: stores each layer's rows, then attends to the whole sequence."""
+    """The AttentionBackend of one forward: stores the keys and values of each layer, then attends to the whole
+    sequence.
+    """
 
     def __init__(
         self,
@@ -148,22 +148,24 @@ class _CacheBackend:
         self._cache_layers, self._sharing_layers, self._mla, self._attend = cache_layers, sharing_layers, mla, attend
 
     def attend(self, call: hooks.AttentionCall) -> Tensor:
-        """The attention output of one layer, [rows, heads, value_width]."""
+        """The attention output of one layer [tokens, heads, value_width]."""
         if call.is_cross:
             return self._cross(call)
         layer = self._cache_layers[call.layer]
         if call.layer not in self._sharing_layers:
             self._forward.store_kv(layer, call.key, call.value)
         keys, values = self._forward.layer_kv(layer)
-        segments, reach = self._forward.segments(layer), self._forward.attention_range(layer)
+        segments, attention_range = self._forward.segments(layer), self._forward.attention_range(layer)
         if call.latent is not None:
-            return latent.attend(call.query, keys, segments, reach, call.latent, scale=call.scale, mode=self._mla)
+            return latent.attend(
+                call.query, keys, segments, attention_range, call.latent, scale=call.scale, mode=self._mla
+            )
         return self._attend(
             call.query,
             keys,
             values,
             segments,
-            reach,
+            attention_range,
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
@@ -171,15 +173,15 @@ class _CacheBackend:
         )
 
     def _cross(self, call: hooks.AttentionCall) -> Tensor:
-        """Each sequence's rows attend to what an encoder made for it; rows without such get zeros."""
+        """Tokens of each sequence attend to its encoder entry; tokens without one get zeros."""
         output, row = torch.zeros_like(call.query).transpose(0, 1), 0
-        for span, sight in zip(self._forward.spans, self._encoder_masks, strict=True):
+        for span, mask in zip(self._forward.spans, self._encoder_masks, strict=True):
             rows = slice(row, row + span.length)
-            if sight is not None:
-                keys, values = sight.entry.layers[call.layer]
-                mask = sight.mask(span.start, span.stop, keys.shape[1])
-                mask = None if mask is None else mask.to(keys.device)
-                output[rows] = reference.cross_attend(call.query[:, rows], keys, values, mask, scale=call.scale)
+            if mask is not None:
+                keys, values = mask.entry.layers[call.layer]
+                visible = mask.mask(span.start, span.stop, keys.shape[1])
+                visible = None if visible is None else visible.to(keys.device)
+                output[rows] = reference.cross_attend(call.query[:, rows], keys, values, visible, scale=call.scale)
             row = rows.stop
         return output
 
@@ -189,29 +191,29 @@ class _CacheBackend:
         for span in self._forward.spans:
             for start, stop in span.state_ranges:
                 state, length = self._forward.recurrent_state(span.slot, start, name), stop - start
-                own, after = (_run_rows if self._row_by_row else _run_chunk)(operation, row, row + length, state)
+                tokens, after = (_run_rows if self._row_by_row else _run_chunk)(operation, row, row + length, state)
                 self._forward.store_recurrent_state(span.slot, stop, name, after)
-                outputs += own
+                outputs += tokens
                 row += length
         return outputs
 
 
 def _run_chunk(
-    run: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
+    operation: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
-    """The output of rows [start, stop) behind a state, and the state behind them."""
-    output, after = run(start, stop, state)
+    """The output of tokens [start, stop) from a state, and the next state."""
+    output, after = operation(start, stop, state)
     return [output], after
 
 
 def _run_rows(
-    run: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
+    operation: hooks.RecurrentOperation, start: int, stop: int, state: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:
-    """The same of each row alone: calls of one shape, whose bits no chunk changes and no other arithmetic has to."""
+    """As `_run_chunk`, one token at a time: calls of equal shape, so their bits do not depend on the chunk."""
     outputs = []
     with torch._C.DisableTorchFunction():
         for row in range(start, stop):
-            output, after = run(row, row + 1, state)
+            output, after = operation(row, row + 1, state)
             state = after.contiguous()
             outputs.append(output)
     assert state is not None, "a piece of a span has rows"

@@ -1,9 +1,9 @@
-"""The way for models that cannot be led to our cells: transformers' own cache, filled from them, a sequence at a time.
+"""Runs one sequence at a time over the shared cache, for models with attention or masks that cannot be packed.
 
-For such a model every span is a forward of its own: a cache of transformers is filled with what the slot holds, the
-model runs as it is, with its own attention, masks and positions, and what it added to the cache is stored. That is
-right for every model whose memory is keys and values by layer. It is slower, for cells are copied and rows of different
-sequences do not share a matrix product, and its keys are never turned: a shift computes anew.
+Each span is a forward of its own: a cache of transformers is filled with the cells of the slot, the unmodified model
+runs with its own attention, masks and positions, and the new keys and values are stored. This supports every model with
+keys and values in a cache of transformers. It is slower, as cells are copied and sequences share no matrix product, and
+keys are never rotated: a context shift recomputes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcache.spec import LayerSpec, Span
 
 HFCache: TypeAlias = Any  # a cache of transformers
 
-# Masks cut windows out, so a layer that would forget what they hide may keep it.
+# Classes of cache layers: masks exclude keys beyond a window, so a layer that would drop them may keep them.
 _FULL_LENGTH_LAYERS = {
     DynamicLayer: DynamicLayer,
     DynamicSlidingWindowLayer: DynamicLayer,
@@ -41,21 +41,21 @@ _FULL_LENGTH_LAYERS = {
 
 
 class UnsupportedCache(Exception):
-    """The model keeps something else than keys and values by layer, or keeps it elsewhere than in its cache."""
+    """The model caches something other than keys and values by layer, or caches it elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerFormat:
-    """One layer of transformers' cache: its class, and the columns of its values; an indexer's keys stand behind."""
+    """One layer of transformers' cache: its class, and the columns of its values; keys of an indexer follow them."""
 
     kind: type[DynamicLayer]
     value_width: int
 
 
 class SequentialRunner(ModelRunner):
-    """A model that runs one sequence at a time over the shared cache. Belongs to the engine thread.
+    """Runs a model one sequence at a time over the shared cache. Belongs to the engine thread.
 
-    model  transformers' model
+    model  transformers' model; running two tokens shows the layers that store cells
     """
 
     def __init__(self, model: Any, switch: RopeSwitch | None = None) -> None:
@@ -66,14 +66,14 @@ class SequentialRunner(ModelRunner):
         self.has_hidden_states = False
         self._device = next(model.parameters()).device
         self._parameters = frozenset(inspect.signature(type(model).forward).parameters)
-        memory = DynamicCache(config=model.config)
-        self._run(memory, Span(0, 0, 2), [0, 1], self._tensor([1]))
-        stored = {at: layer for at, layer in enumerate(memory.layers) if layer.is_initialized}
+        cache = DynamicCache(config=model.config)
+        self._run(cache, Span(0, 0, 2), [0, 1], self._tensor([1]))
+        stored = {at: layer for at, layer in enumerate(cache.layers) if layer.is_initialized}
         self._formats = {at: _layer_format(layer) for at, layer in stored.items()}
         self.layers = tuple(CachedLayer(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
         self.extended_layers = self.layers
         if not self.layers:
-            raise UnsupportedCache("it keeps nothing in its cache")
+            raise UnsupportedCache("its cache is empty")
 
     def make_invariant(self, product: RowInvariantProduct) -> None:
         """See ModelRunner."""
@@ -103,62 +103,65 @@ class SequentialRunner(ModelRunner):
     ) -> tuple[Tensor, Tensor]:
         """See ModelRunner. Raises ValueError for bidirectional ranges."""
         if not self.supports(forward, encoder_masks):
-            raise ValueError("the masks are the model's own: no ranges of tokens see each other")
-        logits, states, memories, row = [], [], [], 0
+            raise ValueError("the sequential runner does not support bidirectional ranges")
+        logits, states, caches, row = [], [], [], 0
         for number, span in enumerate(forward.spans):
             stop = row + span.length
-            memory = self._fill_cache(forward, number)
-            own, others = ([at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows))
-            if others:
-                with hooks.capture_hidden_states(self.model, self._tensor(own), self._tensor(others)) as tap:
-                    logits.append(self._run(memory, span, tokens[row:stop], tap.output_rows))
-                states.append(tap.hidden_states)
+            cache = self._fill_cache(forward, number)
+            own_logit_rows, own_hidden_rows = (
+                [at - row for at in rows if row <= at < stop] for rows in (logit_rows, hidden_rows)
+            )
+            if own_hidden_rows:
+                with hooks.capture_hidden_states(
+                    self.model, self._tensor(own_logit_rows), self._tensor(own_hidden_rows)
+                ) as capture:
+                    logits.append(self._run(cache, span, tokens[row:stop], capture.output_rows))
+                states.append(capture.hidden_states)
             else:
-                logits.append(self._run(memory, span, tokens[row:stop], self._tensor(own)))
-            memories.append(memory)
+                logits.append(self._run(cache, span, tokens[row:stop], self._tensor(own_logit_rows)))
+            caches.append(cache)
             row = stop
-        for index, plan in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             added = [
-                _read(memory.layers[plan.index], span.start)
-                for memory, span in zip(memories, forward.spans, strict=True)
+                _read(cache.layers[layer.index], span.start) for cache, span in zip(caches, forward.spans, strict=True)
             ]
             forward.store_kv(index, *(torch.cat(parts, 1) for parts in zip(*added, strict=True)))
         return torch.cat(logits), torch.cat(states) if states else logits[0][:0]
 
     def _fill_cache(self, forward: Forward, number: int) -> HFCache:
-        """A cache of transformers that holds what the slot of the span `number` holds before it."""
-        memory = DynamicCache()
+        """A cache of transformers with the contents of the slot before the span `number`."""
+        cache = DynamicCache()
         kinds = [
             self._formats[at].kind if at in self._formats else DynamicLayer for at in range(max(self._formats) + 1)
         ]
-        memory.layers = [kind() for kind in kinds]
+        cache.layers = [kind() for kind in kinds]
         before = forward.spans[number].start
         if before == 0:
-            return memory
-        for index, plan in enumerate(self.layers):
+            return cache
+        for index, cached in enumerate(self.layers):
             cells = forward.segments(index)[number].cells
             keys, values = (
                 _read_cells(stored, cells, self.model.dtype)[None, :, :before] for stored in forward.layer_kv(index)
             )
-            layer, width = memory.layers[plan.index], self._formats[plan.index].value_width
+            layer, width = cache.layers[cached.index], self._formats[cached.index].value_width
             layer.update(keys, values[..., :width])
             if isinstance(layer, DynamicIndexedLayer):
                 layer.update_indexer(values[:, 0, :, width:])
-        return memory
+        return cache
 
-    def _run(self, memory: HFCache, span: Span, tokens: Sequence[int], logit_rows: Tensor) -> Tensor:
+    def _run(self, cache: HFCache, span: Span, tokens: Sequence[int], logit_rows: Tensor) -> Tensor:
         inputs = {
             "input_ids": self._tensor(tokens)[None],
             "position_ids": torch.arange(span.start, span.stop, device=self._device)[None],
             "attention_mask": torch.ones(1, span.stop, dtype=torch.long, device=self._device),
-            "past_key_values": memory,
+            "past_key_values": cache,
             "use_cache": True,
             "logits_to_keep": logit_rows,
         }
         extended = None if self.switch is None else self.switch.extended([span])
         with torch.inference_mode(), rope.extending(extended), StableTopK(), self._invariant or nullcontext():
-            made = self.model(**{name: value for name, value in inputs.items() if name in self._parameters})
-        logits: Tensor = made.logits[0]
+            output = self.model(**{name: value for name, value in inputs.items() if name in self._parameters})
+        logits: Tensor = output.logits[0]
         return logits if logits.shape[0] <= len(logit_rows) else logits[logit_rows]
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
@@ -175,7 +178,7 @@ def _layer_format(layer: Any) -> _LayerFormat:
 
 
 def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
-    """What a layer holds from a position on, as cells: keys and values [heads, positions, width]."""
+    """Keys and values [heads, positions, width] of a layer from a position on, in the layout of cells."""
     keys, values = layer.keys[0, :, start:], layer.values[0, :, start:]
     if getattr(layer, "indexer_keys", None) is not None:
         values = torch.cat((values, layer.indexer_keys[:, start:]), -1)
@@ -183,10 +186,10 @@ def _read(layer: Any, start: int) -> tuple[Tensor, Tensor]:
 
 
 def _read_cells(stored: LayerKV, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
-    """What cells hold, as it was written."""
+    """The stored numbers of cells, in the dtype of the model."""
     return stored.transform(stored.read(cells, dtype))
 
 
 def _spec(keys: Tensor, values: Tensor) -> LayerSpec:
-    """A layer whose keys are not known to turn by any rule."""
+    """A layer without a known rotation of its keys."""
     return LayerSpec(keys.shape[0], keys.shape[-1], values.shape[-1], rotation=None)

@@ -42,6 +42,7 @@ class Quantised:
     """A tiny quantised model of one family with its runner."""
 
     name: str
+    model: Any
     runner: ModelRunner
     traits: ModelTraits
 
@@ -90,7 +91,7 @@ def build(name: str, bits: Bits = 8, *, native: bool = True, invariant: bool = T
         runner = selection.select(model, runner, traits, context=CONTEXT).runner
     if invariant:
         runner.make_invariant(dispatch.best_row_invariant() if native else TiledProduct())
-    return Quantised(name, runner, traits)
+    return Quantised(name, model, runner, traits)
 
 
 def prompt(seed: int, length: int = LENGTH) -> list[int]:

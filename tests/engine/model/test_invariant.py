@@ -186,7 +186,7 @@ def test_quantised_family_is_batch_invariant(name: str) -> None:
     expected = EXCEPTIONS.get(name, dict.fromkeys(CHECKS, True))
 
     assert expected == holds(model)
-    assert all(expected.values()) == is_batch_invariant(model.runner, model.model.model, model.traits)
+    assert all(expected.values()) == is_batch_invariant(model.runner, model.model, model.traits)
 
 
 def test_models_page_has_every_family() -> None:
