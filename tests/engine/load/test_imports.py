@@ -1,4 +1,4 @@
-"""The server imports transformers without the compiler and the distributed tensors of torch."""
+"""Imports of transformers without the compiler and the distributed tensors of torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ print(torch.compiler.disable(increment) is increment)
 """
 
 
-def test_a_model_runs_without_the_compiler() -> None:
-    """Tokens are those of a plain import, and neither the compiler nor distributed tensors are in memory."""
+def test_model_generates_without_the_compiler() -> None:
+    """The tokens equal those with a plain import; neither the compiler nor distributed tensors are loaded."""
     lean, plain = run(GENERATE), run(GENERATE.replace("import_transformers()", "", 1))
 
     assert plain[0] == lean[0]
@@ -53,13 +53,13 @@ def test_a_model_runs_without_the_compiler() -> None:
     assert plain[2] == lean[2]
 
 
-def test_the_compiler_is_imported_where_it_is_used() -> None:
-    """A graph is captured, and a decorator is the compiler's own by then."""
+def test_compiler_is_imported_at_its_first_use() -> None:
+    """A graph is captured, and the decorators are the compiler's own."""
     assert ["[2.0, 2.0]", "1", "False"] == run(COMPILE)
 
 
-def test_the_classes_of_models_are_those_that_transformers_finds() -> None:
-    """Modules, classes and what they require."""
+def test_model_classes_equal_the_scan_of_transformers() -> None:
+    """Modules, classes and requirements."""
     folder = Path(transformers.__file__).parent / "models"
 
     assert define_import_structure(str(folder / "__init__.py")) == model_classes()

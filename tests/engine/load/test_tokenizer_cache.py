@@ -1,4 +1,4 @@
-"""A tokenizer from its entry in the cache folder is the one that transformers reads from its own files."""
+"""A tokenizer from its cache entry equals the one from its own files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LETTERS = ["the", " cat", "世", "🦙", "ä", " ", "\n", "<end>", "<tool>", "<s
 
 
 def trained(model: Any, trainer: Any, *, byte_level: bool = False) -> Tokenizer:
-    """A backend trained on the corpus, with added tokens of three kinds in turns."""
+    """A backend trained on the corpus, with added tokens of three kinds."""
     backend = Tokenizer(model)
     if byte_level:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,12 +51,12 @@ def trained(model: Any, trainer: Any, *, byte_level: bool = False) -> Tokenizer:
 
 
 def bpe_trainer(**options: Any) -> Any:
-    """Of 400 tokens."""
+    """A trainer for 400 tokens."""
     return trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False, **options)
 
 
 def byte_level() -> Any:
-    """As GPT-2 and Llama 3."""
+    """The kind of GPT-2 and Llama 3."""
     model = models.BPE(ignore_merges=True)
     backend = trained(model, bpe_trainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet()), byte_level=True)
     backend.enable_truncation(64)
@@ -64,21 +64,21 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """As Llama 2."""
+    """The kind of Llama 2."""
     model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True, dropout=0.0)
     trainer = bpe_trainer(initial_alphabet=[f"<0x{byte:02X}>" for byte in range(256)])
     return PreTrainedTokenizerFast(tokenizer_object=trained(model, trainer), bos_token="<s>", eos_token="</s>")
 
 
 def suffixed() -> Any:
-    """As CLIP and the first GPT."""
+    """The kind of CLIP and the first GPT."""
     model = models.BPE(unk_token="<unk>", end_of_word_suffix="</w>", continuing_subword_prefix="##")
     trainer = bpe_trainer(end_of_word_suffix="</w>", continuing_subword_prefix="##")
     return PreTrainedTokenizerFast(tokenizer_object=trained(model, trainer), eos_token="</s>")
 
 
 def unigram() -> Any:
-    """As T5."""
+    """The kind of T5."""
     trainer = trainers.UnigramTrainer(
         vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
     )
@@ -86,12 +86,12 @@ def unigram() -> Any:
 
 
 def word_piece() -> Any:
-    """As BERT, in a class that builds its backend itself."""
+    """The kind of BERT, a class that builds its own backend."""
     return BertTokenizer(vocab={piece: at for at, piece in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"catdog"])})
 
 
 def of_class(kind: Any) -> Callable[[], Any]:
-    """One of transformers' classes that take the vocabulary and the merges out of tokenizer.json."""
+    """A class of transformers that reads the vocabulary and the merges of tokenizer.json."""
 
     def make() -> Any:
         model = models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -104,7 +104,7 @@ def of_class(kind: Any) -> Callable[[], Any]:
     return make
 
 
-MADE: dict[str, Callable[[], Any]] = {
+TOKENIZERS: dict[str, Callable[[], Any]] = {
     "byte-level BPE, trained": byte_level,
     "byte fallback, trained": byte_fallback,
     "BPE with a suffix": suffixed,
@@ -124,41 +124,43 @@ def folder(tmp_path: Path) -> Path:
 
 
 def saved(tokenizer: Any, folder: Path) -> Path:
-    """The folder, with the tokenizer's files and a template."""
+    """The folder with the tokenizer's files and a template."""
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def read(folder: Path, cache: Path) -> Any:
-    """The tokenizer, however small it is."""
+    """The tokenizer, with an entry for any size."""
     return read_tokenizer(folder, cache, large_bytes=0)
 
 
-def kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The tokenizer, which comes from its entry."""
+def read_entry(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tokenizer from its entry."""
     with monkeypatch.context() as patched:
         patched.setattr(tokenizer_cache, "AutoTokenizer", None)
         return read(folder, cache)
 
 
 def state(tokenizer: Any) -> dict[str, str]:
-    """Everything that a tokenizer has, but its backend."""
+    """The attributes of a tokenizer without its backend."""
     return {name: repr(value) for name, value in vars(tokenizer).items() if name != "_tokenizer"}
 
 
 def texts() -> list[str]:
-    """Texts of pieces in any order."""
-    chance = Random(7)
-    return ["", *CORPUS[:3], *("".join(chance.choices(LETTERS, k=12)) for _ in range(100))]
+    """Random texts of pieces."""
+    random = Random(7)
+    return ["", *CORPUS[:3], *("".join(random.choices(LETTERS, k=12)) for _ in range(100))]
 
 
-@pytest.mark.parametrize("kind", [*MADE, "bundled"])
-def test_a_kept_tokenizer_is_the_one_of_its_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State, backend, tokens, texts, templates and the bytes of tokens are those of AutoTokenizer."""
-    folder = BUNDLED if kind == "bundled" else saved(MADE[kind](), tmp_path / "model")
+@pytest.mark.parametrize("kind", [*TOKENIZERS, "bundled"])
+def test_cached_tokenizer_equals_the_one_of_its_files(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State, backend, tokens, texts, templates and token bytes equal those of AutoTokenizer."""
+    folder = BUNDLED if kind == "bundled" else saved(TOKENIZERS[kind](), tmp_path / "model")
     first, own = read(folder, tmp_path / "cache"), AutoTokenizer.from_pretrained(folder)
-    again = kept(folder, tmp_path / "cache", monkeypatch)
+    again = read_entry(folder, tmp_path / "cache", monkeypatch)
 
     assert type(own) is type(first) is type(again)
     assert state(own) == state(again)
@@ -175,16 +177,16 @@ def test_a_kept_tokenizer_is_the_one_of_its_files(kind: str, tmp_path: Path, mon
 
 
 def bytes_of(tokenizer: Any) -> tuple[list[bytes], list[int]]:
-    """The bytes of all tokens, and which are markers, as the engine finds them."""
+    """The bytes of all tokens, and the special tokens, by the engine."""
     size = len(tokenizer)
     return served.Tokenizer(tokenizer, vocabulary_size=size, context=64).token_bytes(size)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "harmful"])
-def test_a_broken_entry_is_replaced(
+def test_broken_entry_is_replaced(
     damage: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line in the log, and the next start has a good one."""
+    """A line is logged, and the next start reads a valid entry."""
     monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache"
     own = read(folder, cache)
@@ -202,20 +204,20 @@ def test_a_broken_entry_is_replaced(
 
     assert state(own) == state(read(folder, cache))
     assert "is built from its own files" in caplog.text
-    assert state(own) == state(kept(folder, cache, monkeypatch))
+    assert state(own) == state(read_entry(folder, cache, monkeypatch))
     assert not (tmp_path / "harm").exists()
 
 
 class Harmful:
-    """Pickled, it makes a folder when it is read."""
+    """Creates a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("harm",)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.txt"])
-def test_other_files_have_another_entry(file: str, folder: Path, tmp_path: Path) -> None:
-    """A change of any file of the tokenizer is seen, by its content."""
+def test_changed_file_has_another_entry(file: str, folder: Path, tmp_path: Path) -> None:
+    """Every file of the tokenizer counts, by content."""
     cache = tmp_path / "cache"
     read(folder, cache)
     content = (folder / file).read_text(encoding="utf-8") if (folder / file).exists() else "more"
@@ -227,17 +229,16 @@ def test_other_files_have_another_entry(file: str, folder: Path, tmp_path: Path)
     assert state(AutoTokenizer.from_pretrained(folder)) == state(again)
 
 
-def test_small_tokenizers_have_no_entry(folder: Path, tmp_path: Path) -> None:
-    """They are read as fast from their own files."""
+def test_small_tokenizer_has_no_entry(folder: Path, tmp_path: Path) -> None:
+    """Reading its own files is as fast."""
     read_tokenizer(folder, tmp_path / "cache")
 
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_backend_that_is_not_rebuilt_has_no_entry(
+def test_backend_that_cannot_be_rebuilt_has_no_entry(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An entry is compared with the tokenizer before it is kept."""
     caplog.set_level("INFO")
     merges = tokenizer_cache._parts
     monkeypatch.setattr(tokenizer_cache, "_parts", lambda backend: (*merges(backend)[:2], [], False))
@@ -248,10 +249,8 @@ def test_a_backend_that_is_not_rebuilt_has_no_entry(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_line_in_the_log(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The tokenizer is read all the same."""
+def test_unwritable_cache_folder_is_logged(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tokenizer is read from its own files."""
     caplog.set_level("INFO")
     (tmp_path / "cache").write_text("a file", encoding="utf-8")
 
