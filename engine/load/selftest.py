@@ -80,6 +80,10 @@ class _TestSequence:
     encoder_mask: EncoderMask | None = None
 
 
+# By forward, (sequence, number of tokens) pairs.
+_StepPlan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+
+
 def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
     """The fastest runner with the logits of the unmodified model. Raises ModelUnsupported.
 
@@ -88,8 +92,8 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
     """
     try:
         model.set_attn_implementation(_default_attention(model))
-        sequences = [_test_sequence(model, traits, number) for number in range(2)]
-        expected_logits = _expected_logits(model, sequences, traits)
+        batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
+        expected = batches.expected_logits()
     except Exception as error:
         raise ModelUnsupported(name, f"it does not run ({type(error).__name__}: {error})") from error
     reasons: list[str] = []
@@ -97,14 +101,17 @@ def find_runner(name: str, model: Any, traits: ModelTraits) -> ModelRunner:
         try:
             runner = make_runner(model)
             with hooks.watch_output_layer(model) as was_called:
-                _check(expected_logits, runner, model, sequences, traits)
+                _check(expected, runner, batches)
             runner.has_hidden_states = was_called()
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
         if reasons:
             log.warning("%s %s (%s)", name, warning, reasons[0])
-        _check_kv_dtype(name, model, runner, sequences, traits)
+        if not batches.fit_kv_dtype(runner):
+            raise ModelUnsupported(
+                name, f"its keys or values do not fit into {traits.kv_dtype}; choose another --kv-dtype"
+            )
         return runner
     packed, *_, sequential = reasons
     raise ModelUnsupported(
@@ -122,16 +129,6 @@ def restore_runner(
     return runner
 
 
-def _check_kv_dtype(
-    name: str, model: Any, runner: ModelRunner, sequences: list[_TestSequence], traits: ModelTraits
-) -> None:
-    kv_dtype = traits.kv_dtype or traits.dtype
-    if kv_dtype == traits.dtype:
-        return
-    if not all(row.isfinite().all() for row in _batched_logits(runner, model, sequences, traits, kv_dtype)):
-        raise ModelUnsupported(name, f"its keys or values do not fit into {kv_dtype}; choose another --kv-dtype")
-
-
 def logit_difference(
     expected_runner: ModelRunner, actual_runner: ModelRunner, model: Any, traits: ModelTraits, kv_dtype: torch.dtype
 ) -> float:
@@ -140,10 +137,9 @@ def logit_difference(
 
     kv_dtype  of cached keys and values during the check
     """
-    sequences = [_test_sequence(model, traits, number) for number in range(2)]
+    batches = _CheckBatches(model, traits, [_test_sequence(model, traits, number) for number in range(2)])
     expected, actual = (
-        torch.cat(_batched_logits(runner, model, sequences, traits, kv_dtype))
-        for runner in (expected_runner, actual_runner)
+        torch.cat(batches.batched_logits(runner, kv_dtype)) for runner in (expected_runner, actual_runner)
     )
     return float((expected - actual).abs().max() / expected.abs().max().clamp_min(1.0))
 
@@ -153,38 +149,18 @@ def is_batch_invariant(runner: ModelRunner, model: Any, traits: ModelTraits) -> 
     sequences = [_test_sequence(model, traits, number, _INVARIANCE_PROMPT) for number in (1, 2)]
     first, second = (len(sequence.prompt) for sequence in sequences)
     steps = ((0, 7),), ((0, 1), (1, second - 8)), ((0, first - 9), (1, 7)), ((0, 1), (1, 1))
-    batched = _all_logits(runner, model, sequences, traits, steps)
-    expected_logits = [
-        _all_logits(runner, model, [sequence], traits, (((0, len(sequence.prompt)),),))[0] for sequence in sequences
+    batched = _CheckBatches(model, traits, sequences).all_logits(runner, steps)
+    alone = [
+        _CheckBatches(model, traits, [sequence]).all_logits(runner, (((0, len(sequence.prompt)),),))[0]
+        for sequence in sequences
     ]
-    return all(map(torch.equal, expected_logits, batched))
-
-
-def _all_logits(
-    runner: ModelRunner,
-    model: Any,
-    sequences: list[_TestSequence],
-    traits: ModelTraits,
-    steps: _StepPlan,
-) -> list[Tensor]:
-    """The logits [prompt, vocabulary] of each sequence."""
-    cache = _cache(runner, model, sequences, traits, traits.kv_dtype or traits.dtype)
-    logits_by_slot: list[list[Tensor]] = [[] for _ in sequences]
-    for step in steps:
-        spans, tokens, encoder_masks = _batch(cache, sequences, step)
-        with cache.forward(spans) as forward:
-            logits = runner.run(forward, tokens, list(range(len(tokens))), encoder_masks)
-        for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
-            logits_by_slot[span.slot].append(rows)
-    return [torch.cat(rows) for rows in logits_by_slot]
+    return all(map(torch.equal, alone, batched))
 
 
 class LogitsDiffer(Exception):
     """Logits of a batch differ from the logits of the model alone."""
 
 
-# By forward, (sequence, number of tokens) pairs.
-_StepPlan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 _MakeRunner: TypeAlias = Callable[[Any], ModelRunner]
 
 
@@ -225,37 +201,32 @@ def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:
     return SequentialRunner(model, traits.switch)
 
 
-def _check(
-    expected_logits: list[Tensor],
-    runner: ModelRunner,
-    model: Any,
-    sequences: list[_TestSequence],
-    traits: ModelTraits,
-) -> None:
+def _check(expected: list[Tensor], runner: ModelRunner, batches: _CheckBatches) -> None:
     """Raise LogitsDiffer unless the runner's logits agree with the logits of the model alone."""
+    model, dtype = batches.model, batches.traits.dtype
     try:
-        batched = _batched_logits(runner, model, sequences, traits, traits.dtype)
-        _compare(expected_logits, batched, traits.dtype)
+        actual = batches.batched_logits(runner, dtype)
+        _compare(expected, actual, dtype)
     except LogitsDiffer as error:
-        if traits.dtype == torch.float64:
+        if dtype == torch.float64:
             # transformers computes norms, routers and recurrences in float32 whatever the dtype of the weights is.
-            _compare(expected_logits, batched, torch.float32)
+            _compare(expected, actual, torch.float32)
             log.info("parts of the model are computed in float32: %s", error)
             return
         # In bfloat16, rounding alone makes routers choose other experts: the check is repeated in float32.
-        if traits.dtype != torch.bfloat16:
+        if dtype != torch.bfloat16:
             raise
         attention = model.config._attn_implementation
         with Float32Mode(model):
             model.set_attn_implementation(_default_attention(model))
-            expected_logits = _expected_logits(model, sequences, traits)
+            expected = batches.expected_logits()
             model.set_attn_implementation(attention)
-            _compare(expected_logits, _batched_logits(runner, model, sequences, traits, torch.float32), torch.float32)
+            _compare(expected, batches.batched_logits(runner, torch.float32), torch.float32)
 
 
-def _compare(expected_logits: list[Tensor], batched: list[Tensor], dtype: torch.dtype) -> None:
-    for expected, actual in zip(expected_logits, batched, strict=True):
-        error, allowed = _error(expected, actual), _tolerance(dtype)
+def _compare(expected: list[Tensor], actual: list[Tensor], dtype: torch.dtype) -> None:
+    for alone, batched in zip(expected, actual, strict=True):
+        error, allowed = _error(alone, batched), _tolerance(dtype)
         if not within(f"batched logits are those alone, {dtype}", error, allowed):
             raise LogitsDiffer(f"its logits differ by {error:.2g}, where {allowed:.2g} is rounding")
 
@@ -294,11 +265,6 @@ def _steps(length: int) -> _StepPlan:
     return ((0, 4),), ((0, first), (1, 7)), ((0, length - 5 - first), (1, 1)), ((0, 1), (1, 1))
 
 
-def _span_ends(steps: _StepPlan, number: int) -> list[int]:
-    """Positions where the spans of a sequence end."""
-    return list(accumulate(tokens for step in steps for slot, tokens in step if slot == number))
-
-
 def _prompt(vocabulary: int, length: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (length,), generator=generator).tolist()
@@ -316,93 +282,99 @@ def _test_sequence(model: Any, traits: ModelTraits, number: int, length: int | N
     )
 
 
-def _rope_variants(traits: ModelTraits) -> tuple[bool, ...]:
-    """The rotary factors to check: short ones, and long ones if there are any."""
-    return (False,) if traits.switch is None else (False, True)
+class _CheckBatches:
+    """Test sequences with their logits by the unmodified model, and by runners in batches of chunks."""
+
+    def __init__(self, model: Any, traits: ModelTraits, sequences: Sequence[_TestSequence]) -> None:
+        self.model, self.traits = model, traits
+        self._sequences = sequences
+        self._device = next(model.parameters()).device
+        # Short rotary factors, and long ones if the model has them.
+        self._rope_variants = (False,) if traits.switch is None else (False, True)
+
+    def expected_logits(self) -> list[Tensor]:
+        """The logits of `batched_logits`, by the unmodified model."""
+        steps, logits = _steps(len(self._sequences[0].prompt)), []
+        for long_factors in self._rope_variants:
+            with rope.extending() if long_factors else nullcontext():
+                logits += [self._logits_alone(slot, _span_ends(steps, slot)) for slot in range(len(self._sequences))]
+        return logits
+
+    def _logits_alone(self, slot: int, ends: list[int]) -> Tensor:
+        """The logits [ends, vocabulary] of the last token before each end, by the unmodified model."""
+        rows = torch.tensor(ends, device=self._device) - 1
+        parameters = inspect.signature(type(self.model).forward).parameters
+        selection = {"logits_to_keep": rows} if "logits_to_keep" in parameters else {}
+        with torch.inference_mode(), StableTopK():
+            output = self.model(**self._sequences[slot].inputs, **selection, use_cache=False)
+        logits: Tensor = output.logits[0]
+        # A model that ignores logits_to_keep returns every row.
+        return logits if logits.shape[0] == len(ends) else logits[rows]
+
+    def batched_logits(self, runner: ModelRunner, kv_dtype: torch.dtype) -> list[Tensor]:
+        """For each kind of rotary factors and each sequence, the logits [ends, vocabulary] at the ends of its spans."""
+        return [
+            logits
+            for long_factors in self._rope_variants
+            for logits in self._logits_at_ends(runner, kv_dtype, long_factors=long_factors)
+        ]
+
+    def _logits_at_ends(self, runner: ModelRunner, kv_dtype: torch.dtype, *, long_factors: bool) -> list[Tensor]:
+        cache = self._cache(runner, kv_dtype)
+        logits_by_slot: list[list[Tensor]] = [[] for _ in self._sequences]
+        for step in _steps(len(self._sequences[0].prompt)):
+            spans, tokens, encoder_masks = self._batch(cache, step, long_factors=long_factors)
+            logit_rows = [end - 1 for end in accumulate(span.length for span in spans)]
+            with cache.forward(spans) as forward:
+                logits = runner.run(forward, tokens, logit_rows, encoder_masks)
+            for span, row in zip(spans, logits, strict=True):
+                logits_by_slot[span.slot].append(row)
+        return [torch.stack(rows) for rows in logits_by_slot]
+
+    def all_logits(self, runner: ModelRunner, steps: _StepPlan) -> list[Tensor]:
+        """The logits [prompt, vocabulary] of each sequence."""
+        cache = self._cache(runner, self.traits.kv_dtype or self.traits.dtype)
+        logits_by_slot: list[list[Tensor]] = [[] for _ in self._sequences]
+        for step in steps:
+            spans, tokens, encoder_masks = self._batch(cache, step)
+            with cache.forward(spans) as forward:
+                logits = runner.run(forward, tokens, list(range(len(tokens))), encoder_masks)
+            for span, rows in zip(spans, torch.split(logits, [span.length for span in spans]), strict=True):
+                logits_by_slot[span.slot].append(rows)
+        return [torch.cat(rows) for rows in logits_by_slot]
+
+    def fit_kv_dtype(self, runner: ModelRunner) -> bool:
+        """Whether the logits are finite with keys and values in the configured dtype."""
+        kv_dtype = self.traits.kv_dtype
+        if kv_dtype is None or kv_dtype == self.traits.dtype:
+            return True
+        return all(bool(logits.isfinite().all()) for logits in self.batched_logits(runner, kv_dtype))
+
+    def _cache(self, runner: ModelRunner, kv_dtype: torch.dtype) -> Cache:
+        """An empty cache with two slots."""
+        length = max(len(sequence.prompt) for sequence in self._sequences)
+        return Cache(
+            [layer.spec for layer in runner.layers],
+            slots=2,
+            capacity=length,
+            cells=2 * length,
+            state_bytes=0 if self.traits.recurrent else None,
+            dtype=kv_dtype,
+            device=self._device,
+        )
+
+    def _batch(
+        self, cache: Cache, step: tuple[tuple[int, int], ...], *, long_factors: bool = False
+    ) -> tuple[list[Span], list[int], list[EncoderMask | None]]:
+        """The spans of a step, their tokens and their encoder masks."""
+        spans = [Span(slot, cache.cached_length(slot), length, long_factors=long_factors) for slot, length in step]
+        tokens = [token for span in spans for token in self._sequences[span.slot].prompt[span.start : span.stop]]
+        return spans, tokens, [self._sequences[span.slot].encoder_mask for span in spans]
 
 
-def _expected_logits(model: Any, sequences: list[_TestSequence], traits: ModelTraits) -> list[Tensor]:
-    """The logits that `_batched_logits` should return, by the unmodified model."""
-    steps, rows = _steps(len(sequences[0].prompt)), []
-    for extended in _rope_variants(traits):
-        with rope.extending() if extended else nullcontext():
-            rows += [
-                _logits_alone(model, sequence, _span_ends(steps, number)) for number, sequence in enumerate(sequences)
-            ]
-    return rows
-
-
-def _logits_alone(model: Any, sequence: _TestSequence, ends: list[int]) -> Tensor:
-    """The logits [ends, vocabulary] of the tokens before each end, by the unmodified model."""
-    rows = torch.tensor(ends, device=next(model.parameters()).device) - 1
-    known = inspect.signature(type(model).forward).parameters
-    selection = {"logits_to_keep": rows} if "logits_to_keep" in known else {}
-    with torch.inference_mode(), StableTopK():
-        logits: Tensor = model(**sequence.inputs, **selection, use_cache=False).logits[0]
-    # A model that ignores logits_to_keep returns every row.
-    return logits if logits.shape[0] == len(ends) else logits[rows]
-
-
-def _batched_logits(
-    runner: ModelRunner,
-    model: Any,
-    sequences: list[_TestSequence],
-    traits: ModelTraits,
-    kv_dtype: torch.dtype,
-) -> list[Tensor]:
-    """For each kind of rotary factors and each sequence, the logits [ends, vocabulary] at the ends of its spans."""
-    return [
-        rows
-        for extended in _rope_variants(traits)
-        for rows in _batched_logits_once(runner, model, sequences, traits, kv_dtype, extended=extended)
-    ]
-
-
-def _batched_logits_once(
-    runner: ModelRunner,
-    model: Any,
-    sequences: list[_TestSequence],
-    traits: ModelTraits,
-    kv_dtype: torch.dtype,
-    *,
-    extended: bool,
-) -> list[Tensor]:
-    cache = _cache(runner, model, sequences, traits, kv_dtype)
-    logits_by_slot: list[list[Tensor]] = [[] for _ in sequences]
-    for step in _steps(len(sequences[0].prompt)):
-        spans, tokens, encoder_masks = _batch(cache, sequences, step, extended=extended)
-        logit_rows = torch.tensor([span.length for span in spans]).cumsum(0) - 1
-        with cache.forward(spans) as forward:
-            logits = runner.run(forward, tokens, logit_rows.tolist(), encoder_masks)
-        for span, row in zip(spans, logits, strict=True):
-            logits_by_slot[span.slot].append(row)
-    return [torch.stack(rows) for rows in logits_by_slot]
-
-
-def _cache(
-    runner: ModelRunner,
-    model: Any,
-    sequences: list[_TestSequence],
-    traits: ModelTraits,
-    kv_dtype: torch.dtype,
-) -> Cache:
-    """An empty cache with two slots."""
-    device = next(model.parameters()).device
-    specs = [layer.spec for layer in runner.layers]
-    state_bytes = 0 if traits.recurrent else None
-    length = max(len(sequence.prompt) for sequence in sequences)
-    return Cache(
-        specs, slots=2, capacity=length, cells=2 * length, state_bytes=state_bytes, dtype=kv_dtype, device=device
-    )
-
-
-def _batch(
-    cache: Cache, sequences: list[_TestSequence], step: tuple[tuple[int, int], ...], *, extended: bool = False
-) -> tuple[list[Span], list[int], list[EncoderMask | None]]:
-    """The spans of a step, their tokens and their encoder masks."""
-    spans = [Span(slot, cache.cached_length(slot), length, long_factors=extended) for slot, length in step]
-    tokens = [token for span in spans for token in sequences[span.slot].prompt[span.start : span.stop]]
-    return spans, tokens, [sequences[span.slot].encoder_mask for span in spans]
+def _span_ends(steps: _StepPlan, slot: int) -> list[int]:
+    """Positions where the spans of a sequence end."""
+    return list(accumulate(tokens for step in steps for number, tokens in step if number == slot))
 
 
 def _tolerance(dtype: torch.dtype) -> float:
