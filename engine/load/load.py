@@ -93,7 +93,7 @@ class LoadedModel:
     @property
     def layers(self) -> tuple[CachedLayer, ...]:
         """The layers that store cells, with the rotation beyond the original length if the capacity reaches it."""
-        return self.runner.layers if self.switch is None else self.runner.extended_layers
+        return self.runner.layers if self.switch is None else self.runner.long_factor_layers
 
     @property
     def capacity(self) -> int:

@@ -55,10 +55,10 @@ def select(
     try:
         runner = _require_packed(runner, traits)
         with Float32Mode(model):
-            decoder, extended = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
+            decoder, long_decoder = _decoders(model, runner, vocabulary=traits.vocabulary, context=context)
         library = _library()
         move_weights(model)
-        make = partial(NativeRunner, runner, decoder, library, extended=extended)
+        make = partial(NativeRunner, runner, decoder, library, long_decoder=long_decoder)
         native, reason = (
             make(),
             None if checked else _difference(model, runner, make(rounds_to_bfloat16=False), decoder, traits),
@@ -116,8 +116,8 @@ def _decoders(
     decoder = find_decoder(model, runner.layers, vocabulary=vocabulary, context=min(context, original))
     if runner.switch is None:
         return decoder, None
-    with rope.extending():
-        return decoder, find_decoder(model, runner.extended_layers, vocabulary=vocabulary, context=context)
+    with rope.use_long_factors():
+        return decoder, find_decoder(model, runner.long_factor_layers, vocabulary=vocabulary, context=context)
 
 
 def _tolerance(decoder: DecoderSpec) -> float:

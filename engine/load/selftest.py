@@ -189,11 +189,13 @@ def _calibrated_runner(model: Any, traits: ModelTraits) -> PackedRunner:
 
 def _packed_runner(model: Any, traits: ModelTraits, layers: Sequence[CachedLayer]) -> PackedRunner:
     """A packed runner; with two kinds of rotary factors, the layers beyond the original length are calibrated too."""
-    extended = None
+    long_factor_layers = None
     if traits.switch is not None:
-        with rope.extending():
-            extended = find_cached_layers(model, vocabulary=traits.vocabulary)
-    return PackedRunner(model, layers, traits.mla, traits.attend, switch=traits.switch, extended_layers=extended)
+        with rope.use_long_factors():
+            long_factor_layers = find_cached_layers(model, vocabulary=traits.vocabulary)
+    return PackedRunner(
+        model, layers, traits.mla, traits.attend, switch=traits.switch, long_factor_layers=long_factor_layers
+    )
 
 
 def _sequential_runner(model: Any, traits: ModelTraits) -> SequentialRunner:
@@ -296,7 +298,7 @@ class _CheckBatches:
         """The logits of `batched_logits`, by the unmodified model."""
         steps, logits = _steps(len(self._sequences[0].prompt)), []
         for long_factors in self._rope_variants:
-            with rope.extending() if long_factors else nullcontext():
+            with rope.use_long_factors() if long_factors else nullcontext():
                 logits += [self._logits_alone(slot, _span_ends(steps, slot)) for slot in range(len(self._sequences))]
         return logits
 

@@ -19,15 +19,15 @@ from kvcache.forward import Forward
 class ModelRunner(Protocol):
     """Runs a model over the spans of open forwards of the cache.
 
-    layers             with KV cells, in the order of the cache
-    extended_layers    the same with the rotation of sequences beyond the original length; equal without a switch
-    switch             when the rotary factors change; None: never
-    sampler            for the logits of `run`
-    has_hidden_states  whether the self-test found that `run_with_hidden_states` can be called
+    layers              with KV cells, in the order of the cache
+    long_factor_layers  the same with the rotation of sequences beyond the original length; equal without a switch
+    switch              when the rotary factors change; None: never
+    sampler             for the logits of `run`
+    has_hidden_states   whether the self-test found that `run_with_hidden_states` can be called
     """
 
     layers: tuple[CachedLayer, ...]
-    extended_layers: tuple[CachedLayer, ...]
+    long_factor_layers: tuple[CachedLayer, ...]
     switch: RopeSwitch | None
     sampler: Sampler
     has_hidden_states: bool

@@ -3,7 +3,7 @@ length, long factors beyond it.
 
 transformers chooses the factors of a whole forward by its longest position. In a packed batch one long sequence would
 rotate all others by its factors, and the chunks of one prompt would get both. Here each token gets the factors that it
-has when transformers runs its sequence alone. Outside of `extending` the model computes as transformers wrote it.
+has when transformers runs its sequence alone. Outside of `use_long_factors` the model is unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RopeSwitch:
     original_length: int
     recomputes: bool
 
-    def extended(self, spans: Sequence[Span]) -> Tensor:
+    def long_factors(self, spans: Sequence[Span]) -> Tensor:
         """[tokens], whether each token of a batch is rotated by the long factors."""
         rows = [
             span.long_factors or position >= self.original_length for span in spans for position in _positions(span)
@@ -50,7 +50,7 @@ class RopeSwitch:
 
 
 # Which tokens are rotated by the long factors, [tokens] or [1]; None: transformers chooses.
-_extended: ContextVar[Tensor | None] = ContextVar("engine.model.rope.extended", default=None)
+_long_rows: ContextVar[Tensor | None] = ContextVar("engine.model.rope.long_rows", default=None)
 _ALL_ROWS = torch.ones(1, dtype=torch.bool)
 
 
@@ -63,7 +63,7 @@ def original_length(model: Any) -> int | None:
 
 
 def install(model: Any) -> RopeSwitch | None:
-    """Let rotary embeddings follow `extending`; None: no factors depend on the length. Raises ValueError."""
+    """Let rotary embeddings follow `use_long_factors`; None: no factors depend on the length. Raises ValueError."""
     original = original_length(model)
     if original is None:
         return None
@@ -74,18 +74,18 @@ def install(model: Any) -> RopeSwitch | None:
 
 
 @contextmanager
-def extending(rows: Tensor | None = _ALL_ROWS) -> Iterator[None]:
+def use_long_factors(rows: Tensor | None = _ALL_ROWS) -> Iterator[None]:
     """Inside the block, the tokens in the mask `rows` [tokens] are rotated by the long factors, the others by the short
     ones.
 
     By default all are; None leaves the choice to transformers. Positions of tokens with short factors are below the
     original length.
     """
-    token = _extended.set(rows)
+    token = _long_rows.set(rows)
     try:
         yield
     finally:
-        _extended.reset(token)
+        _long_rows.reset(token)
 
 
 def _positions(span: Span) -> range:
@@ -109,16 +109,16 @@ def _rotate_by_row(rotate: Callable[..., _Angles], original: int) -> Callable[..
 
     @wraps(rotate)
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **settings: Any) -> _Angles:
-        rows = _extended.get()
+        rows = _long_rows.get()
         if rows is None or not rows.any():
             return rotate(x, position_ids, *args, **settings)
         # One more position beyond the original length gives all tokens the long factors.
-        extended = rotate(x, pad(position_ids, (0, 1), value=original), *args, **settings)
+        long = rotate(x, pad(position_ids, (0, 1), value=original), *args, **settings)
         if rows.all():
-            return _map_angles(lambda angles: angles[..., :-1, :], extended)
+            return _map_angles(lambda angles: angles[..., :-1, :], long)
         rows = rows.to(position_ids.device)[:, None]
         within = rotate(x, position_ids.masked_fill(rows[:, 0], 0), *args, **settings)
-        return _map_angles(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), extended, within)
+        return _map_angles(lambda angles, own: torch.where(rows, angles[..., :-1, :], own), long, within)
 
     return forward
 

@@ -37,13 +37,13 @@ class PackedRunner(ModelRunner):
         attend: AttentionFunction = reference.attend,
         *,
         switch: RopeSwitch | None = None,
-        extended_layers: Sequence[CachedLayer] | None = None,
+        long_factor_layers: Sequence[CachedLayer] | None = None,
     ) -> None:
         """`attend` computes attention over cells, except latent and cross attention."""
         self.model = model
         self.layers, self.switch = tuple(layers), switch
         self.sampler: Sampler = TorchSampler()
-        self.extended_layers = self.layers if extended_layers is None else tuple(extended_layers)
+        self.long_factor_layers = self.layers if long_factor_layers is None else tuple(long_factor_layers)
         self._device = next(model.parameters()).device
         self._cache_layers = {
             layer: index for index, cached in enumerate(layers) for layer in (cached.index, *cached.sharing_layers)
@@ -103,8 +103,8 @@ class PackedRunner(ModelRunner):
         positions = [position for span in forward.spans for position in range(span.start, span.stop)]
         rows = (self._tensor(tokens), self._tensor(positions), logit_rows)
         invariant = self._invariant or nullcontext()
-        extended = rope.extending(None if self.switch is None else self.switch.extended(forward.spans))
-        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), extended, invariant:
+        factors = rope.use_long_factors(None if self.switch is None else self.switch.long_factors(forward.spans))
+        with torch.inference_mode(), hooks.use_backend(self._backend(forward, encoder_masks)), factors, invariant:
             return hooks.forward(self.model, *rows, cross_mask=self._cross_mask(forward, encoder_masks))
 
     def _backend(self, forward: Forward, encoder_masks: Sequence[EncoderMask | None]) -> _CacheBackend:

@@ -71,7 +71,7 @@ class SequentialRunner(ModelRunner):
         stored = {at: layer for at, layer in enumerate(cache.layers) if layer.is_initialized}
         self._formats = {at: _layer_format(layer) for at, layer in stored.items()}
         self.layers = tuple(CachedLayer(at, _spec(*_read(layer, 0))) for at, layer in stored.items())
-        self.extended_layers = self.layers
+        self.long_factor_layers = self.layers
         if not self.layers:
             raise UnsupportedCache("its cache is empty")
 
@@ -158,8 +158,8 @@ class SequentialRunner(ModelRunner):
             "use_cache": True,
             "logits_to_keep": logit_rows,
         }
-        extended = None if self.switch is None else self.switch.extended([span])
-        with torch.inference_mode(), rope.extending(extended), StableTopK(), self._invariant or nullcontext():
+        long_rows = None if self.switch is None else self.switch.long_factors([span])
+        with torch.inference_mode(), rope.use_long_factors(long_rows), StableTopK(), self._invariant or nullcontext():
             output = self.model(**{name: value for name, value in inputs.items() if name in self._parameters})
         logits: Tensor = output.logits[0]
         return logits if logits.shape[0] <= len(logit_rows) else logits[logit_rows]

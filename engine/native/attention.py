@@ -166,13 +166,14 @@ def rotary_angles(rotary: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor
 
 
 def switched_rotary_angles(
-    rotary: RotarySpec, extended: RotarySpec, positions: Tensor, original_length: int
+    rotary: RotarySpec, long_rotary: RotarySpec, positions: Tensor, original_length: int
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [2 * rows, pairs] of positions [rows], for models with two sets of rotary factors.
 
-    The first half has `rotary` below the original length and `extended` from there on; the second half only `extended`.
+    The first half is by `rotary` below the original length and by `long_rotary` from there on; the second half only by
+    `long_rotary`.
     """
-    pairs = zip(rotary_angles(rotary, positions), rotary_angles(extended, positions), strict=True)
+    pairs = zip(rotary_angles(rotary, positions), rotary_angles(long_rotary, positions), strict=True)
     cosine, sine = (torch.cat((short[:original_length], long[original_length:], long)) for short, long in pairs)
     return cosine, sine
 

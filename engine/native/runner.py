@@ -75,16 +75,17 @@ class NativeRunner(ModelRunner):
         library: StepLibrary,
         *,
         rounds_to_bfloat16: bool = True,
-        extended: DecoderSpec | None = None,
+        long_decoder: DecoderSpec | None = None,
     ) -> None:
         """Raises UnsupportedArchitecture for a matrix in a dtype or memory layout that the step does not read.
 
         rounds_to_bfloat16  whether rows may be rounded for products with bfloat16 weights, keys and values, where the
                             processor is faster so
-        extended            the decoder with the rotary factors beyond the original length, if they change
+        long_decoder        the decoder with the rotary factors beyond the original length, if they change
         """
         self.fallback = fallback
-        self.layers, self.switch, self.extended_layers = fallback.layers, fallback.switch, fallback.extended_layers
+        self.layers, self.switch = fallback.layers, fallback.switch
+        self.long_factor_layers = fallback.long_factor_layers
         self.sampler: NativeSampler = NativeSampler(library)
         self.has_hidden_states = True
         self._decoder, self._library = decoder, library
@@ -92,7 +93,7 @@ class NativeRunner(ModelRunner):
         mixers = [attention.mixer for attention, _ in decoder.layers]
         rotaries = _rotaries(decoder)
         self._rotaries = tuple(dict.fromkeys(rotaries))
-        self._extended = {} if extended is None else dict(zip(rotaries, _rotaries(extended), strict=True))
+        self._long_rotaries = {} if long_decoder is None else dict(zip(rotaries, _rotaries(long_decoder), strict=True))
         layers = describe_layers(decoder, self._rotaries)
         self._fields = (LayerFields * len(layers))(*layers)
         # Layers with KV cells in the order of the cache, and layers with recurrent states.
@@ -307,10 +308,10 @@ class NativeRunner(ModelRunner):
         self._bound = forward.groups
 
     def _angles_of(self, rotary: RotarySpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-        extended = self._extended.get(rotary)
-        if self.switch is None or extended is None:
+        long_rotary = self._long_rotaries.get(rotary)
+        if self.switch is None or long_rotary is None:
             return rotary_angles(rotary, positions)
-        return switched_rotary_angles(rotary, extended, positions, self.switch.original_length)
+        return switched_rotary_angles(rotary, long_rotary, positions, self.switch.original_length)
 
     def _write_rotary_rows(self, forward: Forward) -> int | None:
         """The address of the rows of the batch tokens in the rotary tables; None: their positions."""

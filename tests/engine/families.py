@@ -294,13 +294,13 @@ def _replayed(family: Family, tokens: list[int], start: int) -> Iterator[Tensor]
     """
     cache, switch = family.cache(), family.runner.switch
     assert switch is not None
-    extended = start > switch.original_length
+    long_factors = start > switch.original_length
     for length in range(start, len(tokens)):
-        if switch.recomputes and not extended and length > switch.original_length:
-            extended = True
+        if switch.recomputes and not long_factors and length > switch.original_length:
+            long_factors = True
             cache.clear(0)
         spans = [
-            Span(0, cache.cached_length(0), length - cache.cached_length(0), long_factors=extended),
+            Span(0, cache.cached_length(0), length - cache.cached_length(0), long_factors=long_factors),
             Span(1, cache.cached_length(1), 1),
         ]
         own = [*tokens[spans[0].start : length], 7]

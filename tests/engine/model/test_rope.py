@@ -175,15 +175,15 @@ def test_drafts_batches_and_shifts_change_no_token_with_longrope(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("extended", [False, True])
-def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, extended: bool) -> None:
+@pytest.mark.parametrize("long_factors", [False, True])
+def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, long_factors: bool) -> None:
     """The first layer's keys depend on tokens and positions only: rotated keys equal recomputed ones."""
     model = loaded(family)
-    layers = model.runner.extended_layers if extended else model.runner.layers
+    layers = model.runner.long_factor_layers if long_factors else model.runner.layers
     tokens = [token % VOCABULARY for token in range(7, 7 + 30)]
 
     def keys(slot: int, tokens: list[int], cache: Cache) -> torch.Tensor:
-        spans = [Span(slot, 0, len(tokens), long_factors=extended)] if tokens else []
+        spans = [Span(slot, 0, len(tokens), long_factors=long_factors)] if tokens else []
         if spans:
             with cache.forward(spans) as forward:
                 model.runner.run(forward, tokens, [len(tokens) - 1])
@@ -199,14 +199,14 @@ def test_shift_rotates_keys_by_their_own_factors(loaded: Models, family: str, ex
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("long_factors", [True, False])
 def test_self_test_refuses_one_kind_of_factors_for_all_tokens(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, extended: bool
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, long_factors: bool
 ) -> None:
     def rows(_: RopeSwitch, spans: list[Span]) -> torch.Tensor:
-        return torch.full((sum(span.length for span in spans),), extended)
+        return torch.full((sum(span.length for span in spans),), long_factors)
 
-    monkeypatch.setattr(RopeSwitch, "extended", rows)
+    monkeypatch.setattr(RopeSwitch, "long_factors", rows)
 
     with pytest.raises(ModelUnsupported, match=r"its logits differ.*, nor one sequence at a time .*its logits differ"):
         load_model(folder(family))
