@@ -59,6 +59,10 @@ log = logging.getLogger("cellar.engine")
 # Weight formats without a kernel here, with the bits of a weight and its share of scales: in MXFP4, 32 weights share a
 # scale of 8 bits.
 _DEQUANTIZED_FORMATS = {"mxfp4": ("MXFP4", 4.25), "fp8": ("FP8", 8.0)}
+# Encoder entries have at most the available memory divided by it.
+_ENCODER_MEMORY_DIVISOR = 8
+# Context in tokens of a model without a limit.
+_DEFAULT_CONTEXT = 8192
 # Names of tokenizer files.
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*")
 
@@ -117,41 +121,43 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
     folder, name = resolve(config.model), config.model or BUNDLED_NAME
     available = max(available_bytes() - reserved_bytes, 0)
     torch.set_num_threads(config.threads or default_threads(folder))
-    settings = _read_config(name, folder, config)
+    model_config = _read_config(name, folder, config)
     on_phase("weights")
-    model, dtype = _read_model(name, folder, settings, config)
-    text, parameters = model.config.get_text_config(), sum(parameter.numel() for parameter in model.parameters())
-    reading = _start_tokenizer(name, folder, text.vocab_size)
+    model, dtype = _read_model(name, folder, model_config, config)
+    text_config = model.config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    reading = _start_tokenizer(name, folder, text_config.vocab_size)
     on_phase("calibrate")
     switch = _install_rope(name, model)
-    stored: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    weights = fingerprint(folder)
-    checks, recurrent = ModelChecks(config, folder, model, (weights, dtype, stored)), _install_hooks(model)
+    kv_dtype: torch.dtype = dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    digest = fingerprint(folder)
+    checks = ModelChecks(config, folder, model, (digest, dtype, kv_dtype))
+    recurrent = _install_hooks(model)
     on_phase("kernels")
-    encoder = _encoder(name, model, budget_bytes=available // 8)
-    checks.set_traits(text.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
+    encoder = _encoder(name, model, budget_bytes=available // _ENCODER_MEMORY_DIVISOR)
+    checks.set_traits(text_config.vocab_size, recurrent=recurrent, encoder=encoder, switch=switch)
     on_phase("self-test" if checks.earlier is None else "checked before")
     checks.find_runner(name)
     on_phase("native step" if config.quantize == "none" else "quantize")
-    bits = _quantize(config, model, checks.quantization_plan(), f"{weights} {dtype}", available)
-    selection, invariant = checks.select(bits, context=config.context or max_context(text))
-    runner, computed = selection.runner, torch.float32 if selection.reason is None else dtype
-    sizes = _sizes(model, runner.layers, computed, stored)
+    bits = _quantize(config, model, checks.quantization_plan(), f"{digest} {dtype}", available)
+    selection, invariant = checks.select(bits, context=config.context or max_context(text_config))
+    compute_dtype = torch.float32 if selection.reason is None else dtype
+    sizes = _sizes(model, selection.runner.layers, compute_dtype, kv_dtype)
     reserved = sizes.weights_bytes + (0 if encoder is None else encoder.budget_bytes)
     memory, context, slots = plan_memory(config, sizes, available - reserved)
-    longest, limit = max(context, max_fitting_context(config, sizes, available - reserved)), min(context, memory.cells)
-    tokenizer = reading.result().with_context(limit, longest)
+    largest_context = max(context, max_fitting_context(config, sizes, available - reserved))
+    tokenizer = reading.result().with_context(min(context, memory.cells), largest_context)
     info = ModelInfo(
         name=name,
         folder=str(folder),
-        fingerprint=weights,
+        fingerprint=digest,
         architecture=type(model).__name__,
         parameters=parameters,
-        dtype=_dtype_name(computed, dtype, bits),
-        vocabulary=text.vocab_size,
+        dtype=_dtype_name(compute_dtype, dtype, bits),
+        vocabulary=text_config.vocab_size,
         context=context,
         slots=slots,
-        max_context=longest,
+        max_context=largest_context,
         decoder_start_tokens=_start_tokens(model),
         device=config.device,
         batch_invariant=invariant,
@@ -159,8 +165,20 @@ def _load(config: EngineConfig, on_phase: Callable[[str], None], reserved_bytes:
         quantization_estimate=estimate(model, available) if bits is None and config.device == "cpu" else None,
     )
     ends = _end_tokens(model, tokenizer)
-    grammars = GrammarCompiler(tokenizer, vocabulary_size=text.vocab_size, end_tokens=ends)
-    loaded = LoadedModel(model, tokenizer, runner, info, memory, recurrent, dtype, stored, ends, grammars, encoder)
+    grammars = GrammarCompiler(tokenizer, vocabulary_size=text_config.vocab_size, end_tokens=ends)
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        runner=selection.runner,
+        info=info,
+        memory=memory,
+        recurrent=recurrent,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        eos=ends,
+        grammars=grammars,
+        encoder=encoder,
+    )
     return replace(loaded, identity=_identity(folder, loaded))
 
 
@@ -186,9 +204,9 @@ def _release_files(model: Any) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _dtype_name(computed: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
+def _dtype_name(compute_dtype: torch.dtype, dtype: torch.dtype, bits: Bits | None) -> str:
     """The dtype of activations for display, and the format of the weights if it is another one."""
-    names = [str(one).removeprefix("torch.") for one in (computed, dtype)]
+    names = [str(each).removeprefix("torch.") for each in (compute_dtype, dtype)]
     weights = names[1] if bits is None else f"int{bits}"
     return names[0] if weights == names[0] else f"{names[0]}, {weights} weights"
 
@@ -340,7 +358,7 @@ def max_context(text: Any) -> int:
     """The trained context by the text configuration, in tokens."""
     names = ("max_position_embeddings", "max_target_positions")
     # A number below 1 means no limit.
-    return int(next((known for name in names if (known := getattr(text, name, None) or 0) > 0), 8192))
+    return int(next((length for name in names if (length := getattr(text, name, None) or 0) > 0), _DEFAULT_CONTEXT))
 
 
 def _sizes(model: Any, layers: tuple[CachedLayer, ...], dtype: torch.dtype, kv_dtype: torch.dtype) -> ModelSizes:
