@@ -6,6 +6,7 @@ prompt, so options may be any text; labels.py computes the probability of each l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import string
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 
 import anyio.to_thread
 
-from engine.types.request import Request
-from server.generation.batch import PromptResult, run_all
+from server.generation.batch import PromptResult
 from server.http.errors import UNKNOWN_PARAMETER, ApiError, invalid_value, missing_parameter
 from server.schemas.decisions import (
     ChoiceAnswer,
@@ -36,7 +36,7 @@ from server.schemas.decisions import (
     ScoreAnswer,
     ScoreQuestion,
 )
-from server.scoring.labels import LabelScorer, LabelScores, rounded_probability
+from server.scoring.labels import LabelScorer, LabelScores, rounded_probability, score_labels
 from server.scoring.questions import QuestionEncoder
 from server.service import Service
 
@@ -60,37 +60,22 @@ async def decide(service: Service, body: DecisionRequest, id: str) -> Decision:
     """The answers to a body; raises ApiError or EngineError."""
     model = service.resolve(body.model)
     service.check_ready()
-    scorers, asked = await anyio.to_thread.run_sync(_prepare, service, body, id)
-    results = await run_all(service, [request for requests in asked for request in requests], "decisions")
-    answers = await anyio.to_thread.run_sync(_answers, body.questions, scorers, asked, results)
+    scores, results = await score_labels(service, functools.partial(_scorers, service, body), id, "decisions")
+    answers = await anyio.to_thread.run_sync(_answers, body.questions, scores)
     return Decision(answers=answers, model=model, usage=_usage(results))
 
 
-def _prepare(service: Service, body: DecisionRequest, id: str) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
-    """Questions as label scorers, with their requests; for a worker thread."""
-    scorers = _scorers(service, body)
-    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
-
-
 def _answers(
-    questions: Sequence[Question],
-    scorers: Sequence[LabelScorer],
-    asked: Sequence[tuple[Request, ...]],
-    results: Sequence[PromptResult],
+    questions: Sequence[Question], scores: Sequence[LabelScores]
 ) -> list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]:
     """For a worker thread: there may be 100,000 options."""
-    remaining = iter(results)
-    readings = [
-        scorer.scores(list(itertools.islice(remaining, len(requests))))
-        for scorer, requests in zip(scorers, asked, strict=True)
-    ]
-    return [_answer(question, reading) for question, reading in zip(questions, readings, strict=True)]
+    return [_answer(question, score) for question, score in zip(questions, scores, strict=True)]
 
 
 def _scorers(service: Service, body: DecisionRequest) -> list[LabelScorer]:
-    asked = [(_question_text(question), _labels(question)) for question in body.questions]
+    questions = [(_question_text(question), _labels(question)) for question in body.questions]
     encoder = QuestionEncoder(service.engine.tokenizer, service.engine.info.context, "questions")
-    return encoder.label_scorers(_PROMPT_TEMPLATE, transcript(body.input), asked)
+    return encoder.label_scorers(_PROMPT_TEMPLATE, transcript(body.input), questions)
 
 
 def _question_text(question: Question) -> str:
@@ -131,8 +116,8 @@ def _plain(value: str | bool) -> str:
     return value if isinstance(value, str) else str(value).lower()
 
 
-def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
-    probabilities = reading.probabilities
+def _answer(question: Question, scores: LabelScores) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer:
+    probabilities = scores.probabilities
     match question:
         case Predicate():
             return PredicateAnswer(type="predicate", name=question.name, probability=probabilities[0])
@@ -140,8 +125,8 @@ def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | Choic
             return ChoiceAnswer(
                 type="choice",
                 name=question.name,
-                choice=question.choices[reading.best].value,
-                confidence=reading.confidence,
+                choice=question.choices[scores.best].value,
+                confidence=scores.confidence,
                 probabilities=[
                     {"value": choice.value, "probability": share}
                     for choice, share in zip(question.choices, probabilities, strict=True)
@@ -152,7 +137,7 @@ def _answer(question: Question, reading: LabelScores) -> PredicateAnswer | Choic
                 type="score",
                 name=question.name,
                 score=rounded_probability(sum(value * share for value, share in enumerate(probabilities))),
-                confidence=reading.confidence,
+                confidence=scores.confidence,
                 probabilities=[
                     {"label": level.label, "probability": share, "value": value}
                     for value, (level, share) in enumerate(zip(question.levels, probabilities, strict=True))

@@ -6,13 +6,18 @@ labels, each shared prefix is one more request, whose prompt is extended by the 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import anyio.to_thread
+
 from engine.types.request import Request, SamplingParams, SpeculationParams
-from server.generation.batch import PromptResult
+from server.generation.batch import PromptResult, run_all
 from server.generation.logprobs import IMPOSSIBLE
+from server.metrics import Endpoint
+from server.service import Service
 
 Path = tuple[int, ...]
 
@@ -81,6 +86,18 @@ class LabelScorer:
         return {prefix: tuple(tokens) for prefix, tokens in tokens_by_prefix.items()}
 
 
+async def score_labels(
+    service: Service, build: Callable[[], Sequence[LabelScorer]], id: str, endpoint: Endpoint
+) -> tuple[list[LabelScores], list[PromptResult]]:
+    """Scores of the scorers that `build` returns, in order, and the results of their requests.
+
+    `build` and the scoring run in worker threads: there may be thousands of questions and 100,000 labels.
+    """
+    scorers, requests = await anyio.to_thread.run_sync(_prepare, build, id)
+    results = await run_all(service, list(itertools.chain.from_iterable(requests)), endpoint)
+    return await anyio.to_thread.run_sync(_scores, scorers, requests, results), results
+
+
 def rounded_probability(share: float) -> float:
     """A probability rounded to the digits that do not depend on batching."""
     return float(f"{share:.{DIGITS}g}")
@@ -89,3 +106,18 @@ def rounded_probability(share: float) -> float:
 def _label_logprobs(result: PromptResult) -> Mapping[int, float]:
     (entry,) = result.logprobs
     return {label.token: max(label.logprob, IMPOSSIBLE) for label in entry.labels}
+
+
+def _prepare(
+    build: Callable[[], Sequence[LabelScorer]], id: str
+) -> tuple[Sequence[LabelScorer], list[tuple[Request, ...]]]:
+    scorers = build()
+    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
+
+
+def _scores(
+    scorers: Sequence[LabelScorer], requests: Sequence[Sequence[Request]], results: Sequence[PromptResult]
+) -> list[LabelScores]:
+    remaining = iter(results)
+    pairs = zip(scorers, requests, strict=True)
+    return [scorer.scores(list(itertools.islice(remaining, len(own)))) for scorer, own in pairs]

@@ -7,17 +7,15 @@ embedding model are scored there instead (similarity.py).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
-import anyio.to_thread
-
-from engine.types.request import Request
-from server.generation.batch import PromptResult, run_all
+from server.generation.batch import PromptResult
 from server.http.errors import invalid_value, unsupported_parameter
 from server.metrics import Endpoint
 from server.schemas.scoring import RankedDocument, Ranking, RerankRequest, ScoreList, ScoreRequest, ScoringUsage
-from server.scoring.labels import LabelScorer
+from server.scoring.labels import LabelScorer, score_labels
 from server.scoring.questions import QuestionEncoder
 from server.scoring.similarity import Pairs, compare, uses_embedding_model
 from server.service import Service
@@ -87,28 +85,9 @@ async def _relevance(
     """The probability of "yes" against "no" for each (query, document) pair, and usage."""
     field = "documents" if isinstance(body, RerankRequest) else "text_2"
     instruction = body.instruction or INSTRUCTION
-    scorers, asked = await anyio.to_thread.run_sync(_prepare, service, pairs, instruction, field, id)
-    results = await run_all(service, [request for requests in asked for request in requests], endpoint)
-    return await anyio.to_thread.run_sync(_read, scorers, asked, results), _usage(results)
-
-
-def _prepare(
-    service: Service, pairs: Pairs, instruction: str, field: str, id: str
-) -> tuple[list[LabelScorer], list[tuple[Request, ...]]]:
-    """Questions as label scorers, with their requests; for a worker thread."""
-    scorers = _scorers(service, pairs, instruction, field)
-    return scorers, [tuple(scorer.requests(f"{id}-{at}")) for at, scorer in enumerate(scorers)]
-
-
-def _read(
-    scorers: Sequence[LabelScorer], asked: Sequence[tuple[Request, ...]], results: Sequence[PromptResult]
-) -> list[float]:
-    """The probability of the first label for each question; for a worker thread."""
-    remaining = iter(results)
-    return [
-        scorer.scores([next(remaining) for _ in requests]).probabilities[0]
-        for scorer, requests in zip(scorers, asked, strict=True)
-    ]
+    build = functools.partial(_scorers, service, pairs, instruction, field)
+    scores, results = await score_labels(service, build, id, endpoint)
+    return [score.probabilities[0] for score in scores], _usage(results)
 
 
 def _scorers(service: Service, pairs: Pairs, instruction: str, field: str) -> list[LabelScorer]:

@@ -36,27 +36,27 @@ async def compare(
         raise ApiError(UNSUPPORTED_PARAMETER, message, param="instruction")
     sides = ("query", "documents") if isinstance(body, RerankRequest) else ("text_1", "text_2")
     reader = service.engine.reader
-    most = reader.max_length if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    max_tokens = reader.max_length if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if service.reranker is None:
-        return await _similarities(service, pairs, sides, most, id=id, endpoint=endpoint)
-    readings = [(sides[1], functools.partial(reader.encode_pair, *pair, max_tokens=most)) for pair in pairs]
-    result = await run_embedding_job(service, readings, id, endpoint)
+        return await _similarities(service, pairs, sides, max_tokens, id=id, endpoint=endpoint)
+    readers = [(sides[1], functools.partial(reader.encode_pair, *pair, max_tokens=max_tokens)) for pair in pairs]
+    result = await run_embedding_job(service, readers, id, endpoint)
     return [struct.unpack("<f", score)[0] for score in result.vectors], result.tokens
 
 
 async def _similarities(
-    service: Service, pairs: Pairs, sides: tuple[str, str], most: int | None, *, id: str, endpoint: Endpoint
+    service: Service, pairs: Pairs, sides: tuple[str, str], max_tokens: int | None, *, id: str, endpoint: Endpoint
 ) -> tuple[list[float], int]:
     """Similarities of embeddings; a text of several pairs is embedded once per side."""
     queries, documents = (list(dict.fromkeys(side)) for side in zip(*pairs, strict=True))
-    readings: list[tuple[str, InputReader]] = []
+    readers: list[tuple[str, InputReader]] = []
     for side, purpose, texts in zip(sides, ("query", "document"), (queries, documents), strict=True):
         read = functools.partial(
-            service.engine.reader.encode, prompt=service.engine.reader.prompt(purpose), max_tokens=most
+            service.engine.reader.encode, prompt=service.engine.reader.prompt(purpose), max_tokens=max_tokens
         )
-        readings += [(side, functools.partial(read, text)) for text in texts]
-    result = await run_embedding_job(service, readings, id, endpoint)
-    assert service.embedder is not None, "an embedding model that ranks no pairs makes vectors"
+        readers += [(side, functools.partial(read, text)) for text in texts]
+    result = await run_embedding_job(service, readers, id, endpoint)
+    assert service.embedder is not None, "an embedding model is a reranker or returns embeddings"
     measure = SIMILARITIES[service.embedder.similarity]
     return await anyio.to_thread.run_sync(_measure, measure, pairs, queries, documents, result), result.tokens
 
